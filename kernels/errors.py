@@ -1,0 +1,63 @@
+"""The errors of infer. Each message says what was wrong and what to do.
+
+    InferError
+    ├── DeviceError            no adapter, none of that name, a lost device
+    │   └── OutOfMemoryError   buffers that do not fit
+    ├── ShaderError            a kernel that does not compile, or wrong parameters for one
+    ├── ModelError             a model that cannot be loaded
+    │   ├── ModelNotFoundError no such folder, repository or revision
+    │   ├── ModelAccessError   a gated or private repository
+    │   ├── CheckpointError    damaged, incomplete or surplus weights
+    │   └── UnsupportedError   an architecture, dtype or config value not implemented
+    ├── TokenizerError         tokenizer or chat template missing or broken
+    ├── RequestError           a prompt or sampling value that cannot be served
+    └── ClosedError            a closed LLM or stream was used
+"""
+
+
+class InferError(Exception):
+    """Base of every error that infer raises on purpose."""
+
+
+class DeviceError(InferError):
+    """No usable adapter, no adapter of the given name, or a lost device."""
+
+
+class OutOfMemoryError(DeviceError):
+    """Buffers that the device cannot hold."""
+
+
+class ShaderError(InferError):
+    """A kernel that does not compile, or parameters that it does not declare."""
+
+
+class ModelError(InferError):
+    """A model that cannot be loaded."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such folder, file, repository or revision."""
+
+
+class ModelAccessError(ModelError):
+    """A gated or private repository."""
+
+
+class CheckpointError(ModelError):
+    """Damaged, incomplete, wrongly shaped or surplus weights."""
+
+
+class UnsupportedError(ModelError):
+    """An architecture, dtype or config value that is not implemented."""
+
+
+class TokenizerError(InferError):
+    """A missing or broken tokenizer or chat template."""
+
+
+class RequestError(InferError, ValueError):
+    """A prompt or a sampling value that cannot be served."""
+
+
+class ClosedError(InferError):
+    """A closed LLM, device or stream was used."""
