@@ -1,17 +1,17 @@
 """The errors of infer. Each message says what was wrong and what to do.
 
-    InferError
-    ├── DeviceError            no adapter, none of that name, a lost device
-    │   └── OutOfMemoryError   buffers that do not fit
-    ├── ShaderError            a kernel that does not compile, or wrong parameters for one
-    ├── ModelError             a model that cannot be loaded
-    │   ├── ModelNotFoundError no such folder, repository or revision
-    │   ├── ModelAccessError   a gated or private repository
-    │   ├── CheckpointError    damaged, incomplete or surplus weights
-    │   └── UnsupportedError   an architecture, dtype or config value not implemented
-    ├── TokenizerError         tokenizer or chat template missing or broken
-    ├── RequestError           a prompt or sampling value that cannot be served
-    └── ClosedError            a closed LLM or stream was used
+InferError
+├── DeviceError            no adapter, none of that name, a lost device
+│   └── OutOfMemoryError   buffers that do not fit
+├── ShaderError            a kernel that does not compile, or wrong parameters for one
+├── ModelError             a model that cannot be loaded
+│   ├── ModelNotFoundError no such folder, repository or revision
+│   ├── ModelAccessError   a gated or private repository
+│   ├── CheckpointError    damaged, incomplete or surplus weights
+│   └── UnsupportedError   an architecture, dtype or config value not implemented
+├── TokenizerError         tokenizer or chat template missing or broken
+├── RequestError           a prompt or sampling value that cannot be served
+└── ClosedError            a closed LLM or stream was used
 """
 
 

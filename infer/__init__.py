@@ -1,0 +1,1 @@
+"""Local LLM inference on WebGPU."""

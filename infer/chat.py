@@ -1,0 +1,240 @@
+"""Chat templates: the Jinja programs of a checkpoint that turn messages into the text of a prompt.
+
+The environment is that of transformers 5 (`utils/chat_template_utils.py`), which hub templates are
+written for: an immutable sandbox, trimmed blocks, loop controls, the `generation` tag, `tojson`
+without HTML escapes, `raise_exception` and `strftime_now`.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from infer.kernels.errors import RequestError, TokenizerError
+
+# A message's reasoning, under the names that APIs give it; templates read the first.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a model folder by name; a single one is called `default`.
+
+    As in transformers, files (`chat_template.jinja`, `additional_chat_templates/*.jinja`, the
+    older `chat_template.json`) replace the entry of tokenizer_config.json, which is one template
+    or a list of {"name", "template"}.
+
+    Raises:
+        TokenizerError: a file or entry that cannot be read.
+    """
+    paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    try:
+        templates = {path.stem: path.read_text(encoding="utf-8") for path in paths}
+        if (path := folder / "chat_template.jinja").is_file():
+            templates["default"] = path.read_text(encoding="utf-8")
+        elif (path := folder / "chat_template.json").is_file():
+            templates["default"] = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+        if not templates and (entry := tokenizer_config.get("chat_template")):
+            named = isinstance(entry, list)
+            templates = {t["name"]: t["template"] for t in entry} if named else {"default": entry}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise TokenizerError(f"The chat template of {folder} cannot be read: {error!r}") from error
+    if not all(isinstance(source, str) for source in templates.values()):
+        raise TokenizerError(f"A chat template of {folder} is not text. Fetch the model again.")
+    return templates
+
+
+def choose_template(
+    templates: Mapping[str, str], template: str | None, *, with_tools: bool = False
+) -> str:
+    """The source of the template called `template`, or `template` itself if it is Jinja.
+
+    Without a name it is `tool_use` for a call with tools, where there is one, else `default`.
+
+    Raises:
+        TokenizerError: the model has no chat template.
+        RequestError: no template has that name, or a name is needed.
+    """
+    if template is not None and template not in templates and "{" in template:
+        return template
+    if not templates:
+        raise TokenizerError(
+            "This model has no chat template, so it cannot take messages. Give a plain prompt, "
+            "or a template of your own."
+        )
+    if template is None:
+        template = "tool_use" if with_tools and "tool_use" in templates else "default"
+    if template not in templates:
+        names = ", ".join(sorted(templates))
+        raise RequestError(f"No chat template is called {template!r}. This model has: {names}.")
+    return templates[template]
+
+
+def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Render a chat template.
+
+    Args:
+        source: the template.
+        messages: {"role", "content"} each, oldest first; see `check_messages`.
+        variables: everything else that the template may read, made of JSON types.
+
+    Raises:
+        RequestError: messages or variables that no template can take.
+        TokenizerError: the template does not compile, or raised; the message is the template's own.
+    """
+    checked = check_messages(messages)
+    plain = _plain(dict(variables), "A template argument")
+    for name in ("tools", "documents"):
+        entries = plain.setdefault(name, None)
+        is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+        if entries is not None and not is_list:
+            raise RequestError(f"The template argument {name!r} must be a list of dictionaries.")
+    compiled = _compile(source)
+    try:
+        return compiled.render(plain | {"messages": checked})
+    except Exception as error:  # a template is a program: it can raise anything
+        raise TokenizerError(f"The chat template failed: {error}") from error
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A plain copy of `messages` as templates expect them, without keys that are None.
+
+    Content is text, or a list of {"type": "text", "text"}; a message with tool calls needs none.
+    As in transformers, reasoning given under one of its names is there under the others.
+
+    Raises:
+        RequestError: anything else.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(
+            "Messages must be a list that is not empty, such as "
+            '[{"role": "user", "content": "Hello"}].'
+        )
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"Message {index}"
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            raise RequestError(f'{where} must be a dictionary {{"role", "content"}}, not {kind}.')
+        plain = {k: v for k, v in _plain(dict(message), where).items() if v is not None}
+        if not isinstance(plain.get("role"), str):
+            raise RequestError(f'{where} needs a "role", such as "user", "assistant" or "system".')
+        if "content" not in plain and "tool_calls" not in plain:
+            raise RequestError(f'{where} needs a "content", its text.')
+        content = plain.get("content", "")
+        if not isinstance(content, str) and not _is_text_parts(content):
+            raise RequestError(
+                f'The "content" of message {index} must be text or a list of '
+                '{"type": "text", "text": ...}: only text is supported.'
+            )
+        reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+        checked.append(plain)
+    return checked
+
+
+def _is_text_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A copy made of JSON types, so that a template meets no object with methods of its own."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{what} must be made of JSON types: {error}.") from error
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        dict=_Dict(),
+        namespace=_Namespace,
+    )
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise TokenizerError(
+            f"The chat template does not compile: line {error.lineno}: {error.message}"
+        ) from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it only renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """What templates may do with `dict`, without the class itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(Namespace):
+    """Jinja's `namespace`, without names that reach into Python objects."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the attribute {name!r}")

@@ -1,0 +1,147 @@
+"""The GPUs that WebGPU offers here, and which of them to use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infer.kernels.errors import DeviceError
+
+# OpenGL is never a choice: it lacks storage bindings, f16 and subgroups, and lists adapters twice.
+_BACKENDS = ("Vulkan", "Metal", "D3D12")
+_KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
+_ORDER = ("discrete", "integrated", "other", "software")
+
+INSTALL_HINT = (
+    "Install your GPU's Vulkan driver, or Mesa's software adapter "
+    "(Debian, Ubuntu: apt-get install mesa-vulkan-drivers)."
+)
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """One GPU, or software that stands in for one.
+
+    index is its place in `list_adapters()`; kind is "discrete", "integrated", "other" or
+    "software"; features and limits are named as in WebGPU.
+    """
+
+    index: int
+    name: str
+    kind: str
+    backend: str
+    driver: str
+    features: frozenset[str]
+    limits: dict[str, int]
+    handle: Any = field(repr=False, compare=False, default=None)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}, {self.backend})"
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Bytes of memory that an adapter allocates from: in all and free now, None where unknown."""
+
+    total: int | None
+    free: int | None
+
+
+def list_adapters() -> list[AdapterInfo]:
+    """All usable adapters, best first: discrete, integrated, other, software."""
+    import wgpu
+
+    found = []
+    for handle in wgpu.gpu.enumerate_adapters_sync():
+        info = handle.info
+        if info["backend_type"] in _BACKENDS:
+            kind = _KINDS.get(info["adapter_type"], "other")
+            found.append((_ORDER.index(kind), _BACKENDS.index(info["backend_type"]), handle, kind))
+    found.sort(key=lambda entry: entry[:2])
+    return [
+        AdapterInfo(
+            index=index,
+            name=handle.info["device"],
+            kind=kind,
+            backend=handle.info["backend_type"],
+            driver=handle.info["description"],
+            features=frozenset(handle.features),
+            limits=dict(handle.limits),
+            handle=handle,
+        )
+        for index, (_, _, handle, kind) in enumerate(found)
+    ]
+
+
+def is_available() -> bool:
+    """Whether this machine has an adapter that infer can use."""
+    return bool(list_adapters())
+
+
+def choose_adapter(selector: str | int | None = None) -> AdapterInfo:
+    """The adapter of that index or with that text in its name; without one, the best.
+
+    The variable INFER_DEVICE stands in for a missing selector. Raises DeviceError, with the
+    adapters there are, when none matches.
+    """
+    adapters = list_adapters()
+    if not adapters:
+        raise DeviceError(f"No GPU adapter was found. {INSTALL_HINT}")
+    selector = os.environ.get("INFER_DEVICE", "") if selector is None else selector
+    text = str(selector).strip()
+    if not text:
+        return adapters[0]
+    if text.isdigit() and int(text) < len(adapters):
+        return adapters[int(text)]
+    matches = [a for a in adapters if text.lower() in a.name.lower()]
+    if not matches or text.isdigit():
+        listing = "\n".join(f"  {a.index}: {a}" for a in adapters)
+        raise DeviceError(
+            f"No adapter matches {text!r}. Give an index or a part of a name:\n{listing}"
+        )
+    return matches[0]
+
+
+def memory_info(adapter: AdapterInfo) -> MemoryInfo:
+    """The memory of an adapter, where the platform tells; WebGPU itself does not."""
+    if adapter.kind in ("software", "integrated"):
+        return _host_memory()
+    if "nvidia" in adapter.name.lower() or "geforce" in adapter.name.lower():
+        return _nvidia_memory(adapter.name)
+    return _drm_memory()
+
+
+def _host_memory() -> MemoryInfo:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return MemoryInfo(None, None)
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return MemoryInfo(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024)
+
+
+def _nvidia_memory(name: str) -> MemoryInfo:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader"]
+    try:
+        rows = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return MemoryInfo(None, None)
+    for row in rows.splitlines():
+        card, total, free = (part.strip() for part in row.rsplit(",", 2))
+        if card == name:
+            return MemoryInfo(*(int(size.split()[0]) << 20 for size in (total, free)))
+    return MemoryInfo(None, None)
+
+
+def _drm_memory() -> MemoryInfo:
+    cards = list(Path("/sys/class/drm").glob("card*/device/mem_info_vram_total"))
+    if len(cards) != 1:  # with several cards, none can be told to be this adapter
+        return MemoryInfo(None, None)
+    try:
+        total = int(cards[0].read_text())
+        return MemoryInfo(total, total - int(cards[0].with_name("mem_info_vram_used").read_text()))
+    except (OSError, ValueError):
+        return MemoryInfo(None, None)

@@ -1,0 +1,62 @@
+"""Weights and their numpy arrays: packing to the GPU's layouts, and bf16, which numpy lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.device import Device
+from infer.kernels.tensor import GpuTensor, allocate, row_bytes
+
+Array = NDArray[np.floating[Any]]
+
+
+def to_bf16(values: Array) -> NDArray[np.uint16]:
+    """The upper halves of f32 values, rounded to nearest even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: Array, dtype: str) -> NDArray[np.float32]:
+    """The values as a weight of that dtype holds them."""
+    if dtype == "bf16":
+        return from_bf16(to_bf16(values))
+    return values.astype(np.float16 if dtype == "f16" else np.float32).astype(np.float32)
+
+
+def to_gpu(device: Device, values: Array, dtype: str = "f32", label: str = "") -> GpuTensor:
+    """A matrix [rows, columns] in that dtype, or a vector in f32, as a weight on the GPU."""
+    tensor = allocate(device, values.shape, dtype, label)
+    matrix = values.reshape(1, -1) if values.ndim == 1 else values
+    stored = tensor.dtype
+    width = row_bytes(matrix.shape[1], stored)
+    for shard in tensor.shards:
+        part = np.ascontiguousarray(matrix[shard.start : shard.start + shard.rows])
+        if stored == "bf16":
+            raw: NDArray[Any] = to_bf16(part)
+        else:
+            raw = part.astype(np.float16 if stored == "f16" else np.float32)
+        padded = np.zeros((part.shape[0], width), np.uint8)
+        padded[:, : raw.shape[1] * raw.itemsize] = raw.view(np.uint8).reshape(part.shape[0], -1)
+        device.write(shard.buffer, padded)
+    return tensor
+
+
+def from_rows(flat: Array, rows: int, width: int) -> Array:
+    """The [rows, width] of an activation's buffer, whose rows are padded to eight values."""
+    stride = -(-width // 8) * 8
+    return flat[: rows * stride].reshape(rows, stride)[:, :width]
+
+
+def to_rows(values: Array, rows: int) -> NDArray[np.float32]:
+    """An activation's buffer: padded rows, and NaN wherever no kernel may read a meaning."""
+    stride = -(-values.shape[1] // 8) * 8
+    padded = np.full((rows, stride), np.nan, np.float32)
+    padded[: values.shape[0], : values.shape[1]] = values
+    return padded

@@ -1,0 +1,372 @@
+"""A WebGPU device: its limits, its buffers, its pipelines. Nothing in this package is global."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import wgpu
+from wgpu.backends.wgpu_native import ffi, lib
+
+from infer.kernels.adapters import AdapterInfo, choose_adapter
+from infer.kernels.errors import ClosedError, DeviceError, OutOfMemoryError, ShaderError
+from infer.kernels.shader import KernelSpec, Shader, render
+
+_USAGE = {
+    # Everything on the GPU may be read back and written: by tests, by the loader, by rollback.
+    "storage": wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST,
+    "read": wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST,
+    "write": wgpu.BufferUsage.MAP_WRITE | wgpu.BufferUsage.COPY_SRC,
+    "query": wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC,
+}
+_LIMITS = (
+    "max-storage-buffer-binding-size",
+    "max-buffer-size",
+    "max-compute-workgroup-storage-size",
+    "max-compute-invocations-per-workgroup",
+    "max-compute-workgroup-size-x",
+    "max-compute-workgroups-per-dimension",
+    "max-storage-buffers-per-shader-stage",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of an adapter to use: for tests, for weak adapters, to work round a driver's bug.
+
+    None leaves a limit (bytes, or invocations) as the adapter has it. Every kernel has a path for
+    each of these switched off or set to the least that WebGPU guarantees.
+    """
+
+    subgroups: bool = True
+    f16: bool = True
+    max_binding: int | None = None
+    workgroup_storage: int | None = None
+    max_invocations: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of one binding, one buffer and a workgroup's memory; invocations; workgroups a side."""
+
+    max_binding: int
+    max_buffer: int
+    workgroup_storage: int
+    max_invocations: int
+    max_workgroups: int
+
+
+@dataclass(eq=False)
+class Buffer:
+    """GPU memory. nbytes is a multiple of 16; usage is a key of `_USAGE`."""
+
+    handle: Any
+    nbytes: int
+    usage: str
+    label: str
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A compiled kernel."""
+
+    spec: KernelSpec
+    shader: Shader
+    handle: Any
+    layout: Any
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Bytes in GPU buffers now and at most so far; bytes of them waiting in the pool for reuse;
+    how often the pool could serve a request (hits) and how often it had to allocate (misses)."""
+
+    allocated: int
+    peak: int
+    pooled: int
+    hits: int
+    misses: int
+
+
+class Device:
+    """One open adapter. Close it, or use it in `with`; its buffers go with it."""
+
+    def __init__(self, adapter: AdapterInfo, settings: Settings | None = None) -> None:
+        self.adapter, self.settings = adapter, settings or Settings()
+        wanted = {"subgroup": self.settings.subgroups, "shader-f16": self.settings.f16}
+        features = [name for name, use in wanted.items() if use and name in adapter.features]
+        if "timestamp-query" in adapter.features:
+            features.append("timestamp-query")
+        try:
+            self.handle = adapter.handle.request_device_sync(
+                required_features=features, required_limits=self._required_limits()
+            )
+        except RuntimeError as error:
+            raise DeviceError(f"{adapter} could not be opened: {error}") from error
+        limits = self.handle.limits
+        self.limits = Limits(
+            max_binding=limits["max-storage-buffer-binding-size"],
+            max_buffer=limits["max-buffer-size"],
+            workgroup_storage=limits["max-compute-workgroup-storage-size"],
+            max_invocations=limits["max-compute-invocations-per-workgroup"],
+            max_workgroups=limits["max-compute-workgroups-per-dimension"],
+        )
+        self.subgroups = "subgroup" in features
+        self.f16 = "shader-f16" in features
+        self.timestamps = "timestamp-query" in features
+        self._lock = threading.RLock()
+        self._buffers: set[Buffer] = set()
+        self._pool: dict[tuple[int, str], list[Buffer]] = {}
+        self._pipelines: dict[KernelSpec, Pipeline] = {}
+        self._layouts: dict[tuple[str, ...], Any] = {}
+        self._scopes = threading.local()
+        self._allocated = self._peak = self._hits = self._misses = 0
+        self.closed = False
+
+    @classmethod
+    def open(cls, selector: str | int | None = None, settings: Settings | None = None) -> Device:
+        """The adapter that `selector` names (see `choose_adapter`), opened."""
+        return cls(choose_adapter(selector), settings)
+
+    def _required_limits(self) -> dict[str, int]:
+        # Without asking for the adapter's own limits a binding would end at 128 MiB.
+        limits = {name: self.adapter.limits[name] for name in _LIMITS}
+        own = {
+            "max-storage-buffer-binding-size": self.settings.max_binding,
+            "max-compute-workgroup-storage-size": self.settings.workgroup_storage,
+            "max-compute-invocations-per-workgroup": self.settings.max_invocations,
+            "max-compute-workgroup-size-x": self.settings.max_invocations,
+        }
+        return limits | {name: value for name, value in own.items() if value is not None}
+
+    # Buffers
+
+    def buffer(self, nbytes: int, usage: str = "storage", label: str = "") -> Buffer:
+        """New memory, zero-filled, rounded up to 16 bytes. Raises OutOfMemoryError."""
+        self._check_open()
+        nbytes = max(16, -(-nbytes // 16) * 16)
+        if nbytes > self.limits.max_buffer:
+            raise OutOfMemoryError(
+                f"{label or 'A buffer'} needs {nbytes:,} bytes; one buffer of {self.adapter.name} "
+                f"holds {self.limits.max_buffer:,}."
+            )
+        try:
+            handle = self.handle.create_buffer(size=nbytes, usage=_USAGE[usage], label=label)
+        except wgpu.GPUError as error:
+            raise OutOfMemoryError(
+                f"{self.adapter.name} has no room for {label or 'a buffer'} of {nbytes:,} bytes "
+                f"({self._allocated:,} are in use by this process)."
+            ) from error
+        buffer = Buffer(handle, nbytes, usage, label)
+        for scope in getattr(self._scopes, "open", [])[-1:]:
+            scope.append(buffer)
+        with self._lock:
+            self._buffers.add(buffer)
+            self._allocated += nbytes
+            self._peak = max(self._peak, self._allocated)
+        return buffer
+
+    def upload(self, data: np.ndarray[Any, Any], label: str = "") -> Buffer:
+        """A storage buffer that holds `data`."""
+        buffer = self.buffer(data.nbytes, label=label)
+        self.write(buffer, data)
+        return buffer
+
+    def destroy(self, buffers: Iterable[Buffer]) -> None:
+        """Free memory. wgpu keeps what submitted work still uses until that work is done."""
+        with self._lock:
+            for buffer in buffers:
+                if buffer in self._buffers:
+                    self._buffers.remove(buffer)
+                    self._allocated -= buffer.nbytes
+                    buffer.handle.destroy()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Destroys at its end every buffer that this thread has made in it, less the pool's."""
+        scopes = self._scopes.__dict__.setdefault("open", [])
+        scopes.append([])
+        try:
+            yield
+        finally:
+            self.destroy(scopes.pop())
+
+    def acquire(self, nbytes: int, usage: str = "storage") -> Buffer:
+        """Memory of at least nbytes from the pool, with whatever it last held."""
+        size = 1 << max(8, (nbytes - 1).bit_length())
+        with self._lock:
+            free = self._pool.get((size, usage))
+            if free:
+                self._hits += 1
+                return free.pop()
+            self._misses += 1
+        buffer = self.buffer(size, usage, label=f"pool {size}")
+        for scope in getattr(self._scopes, "open", [])[-1:]:
+            scope.remove(buffer)
+        return buffer
+
+    def release(self, *buffers: Buffer) -> None:
+        """Give memory back to the pool. Later work on the queue runs after what still uses it."""
+        with self._lock:
+            for buffer in buffers:
+                self._pool.setdefault((buffer.nbytes, buffer.usage), []).append(buffer)
+
+    def write(self, buffer: Buffer, data: np.ndarray[Any, Any] | bytes, offset: int = 0) -> None:
+        """Copy host memory (a multiple of 4 bytes) into a buffer, in order with submitted work."""
+        self._check_open()
+        if isinstance(data, np.ndarray):
+            data = np.ascontiguousarray(data)
+        self.handle.queue.write_buffer(buffer.handle, offset, data)
+
+    def read(
+        self, buffer: Buffer, dtype: Any = np.float32, count: int = -1, offset: int = 0
+    ) -> np.ndarray[Any, Any]:
+        """`count` values (-1: all) from byte `offset` on, after all submitted work."""
+        self._check_open()
+        itemsize = np.dtype(dtype).itemsize
+        nbytes = buffer.nbytes - offset if count < 0 else count * itemsize
+        padded = -(-nbytes // 4) * 4
+        staging = self.acquire(padded, "read")
+        encoder = self.handle.create_command_encoder()
+        encoder.copy_buffer_to_buffer(buffer.handle, offset, staging.handle, 0, padded)
+        self.handle.queue.submit([encoder.finish()])
+        staging.handle.map_sync(wgpu.MapMode.READ, 0, padded)
+        try:
+            data = np.frombuffer(staging.handle.read_mapped(0, padded), np.uint8)[:nbytes].copy()
+        finally:
+            staging.handle.unmap()
+            self.release(staging)
+        return data.view(dtype)
+
+    def wait(self) -> None:
+        """Until all submitted work is done."""
+        lib.wgpuDevicePoll(self.handle._internal, True, ffi.NULL)
+
+    def memory_stats(self) -> MemoryStats:
+        with self._lock:
+            pooled = sum(buffer.nbytes for free in self._pool.values() for buffer in free)
+            return MemoryStats(self._allocated, self._peak, pooled, self._hits, self._misses)
+
+    # Pipelines
+
+    def pipeline(self, spec: KernelSpec) -> Pipeline:
+        """The kernel, compiled on its first use. Raises ShaderError with file and line."""
+        self._check_open()
+        with self._lock:
+            known = self._pipelines.get(spec)
+        if known is not None:
+            return known
+        pipeline = self.compile(spec, render(spec))
+        with self._lock:
+            return self._pipelines.setdefault(spec, pipeline)
+
+    def pipelines(self, specs: Iterable[KernelSpec]) -> None:
+        """Compile several kernels at once, in threads: a large one can take seconds."""
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            list(pool.map(self.pipeline, dict.fromkeys(specs)))
+
+    def compile(self, spec: KernelSpec, shader: Shader) -> Pipeline:
+        """A pipeline of rendered WGSL with the entry point `main`."""
+        messages = self.validate(shader, spec.label)
+        if messages:
+            raise ShaderError(f"{spec.label} does not compile:\n" + "\n".join(messages))
+        layout = self._layout(tuple(binding.access for binding in shader.bindings))
+        try:
+            handle = self.handle.create_compute_pipeline(
+                label=spec.label,
+                layout=self.handle.create_pipeline_layout(bind_group_layouts=[layout]),
+                compute={"module": self._module(shader, spec.label), "entry_point": "main"},
+            )
+        except (wgpu.GPUError, wgpu.GPUPipelineError) as error:
+            raise ShaderError(
+                f"{self.adapter.name} refuses {spec.label}: {_first_cause(error)}"
+            ) from error
+        return Pipeline(spec, shader, handle, layout)
+
+    def validate(self, shader: Shader, label: str = "") -> list[str]:
+        """The compiler's messages about rendered WGSL, each with its source file and line."""
+        try:
+            self._module(shader, label)
+        except wgpu.GPUError as error:
+            return [_located(str(error), shader)]
+        return []
+
+    def _module(self, shader: Shader, label: str) -> Any:
+        return self.handle.create_shader_module(label=label, code=shader.code)
+
+    def _layout(self, accesses: tuple[str, ...]) -> Any:
+        kinds = {"read": "read-only-storage", "read_write": "storage", "uniform": "uniform"}
+        with self._lock:
+            if accesses not in self._layouts:
+                self._layouts[accesses] = self.handle.create_bind_group_layout(
+                    entries=[
+                        {
+                            "binding": index,
+                            "visibility": wgpu.ShaderStage.COMPUTE,
+                            "buffer": {"type": kinds[access]},
+                        }
+                        for index, access in enumerate(accesses)
+                    ]
+                )
+            return self._layouts[accesses]
+
+    def bind(self, pipeline: Pipeline, buffers: Sequence[Buffer]) -> Any:
+        """A bind group of whole buffers, in the order of the kernel's bindings."""
+        bindings = pipeline.shader.bindings
+        if len(buffers) != len(bindings):
+            raise ShaderError(
+                f"{pipeline.spec.label} has {len(bindings)} bindings, not {len(buffers)}"
+            )
+        return self.handle.create_bind_group(
+            layout=pipeline.layout,
+            entries=[
+                {
+                    "binding": binding.index,
+                    "resource": {"buffer": buffer.handle, "offset": 0, "size": buffer.nbytes},
+                }
+                for binding, buffer in zip(bindings, buffers, strict=True)
+            ],
+        )
+
+    # End
+
+    def close(self) -> None:
+        """Free everything. Safe to call twice."""
+        if self.closed:
+            return
+        self.wait()
+        self.destroy(list(self._buffers))
+        self.closed = True
+        self._pool.clear()
+        self._pipelines.clear()
+        self.handle.destroy()
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("This device has been closed.")
+
+
+def _first_cause(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and line != "Caused by:")
+
+
+def _located(message: str, shader: Shader) -> str:
+    """The compiler's message, headed by the source file, line and column it speaks of."""
+    place = re.search(r"┌─ (?:wgsl)?:(\d+):(\d+)", message)
+    text = message.partition("error: ")[2] or message
+    if place is None:
+        return text.strip()
+    return f"{shader.place(int(place[1]))}:{place[2]}: {text.strip()}"

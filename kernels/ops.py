@@ -1,0 +1,142 @@
+"""Operations on symbolic activations: what a model's forward is written in.
+
+A forward is traced, not run: each op returns a Value, and the list of Values is later turned into
+a plan of dispatches (lower.py). An activation is f32, [rows of the step][width]; rows lie
+`stride(width)` values apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.kernels.device import Buffer
+from infer.kernels.kv_cache import LayerCache
+from infer.kernels.tensor import GpuTensor
+
+
+def stride(width: int) -> int:
+    """Values from one row of an activation to the next: kernels read eight at a time."""
+    return -(-width // 8) * 8
+
+
+@dataclass(eq=False)
+class Value:
+    """A symbolic activation [rows, width]: the op that makes it, from which inputs.
+
+    of_logits says that it has only the rows that get logits.
+    """
+
+    ops: Ops = field(repr=False)
+    op: str
+    width: int
+    inputs: tuple[Value, ...] = ()
+    attrs: dict[str, Any] = field(default_factory=dict)
+    of_logits: bool = False
+
+    def __add__(self, other: Value) -> Value:
+        return self.ops.add(self, other)
+
+    def __mul__(self, other: Value) -> Value:
+        return self.ops.mul(self, other)
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Rotary embedding: a table of (cos, sin), [positions][rotary_dim / 2], f32."""
+
+    table: Buffer
+    rotary_dim: int
+    interleaved: bool = False
+
+
+class Ops:
+    """Traces a forward. Every method takes and returns Values; widths are checked at once."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+
+    def _value(
+        self,
+        op: str,
+        width: int,
+        *inputs: Value,
+        of_logits: bool | None = None,
+        **attrs: Any,
+    ) -> Value:
+        if of_logits is None:
+            of_logits = any(value.of_logits for value in inputs)
+        value = Value(self, op, width, inputs, attrs, of_logits)
+        self.values.append(value)
+        return value
+
+    def input(self, buffer: Buffer, width: int) -> Value:
+        """An activation that is there already."""
+        return self._value("input", width, buffer=buffer)
+
+    def embedding(self, weight: GpuTensor, scale: float = 1.0) -> Value:
+        """The rows of `weight` [vocab, width] for the step's tokens, times scale."""
+        return self._value("embedding", weight.shape[1], weight=weight, scale=scale)
+
+    def rmsnorm(self, x: Value, weight: GpuTensor, eps: float) -> Value:
+        """x / rms(x) * weight (Zhang & Sennrich 2019), over each part of x as wide as the weight:
+        the whole row, or head by head."""
+        (width,) = weight.shape
+        if x.width % width:
+            raise ValueError(f"a norm of {width} values cannot cover rows of {x.width}")
+        return self._value("rmsnorm", x.width, x, weight=weight, eps=eps)
+
+    def linear(self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None) -> Value:
+        """x W^T + bias; weight [out, in]."""
+        n, k = weight.shape
+        if x.width != k:
+            raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
+        return self._value("linear", n, x, weight=weight, bias=bias)
+
+    def split(self, x: Value, *widths: int) -> tuple[Value, ...]:
+        """Columns of x side by side, as views: nothing is copied."""
+        if sum(widths) != x.width:
+            raise ValueError(f"{widths} do not add up to {x.width}")
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        return tuple(
+            self._value("slice", width, x, offset=start)
+            for width, start in zip(widths, starts, strict=True)
+        )
+
+    def rope(self, x: Value, rope: Rope, head_dim: int) -> Value:
+        """The heads of x turned by their position (Su et al. 2021)."""
+        return self._value("rope", x.width, x, rope=rope, head_dim=head_dim)
+
+    def attention(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        cache: LayerCache,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Value:
+        """k and v appended to the cache, then softmax(scale * q k^T) v over what each row sees:
+        all positions up to its own, or the last `window` of them."""
+        return self._value("attention", q.width, q, k, v, cache=cache, scale=scale, window=window)
+
+    def silu(self, x: Value) -> Value:
+        """x * sigmoid(x)."""
+        return self._value("silu", x.width, x)
+
+    def add(self, a: Value, b: Value) -> Value:
+        return self._value("add", self._same_width(a, b), a, b)
+
+    def mul(self, a: Value, b: Value) -> Value:
+        return self._value("mul", self._same_width(a, b), a, b)
+
+    def logits_rows(self, x: Value) -> Value:
+        """The rows of x that get logits."""
+        return self._value("logits_rows", x.width, x, of_logits=True)
+
+    @staticmethod
+    def _same_width(a: Value, b: Value) -> int:
+        if a.width != b.width:
+            raise ValueError(f"rows of {a.width} and {b.width} do not fit")
+        return a.width

@@ -1,0 +1,65 @@
+"""A dispatch plan: the kernels of one step, as data, recorded anew for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.kernels.device import Buffer, Device, Pipeline
+from infer.kernels.shader import KernelSpec
+
+Size = tuple[int, int, int]
+# Workgroups as a function of (rows, kv_len): attention costs what is in the cache, not its capacity.
+Grid = Size | Callable[[int, int], Size]
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """One kernel on its buffers. moved and flops count bytes of memory and operations, given
+    (rows, kv_len), for the profile."""
+
+    pipeline: Pipeline
+    bind_group: Any
+    grid: Grid
+    moved: Callable[[int, int], int] = lambda rows, kv_len: 0
+    flops: Callable[[int, int], int] = lambda rows, kv_len: 0
+
+    def size(self, rows: int, kv_len: int) -> Size:
+        return self.grid(rows, kv_len) if callable(self.grid) else self.grid
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchPlan:
+    """The dispatches of a step: body up to the last layer, head from the final norm to logits."""
+
+    body: tuple[Dispatch, ...]
+    head: tuple[Dispatch, ...] = field(default=())
+
+
+def linear_grid(count: int, limit: int = 65535) -> Size:
+    """`count` workgroups as a grid whose sides keep the limit; kernels find their index with
+    `workgroup_index` of grid.wgsl and skip what is beyond their own count."""
+    if count <= limit:
+        return (max(count, 1), 1, 1)
+    return (limit, -(-count // limit), 1)
+
+
+def dispatch(
+    device: Device, spec: KernelSpec, buffers: Sequence[Buffer], grid: Grid, **counts: Any
+) -> Dispatch:
+    """Compile (or find) a kernel and bind its buffers."""
+    pipeline = device.pipeline(spec)
+    return Dispatch(pipeline, device.bind(pipeline, buffers), grid, **counts)
+
+
+def run(device: Device, dispatches: Sequence[Dispatch], rows: int = 1, kv_len: int = 0) -> None:
+    """Record and submit through the public API: for everything but the hot loop."""
+    encoder = device.handle.create_command_encoder()
+    compute = encoder.begin_compute_pass()
+    for item in dispatches:
+        compute.set_pipeline(item.pipeline.handle)
+        compute.set_bind_group(0, item.bind_group)
+        compute.dispatch_workgroups(*item.size(rows, kv_len))
+    compute.end()
+    device.handle.queue.submit([encoder.finish()])

@@ -1,0 +1,91 @@
+"""What the kernels compute, in numpy and float64: the measure of `infer devices --check` and tests.
+
+Arrays are [rows][width] as in the kernels; formulas as in the papers that ops.py names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating[Any]]
+
+
+def rmsnorm(x: Array, weight: Array, eps: float) -> Array:
+    """x [..., n * width], weight [width]: each part of `width` values over its root mean square."""
+    parts = x.astype(np.float64).reshape(*x.shape[:-1], -1, weight.size)
+    scale = 1.0 / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)
+    return (parts * scale * weight).reshape(x.shape)
+
+
+def matmul(x: Array, weight: Array) -> Array:
+    """x [rows, k], weight [n, k] -> x W^T [rows, n]."""
+    return x.astype(np.float64) @ weight.astype(np.float64).T
+
+
+def silu(x: Array) -> Array:
+    x = x.astype(np.float64)
+    return x / (1.0 + np.exp(-x))
+
+
+def rope(
+    x: Array, positions: Array, frequencies: Array, head_dim: int, interleaved: bool = False
+) -> Array:
+    """x [rows, heads * head_dim]; frequencies [rotary_dim / 2], radians per position."""
+    rows, rotary = x.shape[0], 2 * frequencies.size
+    heads = x.astype(np.float64).reshape(rows, -1, head_dim).copy()
+    angle = positions[:, None, None] * frequencies.astype(np.float64)
+    first, second = (
+        (slice(0, rotary, 2), slice(1, rotary, 2))
+        if interleaved
+        else (slice(0, rotary // 2), slice(rotary // 2, rotary))
+    )
+    a, b = heads[..., first].copy(), heads[..., second].copy()
+    heads[..., first] = a * np.cos(angle) - b * np.sin(angle)
+    heads[..., second] = b * np.cos(angle) + a * np.sin(angle)
+    return heads.reshape(x.shape)
+
+
+def softmax(x: Array) -> Array:
+    x = x.astype(np.float64)
+    p = np.exp(x - x.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def visible(rows: int, kv_len: int, window: int = 0) -> NDArray[np.bool_]:
+    """[rows, kv_len]: which positions the last `rows` of kv_len positions attend to."""
+    own = np.arange(kv_len - rows, kv_len)[:, None]
+    position = np.arange(kv_len)[None, :]
+    seen = position <= own
+    return seen & (position > own - window) if window else seen
+
+
+def attention_scores(q: Array, k: Array, n_heads: int, scale: float) -> Array:
+    """q [rows, n_heads * d], k [kv_len, n_kv_heads * d] -> [rows, n_heads, kv_len], unmasked."""
+    rows, kv_len = q.shape[0], k.shape[0]
+    queries = q.astype(np.float64).reshape(rows, n_heads, -1)
+    keys = k.astype(np.float64).reshape(kv_len, -1, queries.shape[-1])
+    keys = np.repeat(keys, n_heads // keys.shape[1], axis=1)
+    return scale * np.einsum("rhd,phd->rhp", queries, keys)
+
+
+def weighted_sum(p: Array, v: Array) -> Array:
+    """p [rows, n_heads, kv_len], v [kv_len, n_kv_heads, d] -> [rows, n_heads * d]."""
+    values = np.repeat(v.astype(np.float64), p.shape[1] // v.shape[1], axis=1)
+    return np.einsum("rhp,phd->rhd", p.astype(np.float64), values).reshape(p.shape[0], -1)
+
+
+def attention(q: Array, k: Array, v: Array, n_heads: int, scale: float, window: int = 0) -> Array:
+    """q [rows, n_heads * d] are the last rows of k, v [kv_len, n_kv_heads * d]."""
+    scores = attention_scores(q, k, n_heads, scale)
+    seen = visible(q.shape[0], k.shape[0], window)[:, None, :]
+    p = softmax(np.where(seen, scores, -np.inf))
+    return weighted_sum(p, v.reshape(v.shape[0], -1, q.shape[1] // n_heads))
+
+
+def nmse(y: Array, reference: Array) -> float:
+    """||y - reference||^2 / ||reference||^2, the normalised mean square error."""
+    reference = reference.astype(np.float64)
+    return float(((y - reference) ** 2).sum() / max((reference**2).sum(), 1e-300))

@@ -1,0 +1,192 @@
+"""Sampling on the GPU: from the logits of a step's rows to their tokens and the rows of the next step.
+
+What a step dispatches depends on what its rows ask for (SamplerChain):
+
+    unfiltered     sample_unfiltered, sample_commit
+    min-p          sample_prepare, sample_draw, sample_commit
+    top-k          sample_prepare, 3 x sample_histogram, sample_draw, sample_commit
+    top-p          the same
+    top-k + top-p  sample_prepare, 5 x sample_histogram, sample_draw, sample_commit
+
+All but the last work on blocks of 1024 tokens and rows side by side. Filters are exact: a radix
+selection over all 32 bits of the scores finds where top-k and then top-p cut, one digit per dispatch;
+the next dispatch reads the histogram instead of a kernel that would do that alone. Probability mass is
+summed in 32-bit fixed point, so results do not depend on the order of summation. The draw is
+Gumbel-max with noise from (seed, position, token), so it does not depend on the batch either.
+
+The order and the meaning of the filters are those of transformers' logits processors: repetition,
+presence and frequency penalty, logit bias, temperature, top-k (what ties with the k-th survives), top-p
+(the fewest of the most probable that reach it; of equal ones the highest ids), min-p. Temperature 0 is
+greedy: the lowest id of the largest score after penalties and bias.
+
+A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, and stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.device import Buffer, Device
+from infer.kernels.plan import Dispatch, Grid, dispatch
+from infer.kernels.shader import KernelSpec, Value
+from infer.kernels.step import MAX_LOGITS_ROWS, SAMPLING
+
+INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
+IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
+
+BLOCK = 1024  # tokens of a workgroup, as in wgsl/sampling.wgsl
+ROW_BINS = 20480  # of wgsl/sample_histograms.wgsl
+CUT = np.dtype(  # of wgsl/sample_cut.wgsl
+    [
+        ("maximum", "<f4"),
+        ("unit", "<f4"),
+        ("k_key", "<u4"),
+        ("k_rank", "<u4"),
+        ("ties", "<u4"),
+        ("k_mass", "<u4"),
+        ("k_mass_1", "<u4"),
+        ("p_key", "<u4"),
+        ("p_rest", "<u4"),
+        ("below", "<u4"),
+        ("tie", "<u4"),
+        ("keep", "<u4"),
+    ]
+)
+SLOTS = 6  # cuts of a row, one for each dispatch that finds something
+
+
+@dataclass(frozen=True)
+class SamplerChain:
+    """The stages that the rows of a step need. Rows that do not need one pass it unchanged, so the
+    union `a | b` serves the rows of both."""
+
+    noise: bool = False
+    penalties: bool = False
+    bias: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+    def __or__(self, other: SamplerChain) -> SamplerChain:
+        return SamplerChain(*(a or b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_k or self.top_p or self.min_p
+
+
+class Sampler:
+    """Samples up to max_rows rows of up to `sequences` sequences of one model.
+
+    logits is f32 [max_rows][stride] with the stride vocab_size rounded up to a multiple of 8; step is
+    a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row that
+    was not alive, or INVALID_TOKEN. Buffers that only some chains use are allocated when the first
+    such chain or sequence comes.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        vocab_size: int,
+        logits: Buffer,
+        step: Buffer,
+        *,
+        max_rows: int = 1,
+        sequences: int = 1,
+    ) -> None:
+        self.device, self.vocab_size = device, vocab_size
+        self.max_rows, self.sequences = max_rows, sequences
+        self._stride = -(-vocab_size // 8) * 8
+        self._blocks = -(-vocab_size // BLOCK)
+        self._buffers = {"logits": logits, "step": step}
+        self._owned: list[Buffer] = []
+        self._biased: set[int] = set()
+        self._dispatches: dict[tuple[SamplerChain, bool], tuple[Dispatch, ...]] = {}
+        self.sampled = self._buffer("sampled")
+        self._buffer("sampling")
+
+    def begin(
+        self,
+        sequence: int,
+        record: NDArray[Any],
+        prompt_ids: Iterable[int] | NDArray[np.integer] = (),
+        bias: Mapping[int, float] | None = None,
+    ) -> None:
+        """Start a generation: how to sample `sequence` (one SAMPLING record), the tokens that the
+        repetition penalty finds in its prompt, and what to add to the logits of single tokens."""
+        self.device.write(
+            self._buffer("sampling"), record.reshape(1).view(np.uint8), sequence * SAMPLING.itemsize
+        )
+        offset = sequence * self.vocab_size * 4
+        off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+        if any(record[name].item() != value for name, value in off.items()):
+            counts = np.zeros(self.vocab_size, np.uint32)
+            ids = np.fromiter(prompt_ids, np.int64)
+            counts[ids[ids < self.vocab_size]] = IN_PROMPT
+            self.device.write(self._buffer("counts"), counts, offset)
+        if bias or sequence in self._biased:
+            dense = np.zeros(self.vocab_size, np.float32)
+            for token, value in (bias or {}).items():
+                dense[token] = value
+            self.device.write(self._buffer("biases"), dense, offset)
+            self._biased.add(sequence)
+
+    def dispatches(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
+        """The kernels that sample one step, compiled on first use.
+
+        gather: logits row i belongs to step row step.logits_rows[i], for the step.n_logits of them
+        (prefill); else logits row i is step row i (decode). Either way the rows of the next step are
+        0, 1, 2…, one for each row of logits. `chain` covers what every row's record asks for.
+        """
+        if (chain, gather) not in self._dispatches:
+            self._dispatches[chain, gather] = self._build(chain, gather)
+        return self._dispatches[chain, gather]
+
+    def destroy(self) -> None:
+        """Free the sampler's own buffers."""
+        self.device.destroy(self._owned)
+        self._owned.clear()
+        self._dispatches.clear()
+
+    def _build(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
+        sizes: dict[str, Value] = {"VOCAB": self.vocab_size, "GATHER": gather}
+        sizes["BLOCKS"] = self._blocks
+        stride: dict[str, Value] = {"STRIDE": self._stride}
+        stages: dict[str, Value] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
+        counts = "counts" if chain.penalties else "no_counts"
+        biases = "biases" if chain.bias else "no_biases"
+        inputs = ["step", "sampling", "logits", counts, biases]
+        kernels: list[tuple[KernelSpec, list[str]]] = []
+
+        def add(kernel: str, names: list[str], **params: Value) -> None:
+            kernels.append((KernelSpec.of(kernel, **params), names))
+
+        if chain.filtered:
+            add("sample_prepare", [*inputs, "z", "stats", "histograms"], **sizes, **stride, **stages)
+            # Each dispatch finds the digits that the histogram before it makes known.
+            names = ["step", "sampling", "z", "stats", "histograms", "cuts"]
+            levels = [0] * (chain.top_k or chain.top_p) + [1, 2] * chain.top_k + [3, 4] * chain.top_p
+            find_k, find_p = 0, 0
+            for slot, level in enumerate([*levels, None]):
+                found = {"SLOT": slot, "FIND_K": find_k, "FIND_P": find_p}
+                if level is None:
+                    add("sample_draw", [*names, "bests"], **sizes, **stride, **found)
+                else:
+                    add("sample_histogram", names, LEVEL=level, **sizes, **stride, **found)
+                    find_k = level + 1 if chain.top_k and level < 3 else 0
+                    find_p = ...
+        else:
+            add(
+                "sample_unfiltered",
+                [*inputs, "bests"],
+                NOISE=chain.noise,
+                **sizes,
+                **stride,
+                **stages,
+            )
+        raise NotImplementedError

@@ -1,0 +1,339 @@
+"""From a `.wgsl` file and its parameters to WGSL text: a small, strict preprocessor.
+
+A kernel file is WGSL plus:
+
+    // @param K u32   row length               a parameter: u32, i32, f32, bool, or a|choice|of|words
+    #include "name.wgsl"                       another file's text, with its parameters
+    #if EXPR / #elif EXPR / #else / #endif     EXPR over parameters: Python's operators and words
+    #for i in A..B / #endfor                   the lines between, once for each i with $i replaced
+    $(EXPR)                                    its value
+    #enable f16                                a WGSL extension, moved to the top
+
+Number and bool parameters also become `const NAME: type = value;` at the top. A parameter that is
+unknown, missing, of the wrong type or never used is an error that names file and line, and every
+line of the result knows the source line it came from.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from infer.kernels.errors import ShaderError
+
+WGSL_FOLDER = Path(__file__).parent / "wgsl"
+
+Value = int | float | bool | str
+
+_PARAM = re.compile(r"//\s*@param\s+(\w+)\s+([\w|]+)")
+_FOR = re.compile(r"([a-z])\s+in\s+(.+?)\.\.(.+)")
+_BINDING = re.compile(
+    r"@group\(0\)\s*@binding\((\d+)\)\s*var<\s*(uniform|storage)\s*(?:,\s*(read_write|read))?\s*>\s*(\w+)"
+)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel and its parameters: the cache key, the label and the source of its text at once."""
+
+    name: str
+    params: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def of(cls, kernel: str, /, **params: Value) -> KernelSpec:
+        return cls(kernel, tuple(sorted(params.items())))
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.name, *(f"{name}={value}" for name, value in self.params)])
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of text and where it stands in its source file."""
+
+    text: str
+    file: str
+    number: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One `@group(0)` variable of a kernel. access is "read", "read_write" or "uniform"."""
+
+    index: int
+    name: str
+    access: str
+
+
+@dataclass(frozen=True)
+class Shader:
+    """Rendered WGSL, with the source line of each of its lines and the bindings it declares."""
+
+    code: str
+    lines: tuple[Line, ...]
+    bindings: tuple[Binding, ...]
+
+    def place(self, line_number: int) -> str:
+        """The `file:line` in the sources of line `line_number` (from 1) of `code`."""
+        index = min(max(line_number, 1), len(self.lines)) - 1
+        return self.lines[index].place
+
+
+def render(spec: KernelSpec, folder: Path = WGSL_FOLDER) -> Shader:
+    """The WGSL of `spec`. Raises ShaderError for anything that is not declared or not used."""
+    lines = _read(f"{spec.name}.wgsl", folder)
+    return _render(spec, lines, include=lambda name: _read(name, folder))
+
+
+def render_text(text: str, name: str = "shader", **params: Value) -> Shader:
+    """The same for WGSL that is given as text instead of a file of this package."""
+    lines = tuple(Line(line, name, n) for n, line in enumerate(text.splitlines(), 1))
+    return _render(KernelSpec.of(name, **params), lines, include=lambda n: _read(n, WGSL_FOLDER))
+
+
+def _render(spec: KernelSpec, lines: tuple[Line, ...], include: Any) -> Shader:
+    lines = tuple(_expand_includes(lines, include, {lines[0].file} if lines else set()))
+    types = _declared(lines)
+    params = dict(spec.params)
+    _check(spec.name, types, params, lines)
+    enables: list[Line] = []
+    body = list(_expand(_Source(lines), params, enables, repeats={}))
+    prelude = [
+        *(Line(f"enable {line.text};", line.file, line.number) for line in enables),
+        *(
+            Line(_const(name, types[name], value), f"{spec.name} (parameters)", 1)
+            for name, value in spec.params
+            if "|" not in types[name]
+        ),
+    ]
+    text = [*prelude, *body]
+    code = "\n".join(line.text for line in text) + "\n"
+    bindings = [Binding(int(m[1]), m[4], m[3] or m[2]) for m in _BINDING.finditer(code)]
+    bindings.sort(key=lambda binding: binding.index)
+    if [binding.index for binding in bindings] != list(range(len(bindings))):
+        raise ShaderError(f"{spec.label}: bindings must be numbered 0, 1, 2… without a gap")
+    return Shader(code, tuple(text), tuple(bindings))
+
+
+@cache
+def _read(name: str, folder: Path) -> tuple[Line, ...]:
+    try:
+        text = (folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ShaderError(f"there is no kernel file {name} in {folder}") from None
+    return tuple(Line(line, name, n) for n, line in enumerate(text.splitlines(), 1))
+
+
+def _expand_includes(lines: tuple[Line, ...], include: Any, seen: set[str]) -> Iterator[Line]:
+    for line in lines:
+        if line.text.startswith("#include"):
+            match = re.fullmatch(r'#include\s+"([\w.]+)"', line.text.rstrip())
+            if match is None:
+                raise ShaderError(f'{line.place}: write #include "name.wgsl"')
+            if match[1] not in seen:  # twice would declare everything twice
+                seen.add(match[1])
+                yield from _expand_includes(include(match[1]), include, seen)
+        else:
+            yield line
+
+
+def _declared(lines: tuple[Line, ...]) -> dict[str, str]:
+    types: dict[str, str] = {}
+    for line in lines:
+        match = _PARAM.match(line.text)
+        if match is None:
+            continue
+        name, kind = match[1], match[2]
+        if kind not in ("u32", "i32", "f32", "bool") and "|" not in kind:
+            raise ShaderError(f"{line.place}: parameter {name} has the unknown type {kind}")
+        if types.setdefault(name, kind) != kind:
+            raise ShaderError(f"{line.place}: parameter {name} was declared as {types[name]}")
+    return types
+
+
+def _check(
+    kernel: str, types: dict[str, str], params: dict[str, Value], lines: tuple[Line, ...]
+) -> None:
+    unknown, missing = params.keys() - types.keys(), types.keys() - params.keys()
+    if unknown:
+        raise ShaderError(f"{kernel} declares no parameter {', '.join(sorted(unknown))}")
+    if missing:
+        raise ShaderError(f"{kernel} needs the parameter {', '.join(sorted(missing))}")
+    words = set()
+    for line in lines:
+        if not _PARAM.match(line.text):
+            words.update(re.findall(r"\w+", line.text.partition("//")[0]))
+    for name, kind in types.items():
+        value = params[name]
+        fits = {
+            "u32": type(value) is int and 0 <= value < 2**32,
+            "i32": type(value) is int and -(2**31) <= value < 2**31,
+            "f32": type(value) in (int, float),
+            "bool": type(value) is bool,
+        }.get(kind, value in kind.split("|"))
+        if not fits:
+            raise ShaderError(f"{kernel}: parameter {name} is {kind}, not {value!r}")
+        if name not in words:
+            raise ShaderError(f"{kernel}: parameter {name} is declared but never used")
+
+
+def _const(name: str, kind: str, value: Value) -> str:
+    if kind == "f32":
+        text = repr(float(value))
+        return f"const {name}: f32 = {text}f;"
+    if kind == "bool":
+        return f"const {name}: bool = {str(value).lower()};"
+    return f"const {name}: {kind} = {value}{'u' if kind == 'u32' else 'i'};"
+
+
+class _Source:
+    """The lines still to be read."""
+
+    def __init__(self, lines: tuple[Line, ...]) -> None:
+        self.lines, self.next = lines, 0
+
+    def block(self, opener: Line, opening: str, closing: str) -> tuple[Line, ...]:
+        """The lines up to the `closing` directive that belongs to `opener`, which is consumed."""
+        start, depth = self.next, 1
+        while self.next < len(self.lines):
+            text = self.lines[self.next].text.lstrip()
+            depth += text.startswith(opening + " ")
+            depth -= text.rstrip() == closing
+            self.next += 1
+            if depth == 0:
+                return self.lines[start : self.next - 1]
+        raise ShaderError(f"{opener.place}: {opening} without {closing}")
+
+
+def _expand(
+    source: _Source, params: dict[str, Value], enables: list[Line], repeats: dict[str, int]
+) -> Iterator[Line]:
+    while source.next < len(source.lines):
+        line = source.lines[source.next]
+        source.next += 1
+        if not line.text.lstrip().startswith("#"):
+            if not _PARAM.match(line.text):
+                yield Line(_replace(line, params, repeats), line.file, line.number)
+            continue
+        text = _replace(line, params, repeats).lstrip()
+        if text.startswith("#if "):
+            block = _choose(line, source.block(line, "#if", "#endif"), params, repeats)
+            yield from _expand(_Source(block), params, enables, repeats)
+        elif text.startswith("#for "):
+            block = source.block(line, "#for", "#endfor")
+            match = _FOR.fullmatch(text[len("#for ") :].strip())
+            if match is None:
+                raise ShaderError(f"{line.place}: write #for LETTER in FIRST..END")
+            first, end = (_evaluate(line, part, params) for part in match.group(2, 3))
+            for i in range(int(first), int(end)):
+                yield from _expand(_Source(block), params, enables, {**repeats, match[1]: i})
+        elif text.startswith("#enable "):
+            extension = text[len("#enable ") :].strip()
+            if all(extension != other.text for other in enables):
+                enables.append(Line(extension, line.file, line.number))
+        else:
+            raise ShaderError(f"{line.place}: unexpected {text.split()[0]}")
+
+
+def _choose(
+    opener: Line, block: tuple[Line, ...], params: dict[str, Value], repeats: dict[str, int]
+) -> tuple[Line, ...]:
+    """The branch of an #if that holds."""
+    branches: list[tuple[Line, list[Line]]] = [(opener, [])]
+    depth = 0
+    for line in block:
+        text = line.text.strip()
+        if depth == 0 and (text.startswith("#elif ") or text == "#else"):
+            if branches[-1][0].text.strip() == "#else":
+                raise ShaderError(f"{line.place}: a branch after #else")
+            branches.append((line, []))
+            continue
+        depth += text.startswith("#if ")
+        depth -= text == "#endif"
+        branches[-1][1].append(line)
+    for line, lines in branches:
+        directive, _, condition = _replace(line, params, repeats).strip().partition(" ")
+        if directive == "#else" or _evaluate(line, condition, params):
+            return tuple(lines)
+    return ()
+
+
+def _replace(line: Line, params: dict[str, Value], repeats: dict[str, int]) -> str:
+    """The line with $i and $(EXPR) replaced by their values."""
+    if "$" not in line.text:
+        return line.text
+
+    def repeat(match: re.Match[str]) -> str:
+        if match[1] not in repeats:
+            raise ShaderError(f"{line.place}: ${match[1]} is not the name of an enclosing #for")
+        return str(repeats[match[1]])
+
+    text = re.sub(r"\$([a-z])", repeat, line.text)
+    return re.sub(r"\$\(([^()]+)\)", lambda m: str(_evaluate(line, m[1], params)), text)
+
+
+# CPython 3.11's parser is not safe in threads, where pipelines are made.
+_PARSER = threading.Lock()
+
+_OPERATORS: dict[type, Any] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a // b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+    ast.Eq: lambda a, b: a == b,
+    ast.NotEq: lambda a, b: a != b,
+    ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b,
+    ast.Gt: lambda a, b: a > b,
+    ast.GtE: lambda a, b: a >= b,
+}
+
+
+@cache
+def _parse(text: str) -> ast.expr:
+    with _PARSER:
+        return ast.parse(text, mode="eval").body
+
+
+def _evaluate(line: Line, text: str, params: dict[str, Value]) -> Any:
+    """The value of a directive's expression. A lower-case word that is no name stands for itself,
+    so that `#if WEIGHT == bf16` reads as it should."""
+    text = text.partition("//")[0].strip()
+
+    def walk(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name) if name in params:
+                return params[name]
+            case ast.Name(id=name) if name.islower():
+                return name
+            case ast.BoolOp(op=ast.And(), values=values):
+                return all(walk(value) for value in values)
+            case ast.BoolOp(op=ast.Or(), values=values):
+                return any(walk(value) for value in values)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return not walk(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](walk(left), walk(right))
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](walk(left), walk(right))
+        raise ShaderError(f"{line.place}: cannot evaluate {ast.unparse(node)!r}")
+
+    try:
+        return walk(_parse(text))
+    except SyntaxError:
+        raise ShaderError(f"{line.place}: cannot read the expression {text!r}") from None

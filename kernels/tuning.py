@@ -1,0 +1,102 @@
+"""Which variant of a kernel to use: small rules on shapes and the adapter's limits.
+
+docs/decisions.md has the measurements behind them. Nothing here changes a result beyond rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer.kernels.device import Device
+
+
+@dataclass(frozen=True)
+class VecVariant:
+    """matmul_vec: invocations and outputs of a workgroup, loads in flight per row of weights."""
+
+    workgroup: int
+    outputs: int
+    unroll: int
+
+
+@dataclass(frozen=True)
+class TileVariant:
+    """matmul: outputs per invocation (a workgroup has 16 times that each way), double buffer."""
+
+    m_tile: int
+    n_tile: int
+    double: bool
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.m_tile
+
+    @property
+    def columns(self) -> int:
+        return 16 * self.n_tile
+
+    @property
+    def storage(self) -> int:
+        """Bytes of workgroup memory."""
+        return (1 + self.double) * (self.rows + self.columns) * 5 * 16
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """attention of a few rows: invocations and query heads of a workgroup, positions that a lane
+    loads at once, and how the context is split."""
+
+    workgroup: int
+    heads: int
+    batch: int
+    splits: int
+    min_split: int = 32
+    max_split: int = 256
+
+    def count(self, positions: int) -> int:
+        """Splits of that many positions: what attention_split.wgsl says on the GPU."""
+        even = -(-positions // self.splits)
+        return -(-positions // min(max(even, self.min_split), self.max_split))
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+class Tuning:
+    """The rules for one device. Tests and sweeps replace a method to force a variant."""
+
+    def __init__(self, device: Device) -> None:
+        self.limits, self.adapter = device.limits, device.adapter
+        self.software = device.adapter.kind == "software"
+
+    def workgroup(self, width: int) -> int:
+        """Invocations for a kernel that reduces `width` values."""
+        return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
+
+    def matmul_vec(self, k: int, n: int, rows: int, gated: bool) -> VecVariant:
+        groups = -(-k // 8)
+        workgroup = max(32, min(256, self.limits.max_invocations, power_of_two(groups) // 2))
+        outputs = 1 if gated else 2
+        unroll = min(-(-groups // workgroup), 4 if rows == 1 else 1)
+        return VecVariant(workgroup, outputs, unroll)
+
+    def matmul(self, rows: int) -> TileVariant:
+        variants = [TileVariant(8, 8, True), TileVariant(8, 8, False), TileVariant(4, 4, True)]
+        for variant in variants:
+            if variant.storage <= self.limits.workgroup_storage and rows > variant.rows // 2:
+                return variant
+        return TileVariant(4, 4, False)
+
+    def attention(self, group: int, n_kv_heads: int, head_dim: int) -> AttentionVariant:
+        heads = next(heads for heads in range(min(group, 8), 0, -1) if group % heads == 0)
+        small = self.limits.workgroup_storage < 32768
+        workgroup = max(128 if small else 256, power_of_two(head_dim // 8))
+        workgroup = min(workgroup, self.limits.max_invocations)
+        while small and heads > 4 and heads % 2 == 0:
+            heads //= 2
+        batch = max(1, min(4, 8 // heads))
+        workgroups = 8 if self.software else 256
+        splits = max(1, workgroups // (n_kv_heads * group // heads))
+        return AttentionVariant(workgroup, heads, batch, splits)

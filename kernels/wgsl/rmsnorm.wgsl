@@ -1,0 +1,26 @@
+// y = x / sqrt(mean(x^2) + EPS) * weight over each part of WIDTH values of a row.
+// One part: the norm of a layer. Several: the norm of each head.
+#include "reduce.wgsl"
+// @param WIDTH u32
+// @param EPS f32
+// @param X_STRIDE u32
+// @param X_OFFSET u32
+// @param Y_STRIDE u32
+@group(0) @binding(0) var<storage, read> x: array<f32>;
+@group(0) @binding(1) var<storage, read> weight: array<f32>;
+@group(0) @binding(2) var<storage, read_write> y: array<f32>;
+
+// grid (parts, rows)
+@compute @workgroup_size(WG)
+fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
+  let x_row = id.y * X_STRIDE + X_OFFSET + id.x * WIDTH;
+  let y_row = id.y * Y_STRIDE + id.x * WIDTH;
+  var squares = 0.0;
+  for (var i = me.index; i < WIDTH; i += WG) {
+    squares += x[x_row + i] * x[x_row + i];
+  }
+  let scale = inverseSqrt(workgroup_add(squares, me) / f32(WIDTH) + EPS);
+  for (var i = me.index; i < WIDTH; i += WG) {
+    y[y_row + i] = x[x_row + i] * scale * weight[i];
+  }
+}

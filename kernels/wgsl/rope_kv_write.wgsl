@@ -1,0 +1,81 @@
+// One kernel from a q, k, v projection to attention: query and key heads are normed (NORM) and
+// turned, queries go to y, keys and values into the cache.
+#include "reduce.wgsl"
+#include "step.wgsl"
+#include "rotate.wgsl"
+#include "kv.wgsl"
+// @param N_HEADS u32
+// @param N_KV_HEADS u32
+// @param NORM bool
+// @param EPS f32
+// @param X_STRIDE u32
+// @param Y_STRIDE u32
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> pages: array<u32>;
+@group(0) @binding(2) var<storage, read> table: array<vec2<f32>>;
+@group(0) @binding(3) var<storage, read> x: array<f32>;  // [rows][N_HEADS + 2 * N_KV_HEADS heads]
+@group(0) @binding(4) var<storage, read_write> y: array<vec2<f32>>;
+#if KV == f32
+@group(0) @binding(5) var<storage, read_write> keys: array<vec2<f32>>;
+@group(0) @binding(6) var<storage, read_write> values: array<vec2<f32>>;
+#else
+@group(0) @binding(5) var<storage, read_write> keys: array<u32>;
+@group(0) @binding(6) var<storage, read_write> values: array<u32>;
+#endif
+#if NORM
+@group(0) @binding(7) var<storage, read> q_norm: array<f32>;
+@group(0) @binding(8) var<storage, read> k_norm: array<f32>;
+#endif
+
+// grid (N_HEADS + 2 * N_KV_HEADS, rows)
+@compute @workgroup_size(WG)
+fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
+  let row = step.rows[id.y];
+  let is_query = id.x < N_HEADS;
+  let is_value = id.x >= N_HEADS + N_KV_HEADS;
+  for (var d = me.index; d < HEAD_DIM; d += WG) {
+    head[d] = x[id.y * X_STRIDE + id.x * HEAD_DIM + d];
+  }
+  workgroupBarrier();
+#if NORM
+  if (!is_value) {
+    var squares = 0.0;
+    for (var d = me.index; d < HEAD_DIM; d += WG) {
+      squares += head[d] * head[d];
+    }
+    let scale = inverseSqrt(workgroup_add(squares, me) / f32(HEAD_DIM) + EPS);
+    for (var d = me.index; d < HEAD_DIM; d += WG) {
+      head[d] *= scale * select(k_norm[d], q_norm[d], is_query);
+    }
+    workgroupBarrier();
+  }
+#endif
+  let writes = id.y < step.n_rows && row.alive != 0u;
+  let slot = kv_slot(row.sequence, row.position);
+  for (var d = 2u * me.index; d < HEAD_DIM; d += 2u * WG) {
+    if (is_value) {
+      if (writes) {
+        let out = kv_index(id.x - N_HEADS - N_KV_HEADS, slot) * 4u + d / 2u;
+        values[out] = stored(vec2<f32>(head[d], head[d + 1u]));
+      }
+    } else {
+      let turned = vec2<f32>(rotated(d, row.position), rotated(d + 1u, row.position));
+      if (is_query) {
+        y[(id.y * Y_STRIDE + id.x * HEAD_DIM + d) / 2u] = turned;
+      } else if (writes) {
+        keys[kv_index(id.x - N_HEADS, slot) * 4u + d / 2u] = stored(turned);
+      }
+    }
+  }
+}
+#if KV == f32
+
+fn stored(pair: vec2<f32>) -> vec2<f32> {
+  return pair;
+}
+#else
+
+fn stored(pair: vec2<f32>) -> u32 {
+  return pack2x16float(pair);
+}
+#endif

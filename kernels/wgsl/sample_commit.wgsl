@@ -1,0 +1,67 @@
+// The end of sampling: each row's token, and the row of the next step that embeds it.
+// @param VOCAB u32
+// @param BLOCKS u32     blocks of a row
+// @param ROWS u32       rows of a workgroup: with GATHER all of them, else 1
+// @param PENALTIES bool
+#include "sampling.wgsl"
+#include "sample_best.wgsl"
+
+@group(0) @binding(0) var<storage, read_write> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> bests: array<vec2<u32>>;            // [row][BLOCKS]
+@group(0) @binding(3) var<storage, read_write> counts: array<atomic<u32>>;   // [sequence][VOCAB]
+@group(0) @binding(4) var<storage, read_write> sampled: array<u32>;          // [row]
+
+const INVALID_TOKEN: u32 = 0xfffffffe;
+
+var<workgroup> winners: array<vec2<u32>, ROWS>;
+var<workgroup> stops: array<atomic<u32>, ROWS>;
+
+@compute @workgroup_size(WG_SIZE)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  let n_rows = n_sampled_rows();
+  for (var i = 0u; i < ROWS; i += 1u) {
+    let row = id.x * ROWS + i;
+    var best = vec2<u32>(0u, NOTHING);
+    for (var b = li; b < BLOCKS; b += WG_SIZE) { best = better(best, bests[row * BLOCKS + b]); }
+    best = best_of_workgroup(li, best);
+    if (li == 0u) { winners[i] = best; }
+    if (row < n_rows) {
+      let sequence = step.rows[step_row(row)].sequence;
+      if (li < sampling[sequence].n_stop_ids && sampling[sequence].stop_ids[li] == best.y) {
+        atomicStore(&stops[i], 1u);
+      }
+    }
+  }
+  workgroupBarrier();
+
+  // One invocation a row. All read before any writes: rows that are read and rows that are written overlap.
+  let row = id.x * ROWS + li;
+  let mine = li < ROWS && row < n_rows;
+  var next: Row;
+  var token = NOTHING;
+  if (mine) {
+    next = step.rows[step_row(row)];
+    if (next.alive != 0u) {
+      let best = winners[li];
+      let valid = best.x > order(LOWEST) && best.x != NOTHING;
+      token = select(INVALID_TOKEN, best.y, valid);
+      next.token = select(0u, token, valid);
+      next.position += 1u;
+      let in_reach = next.position < sampling[next.sequence].max_position;
+      next.alive = u32(valid && in_reach && atomicLoad(&stops[li]) == 0u);
+#if PENALTIES
+      if (valid) { atomicAdd(&counts[next.sequence * VOCAB + token], 1u); }
+#endif
+    }
+  }
+  storageBarrier();
+  workgroupBarrier();
+  if (mine) {
+    step.rows[row] = next;
+    sampled[row] = token;
+#if GATHER
+    if (row == 0u) { step.n_rows = n_rows; }
+#endif
+  }
+}

@@ -1,0 +1,89 @@
+// The draw of filtered sampling: each block's survivor with the largest score plus noise.
+// @param VOCAB u32
+// @param STRIDE u32
+#include "sample_cut.wgsl"
+#include "sample_noise.wgsl"
+
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> z: array<vec4<f32>>;                   // [row][STRIDE / 4]
+@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;               // [row][BLOCKS]
+@group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;  // [row][ROW_BINS]
+@group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                // [row][SLOTS]
+@group(0) @binding(6) var<storage, read_write> bests: array<vec2<u32>>;         // [row][BLOCKS]
+
+fn final_cut(li: u32, row: u32, sequence: u32) -> Cut {
+  var cut = next_cut(li, row, sequence);
+  cut.below = NOTHING;
+  cut.tie = NOTHING;
+  let top_p = wants_top_p(sequence);
+  if (top_p || wants_top_k(sequence)) {
+    let key = select(cut.k_key, cut.p_key, top_p && cut.p_rest > 0u);
+    cut.below = key + 1u;
+    if (top_p && cut.keep < cut.ties) {
+      cut.below = key;
+      cut.tie = key;
+    }
+  }
+  return cut;
+}
+
+// How many tokens with the cut's key have higher ids than the first of this invocation's four.
+fn ties_from(li: u32, row: u32, block: u32, tie: u32, own: u32) -> u32 {
+  var later = 0u;
+  for (var i = (block + 1u) * BLOCK + 4u * li; i < STRIDE; i += BLOCK) {
+    let keys = keys_of(z[(row * STRIDE + i) / 4u]);
+    later += dot(vec4<u32>(keys == vec4<u32>(tie)), vec4<u32>(1u));
+  }
+  let before = sum_before(li, vec2<u32>(own, later)).x;
+  let total = workgroupUniformLoad(&pairs[WG_SIZE - 1u]);
+  return total.x - before + total.y;
+}
+
+fn keys_of(score4: vec4<f32>) -> vec4<u32> {
+  return vec4<u32>(key_of(score4.x), key_of(score4.y), key_of(score4.z), key_of(score4.w));
+}
+
+@compute @workgroup_size(WG_SIZE)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  if (id.y >= n_sampled_rows()) { return; }
+  let source = step_row(id.y);
+  if (step.rows[source].alive == 0u) { return; }
+  let sequence = step.rows[source].sequence;
+
+  let cut = final_cut(li, id.y, sequence);
+  if (id.x == 0u && li == 0u) { cuts[id.y * SLOTS + SLOT] = cut; }
+  let first = id.x * BLOCK + 4u * li;
+  var score4 = vec4<f32>(LOWEST);
+  if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
+  let keys = keys_of(score4);
+
+  var rank = 0u;  // among the ties, from the highest id down
+  if (cut.tie != NOTHING) {
+    let own = dot(vec4<u32>(keys == vec4<u32>(cut.tie)), vec4<u32>(1u));
+    rank = ties_from(li, id.y, id.x, cut.tie, own);
+  }
+  let seed = vec2<u32>(sampling[sequence].seed_low, sampling[sequence].seed_high);
+  let greedy = sampling[sequence].temperature == 0.0;
+  var best = vec2<u32>(0u, NOTHING);
+#for c in 0..4
+  {
+    let x = score4[$c];
+    var survives = keys[$c] < cut.below;
+    if (keys[$c] == cut.tie) {
+      survives = rank <= cut.keep;
+      rank -= 1u;
+    }
+    if (order(x) == NOTHING) {
+      best = vec2<u32>(NOTHING, first + $cu);
+    } else if (greedy) {
+      best = better(best, vec2<u32>(order(x), first + $cu));
+    } else if (survives && exp(x - cut.maximum) >= sampling[sequence].min_p && first + $cu < VOCAB) {
+      let noise = gumbel(seed, step.rows[source].position, first + $cu);
+      best = better(best, vec2<u32>(order((x - cut.maximum) + noise), first + $cu));
+    }
+  }
+#endfor
+  best = best_of_workgroup(li, best);
+  if (li == 0u) { bests[id.y * BLOCKS + id.x] = best; }
+}

@@ -1,0 +1,85 @@
+// One level of a row's histograms: how many tokens, of what mass, have each value of the next digit.
+// @param VOCAB u32
+// @param STRIDE u32
+// @param LEVEL u32      which, see sample_histograms.wgsl
+#include "sample_cut.wgsl"
+
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> z: array<vec4<f32>>;                       // [row][STRIDE / 4]
+@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;                   // [row][BLOCKS]
+@group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;      // [row][ROW_BINS]
+@group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                    // [row][SLOTS]
+
+// Of this block. Two counts share a word: a block has fewer than 2^16 tokens.
+var<workgroup> block_counts: array<atomic<u32>, BINS / 2u>;
+var<workgroup> block_masses: array<atomic<u32>, BINS>;
+
+// Does the token belong to this level, as top-k has left it and with the digits found so far?
+fn belongs(key: u32, cut: Cut, top_k: bool) -> bool {
+#if LEVEL == 0
+  return true;
+#elif LEVEL == 1
+  return key >> 21u == cut.k_key >> 21u;
+#elif LEVEL == 2
+  return key >> 10u == cut.k_key >> 10u;
+#elif LEVEL == 3
+  return key >> 21u == cut.p_key >> 21u && (!top_k || key < cut.k_key);
+#else
+  return key >> 10u == cut.p_key >> 10u && (!top_k || key < cut.k_key);
+#endif
+}
+
+fn digit(key: u32) -> u32 {
+#if LEVEL == 0
+  return key >> 21u;
+#elif LEVEL == 1 or LEVEL == 3
+  return (key >> 10u) & 2047u;
+#else
+  return key & 1023u;
+#endif
+}
+
+@compute @workgroup_size(WG_SIZE)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  if (id.y >= n_sampled_rows()) { return; }
+  let source = step_row(id.y);
+  if (step.rows[source].alive == 0u) { return; }
+  let sequence = step.rows[source].sequence;
+
+  let cut = next_cut(li, id.y, sequence);
+  if (id.x == 0u && li == 0u) { cuts[id.y * SLOTS + SLOT] = cut; }
+  let top_k = wants_top_k(sequence);
+#if LEVEL == 0
+  if (!top_k && !wants_top_p(sequence)) { return; }
+#elif LEVEL < 3
+  if (!top_k) { return; }
+#else
+  if (!wants_top_p(sequence)) { return; }
+#endif
+
+  let first = id.x * BLOCK + 4u * li;
+  if (first < STRIDE) {
+    let score4 = z[(id.y * STRIDE + first) / 4u];
+#for c in 0..4
+    {
+      let key = key_of(score4[$c]);
+      if (first + $cu < VOCAB && belongs(key, cut, top_k)) {
+        let place = bin_place(digit(key));
+        atomicAdd(&block_counts[place / 2u], select(1u, 0x10000u, (place & 1u) == 1u));
+        atomicAdd(&block_masses[place], mass_of(score4[$c], cut));
+      }
+    }
+#endfor
+  }
+  workgroupBarrier();
+  let base = id.y * ROW_BINS + LEVEL * LEVEL_BINS;
+  for (var place = li; place < BINS; place += WG_SIZE) {
+    let two = atomicLoad(&block_counts[place / 2u]);
+    let count = select(two & 0xffffu, two >> 16u, (place & 1u) == 1u);
+    if (count > 0u) {
+      atomicAdd(&histograms[base + place], count);
+      atomicAdd(&histograms[base + BINS + place], atomicLoad(&block_masses[place]));
+    }
+  }
+}

@@ -1,0 +1,39 @@
+// The first kernel of filtered sampling: scores, and for each block their maximum and sum of exponentials.
+// @param BLOCKS u32     blocks of a row
+#include "sampling.wgsl"
+#include "sample_score.wgsl"
+#include "sample_histograms.wgsl"
+
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;        // [row][STRIDE / 4]
+@group(0) @binding(3) var<storage, read> counts: array<u32>;              // [sequence][VOCAB]
+@group(0) @binding(4) var<storage, read> biases: array<f32>;              // [sequence][VOCAB]
+@group(0) @binding(5) var<storage, read_write> z: array<vec4<f32>>;       // [row][STRIDE / 4]
+@group(0) @binding(6) var<storage, read_write> stats: array<vec2<f32>>;   // [row][BLOCKS]
+@group(0) @binding(7) var<storage, read_write> histograms: array<u32>;    // [row][ROW_BINS]
+
+var<workgroup> partial: array<vec2<f32>, WG_SIZE>;
+
+@compute @workgroup_size(WG_SIZE)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  if (id.y >= n_sampled_rows()) { return; }
+  let source = step_row(id.y);
+  if (step.rows[source].alive == 0u) { return; }
+
+  for (var i = id.x * WG_SIZE + li; i < ROW_BINS; i += BLOCKS * WG_SIZE) {
+    histograms[id.y * ROW_BINS + i] = 0u;
+  }
+  let first = id.x * BLOCK + 4u * li;
+  let score4 = scores(id.y, step.rows[source].sequence, first);
+  if (first < STRIDE) { z[(id.y * STRIDE + first) / 4u] = score4; }
+
+  let top = max(max(max(score4.x, score4.y), max(score4.z, score4.w)), LOWEST);
+  partial[li] = vec2<f32>(top, dot(exp(score4 - top), vec4<f32>(1.0)));
+  workgroupBarrier();
+  for (var half = WG_SIZE / 2u; half > 0u; half /= 2u) {
+    if (li < half) { partial[li] = join_stats(partial[li], partial[li + half]); }
+    workgroupBarrier();
+  }
+  if (li == 0u) { stats[id.y * BLOCKS + id.x] = partial[0]; }
+}

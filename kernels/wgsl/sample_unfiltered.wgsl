@@ -1,0 +1,40 @@
+// Sampling without top-k, top-p and min-p: each block's best token, greedy or with Gumbel noise.
+// @param BLOCKS u32     blocks of a row
+// @param NOISE bool     false: every row is greedy
+#include "sampling.wgsl"
+#include "sample_best.wgsl"
+#include "sample_noise.wgsl"
+#include "sample_score.wgsl"
+
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;       // [row][STRIDE / 4]
+@group(0) @binding(3) var<storage, read> counts: array<u32>;             // [sequence][VOCAB]
+@group(0) @binding(4) var<storage, read> biases: array<f32>;             // [sequence][VOCAB]
+@group(0) @binding(5) var<storage, read_write> bests: array<vec2<u32>>;  // [row][BLOCKS]
+
+@compute @workgroup_size(WG_SIZE)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  if (id.y >= n_sampled_rows()) { return; }
+  let source = step_row(id.y);
+  if (step.rows[source].alive == 0u) { return; }
+  let sequence = step.rows[source].sequence;
+
+  let first = id.x * BLOCK + 4u * li;
+  let score4 = scores(id.y, sequence, first);
+  var best = vec2<u32>(0u, NOTHING);
+#for c in 0..4
+  {
+    var x = score4[$c];
+#if NOISE
+    if (sampling[sequence].temperature > 0.0 && first + $cu < VOCAB) {
+      let seed = vec2<u32>(sampling[sequence].seed_low, sampling[sequence].seed_high);
+      x += gumbel(seed, step.rows[source].position, first + $cu);
+    }
+#endif
+    best = better(best, vec2<u32>(order(x), first + $cu));
+  }
+#endfor
+  best = best_of_workgroup(li, best);
+  if (li == 0u) { bests[id.y * BLOCKS + id.x] = best; }
+}
