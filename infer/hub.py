@@ -173,7 +173,7 @@ def _lacking(folder: Path) -> list[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(_is_weights(path.name) for path in folder.iterdir())
+    return any(_is_weights(path.name) for path in folder.glob("*"))
 
 
 def _is_weights(name: str) -> bool:

@@ -96,11 +96,10 @@ class Tokenizer:
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be text, not {type(text).__name__}.")
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(
-                "The prompt is not valid Unicode: it holds half of a surrogate pair."
-            ) from error
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The prompt is not valid Unicode: {error}.") from error
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]
         return ids

@@ -181,7 +181,7 @@ class Device:
     def destroy(self, buffers: Iterable[Buffer]) -> None:
         """Free memory. wgpu keeps what submitted work still uses until that work is done."""
         with self._lock:
-            for buffer in buffers:
+            for buffer in list(buffers):
                 if buffer in self._buffers:
                     self._buffers.remove(buffer)
                     self._allocated -= buffer.nbytes

@@ -24,7 +24,8 @@ from infer.kernels.errors import ShaderError
 from infer.kernels.kv_cache import KVCache
 from infer.kernels.lower import MAX_VEC_ROWS, Arena, Lowering, StepKind
 from infer.kernels.ops import Ops, Rope, Value
-from infer.kernels.plan import Dispatch, run
+from infer.kernels.plan import Dispatch
+from infer.kernels.record import run
 from infer.kernels.step import pack_step
 from infer.kernels.tuning import Tuning
 

@@ -39,8 +39,8 @@ def kv_cache_bytes(
 class KVCache:
     """A cache of `positions` positions for each of `sequences` sequences.
 
-    The page table is the identity: sequence s has pages s * n to (s + 1) * n. Every position can
-    be forgotten again (`trim`): what lies beyond the length is never read.
+    The page table is the identity: sequence s has pages s * n to (s + 1) * n. What lies beyond the
+    position of a row is never read, so forgetting positions takes nothing but starting before them.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class KVCache:
         dtype: str = "f16",
     ) -> None:
         pages = -(-positions // PAGE)
-        self.positions, self.dtype = positions, dtype
         slots = pages * PAGE * sequences
         nbytes = kv_cache_bytes(1, n_kv_heads, head_dim, slots, dtype) // 2
         table = device.upload(np.arange(pages * sequences, dtype=np.uint32), label="page table")
@@ -72,7 +71,6 @@ class KVCache:
             )
             for layer in range(n_layers)
         )
-        self.length = 0
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -82,7 +80,3 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers)
-
-    def trim(self, length: int) -> None:
-        """Keep the first `length` positions."""
-        self.length = min(self.length, length)

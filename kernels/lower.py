@@ -384,7 +384,7 @@ class Lowering:
 
     def _lower_logits_rows(self, value: Value) -> None:
         x, x_stride, _ = self._source(value.inputs[0])
-        if self.kind.logits is None:
+        if self.kind.logits is None or self.kind.rows == 1:
             self.same[value] = x
             return
         self._emit(
@@ -568,10 +568,14 @@ class Lowering:
 
     # Placing
 
+    def reserve(self, arena: Arena) -> None:
+        """Make room for the activations."""
+        arena.reserve([size for _, size in self._colour()])
+
     def place(self, arena: Arena) -> DispatchPlan:
         """Give every activation a buffer of the arena, compile, bind."""
+        self.reserve(arena)
         slots = self._colour()
-        arena.reserve([size for _, size in slots])
         found = {
             operand: index for index, (operands, _) in enumerate(slots) for operand in operands
         }

@@ -51,15 +51,3 @@ def dispatch(
     """Compile (or find) a kernel and bind its buffers."""
     pipeline = device.pipeline(spec)
     return Dispatch(pipeline, device.bind(pipeline, buffers), grid, **counts)
-
-
-def run(device: Device, dispatches: Sequence[Dispatch], rows: int = 1, kv_len: int = 0) -> None:
-    """Record and submit through the public API: for everything but the hot loop."""
-    encoder = device.handle.create_command_encoder()
-    compute = encoder.begin_compute_pass()
-    for item in dispatches:
-        compute.set_pipeline(item.pipeline.handle)
-        compute.set_bind_group(0, item.bind_group)
-        compute.dispatch_workgroups(*item.size(rows, kv_len))
-    compute.end()
-    device.handle.queue.submit([encoder.finish()])

@@ -1,4 +1,4 @@
-"""Sampling on the GPU: from the logits of a step's rows to their tokens and the rows of the next step.
+"""Sampling on the GPU: from a step's logits to its tokens and the rows of the next step.
 
 What a step dispatches depends on what its rows ask for (SamplerChain):
 
@@ -8,16 +8,16 @@ What a step dispatches depends on what its rows ask for (SamplerChain):
     top-p          the same
     top-k + top-p  sample_prepare, 5 x sample_histogram, sample_draw, sample_commit
 
-All but the last work on blocks of 1024 tokens and rows side by side. Filters are exact: a radix
-selection over all 32 bits of the scores finds where top-k and then top-p cut, one digit per dispatch;
-the next dispatch reads the histogram instead of a kernel that would do that alone. Probability mass is
-summed in 32-bit fixed point, so results do not depend on the order of summation. The draw is
-Gumbel-max with noise from (seed, position, token), so it does not depend on the batch either.
+All but the last work on blocks of 1024 tokens, and on all rows, side by side. Filters are exact: a
+radix selection over all 32 bits of the scores finds where top-k and then top-p cut, one digit per
+dispatch; every workgroup reads the last dispatch's histogram, so that no dispatch does that alone.
+Probability mass is summed in 32-bit fixed point, so results do not depend on the order of addition.
+The draw is Gumbel-max with noise from (seed, position, token), so they do not depend on the batch.
 
-The order and the meaning of the filters are those of transformers' logits processors: repetition,
-presence and frequency penalty, logit bias, temperature, top-k (what ties with the k-th survives), top-p
-(the fewest of the most probable that reach it; of equal ones the highest ids), min-p. Temperature 0 is
-greedy: the lowest id of the largest score after penalties and bias.
+The filters are those of transformers' logits processors: repetition, presence and frequency
+penalty, logit bias, temperature, top-k (what ties with the k-th survives), top-p (the fewest of the
+most probable that reach it; of equal ones the lowest ids), min-p. Temperature 0 is greedy: the
+lowest id of the largest score after penalties and bias.
 
 A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, and stops.
 """
@@ -83,10 +83,10 @@ class SamplerChain:
 class Sampler:
     """Samples up to max_rows rows of up to `sequences` sequences of one model.
 
-    logits is f32 [max_rows][stride] with the stride vocab_size rounded up to a multiple of 8; step is
-    a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row that
-    was not alive, or INVALID_TOKEN. Buffers that only some chains use are allocated when the first
-    such chain or sequence comes.
+    logits is f32 [max_rows][stride] with the stride vocab_size rounded up to a multiple of 8; step
+    is a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row
+    that was not alive, or INVALID_TOKEN. Buffers that only some chains use are allocated when the
+    first such chain or sequence comes.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Sampler:
     def dispatches(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
         """The kernels that sample one step, compiled on first use.
 
-        gather: logits row i belongs to step row step.logits_rows[i], for the step.n_logits of them
-        (prefill); else logits row i is step row i (decode). Either way the rows of the next step are
-        0, 1, 2…, one for each row of logits. `chain` covers what every row's record asks for.
+        gather: logits row i belongs to step row step.logits_rows[i], for step.n_logits of them
+        (prefill); else logits row i is step row i (decode). Either way the rows of the next step
+        are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record asks for.
         """
         if (chain, gather) not in self._dispatches:
             self._dispatches[chain, gather] = self._build(chain, gather)
@@ -154,39 +154,90 @@ class Sampler:
         self._dispatches.clear()
 
     def _build(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
-        sizes: dict[str, Value] = {"VOCAB": self.vocab_size, "GATHER": gather}
-        sizes["BLOCKS"] = self._blocks
-        stride: dict[str, Value] = {"STRIDE": self._stride}
-        stages: dict[str, Value] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
+        sizes: dict[str, Value] = {"BLOCKS": self._blocks, "VOCAB": self.vocab_size}
+        gathers: dict[str, Value] = {"GATHER": gather}
+        rows = min(MAX_LOGITS_ROWS, self.max_rows)
+        tokens = sizes | gathers | {"STRIDE": self._stride}
+        changes: dict[str, Value] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
         counts = "counts" if chain.penalties else "no_counts"
         biases = "biases" if chain.bias else "no_biases"
-        inputs = ["step", "sampling", "logits", counts, biases]
-        kernels: list[tuple[KernelSpec, list[str]]] = []
+        inputs = ("step", "sampling", "logits", counts, biases)
+        cutting = ("step", "sampling", "z", "stats", "histograms", "cuts")
 
-        def add(kernel: str, names: list[str], **params: Value) -> None:
-            kernels.append((KernelSpec.of(kernel, **params), names))
-
+        kernels: list[tuple[KernelSpec, tuple[str, ...]]] = []
         if chain.filtered:
-            add("sample_prepare", [*inputs, "z", "stats", "histograms"], **sizes, **stride, **stages)
-            # Each dispatch finds the digits that the histogram before it makes known.
-            names = ["step", "sampling", "z", "stats", "histograms", "cuts"]
-            levels = [0] * (chain.top_k or chain.top_p) + [1, 2] * chain.top_k + [3, 4] * chain.top_p
-            find_k, find_p = 0, 0
-            for slot, level in enumerate([*levels, None]):
-                found = {"SLOT": slot, "FIND_K": find_k, "FIND_P": find_p}
-                if level is None:
-                    add("sample_draw", [*names, "bests"], **sizes, **stride, **found)
-                else:
-                    add("sample_histogram", names, LEVEL=level, **sizes, **stride, **found)
-                    find_k = level + 1 if chain.top_k and level < 3 else 0
-                    find_p = ...
+            spec = KernelSpec.of("sample_prepare", **tokens, **changes)
+            kernels.append((spec, (*inputs, "z", "stats", "histograms")))
+            levels = _levels(chain)
+            for slot, level in enumerate(levels):
+                found = _found(chain, levels[:slot])
+                spec = KernelSpec.of("sample_histogram", **tokens, **found, LEVEL=level)
+                kernels.append((spec, cutting))
+            spec = KernelSpec.of("sample_draw", **tokens, **_found(chain, levels))
+            kernels.append((spec, (*cutting, "bests")))
         else:
-            add(
-                "sample_unfiltered",
-                [*inputs, "bests"],
-                NOISE=chain.noise,
-                **sizes,
-                **stride,
-                **stages,
+            spec = KernelSpec.of("sample_unfiltered", **tokens, **changes, NOISE=chain.noise)
+            kernels.append((spec, (*inputs, "bests")))
+        spec = KernelSpec.of(
+            "sample_commit",
+            **sizes,
+            **gathers,
+            ROWS=rows if gather else 1,
+            PENALTIES=chain.penalties,
+        )
+        kernels.append((spec, ("step", "sampling", "bests", counts, "sampled")))
+
+        self.device.pipelines(spec for spec, _ in kernels)
+        grid: Grid = (self._blocks, rows, 1) if gather else lambda rows, _: (self._blocks, rows, 1)
+        last: Grid = (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1)
+        return tuple(
+            dispatch(
+                self.device,
+                spec,
+                [self._buffer(name) for name in names],
+                last if spec.name == "sample_commit" else grid,
             )
-        raise NotImplementedError
+            for spec, names in kernels
+        )
+
+    def _buffer(self, name: str) -> Buffer:
+        """The buffer of that name, allocated when it is first asked for."""
+        if name not in self._buffers:
+            per_row = {
+                "sampled": 4,
+                "bests": self._blocks * 8,
+                "z": self._stride * 4,
+                "stats": self._blocks * 8,
+                "histograms": ROW_BINS * 4,
+                "cuts": SLOTS * CUT.itemsize,
+            }
+            per_sequence = {
+                "sampling": SAMPLING.itemsize,
+                "counts": self.vocab_size * 4,
+                "biases": self.vocab_size * 4,
+            }
+            nbytes = self.max_rows * per_row.get(name, 0)
+            nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: nothing reads it
+            self._buffers[name] = self.device.buffer(nbytes, label=f"sampler {name}")
+            self._owned.append(self._buffers[name])
+        return self._buffers[name]
+
+
+def _levels(chain: SamplerChain) -> list[int]:
+    """The histograms to fill, in order; wgsl/sample_histograms.wgsl numbers them."""
+    if chain.top_k:
+        return [0, 1, 2, 3, 4] if chain.top_p else [0, 1, 2]
+    return [0, 3, 4] if chain.top_p else []
+
+
+def _found(chain: SamplerChain, filled: list[int]) -> dict[str, Value]:
+    """The digits that are found from the last of the `filled` histograms."""
+    find_k = find_p = 0
+    if filled:
+        last = filled[-1]
+        find_k = last + 1 if chain.top_k and last < 3 else 0
+        if last >= 3:
+            find_p = last - 1
+        elif chain.top_p and last == (2 if chain.top_k else 0):
+            find_p = 1  # needs what top-k leaves, and the histogram of the first digits
+    return {"SLOT": len(filled), "FIND_K": find_k, "FIND_P": find_p}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infer.kernels.device import Buffer, Device
+from infer.kernels.errors import OutOfMemoryError
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
@@ -54,8 +55,12 @@ def allocate(device: Device, shape: tuple[int, ...], dtype: str, label: str = ""
     rows, columns = shape
     stride = row_bytes(columns, dtype)
     per_shard = min(device.limits.max_binding, device.limits.max_buffer) // stride
-    shards = []
-    for start in range(0, rows, per_shard):
-        count = min(per_shard, rows - start)
-        shards.append(Shard(device.buffer(count * stride, label=label), start, count))
+    shards: list[Shard] = []
+    try:
+        for start in range(0, rows, per_shard):
+            count = min(per_shard, rows - start)
+            shards.append(Shard(device.buffer(count * stride, label=label), start, count))
+    except OutOfMemoryError:
+        device.destroy(shard.buffer for shard in shards)
+        raise
     return GpuTensor(dtype, shape, tuple(shards))

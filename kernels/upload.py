@@ -50,14 +50,20 @@ class _Staging:
         self.copies: list[_Copy] = []
         self._submission: Any = ffi.NULL
         self._status = -1
+        self._error: BaseException | None = None
         # Kept here, because the library calls it later.
         self._callback = ffi.callback(
-            "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)", self._on_mapped
+            "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)",
+            self._on_mapped,
+            onerror=self._on_error,
         )
         self._map()
 
     def _on_mapped(self, status: int, *_: Any) -> None:
         self._status = status
+
+    def _on_error(self, kind: type, error: BaseException, trace: TracebackType) -> None:
+        self._error = error  # Ctrl-C while _on_mapped ran: C cannot pass it on
 
     def _map(self) -> None:
         self._status = -1
@@ -70,6 +76,8 @@ class _Staging:
         """The mapped memory, once the GPU has copied what it last held."""
         if self._status < 0:
             lib.wgpuDevicePoll(self.device.handle._internal, True, self._submission)
+        if self._error is not None:
+            raise self._error
         if self._status != lib.WGPUMapAsyncStatus_Success:
             raise DeviceError(
                 f"{self.device.adapter.name} did not map a staging buffer (status {self._status}). "
@@ -82,15 +90,16 @@ class _Staging:
         """Once it is filled, copy it to where it belongs. Returns how many bytes that are."""
         for fill in self.fills:
             fill.result()
-        handle, queue = self.device.handle, self.device.handle.queue
+        queue = self.device.handle.queue
         lib.wgpuBufferUnmap(self.buffer.handle._internal)
-        encoder = handle.create_command_encoder()
+        encoder = self.device.handle.create_command_encoder()
         for copy in self.copies:
             encoder.copy_buffer_to_buffer(
                 self.buffer.handle, copy.source, copy.buffer.handle, copy.offset, copy.nbytes
             )
-        commands = ffi.new("WGPUCommandBuffer[]", [encoder.finish()._internal])
-        index = lib.wgpuQueueSubmitForIndex(queue._internal, 1, commands)
+        commands = encoder.finish()  # held in a name: wgpu releases what Python has forgotten
+        handles = ffi.new("WGPUCommandBuffer[]", [commands._internal])
+        index = lib.wgpuQueueSubmitForIndex(queue._internal, 1, handles)
         self._submission = ffi.new("WGPUSubmissionIndex *", index)
         self._map()
         nbytes = sum(copy.nbytes for copy in self.copies)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import CheckpointError, UnsupportedError
-from infer.kernels.plan import Dispatch, dispatch, linear_grid, run
+from infer.kernels.plan import Dispatch, dispatch, linear_grid
+from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import ITEMSIZE, GpuTensor, Shard, allocate, row_bytes
 from infer.kernels.upload import PIECE_BYTES, Uploader
@@ -23,7 +24,7 @@ from infer.models.checkpoint import Checkpoint, TensorInfo, listed
 _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 # Values converted at a time: their temporaries fit in a core's cache, and cost the host no memory.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 18
 
 # The parameters of wgsl/fill_random.wgsl.
 _FILL = np.dtype(

@@ -147,14 +147,18 @@ fn main(
       let scale = 1.0;
 #endif
 #if GATED
-      let gate = scale * total(m * W_ROWS + 2u * (i % OUTPUTS), parts);
-      let up = scale * total(m * W_ROWS + 2u * (i % OUTPUTS) + 1u, parts);
+      var gate = scale * total(m * W_ROWS + 2u * (i % OUTPUTS), parts);
+      var up = scale * total(m * W_ROWS + 2u * (i % OUTPUTS) + 1u, parts);
+#if BIAS
+      gate += bias[START + n];
+      up += bias[START + N + n];
+#endif
       var value = gate / (1.0 + exp(-gate)) * up;
 #else
       var value = scale * total(m * W_ROWS + i % OUTPUTS, parts);
-#endif
 #if BIAS
       value += bias[START + n];
+#endif
 #endif
 #if RESIDUAL
       value += residual[m * Y_STRIDE + START + n];

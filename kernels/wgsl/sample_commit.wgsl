@@ -20,6 +20,7 @@ var<workgroup> stops: array<atomic<u32>, ROWS>;
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   let n_rows = n_sampled_rows();
+  if (li < ROWS) { atomicStore(&stops[li], 0u); }
   for (var i = 0u; i < ROWS; i += 1u) {
     let row = id.x * ROWS + i;
     var best = vec2<u32>(0u, NOTHING);

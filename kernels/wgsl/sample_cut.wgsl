@@ -22,7 +22,7 @@ struct Cut {
   p_rest: u32,    // the mass to reach among the tokens with these digits; 0: it is reached at k_key
   below: u32,     // keys below this survive
   tie: u32,       // of the tokens with this key (NOTHING: none has it) only some survive:
-  keep: u32,      // so many, those with the highest ids, as with a stable ascending sort
+  keep: u32,      // so many, those with the lowest ids
 }
 
 struct Found {
@@ -82,6 +82,7 @@ fn read_level(li: u32, row: u32, level: u32, last: u32, last_mass: u32) -> vec2<
   let count_$i = atomicLoad(&histograms[base + $iu * WG_SIZE]);
   let mass_$i = atomicLoad(&histograms[base + $iu * WG_SIZE + BINS]);
 #endfor
+  if (li == 0u) { found = Found(); }
   var own = vec2<u32>(0u);
 #for i in 0..8
   {

@@ -28,16 +28,19 @@ fn final_cut(li: u32, row: u32, sequence: u32) -> Cut {
   return cut;
 }
 
-// How many tokens with the cut's key have higher ids than the first of this invocation's four.
-fn ties_from(li: u32, row: u32, block: u32, tie: u32, own: u32) -> u32 {
-  var later = 0u;
-  for (var i = (block + 1u) * BLOCK + 4u * li; i < STRIDE; i += BLOCK) {
-    let keys = keys_of(z[(row * STRIDE + i) / 4u]);
-    later += dot(vec4<u32>(keys == vec4<u32>(tie)), vec4<u32>(1u));
+// How many tokens with the key `tie` have lower ids than the four of this invocation. Only rows
+// where equal scores straddle the cut of top-p ask.
+fn ties_before(li: u32, row: u32, block: u32, tie: u32, keys: vec4<u32>) -> u32 {
+  var earlier = 0u;
+  for (var i = 4u * li; i < block * BLOCK; i += BLOCK) {
+    earlier += count_of(tie, keys_of(z[(row * STRIDE + i) / 4u]));
   }
-  let before = sum_before(li, vec2<u32>(own, later)).x;
-  let total = workgroupUniformLoad(&pairs[WG_SIZE - 1u]);
-  return total.x - before + total.y;
+  let before = sum_before(li, vec2<u32>(count_of(tie, keys), earlier));
+  return before.x + workgroupUniformLoad(&pairs[WG_SIZE - 1u]).y;
+}
+
+fn count_of(key: u32, keys: vec4<u32>) -> u32 {
+  return dot(vec4<u32>(keys == vec4<u32>(key)), vec4<u32>(1u));
 }
 
 fn keys_of(score4: vec4<f32>) -> vec4<u32> {
@@ -58,11 +61,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
   let keys = keys_of(score4);
 
-  var rank = 0u;  // among the ties, from the highest id down
-  if (cut.tie != NOTHING) {
-    let own = dot(vec4<u32>(keys == vec4<u32>(cut.tie)), vec4<u32>(1u));
-    rank = ties_from(li, id.y, id.x, cut.tie, own);
-  }
+  var rank = 0u;  // among the ties
+  if (cut.tie != NOTHING) { rank = ties_before(li, id.y, id.x, cut.tie, keys); }
   let seed = vec2<u32>(sampling[sequence].seed_low, sampling[sequence].seed_high);
   let greedy = sampling[sequence].temperature == 0.0;
   var best = vec2<u32>(0u, NOTHING);
@@ -71,8 +71,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
     let x = score4[$c];
     var survives = keys[$c] < cut.below;
     if (keys[$c] == cut.tie) {
-      survives = rank <= cut.keep;
-      rank -= 1u;
+      survives = rank < cut.keep;
+      rank += 1u;
     }
     if (order(x) == NOTHING) {
       best = vec2<u32>(NOTHING, first + $cu);

@@ -47,6 +47,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   if (step.rows[source].alive == 0u) { return; }
   let sequence = step.rows[source].sequence;
 
+  // WGSL promises zeros, but wgpu-native leaves workgroup memory as it was.
+  for (var i = li; i < BINS; i += WG_SIZE) {
+    atomicStore(&block_counts[i / 2u], 0u);
+    atomicStore(&block_masses[i], 0u);
+  }
   let cut = next_cut(li, id.y, sequence);
   if (id.x == 0u && li == 0u) { cuts[id.y * SLOTS + SLOT] = cut; }
   let top_k = wants_top_k(sequence);
@@ -58,6 +63,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   if (!wants_top_p(sequence)) { return; }
 #endif
 
+  workgroupBarrier();
   let first = id.x * BLOCK + 4u * li;
   if (first < STRIDE) {
     let score4 = z[(id.y * STRIDE + first) / 4u];

@@ -1,0 +1,361 @@
+"""The decode loop: token ids in, token ids out. It knows nothing of text.
+
+A prompt is prefilled in chunks; the last chunk's head samples the first token on the GPU and writes
+the row of the next step, so that decode needs nothing from the host but the recording of its
+dispatches. Step n + 1 is submitted before the id of step n is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.device import Buffer, Device
+from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.kv_cache import KVCache
+from infer.kernels.lower import MAX_VEC_ROWS, Arena, Lowering, StepKind
+from infer.kernels.ops import Ops, Rope, stride
+from infer.kernels.plan import DispatchPlan
+from infer.kernels.record import PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.sampler import INVALID_TOKEN, Sampler, SamplerChain
+from infer.kernels.step import pack_step, step_bytes
+from infer.kernels.tensor import GpuTensor
+from infer.models.llama import Llama
+from infer.models.rope import depends_on_prompt, rope_table
+from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
+
+AHEAD = 2  # steps in flight: one runs while the next is recorded
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine runs. Only context and kv_dtype change what it computes.
+
+    context: positions of the KV cache. kv_dtype: "f16" or "f32". prefill_chunk: rows of a prefill
+    step at most. fuse=False runs every op as a kernel of its own; raw=False records through the
+    public API; ahead=1 waits for every id before the next step. All three are slower, and there
+    to compare with and to work round a driver's bug.
+    """
+
+    context: int
+    kv_dtype: str = "f16"
+    prefill_chunk: int = 512
+    fuse: bool = True
+    raw: bool = True
+    ahead: int = AHEAD
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token that was chosen, and the logits [vocab] it was chosen from when asked for."""
+
+    token: int
+    logits: NDArray[np.float32] | None = None
+
+
+@dataclass
+class Timings:
+    """Of one generation: seconds to the first token, and from there to the last; tokens of the
+    prompt that were computed and that the cache still had; tokens after the first."""
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    decoded_tokens: int = 0
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """A submitted step whose id has not been read."""
+
+    submission: Any
+    ids: Buffer
+    logits: Buffer | None
+
+
+class Engine:
+    """One model on one device, with its cache. For one generation, and one thread, at a time."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: Llama,
+        weights: Mapping[str, GpuTensor],
+        options: EngineOptions,
+    ) -> None:
+        """Allocates everything but the weights. Raises OutOfMemoryError."""
+        self.device, self.model, self.weights, self.options = device, model, weights, options
+        c = model.config
+        self.context, self.vocab_size = options.context, c.vocab_size
+        self.cache = KVCache(
+            device,
+            c.num_hidden_layers,
+            c.num_key_value_heads,
+            c.head_dim,
+            options.context,
+            dtype=options.kv_dtype,
+        )
+        table = rope_table(c.rope, options.context)
+        self.rope = Rope(device.upload(table, label="rope table"), c.rope.rotary_dim)
+        self._table_length = 0
+        self.step = device.buffer(step_bytes(max(self._chunk(), MAX_VEC_ROWS)), label="step")
+        self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
+        self.sampler = Sampler(device, c.vocab_size, self.logits, self.step)
+        self.arena = Arena(device)
+        self._rows = {"prefill": self._chunk(), "few": MAX_VEC_ROWS, "decode": 1}
+        self._lowered = {
+            kind: self._lower(StepKind(rows, logits=1), self.logits)
+            for kind, rows in self._rows.items()
+        }
+        for lowering in self._lowered.values():
+            lowering.reserve(self.arena)
+        self._plans: dict[str, DispatchPlan] = {}
+        self._recordings: dict[tuple[str, bool, SamplerChain | None], Recording] = {}
+        self._staging = [
+            (device.buffer(16, "read", "ids"), device.buffer(self.logits.nbytes, "read", "logits"))
+            for _ in range(options.ahead)
+        ]
+        self._in_flight: deque[_InFlight] = deque()
+        self._reads = 0
+        self.tokens: list[int] = []  # those whose keys and values are in the cache
+        self.timings = Timings()
+
+    def _chunk(self) -> int:
+        """Rows of a prefill step: within the options and what one binding holds."""
+        c = self.model.config
+        widest = max(2 * c.intermediate_size, c.hidden_size)
+        if not self.options.fuse:  # the score matrix is written
+            widest = max(widest, c.num_attention_heads * self.context)
+        rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
+        return max(16, min(self.options.prefill_chunk, rows, self.context))
+
+    def _lower(self, kind: StepKind, logits: Buffer) -> Lowering:
+        ops = Ops()
+        output = self.model.forward(ops, self.weights, self.rope, self.cache.layers)
+        return Lowering(
+            self.device,
+            ops,
+            kind,
+            self.step,
+            output=output,
+            output_buffer=logits,
+            fuse=self.options.fuse,
+        )
+
+    def compile(self) -> None:
+        """Compile, in threads, what every generation needs. Before the first one."""
+        self._queue: StepQueue = (RawQueue if self.options.raw else PublicQueue)(self.device)
+        self.device.pipelines(
+            kernel.spec for lowering in self._lowered.values() for kernel in lowering.kernels
+        )
+        for kind, lowering in self._lowered.items():
+            self._plans[kind] = lowering.place(self.arena)
+
+    # Generating
+
+    def check_prompt(self, prompt_ids: Sequence[int], room: int = 1) -> None:
+        """Raises RequestError for a prompt that is empty, not of this vocabulary, or that leaves
+        no room for so many more tokens."""
+        if not prompt_ids:
+            raise RequestError("The prompt is empty: give at least one token.")
+        wrong = next((i for i in prompt_ids if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"Token {wrong} is not in the model's vocabulary of {self.vocab_size} tokens."
+            )
+        if len(prompt_ids) + room > self.context:
+            raise RequestError(
+                f"The prompt has {len(prompt_ids)} tokens, and the context holds {self.context}, "
+                "the answer included. Shorten the prompt or raise the context (--context)."
+            )
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stop_ids: Sequence[int] = (),
+        with_logits: bool = False,
+        logits_processor: LogitsProcessor | None = None,
+    ) -> Iterator[Step]:
+        """The tokens after the prompt, one by one, a stop id included, until a stop id, max_tokens
+        or the end of the context.
+
+        params: `resolved`. with_logits also reads back the logits of every step. With a
+        logits_processor they come back too, numpy chooses, and no step is ahead.
+        """
+        self.check_prompt(prompt_ids)
+        record = params.record(
+            vocab_size=self.vocab_size,
+            prompt_tokens=len(prompt_ids),
+            context=self.context,
+            stop_ids=stop_ids,
+        )
+        self.sampler.begin(0, record[0], prompt_ids, params.logit_bias)
+        # The last token needs no position: nothing comes after it.
+        limit = self.context - len(prompt_ids)
+        limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+        self.timings = Timings()
+        if logits_processor is None:
+            steps = self._sample_on_gpu(prompt_ids, params.chain(), limit, with_logits)
+        else:
+            sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor)
+            steps = self._sample_on_host(prompt_ids, sampler, limit)
+        begin = time.perf_counter()
+        try:
+            for step in steps:
+                now = time.perf_counter()
+                if self.timings.prefill_seconds == 0.0:
+                    self.timings.prefill_seconds = now - begin
+                else:
+                    self.timings.decode_seconds = now - begin - self.timings.prefill_seconds
+                    self.timings.decoded_tokens += 1
+                yield step
+                if step.token in stop_ids:
+                    return
+        finally:
+            while self._in_flight:  # steps ahead of a stop: their rows did no harm
+                self._read()
+
+    def _sample_on_gpu(
+        self, prompt_ids: Sequence[int], chain: SamplerChain, limit: int, with_logits: bool
+    ) -> Iterator[Step]:
+        self._prefill(prompt_ids, chain, with_logits)
+        decode = self._recording("decode", True, chain)
+        submitted, token = 1, -1
+        for done in range(limit):
+            while submitted < limit and len(self._in_flight) < self.options.ahead:
+                self._submit(decode, 1, len(prompt_ids) + submitted, with_logits)
+                submitted += 1
+            step = self._read()
+            if done:  # this step has put the last token into the cache
+                self.tokens.append(token)
+            token = step.token
+            if token == INVALID_TOKEN:
+                raise ModelError(
+                    "The model's logits are not finite: its weights may be damaged, or its values "
+                    "too large for the KV cache's f16 (load it with kv_dtype f32)."
+                )
+            yield step
+
+    def _sample_on_host(
+        self, prompt_ids: Sequence[int], sampler: NumpySampler, limit: int
+    ) -> Iterator[Step]:
+        self._prefill(prompt_ids, None, with_logits=True)
+        for done in range(limit):
+            step = self._read()
+            assert step.logits is not None  # asked for
+            token = sampler(step.logits)
+            if done + 1 < limit:
+                self._extend([token], None, with_logits=True)
+            yield Step(token, step.logits)
+
+    def _prefill(
+        self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool
+    ) -> None:
+        """Bring the cache to `ids` and submit the head after the last of them."""
+        self._turn_for(len(ids))
+        reused = 0
+        for ours, theirs in zip(self.tokens, ids[:-1], strict=False):
+            if ours != theirs:
+                break
+            reused += 1
+        del self.tokens[reused:]
+        self.timings.reused_tokens, self.timings.prefilled_tokens = reused, len(ids) - reused
+        self._extend(ids[reused:], chain, with_logits)
+
+    def _turn_for(self, prompt_length: int) -> None:
+        """The rope table of a prompt of that length; the cache only serves the table it had."""
+        rope = self.model.config.rope
+        length = prompt_length if depends_on_prompt(rope, prompt_length) else 0
+        if length != self._table_length:
+            self.device.write(self.rope.table, rope_table(rope, self.context, length))
+            self._table_length, self.tokens = length, []
+
+    def _extend(self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool) -> None:
+        """Append ids to the cache, in steps of the kinds that fit, and submit the head (and, with
+        a chain, the sampler) after the last."""
+        before: Any = None
+        for start, count, kind in self._chunks(len(ids)):
+            last = start + count == len(ids)
+            rows = (count - 1,) if last else ()
+            position = len(self.tokens)
+            part = ids[start : start + count]
+            self.device.write(self.step, pack_step(part, position, logits_rows=rows))
+            recording = self._recording(kind, last, chain if last else None)
+            if before is not None:  # one step ahead is enough to keep the GPU busy
+                self._queue.wait(before)
+            before = self._submit(recording, count, position + count, with_logits, read=last)
+            self.tokens.extend(part)
+
+    def _chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
+        """(start, rows, kind of step) of the steps that take so many ids."""
+        start = 0
+        while start < length:
+            left = length - start
+            kind = "decode" if left == 1 else "few" if left <= MAX_VEC_ROWS else "prefill"
+            count = min(left, self._rows[kind])
+            yield start, count, kind
+            start += count
+
+    def _recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
+        key = (kind, head, chain)
+        if key not in self._recordings:
+            plan = self._plans[kind]
+            dispatches = [*plan.body, *plan.head] if head else [*plan.body]
+            if chain is not None:
+                dispatches += self.sampler.dispatches(chain, gather=kind != "decode")
+            self._recordings[key] = Recording(dispatches)
+        return self._recordings[key]
+
+    def _submit(
+        self, recording: Recording, rows: int, kv_len: int, with_logits: bool, read: bool = True
+    ) -> Any:
+        if not read:
+            return self._queue.submit(recording, rows, kv_len, ())
+        ids, logits = self._staging[self._reads % len(self._staging)]
+        self._reads += 1
+        copies = [(self.sampler.sampled, ids, 4)]
+        if with_logits:
+            copies.append((self.logits, logits, 4 * self.vocab_size))
+        submission = self._queue.submit(recording, rows, kv_len, copies)
+        self._in_flight.append(_InFlight(submission, ids, logits if with_logits else None))
+        return submission
+
+    def _read(self) -> Step:
+        """The oldest step in flight, once it is done."""
+        step = self._in_flight.popleft()
+        token = int(self._queue.read(step.ids, 4, step.submission)[0])
+        if step.logits is None:
+            return Step(token)
+        logits = self._queue.read(step.logits, 4 * self.vocab_size, step.submission)
+        return Step(token, logits.view(np.float32))
+
+    # Scoring
+
+    def score(self, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+        """The logits of every position, in chunks [rows, vocab_size]. Nothing in the cache is
+        reused, because a position in it has no logits any more."""
+        self.check_prompt(ids, room=0)
+        self._turn_for(len(ids))
+        row = 4 * stride(self.vocab_size)
+        rows = min(self._rows["prefill"], self.device.limits.max_binding // row, 128)
+        with self.device.scope():
+            logits = self.device.buffer(-(-rows // 128) * 128 * row, label="logits of all rows")
+            plan = self._lower(StepKind(rows), logits).place(Arena(self.device))
+            recording = Recording((*plan.body, *plan.head))
+            self.tokens.clear()
+            for start in range(0, len(ids), rows):
+                part = ids[start : start + rows]
+                self.device.write(self.step, pack_step(part, start))
+                self._queue.submit(recording, len(part), start + len(part), ())
+                self.tokens.extend(part)
+                values = self.device.read(logits, np.float32, len(part) * row // 4)
+                yield values.reshape(len(part), -1)[:, : self.vocab_size]

@@ -1,0 +1,351 @@
+"""How a token is chosen: the parameters, and the same sampling in numpy.
+
+The GPU samples (infer.kernels.sampler) unless the user's own logits processor has to see the
+logits; then NumpySampler does, with the same filters and the same noise: a seed gives the same text
+on both paths as long as their logits agree. The steps mean what transformers' logits processors do.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.errors import RequestError
+from infer.kernels.step import MAX_STOP_IDS, SAMPLING
+
+if TYPE_CHECKING:
+    from infer.kernels.sampler import SamplerChain
+
+MAX_LOGPROBS = 20
+
+Scores = NDArray[np.float64]
+# Takes the ids so far (prompt and output) and the logits after penalties and bias, float32 [vocab];
+# returns logits of that shape. -inf forbids a token.
+LogitsProcessor = Callable[[NDArray[np.int64], NDArray[np.float32]], NDArray[np.floating]]
+
+_OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Scores divided by less than this could overflow float32; long before that the draw is greedy.
+_LEAST_TEMPERATURE = 1e-5
+_NUMBERS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, 100, "a number from 0 (greedy) to 100"),
+    "top_p": (0, 1, "a number from 0 to 1 (off)"),
+    "min_p": (0, 1, "a number from 0 (off) to 1"),
+    "repetition_penalty": (1e-3, 1e3, "a number from 0.001 to 1000 (1 is off)"),
+    "presence_penalty": (-2, 2, "a number from -2 to 2 (0 is off)"),
+    "frequency_penalty": (-2, 2, "a number from -2 to 2 (0 is off)"),
+}
+_INTEGERS: dict[str, tuple[int, int, str]] = {
+    "top_k": (0, 2**32 - 1, "an integer from 0 (off) to 2**32 - 1"),
+    "seed": (0, 2**64 - 1, "an integer from 0 to 2**64 - 1"),
+    "max_tokens": (1, 2**32 - 1, "an integer from 1 up; leave it out for no limit of its own"),
+    "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}; leave it out for none"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop. None leaves a value to the model (see `resolved`).
+
+    temperature         divides the logits; 0 (and anything below 1e-5) is greedy
+    top_k               keep the k most probable tokens and what ties with the last; 0: off
+    top_p               keep the fewest of the most probable tokens that together reach this; 1: off
+    min_p               keep tokens at least this fraction as probable as the best; 0: off
+    repetition_penalty  divides positive, multiplies negative logits of tokens in prompt and output
+    presence_penalty    subtracted from the logits of tokens in the output
+    frequency_penalty   the same, for each time a token is there
+    logit_bias          token id -> added to its logit, from -100 to 100
+    seed                from 0 to 2**64 - 1; None takes a new one for each generation
+    max_tokens          at least 1; None: until a stop or the end of the context
+    stop                a string or several; the text ends before the first that appears
+    logprobs            report the log probability of each token, and of the best 0 to 20
+
+    Raises RequestError that names the parameter, its value and what is allowed.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (least, most, allowed) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and name in _OFF:
+                continue
+            # The comparison is false for NaN too.
+            if not (_is(value, Real) and least <= value <= most):
+                raise RequestError(f"{name} must be {allowed}, not {value!r}.")
+            object.__setattr__(self, name, float(value))
+        for name, (first, last, allowed) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not (_is(value, Integral) and first <= value <= last):
+                raise RequestError(f"{name} must be {allowed}, not {value!r}.")
+            object.__setattr__(self, name, int(value))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    @property
+    def greedy(self) -> bool:
+        return (self.temperature or 0.0) < _LEAST_TEMPERATURE
+
+    @property
+    def penalized(self) -> bool:
+        return (
+            self.repetition_penalty not in (None, 1.0)
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def resolved(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """With a value for everything that is None, from a model's generation_config.json.
+
+        As in transformers, do_sample false or absent means greedy, and do_sample true without a
+        temperature or a top_k means temperature 1 and top_k 50 (files leave out what equals
+        transformers' defaults). Where only the user asks to sample, what a file leaves out is off.
+        """
+        given = {name: defaults[name] for name in _OFF if defaults.get(name) is not None}
+        if defaults.get("do_sample"):
+            given = {"temperature": 1.0, "top_k": 50} | given
+        else:
+            given["temperature"] = 0.0
+        own = {name: getattr(self, name) for name in _OFF if getattr(self, name) is not None}
+        seed = secrets.randbits(64) if self.seed is None else self.seed
+        return replace(self, **(_OFF | given | own), seed=seed)
+
+    def record(
+        self, *, vocab_size: int, prompt_tokens: int, context: int, stop_ids: Sequence[int]
+    ) -> NDArray[Any]:
+        """The SAMPLING record [1] of a generation after `prompt_tokens` tokens.
+
+        It ends after one of `stop_ids`, after max_tokens, or when the next row's position would
+        reach `context`. What is None is off. Raises RequestError for bias or stop ids that do not
+        fit."""
+        self.check_bias(vocab_size)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"{len(stop_ids)} stop ids were given; at most {MAX_STOP_IDS} are possible."
+            )
+        # The prompt's last row gives the first token, so the last token needs one row less.
+        end = context if self.max_tokens is None else prompt_tokens + self.max_tokens - 1
+        seed = self.seed or 0
+        record = np.zeros(1, SAMPLING)
+        record["temperature"] = 0.0 if self.greedy else self.temperature
+        record["top_k"] = self.top_k or 0
+        record["top_p"] = 1.0 if self.top_p is None else self.top_p
+        record["min_p"] = self.min_p or 0.0
+        record["repetition_penalty"] = self.repetition_penalty or 1.0
+        record["presence_penalty"] = self.presence_penalty
+        record["frequency_penalty"] = self.frequency_penalty
+        record["seed_low"], record["seed_high"] = seed & 0xFFFFFFFF, seed >> 32
+        record["max_position"] = min(end, context)
+        record["n_stop_ids"] = len(stop_ids)
+        record["stop_ids"][0, : len(stop_ids)] = stop_ids
+        return record
+
+    def chain(self) -> SamplerChain:
+        """The stages of the GPU sampler that these parameters need."""
+        from infer.kernels.sampler import SamplerChain  # imports wgpu
+
+        noise = not self.greedy
+        return SamplerChain(
+            noise=noise,
+            penalties=self.penalized,
+            bias=bool(self.logit_bias),
+            top_k=noise and bool(self.top_k),
+            top_p=noise and self.top_p is not None and self.top_p < 1.0,
+            min_p=noise and bool(self.min_p),
+        )
+
+    def check_bias(self, vocab_size: int) -> None:
+        """Raises RequestError if logit_bias names ids that the vocabulary does not have."""
+        wrong = [token for token in self.logit_bias or () if not 0 <= token < vocab_size]
+        if wrong:
+            raise RequestError(
+                f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {wrong[0]}."
+            )
+
+
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool | np.bool_)
+
+
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, list | tuple) or not all(
+        isinstance(string, str) and string for string in strings
+    ):
+        raise RequestError(f"stop must be a string or a list of strings, none empty, not {stop!r}.")
+    return tuple(strings)
+
+
+def _checked_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}.")
+    for token, value in bias.items():
+        if not (_is(token, Integral) and _is(value, Real) and -100 <= value <= 100):
+            raise RequestError(
+                "logit_bias must map token ids to numbers from -100 to 100, "
+                f"not {token!r} to {value!r}."
+            )
+    return {int(token): float(value) for token, value in bias.items()}
+
+
+# The filters: scores [vocab] in, scores [vocab] out, -inf for what does not survive.
+
+
+def penalize(
+    logits: NDArray[np.floating], params: SamplingParams, ids: NDArray[np.int64], prompt_tokens: int
+) -> NDArray[np.floating]:
+    """Repetition penalty over `ids`, presence and frequency penalty over ids[prompt_tokens:]."""
+    result = logits.copy()
+    seen = np.unique(ids[ids < len(logits)])
+    penalty = params.repetition_penalty or 1.0
+    result[seen] = np.where(result[seen] < 0, result[seen] * penalty, result[seen] / penalty)
+    output, times = np.unique(ids[prompt_tokens:], return_counts=True)
+    result[output] -= params.presence_penalty + params.frequency_penalty * times
+    return result
+
+
+def keep_top_k(scores: Scores, k: int) -> Scores:
+    """The k largest and what ties with the last of them."""
+    if not 0 < k < len(scores):
+        return scores
+    least = np.partition(scores, -k)[-k]
+    return np.where(scores < least, -np.inf, scores)
+
+
+def keep_top_p(scores: Scores, p: float) -> Scores:
+    """The fewest of the largest whose probability reaches p, at least one; of equal scores those
+    with the lowest ids (transformers leaves to its sort which)."""
+    if p >= 1.0:
+        return scores
+    ascending = np.argsort(-scores, kind="stable")[::-1]
+    weights = np.exp(scores[ascending] - scores.max())
+    removed = np.cumsum(weights) <= (1.0 - p) * weights.sum()
+    removed[-1] = False
+    result = scores.copy()
+    result[ascending[removed]] = -np.inf
+    return result
+
+
+def keep_min_p(scores: Scores, p: float) -> Scores:
+    """What is at least p times as probable as the most probable."""
+    return np.where(np.exp(scores - scores.max()) < p, -np.inf, scores)
+
+
+class NumpySampler:
+    """Samples one generation from logits on the host, with the user's logits processor between the
+    penalties and the temperature, where transformers calls custom processors."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_ids: Sequence[int] | NDArray[np.integer],
+        logits_processor: LogitsProcessor | None = None,
+    ) -> None:
+        """params: `resolved`. Raises RequestError if logit_bias does not fit the vocabulary."""
+        params.check_bias(vocab_size)
+        self.params, self.logits_processor = params, logits_processor
+        self.prompt_tokens = len(prompt_ids)
+        self.ids = np.array(prompt_ids, np.int64)
+
+    def scores(self, logits: NDArray[np.floating]) -> Scores:
+        """What softmax and the draw see: penalised, biased, processed, divided by temperature and
+        filtered. logits: [vocab], after the last id. Raises RequestError if no token is possible.
+        """
+        params = self.params
+        scores = np.array(logits, np.float32)
+        if params.penalized:
+            scores = penalize(scores, params, self.ids, self.prompt_tokens).astype(np.float32)
+        for token, bias in (params.logit_bias or {}).items():
+            scores[token] += bias
+        if self.logits_processor is not None:
+            processed = np.asarray(self.logits_processor(self.ids.copy(), scores))
+            if processed.shape != logits.shape:
+                raise RequestError(
+                    f"The logits processor must return logits of shape {logits.shape}, "
+                    f"not {processed.shape}."
+                )
+            scores = processed
+        result = scores.astype(np.float64)
+        if np.isnan(result).any() or not np.isfinite(result.max()):
+            raise RequestError(
+                "The logits hold NaN or infinity, or the logits processor left no token to choose: "
+                "at least one must be above -inf."
+            )
+        if params.greedy:
+            return result
+        result = keep_top_k(result / (params.temperature or 1.0), params.top_k or 0)
+        result = keep_top_p(result, 1.0 if params.top_p is None else params.top_p)
+        return keep_min_p(result, params.min_p or 0.0)
+
+    def __call__(self, logits: NDArray[np.floating]) -> int:
+        """Choose the next token from the logits [vocab] of the last id, and remember it."""
+        scores = self.scores(logits)
+        if not self.params.greedy:
+            survivors = np.flatnonzero(scores > -np.inf)
+            noise = gumbel(self.params.seed or 0, len(self.ids) - 1, survivors)
+            token = int(survivors[np.argmax(scores[survivors] + noise)])
+        else:
+            token = int(np.argmax(scores))
+        self.ids = np.append(self.ids, token)
+        return token
+
+
+def gumbel(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Standard Gumbel noise for the draw of `tokens` after the token at `position`: a function of
+    nothing else, the one of kernels/wgsl/sample_noise.wgsl."""
+    counter = np.full(len(tokens), position, np.uint32)
+    bits, _ = threefry(seed, counter, tokens.astype(np.uint32))
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-32
+    return -np.log(-np.log1p(-uniform))
+
+
+def threefry(
+    key: int, first: NDArray[np.uint32], second: NDArray[np.uint32]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Threefry-2x32 with 20 rounds of the 64-bit key and pairs of 32-bit counters.
+
+    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011."""
+    low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    schedule = (low, high, low ^ high ^ np.uint32(0x1BD11BDA))
+    x, y = first + low, second + high
+    for group in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x = x + y
+            y = ((y << np.uint32(turn)) | (y >> np.uint32(32 - turn))) ^ x
+        x = x + schedule[(group + 1) % 3]
+        y = y + schedule[(group + 2) % 3] + np.uint32(group + 1)
+    return x, y
+
+
+def logprobs(
+    logits: NDArray[np.floating], token: int, n: int
+) -> tuple[float, list[tuple[int, float]]]:
+    """The log probability of `token` and the n best (id, log probability), best first, of the
+    unfiltered model: logits [vocab] as it computed them."""
+    wide = logits.astype(np.float64)
+    top = wide.max()
+    logprob = wide - top - math.log(np.exp(wide - top).sum())
+    best = np.argsort(-logprob, kind="stable")[:n]
+    return float(logprob[token]), [(int(i), float(logprob[i])) for i in best]

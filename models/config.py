@@ -1,0 +1,175 @@
+"""config.json: read strictly, in the spellings before and since transformers 5."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infer.kernels.errors import ModelNotFoundError, UnsupportedError
+
+_MISSING = object()
+
+# Keys of transformers' configs that change the computation, and the values that mean "not used".
+# A model that implements one reads it and so is not asked about it here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (None, False),
+    "alibi": (None, False),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "final_logit_softcapping": (None,),
+    "is_encoder_decoder": (None, False),
+    "kv_lora_rank": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "mrope_section": (None,),
+    "no_rope_layers": (None, []),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "parallel_attn": (None, False),
+    "pretraining_tp": (None, 0, 1),
+    "quantization_config": (None, {}),
+    "compression_config": (None, {}),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1, 1.0),
+    "scale_embeddings": (None, False),
+    "use_mrope": (None, False),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "auto_map": (None, {}),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: kind is "default", "linear", "llama3", "yarn" or "dynamic"; scaling holds
+    that kind's own keys as config.json names them."""
+
+    theta: float
+    rotary_dim: int
+    kind: str
+    scaling: dict[str, Any]
+    max_position_embeddings: int
+
+
+class RawConfig:
+    """The keys of a config.json. What a model reads is noted; `done` refuses what it should have."""
+
+    def __init__(self, values: dict[str, Any], place: str = "config.json") -> None:
+        self.values, self.place = values, place
+        self.read: set[str] = set()
+
+    @classmethod
+    def open(cls, folder: Path) -> RawConfig:
+        path = folder / "config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelNotFoundError(
+                f"{folder} has no config.json. Give the folder of a model in Hugging Face form."
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UnsupportedError(f"{path} cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise UnsupportedError(f"{path} does not hold a JSON object.")
+        return cls(values, str(path))
+
+    def get(self, key: str, default: Any = _MISSING, kind: type | None = None) -> Any:
+        """The value of a key; null counts as absent. Raises UnsupportedError when it must be there
+        or has another type."""
+        self.read.add(key)
+        value = self.values.get(key)
+        if value is None:
+            if default is _MISSING:
+                raise UnsupportedError(f"{self.place} lacks {key!r}.")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if kind is not None and (type(value) is not kind):
+            raise UnsupportedError(
+                f"{self.place}: {key!r} must be of type {kind.__name__}, not {value!r}."
+            )
+        return value
+
+    def size(self, key: str, default: Any = _MISSING) -> int:
+        """A positive count."""
+        value = self.get(key, default, int)
+        if value is not None and not 0 < value < 2**31:
+            raise UnsupportedError(f"{self.place}: {key!r} must be a positive count, not {value}.")
+        return value  # type: ignore[no-any-return]
+
+    def expect(self, key: str, *accepted: Any) -> None:
+        """A key that may only have these values (the first is the default)."""
+        value = self.get(key, accepted[0])
+        if value not in accepted:
+            raise UnsupportedError(
+                f"{self.place}: {key} = {value!r} is not implemented "
+                f"(only {', '.join(map(repr, accepted))})."
+            )
+
+    def done(self) -> None:
+        """Refuse keys that change the computation and that the model did not read."""
+        for key, neutral in _NEUTRAL.items():
+            value = self.values.get(key)
+            if key not in self.read and value not in neutral:
+                shown = json.dumps(value)
+                shown = shown if len(shown) < 80 else shown[:77] + "..."
+                raise UnsupportedError(
+                    f"{self.place}: {key} = {shown} changes the computation and is not "
+                    f"implemented for {self.values.get('model_type')}."
+                )
+
+    def rope(self, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
+        """Rotary embedding from rope_parameters (transformers 5), or rope_theta and rope_scaling."""
+        parameters = self.get("rope_parameters", None, dict)
+        scaling = self.get("rope_scaling", None, dict)
+        theta = self.get("rope_theta", default_theta, float)
+        values = dict(parameters if parameters is not None else scaling or {})
+        theta = float(values.pop("rope_theta", theta))
+        kind = values.pop("rope_type", None) or values.get("type") or "default"
+        values.pop("type", None)
+        known = _ROPE_KEYS.get(kind)
+        if known is None:
+            raise UnsupportedError(
+                f"{self.place}: rope type {kind!r} is not implemented "
+                f"(only {', '.join(_ROPE_KEYS)})."
+            )
+        partial = self.get("partial_rotary_factor", 1.0, float)
+        partial = float(values.pop("partial_rotary_factor", partial))
+        unknown = {key for key, value in values.items() if value is not None} - known
+        if unknown:
+            raise UnsupportedError(
+                f"{self.place}: rope key {', '.join(sorted(unknown))} is not implemented "
+                f"for type {kind!r}."
+            )
+        rotary_dim = int(head_dim * partial)
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            raise UnsupportedError(f"{self.place}: {rotary_dim} rotary dimensions of {head_dim}.")
+        positions = self.size("max_position_embeddings", 2048)
+        return RopeConfig(theta, rotary_dim, kind, values, positions)
+
+
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": {"factor", "original_max_position_embeddings"},  # present in some files, unused
+    "linear": {"factor", "original_max_position_embeddings"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}

@@ -1,0 +1,191 @@
+"""What the decoder-only architectures share: config, attention and MLP, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infer.kernels.errors import UnsupportedError
+from infer.kernels.kv_cache import LayerCache
+from infer.kernels.ops import Ops, Rope, Value
+from infer.kernels.tensor import GpuTensor
+from infer.models.config import RawConfig, RopeConfig
+from infer.models.weights import Source, WeightSpec
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """config.json of a decoder-only transformer, with Hugging Face's field names.
+
+    windows has for each layer how many positions it sees, 0 for all.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    windows: tuple[int, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def read(
+        cls,
+        raw: RawConfig,
+        *,
+        windows: Sequence[int] | None = None,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        tied: bool = False,
+    ) -> DecoderConfig:
+        """The keys that all of them have; the model says the rest. Raises UnsupportedError."""
+        raw.expect("hidden_act", "silu", "swish")
+        hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+        layers = raw.size("num_hidden_layers")
+        kv_heads = raw.size("num_key_value_heads", heads)
+        head_dim = raw.size("head_dim", hidden // heads)
+        if heads % kv_heads:
+            raise UnsupportedError(
+                f"{raw.place}: {heads} attention heads cannot share {kv_heads} key-value heads."
+            )
+        if head_dim % 8 or head_dim > 512:
+            raise UnsupportedError(
+                f"{raw.place}: head_dim = {head_dim} is not implemented "
+                "(only multiples of 8 up to 512)."
+            )
+        config = cls(
+            model_type=raw.get("model_type"),
+            vocab_size=raw.size("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=raw.size("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6, float),
+            max_position_embeddings=raw.size("max_position_embeddings", 2048),
+            tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
+            rope=raw.rope(head_dim),
+            windows=tuple(windows) if windows is not None else (0,) * layers,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+        )
+        raw.done()
+        return config
+
+
+def layer_windows(raw: RawConfig, window: int | None, first: int = 0) -> list[int]:
+    """The window of each layer: from layer_types where given, else `window` from `first` on."""
+    layers = raw.size("num_hidden_layers")
+    types = raw.get("layer_types", None, list)
+    if types is None:
+        return [window or 0 if layer >= first else 0 for layer in range(layers)]
+    if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedError(
+            f"{raw.place}: layer_types must name full_attention or sliding_attention for each of "
+            f"{layers} layers; it is {types}."
+        )
+    if "sliding_attention" in types and not window:
+        raise UnsupportedError(f"{raw.place}: layer_types has sliding layers without a window.")
+    return [window or 0 if kind == "sliding_attention" else 0 for kind in types]
+
+
+Weights = Mapping[str, GpuTensor]
+
+
+class Scope(Mapping[str, GpuTensor]):
+    """The weights under a prefix, without it."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self.weights, self.prefix = weights, prefix + "."
+
+    def __getitem__(self, name: str) -> GpuTensor:
+        return self.weights[self.prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self.prefix)
+        return (name[start:] for name in self.weights if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> WeightSpec:
+    """A weight of several of the checkpoint's tensors, one on top of the other."""
+    sources = tuple(Source(f"{prefix}.{key}", shape) for key, shape in parts.items())
+    return WeightSpec(name, sources)
+
+
+def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
+    """qkv_proj, o_proj, and their biases and norms where the config has them."""
+    hidden, d = config.hidden_size, config.head_dim
+    heads = {
+        "q": config.num_attention_heads * d,
+        "k": config.num_key_value_heads * d,
+        "v": config.num_key_value_heads * d,
+    }
+    weights = {f"{part}_proj.weight": (rows, hidden) for part, rows in heads.items()}
+    yield stacked(f"{name}.qkv_proj", prefix, weights)
+    if config.qkv_bias:
+        biases = {f"{part}_proj.bias": (rows,) for part, rows in heads.items()}
+        yield stacked(f"{name}.qkv_proj.bias", prefix, biases)
+    yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})
+    if config.output_bias:
+        yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
+    if config.qk_norm:
+        yield stacked(f"{name}.q_norm", prefix, {"q_norm.weight": (d,)})
+        yield stacked(f"{name}.k_norm", prefix, {"k_norm.weight": (d,)})
+
+
+def attention(
+    ops: Ops,
+    x: Value,
+    w: Weights,
+    config: DecoderConfig,
+    rope: Rope,
+    cache: LayerCache,
+    window: int,
+) -> Value:
+    """Grouped-query attention with rotary positions."""
+    d, eps = config.head_dim, config.rms_norm_eps
+    q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
+    qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
+    q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
+    if config.qk_norm:
+        q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
+    q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
+    y = ops.attention(q, k, v, cache, scale=d**-0.5, window=window)
+    return ops.linear(y, w["o_proj"], w.get("o_proj.bias"))
+
+
+def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
+    """gate_up_proj, down_proj, and their biases where the config has them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up = {"gate_proj.weight": (inner, hidden), "up_proj.weight": (inner, hidden)}
+    yield stacked(f"{name}.gate_up_proj", prefix, gate_up)
+    yield stacked(f"{name}.down_proj", prefix, {"down_proj.weight": (hidden, inner)})
+    if config.mlp_bias:
+        biases = {"gate_proj.bias": (inner,), "up_proj.bias": (inner,)}
+        yield stacked(f"{name}.gate_up_proj.bias", prefix, biases)
+        yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
+
+
+def mlp(ops: Ops, x: Value, w: Weights) -> Value:
+    """SwiGLU (Shazeer 2020): silu(gate) * up, projected back."""
+    both = ops.linear(x, w["gate_up_proj"], w.get("gate_up_proj.bias"))
+    gate, up = ops.split(both, both.width // 2, both.width // 2)
+    return ops.linear(ops.silu(gate) * up, w["down_proj"], w.get("down_proj.bias"))

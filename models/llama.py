@@ -1,0 +1,65 @@
+"""Llama (Touvron et al. 2023; Llama 3: Dubey et al. 2024), and what is built like it: SmolLM2,
+TinyLlama, Yi, and others. The base of the architectures that differ from it in a detail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from infer.kernels.kv_cache import LayerCache
+from infer.kernels.ops import Ops, Rope, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.models.weights import WeightSpec
+
+
+class Llama:
+    """Norm, attention, norm, SwiGLU; each with a residual."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        return DecoderConfig.read(
+            raw, qkv_bias=bias, output_bias=bias, mlp_bias=raw.get("mlp_bias", False, bool)
+        )
+
+    def weights(self) -> Iterator[WeightSpec]:
+        """Every weight, and which tensors of the checkpoint it is made of."""
+        c = self.config
+        yield layers.stacked(
+            "embed_tokens", "model", {"embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+        )
+        for i in range(c.num_hidden_layers):
+            name, prefix = f"layers.{i}", f"model.layers.{i}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield layers.stacked(
+                    f"{name}.{norm}", prefix, {f"{norm}.weight": (c.hidden_size,)}
+                )
+            yield from layers.attention_weights(c, f"{name}.self_attn", f"{prefix}.self_attn")
+            yield from layers.mlp_weights(c, f"{name}.mlp", f"{prefix}.mlp")
+        yield layers.stacked("norm", "model", {"norm.weight": (c.hidden_size,)})
+        if not c.tie_word_embeddings:
+            yield layers.stacked("lm_head", "lm_head", {"weight": (c.vocab_size, c.hidden_size)})
+
+    def ignorable(self, key: str) -> bool:
+        """Whether a surplus tensor of a checkpoint says nothing new."""
+        tied = self.config.tie_word_embeddings and key == "lm_head.weight"
+        return tied or key.endswith("rotary_emb.inv_freq")
+
+    def forward(self, ops: Ops, w: Weights, rope: Rope, cache: Sequence[LayerCache]) -> Value:
+        """The logits [rows, vocab_size] of the step's rows that get them."""
+        c = self.config
+        h = ops.embedding(w["embed_tokens"])
+        for i, layer_cache in enumerate(cache):
+            layer = Scope(w, f"layers.{i}")
+            x = ops.rmsnorm(h, layer["input_layernorm"], c.rms_norm_eps)
+            h = h + layers.attention(
+                ops, x, Scope(layer, "self_attn"), c, rope, layer_cache, c.windows[i]
+            )
+            x = ops.rmsnorm(h, layer["post_attention_layernorm"], c.rms_norm_eps)
+            h = h + layers.mlp(ops, x, Scope(layer, "mlp"))
+        h = ops.rmsnorm(ops.logits_rows(h), w["norm"], c.rms_norm_eps)
+        return ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])

@@ -1,0 +1,16 @@
+"""Mistral 7B (Jiang et al. 2023): Llama with a sliding window."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.llama import Llama
+
+
+class Mistral(Llama):
+    """Every layer sees the last sliding_window positions, or all where that is null."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        window = raw.size("sliding_window", None)
+        return DecoderConfig.read(raw, windows=layer_windows(raw, window))

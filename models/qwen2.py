@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.llama import Llama
+
+
+def qwen_windows(raw: RawConfig) -> list[int]:
+    """The layers from max_window_layers on have a sliding window, where it is used at all."""
+    window = raw.size("sliding_window", None)
+    used = raw.get("use_sliding_window", False, bool)
+    first = raw.get("max_window_layers", 28, int)
+    return layer_windows(raw, window if used else None, first)
+
+
+class Qwen2(Llama):
+    """Biases on q, k and v; a sliding window in the upper layers where the config asks for it."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return DecoderConfig.read(raw, windows=qwen_windows(raw), qkv_bias=True)

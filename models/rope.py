@@ -1,0 +1,132 @@
+"""The angles of rotary position embedding and its context extensions, as transformers has them.
+
+Frequencies and angles are rounded to float32 where transformers rounds them
+(modeling_rope_utils.py), so that long contexts agree with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.errors import UnsupportedError
+from infer.models.config import RopeConfig
+
+F32 = np.float32
+
+
+def rope_table(rope: RopeConfig, positions: int, prompt_length: int = 0) -> NDArray[np.float32]:
+    """(cos, sin) of every position and pair: [positions, rotary_dim / 2, 2].
+
+    Only "dynamic" depends on the length of the prompt: its positions turn with the frequencies for
+    a sequence of that length, and a position after it with those for the sequence up to itself.
+    """
+    attention_factor = 1.0
+    if rope.kind == "dynamic":
+        own = rope.max_position_embeddings
+        frequencies = np.broadcast_to(
+            _dynamic(rope, max(own, prompt_length)), (positions, rope.rotary_dim // 2)
+        ).copy()
+        for position in range(max(own, prompt_length), positions):
+            frequencies[position] = _dynamic(rope, position + 1)
+    elif rope.kind == "yarn":
+        row, attention_factor = _yarn(rope)
+        frequencies = row[None, :]
+    else:
+        frequencies = _FREQUENCIES[rope.kind](rope)[None, :]
+    angle = (np.arange(positions, dtype=F32)[:, None] * frequencies).astype(np.float64)
+    table = attention_factor * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+    return table.astype(F32)
+
+
+def depends_on_prompt(rope: RopeConfig, prompt_length: int) -> bool:
+    """Whether a prompt of that length has a table of its own."""
+    return rope.kind == "dynamic" and prompt_length > rope.max_position_embeddings
+
+
+def _base(rope: RopeConfig, theta: float | None = None) -> NDArray[np.float32]:
+    """theta^(2i / dim), the wavelengths over 2 pi (Su et al. 2021)."""
+    exponent = np.arange(0, rope.rotary_dim, 2, dtype=F32) / F32(rope.rotary_dim)
+    return np.power(F32(rope.theta if theta is None else theta), exponent, dtype=F32)
+
+
+def _default(rope: RopeConfig) -> NDArray[np.float32]:
+    return F32(1.0) / _base(rope)
+
+
+def _linear(rope: RopeConfig) -> NDArray[np.float32]:
+    """Position interpolation (Chen et al. 2023)."""
+    return _default(rope) / F32(_number(rope, "factor"))
+
+
+def _dynamic(rope: RopeConfig, length: int) -> NDArray[np.float32]:
+    """NTK-aware scaling for a sequence of that length."""
+    factor, dim = _number(rope, "factor"), rope.rotary_dim
+    growth = factor * length / rope.max_position_embeddings - (factor - 1)
+    return F32(1.0) / _base(rope, rope.theta * growth ** (dim / (dim - 2)))
+
+
+def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
+    """Llama 3.1: long wavelengths slowed by `factor`, short ones kept, a ramp between."""
+    frequencies = _default(rope)
+    factor, low, high, original = (
+        _number(rope, key)
+        for key in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
+    )
+    wavelength = F32(2 * math.pi) / frequencies
+    smooth = (F32(original) / wavelength - F32(low)) / F32(high - low)
+    ramp = (1 - smooth) * (frequencies / F32(factor)) + smooth * frequencies
+    slowed = np.where(wavelength > original / low, frequencies / F32(factor), ramp)
+    return np.where(wavelength < original / high, frequencies, slowed).astype(F32)
+
+
+def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
+    """YaRN (Peng et al. 2023): frequencies and the factor on cos and sin."""
+    scaling, dim = rope.scaling, rope.rotary_dim
+    original = _number(rope, "original_max_position_embeddings", rope.max_position_embeddings)
+    factor = _number(rope, "factor", rope.max_position_embeddings / original)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if mscale and all_dim:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+
+    def dimension(rotations: float) -> float:
+        return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    first = dimension(scaling.get("beta_fast") or 32)
+    last = dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 if first == last else 0.0
+    ramp = np.clip((np.arange(dim // 2, dtype=F32) - F32(first)) / F32(last - first), 0, 1)
+    extrapolation, interpolation = F32(1.0) / _base(rope), F32(1.0) / (F32(factor) * _base(rope))
+    keep = F32(1.0) - ramp.astype(F32)
+    frequencies = interpolation * (1 - keep) + extrapolation * keep
+    return frequencies.astype(F32), float(attention_factor)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _number(rope: RopeConfig, key: str, default: float | None = None) -> float:
+    value = rope.scaling.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise UnsupportedError(f"rope type {rope.kind!r} needs a positive {key!r}, not {value!r}.")
+    return float(value)
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3}

@@ -1,0 +1,359 @@
+"""Make the stored references in tests/data/models: tiny random models and transformers' answers.
+
+    python scripts/make_references.py [CASE ...]
+
+Needs torch and transformers (`pip install infer-wgpu[reference]`). Each case becomes a folder:
+
+config.json            as the installed transformers writes it: rope_parameters, dtype, layer_types
+config.published.json  as most files on the hub spell it: rope_theta, rope_scaling, torch_dtype
+*.safetensors          the weights as save_pretrained writes them; of several shards also the index
+reference.npz          prompt_ids      int64 [prompt]
+                       logits          float32 [prompt, vocab], one pass over the whole prompt
+                       greedy_ids      int64 [steps], how generate(), with its cache, goes on
+                       greedy_margins  float32 [steps], (best - second best logit) / norm of logits
+                       final_logits    float32 [vocab], the logits that chose greedy_ids[-1]
+
+Everything is computed in float32 with eager attention, from the weights as the checkpoint rounds
+them. A float64 run would say little more: transformers computes norms, the rope tables and softmax
+in float32 in any case.
+
+Dynamic NTK rope is the one feature whose numbers depend on how a sequence was fed. transformers
+takes the frequencies of a pass from the position where the pass ends, and the keys in the cache
+keep the frequencies they were written with. Well defined are:
+
+- nothing beyond max_position_embeddings: ordinary rope;
+- one token per pass beyond max_position_embeddings: position p is rotated for length p + 1, however
+  the tokens before that limit were cut into passes (case llama_rope_dynamic_decode);
+- a prompt of n > max_position_embeddings tokens in one pass: every position is rotated for length
+  n, so that its logits depend on n; then decode steps as above (case llama_rope_dynamic).
+
+A prompt that passes the limit in several chunks gives other numbers for other chunk sizes. And a
+model keeps the frequencies of the longest sequence it has seen until a shorter one fits within the
+limit, so that each model here answers once.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "models"
+
+PROMPT_TOKENS = 45
+GREEDY_STEPS = 32
+
+# A relative error of 1e-4 moves the difference of two logits by at most sqrt(2) * 1e-4 of their
+# norm, so with this margin equal tokens follow from equal logits.
+MIN_MARGIN = 1e-3
+# A continuation that repeats a few tokens would prove little.
+MIN_DISTINCT = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model; config is as the hub spells it, less architectures and torch_dtype."""
+
+    config: dict[str, Any]
+    dtype: str = "bfloat16"
+    shards: int = 1
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+        "mlp_bias": False,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.43.0",
+        "use_cache": True,
+        "vocab_size": 331,
+    } | changes
+
+
+def llama_first(**changes: Any) -> dict[str, Any]:
+    """The files of the first llama: no num_key_value_heads, no rope key at all."""
+    newer = {"attention_bias", "attention_dropout", "mlp_bias", "num_key_value_heads"}
+    newer |= {"pretraining_tp", "rope_scaling", "rope_theta"}
+    config = llama(transformers_version="4.28.1", **changes)
+    return {key: value for key, value in config.items() if key not in newer}
+
+
+def mistral(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "mistral",
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 64,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.34.0",
+        "use_cache": True,
+        "vocab_size": 320,
+    } | changes
+
+
+def qwen2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+        "max_window_layers": 1,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "sliding_window": 16,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 331,
+    } | changes
+
+
+def qwen3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_bias": False,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "transformers_version": "4.51.0",
+        "vocab_size": 300,
+    }
+    return qwen2() | {"model_type": "qwen3"} | own | changes
+
+
+CASES: dict[str, Case] = {
+    "llama": Case(llama()),
+    "llama_f32": Case(
+        llama_first(hidden_size=48, num_attention_heads=3, intermediate_size=64, vocab_size=257),
+        dtype="float32",
+    ),
+    # head_dim is not hidden_size / heads; with 32 original positions all three bands occur.
+    "llama_rope_llama3": Case(
+        llama(
+            eos_token_id=[2, 5, 7],
+            head_dim=24,
+            intermediate_size=48,
+            num_key_value_heads=1,
+            rope_scaling={
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+                "rope_type": "llama3",
+            },
+            tie_word_embeddings=False,
+            vocab_size=300,
+        ),
+        dtype="float16",
+        shards=2,
+    ),
+    "llama_rope_linear": Case(
+        llama(attention_bias=True, mlp_bias=True, rope_scaling={"factor": 4.0, "type": "linear"}),
+    ),
+    "llama_rope_yarn": Case(
+        llama(
+            rope_scaling={
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "type": "yarn",
+            }
+        ),
+    ),
+    "llama_rope_dynamic": Case(
+        llama(max_position_embeddings=32, rope_scaling={"factor": 4.0, "type": "dynamic"}),
+    ),
+    "llama_rope_dynamic_decode": Case(
+        llama(max_position_embeddings=48, rope_scaling={"factor": 4.0, "rope_type": "dynamic"}),
+    ),
+    # Rows of 172 values are no multiple of 16 bytes.
+    "mistral": Case(
+        mistral(
+            head_dim=16,
+            intermediate_size=172,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+        )
+    ),
+    "mistral_sliding": Case(mistral(sliding_window=16)),
+    # A window is given, and use_sliding_window says that it does not apply.
+    "qwen2": Case(qwen2()),
+    "qwen2_sliding": Case(
+        qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
+    ),
+    "qwen3": Case(qwen3()),
+}
+
+
+def published_config(case: Case) -> dict[str, Any]:
+    """config.json as most files on the hub spell it."""
+    family = case.config["model_type"].capitalize()
+    head = {"architectures": [f"{family}ForCausalLM"], "torch_dtype": case.dtype}
+    return dict(sorted((head | case.config).items()))
+
+
+def transformers_config(published: Mapping[str, Any]) -> PreTrainedConfig:
+    """What transformers makes of a config in the published spelling."""
+    # for_model keeps nested dicts and fills them in: it gets its own.
+    keys: dict[str, Any] = json.loads(json.dumps(published))
+    return AutoConfig.for_model(keys.pop("model_type"), **keys)
+
+
+def random_weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
+    """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
+    if name.endswith("norm.weight"):
+        return rng.uniform(0.5, 1.5, shape)
+    if name.endswith(".bias"):
+        return rng.normal(0.0, 0.2, shape)
+    if name.endswith("embed_tokens.weight"):
+        # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
+        return rng.normal(0.0, 0.1, shape)
+    gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+    return rng.normal(0.0, gain * shape[1] ** -0.5, shape)
+
+
+def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
+    """A float32 model whose weights are exact in the case's dtype."""
+    config = transformers_config(published_config(case))
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weight = torch.from_numpy(random_weight(name, tuple(parameter.shape), rng))
+            parameter.copy_(weight.to(getattr(torch, case.dtype)))
+    return model.eval()
+
+
+def answers(model: PreTrainedModel, prompt_ids: NDArray[np.int64]) -> dict[str, Any]:
+    """The arrays of reference.npz. The model must be fresh (see dynamic rope above)."""
+    ids = torch.from_numpy(prompt_ids)[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=GREEDY_STEPS,
+            output_logits=True,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+    step_logits = torch.cat(out.logits)
+    best = step_logits.topk(2).values
+    margins = (best[:, 0] - best[:, 1]) / step_logits.norm(dim=1)
+    return {
+        "prompt_ids": prompt_ids,
+        "logits": logits.numpy(),
+        "greedy_ids": out.sequences[0, len(prompt_ids) :].numpy(),
+        "greedy_margins": margins.numpy(),
+        "final_logits": step_logits[-1].numpy(),
+    }
+
+
+def is_fair(reference: Mapping[str, Any]) -> bool:
+    """Whether equal greedy tokens are a fair, telling test: clear margins, no stop, variety."""
+    greedy_ids = reference["greedy_ids"]
+    return (
+        len(greedy_ids) == GREEDY_STEPS
+        and float(reference["greedy_margins"].min()) >= MIN_MARGIN
+        and len(np.unique(greedy_ids)) >= MIN_DISTINCT
+    )
+
+
+def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    """Write one case into `folder` (replaced), from the first seed that is fair.
+
+    Returns the seed and the arrays written.
+    """
+    case = CASES[name]
+    for seed in itertools.count():
+        rng = np.random.default_rng(seed)
+        prompt_ids = rng.integers(3, case.config["vocab_size"], PROMPT_TOKENS)
+        model = random_model(case, rng)
+        reference = answers(model, prompt_ids)
+        if is_fair(reference):
+            break
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    model.to(getattr(torch, case.dtype))
+    # A little above an equal share, since shards end between tensors.
+    shard_bytes = 1.1 * sum(p.nbytes for p in model.parameters()) / case.shards
+    with tempfile.TemporaryDirectory() as saved:
+        model.save_pretrained(saved, max_shard_size=int(shard_bytes))
+        for file in [Path(saved, "config.json"), *Path(saved).glob("*.safetensors*")]:
+            shutil.copyfile(file, folder / file.name)
+    published = json.dumps(published_config(case), indent=2)
+    (folder / "config.published.json").write_text(published + "\n")
+    np.savez_compressed(folder / "reference.npz", **reference)
+    return seed, reference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the stored references of the model tests.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
+    names = parser.parse_args().cases or list(CASES)
+    if unknown := set(names) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
+    logging.set_verbosity_error()  # else it warns of every step beyond max_position_embeddings
+    logging.disable_progress_bar()
+    for name in names:
+        seed, reference = make(name, DATA / name)
+        size = sum(file.stat().st_size for file in (DATA / name).iterdir())
+        margin = float(reference["greedy_margins"].min())
+        distinct = len(np.unique(reference["greedy_ids"]))
+        print(
+            f"{name:28} seed {seed:4}  least margin {margin:.1e}  "
+            f"{distinct} distinct tokens  {size / 1024:.0f} KiB"
+        )
+
+
+if __name__ == "__main__":
+    main()

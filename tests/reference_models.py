@@ -1,0 +1,66 @@
+"""The stored references: tiny models and what transformers computes for them, read without torch.
+
+scripts/make_references.py writes them. It describes the files and the cases, and what is well
+defined with dynamic NTK rope.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+DATA = Path(__file__).resolve().parent / "data" / "models"
+
+Spelling = Literal["published", "transformers5"]
+
+CONFIG_FILES: dict[Spelling, str] = {
+    "published": "config.published.json",
+    "transformers5": "config.json",
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One case: a checkpoint and its float32 answers.
+
+    prompt_ids: int64 [prompt].
+    logits: float32 [prompt, vocab], after each token of the prompt, given in one pass.
+    greedy_ids: int64 [steps], the greedy continuation of the prompt, one token per pass.
+    greedy_margins: float32 [steps], (best - second best logit) / norm of the logits.
+    final_logits: float32 [vocab], the logits that chose greedy_ids[-1].
+    """
+
+    case: str
+    prompt_ids: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    greedy_ids: NDArray[np.int64]
+    greedy_margins: NDArray[np.float32]
+    final_logits: NDArray[np.float32]
+
+    def write_checkpoint(self, path: Path, spelling: Spelling = "published") -> Path:
+        """Make the folder `path` with config.json and the safetensors files; returns `path`."""
+        path.mkdir(parents=True)
+        shutil.copyfile(DATA / self.case / CONFIG_FILES[spelling], path / "config.json")
+        for file in (DATA / self.case).glob("*.safetensors*"):
+            shutil.copyfile(file, path / file.name)
+        return path
+
+
+def cases() -> list[str]:
+    """The names of all stored cases, sorted."""
+    return sorted(folder.name for folder in DATA.iterdir())
+
+
+def load(case: str) -> Reference:
+    """The stored reference of one case."""
+    with np.load(DATA / case / "reference.npz") as arrays:
+        return Reference(case, **arrays)
+
+
+def relative_error(actual: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
+    """The largest norm(actual - expected) / norm(expected) of any row (last axis), in float64."""
+    difference = np.linalg.norm(actual.astype(np.float64) - expected, axis=-1)
+    return float(np.max(difference / np.linalg.norm(expected.astype(np.float64), axis=-1)))

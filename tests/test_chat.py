@@ -1,0 +1,222 @@
+"""Chat templates against what transformers rendered, and the errors of those that fail.
+
+The templates under tests/data/text are in the style of Llama 3, Qwen, Mistral and Gemma.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.kernels.errors import RequestError, TokenizerError
+from infer.tokenizer import Tokenizer
+
+DATA = Path(__file__).parent / "data" / "text"
+EXPECTED = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
+CHATS = [(kind, case) for kind, cases in EXPECTED.items() for case in cases["chats"]]
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(DATA / "llama3")
+
+
+def arguments(args: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of transformers under our names; theirs renders no generation prompt unasked."""
+    args = {"add_generation_prompt": False} | args
+    return {"template" if k == "chat_template" else k: v for k, v in args.items()}
+
+
+@pytest.mark.parametrize(("kind", "case"), CHATS)
+def test_chats_are_those_of_transformers(kind: str, case: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    args = arguments(case["args"])
+    assert tokenizer.render_chat(case["messages"], **args) == case["text"]
+    assert tokenizer.encode_chat(case["messages"], **args) == case["ids"]
+
+
+# What templates meet in the environment: each must give the same text, or fail, in both.
+PROBES = [
+    "{{ messages | tojson }}|{{ tools }}|{{ documents }}|{{ add_generation_prompt }}",
+    "{{ {'b': '<é>', 'a': [1, None, true]} | tojson(indent=2) }}",
+    "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':'), ensure_ascii=true) }}",
+    "{{ strftime_now('%d %B %Y') }}",
+    "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}"
+    "{% endif %}{{ i }}{% endfor %}",
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+    "  {% if true %}\n  a\n  {% endif %}\n  {# note #}\nb\n",
+    "{% set ns = namespace(n=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
+    "{{ ns.n }}",
+    "{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}{{ namespace(self=2).self }}",
+    "{{ bos_token }}{{ eos_token }}[{{ pad_token }}]{{ pad_token is defined }}{{ missing }}",
+    "{{ messages[0].content.upper().split() | join('-') }}{{ messages[-1]['role'] }}",
+    "{{ messages[0].thinking }}{{ messages[0].reasoning_content }}{{ messages[0].reasoning }}",
+    "{{ messages[0].name is defined }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{{ namespace(_x=1) }}",
+    "{{ messages.append(1) }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages[0].content.format.__globals__ }}",
+    "{{ dict.__class__ }}{{ dict.mro() }}",
+    "{{ missing.field }}",
+    "{{ 'a' + 1 }}",
+    "{{ range(1000000) | list }}",
+    "{% include 'other' %}",
+    "{{ raise_exception('No such role: ' ~ messages[0].role) }}",
+    "{% if %}",
+    "{% generation %}",
+]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("template", PROBES)
+def test_environment_is_that_of_transformers_live(template: str, tokenizer: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(DATA / "llama3")
+    message = {"role": "user", "content": "Hi you", "name": None, "reasoning": "r"}
+    args = {"add_generation_prompt": False}
+    expected = text_or_error(
+        lambda: reference.apply_chat_template(
+            [message], chat_template=template, tokenize=False, **args
+        )
+    )
+    rendered = text_or_error(lambda: tokenizer.render_chat([message], template=template, **args))
+    if isinstance(expected, Exception):
+        assert isinstance(rendered, TokenizerError)
+    else:
+        assert rendered == expected
+
+
+def text_or_error(render: Callable[[], str]) -> str | Exception:
+    try:
+        return render()
+    except Exception as error:
+        return error
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("kind", ["llama3", "chatml", "mistral", "gemma"])
+def test_random_chats_live(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(DATA / kind)
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    rng = random.Random(0)
+    for _ in range(40):
+        roles = ["user", "assistant"] * 3
+        messages = [
+            {"role": role, "content": "".join(rng.choices("ab é\n<>🙂{}", k=rng.randrange(12)))}
+            for role in roles[: rng.randrange(1, 6)]
+        ]
+        args: dict[str, Any] = {"add_generation_prompt": rng.random() < 0.5, "date_string": "now"}
+        expected = reference.apply_chat_template(messages, return_dict=False, **args)
+        assert tokenizer.encode_chat(messages, **args) == expected
+
+
+def test_strftime_now_is_the_date_of_today(tokenizer: Tokenizer) -> None:
+    before = datetime.now().strftime("%d %b %Y")
+    text = tokenizer.render_chat(USER)
+    assert f"Today: {before}" in text or datetime.now().strftime("%d %b %Y") != before
+
+
+# Which template
+
+
+def test_files_stand_above_tokenizer_config(tmp_path: Path) -> None:
+    shutil.copy(DATA / "llama3" / "tokenizer.json", tmp_path)
+    assert not Tokenizer.from_folder(tmp_path).has_chat_template
+    steps = [
+        ("tokenizer_config.json", '{"chat_template": "config"}'),
+        ("chat_template.json", '{"chat_template": "json"}'),
+        ("chat_template.jinja", "jinja"),
+    ]
+    for name, text in steps:
+        (tmp_path / name).write_text(text)
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert tokenizer.has_chat_template
+        assert tokenizer.render_chat(USER) in text
+    assert tokenizer.render_chat(USER) == "jinja"
+
+
+def test_names_of_templates() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "mistral")
+    assert sorted(tokenizer.templates) == ["default", "tool_use"]
+    with pytest.raises(RequestError, match=r"'rag'.*default, tool_use"):
+        tokenizer.render_chat(USER, template="rag")
+    assert tokenizer.render_chat(USER, template="{{ eos_token }}") == "</s>"
+
+
+def test_model_without_template() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "metaspace")
+    assert not tokenizer.has_chat_template
+    with pytest.raises(TokenizerError, match="no chat template"):
+        tokenizer.encode_chat(USER)
+    assert tokenizer.render_chat(USER, template="{{ messages[0].content }}") == "Hi"
+
+
+# Errors
+
+
+def test_error_of_a_template_is_its_own_message() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "gemma")
+    with pytest.raises(TokenizerError, match=r"roles must alternate user/assistant/user"):
+        tokenizer.render_chat([*USER, *USER])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\n{% if %}", "does not compile: line 2"),
+        ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
+        ("{% set ns = namespace() %}{% set ns.__x = 1 %}", "'__x'"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_templates_that_fail(template: str, message: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer.render_chat(USER, template=template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "list that is not empty"),
+        ("Hi", "list that is not empty"),
+        (USER[0], "list that is not empty"),
+        (None, "list that is not empty"),
+        (["Hi"], "Message 0 must be a dictionary .* not str"),
+        ([*USER, {"content": "Hi"}], 'Message 1 needs a "role"'),
+        ([{"role": 3, "content": "Hi"}], 'needs a "role"'),
+        ([{"role": "user"}], 'needs a "content"'),
+        ([{"role": "assistant", "content": None}], 'needs a "content"'),
+        ([{"role": "user", "content": 3}], "only text"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "only text"),
+        ([{"role": "user", "content": ["Hi"]}], "only text"),
+        ([{"role": "user", "content": b"Hi"}], "Message 0 must be made of JSON types"),
+    ],
+)
+def test_malformed_messages(messages: Any, text: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=text):
+        tokenizer.render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    "args", [{"tools": "weather"}, {"tools": [len]}, {"documents": ["x"]}, {"anything": object()}]
+)
+def test_malformed_arguments(args: dict[str, Any], tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="template argument"):
+        tokenizer.render_chat(USER, **args)
+
+
+def test_messages_are_not_changed(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi", "reasoning": "r", "name": None}]
+    copy = json.loads(json.dumps(messages))
+    tokenizer.render_chat(messages)
+    assert messages == copy

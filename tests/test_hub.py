@@ -1,0 +1,378 @@
+"""What `resolve` finds, and its message for each failure, against a small hub on localhost.
+
+huggingface_hub reads HF_ENDPOINT and HF_HOME when it is imported, so it runs in other processes.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import infer
+from infer.hub import resolve
+from infer.kernels.errors import CheckpointError, ModelNotFoundError, UnsupportedError
+
+MAIN, TAG = "a" * 40, "b" * 40
+INDEX = "model.safetensors.index.json"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+COMMON = ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
+UNWANTED = [
+    "README.md",
+    "consolidated.safetensors",
+    "original/model.safetensors",
+    "onnx/model.onnx",
+    "pytorch_model.bin",
+    "model.gguf",
+    "tokenizer.model",
+]
+WANTED = {
+    "org/sharded": [*COMMON, INDEX, *SHARDS, "additional_chat_templates/rag.jinja"],
+    "org/single": ["config.json", "tokenizer.json", "model.safetensors"],
+    "org/gated": ["config.json", "model.safetensors"],
+    "org/private": ["config.json", "model.safetensors"],
+    "org/bin": ["config.json"],
+    "org/gguf": [],
+    "org/none": ["config.json"],
+    "org/bare": ["model.safetensors"],
+    "org/down": [],
+}
+EXTRA = {
+    "org/sharded": UNWANTED,
+    "org/single": ["extra/model.safetensors"],
+    "org/bin": ["pytorch_model-00001-of-00002.bin"],
+    "org/gguf": ["model-q4.gguf", "README.md"],
+}
+
+
+def content(repo: str, commit: str, name: str) -> bytes:
+    if name == INDEX:
+        weight_map = {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[0]}
+        return json.dumps({"weight_map": weight_map}).encode()
+    return json.dumps({"repo": repo, "commit": commit, "name": name}).encode()
+
+
+@dataclass
+class Hub:
+    """The endpoints of the hub that huggingface_hub calls, for the repositories above."""
+
+    url: str = ""
+    fetched: list[str] = field(default_factory=list)
+
+    def handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805 (self is the handler)
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name.replace("_", "-"), value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                path = unquote(urlsplit(self.path).path)
+                api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
+                file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+                match = api or file
+                if match is None:
+                    return self.reply(404)
+                repo = match[1]
+                token = self.headers.get("Authorization")
+                if token not in (None, "Bearer good"):
+                    message = "Invalid credentials in Authorization header"
+                    return self.reply(401, X_Error_Message=message)
+                if repo not in WANTED or (repo == "org/private" and token is None):
+                    # As the hub does: nobody learns which private repositories there are.
+                    return self.reply(404 if token else 401, X_Error_Code="RepoNotFound")
+                if repo == "org/down":
+                    return self.reply(500)
+                revision = (match[3] if api else match[2]) or "main"
+                commit = {"main": MAIN, "v1": TAG, MAIN: MAIN, TAG: TAG}.get(revision)
+                if commit is None:
+                    return self.reply(404, X_Error_Code="RevisionNotFound")
+                names = [*WANTED[repo], *EXTRA.get(repo, [])]
+                if api:
+                    return self.list_files(repo, commit, names, tree=match[2] == "tree")
+                if repo == "org/gated" and token is None:
+                    return self.reply(403, X_Error_Code="GatedRepo")
+                if match[3] not in names:
+                    return self.reply(404, X_Error_Code="EntryNotFound")
+                body = content(repo, commit, match[3])
+                if self.command == "GET":
+                    hub.fetched.append(f"{repo}/{match[3]}")
+                etag = f'"{hashlib.sha1(body).hexdigest()}"'
+                self.reply(200, body, ETag=etag, X_Repo_Commit=commit)
+
+            do_HEAD = do_GET  # noqa: N815
+
+            def list_files(self, repo: str, commit: str, names: list[str], tree: bool) -> None:
+                info: Any = {
+                    "id": repo,
+                    "sha": commit,
+                    "siblings": [{"rfilename": name} for name in names],
+                }
+                if tree:
+                    bodies = {name: content(repo, commit, name) for name in names}
+                    info = [
+                        {
+                            "type": "file",
+                            "path": name,
+                            "size": len(body),
+                            "oid": hashlib.sha1(body).hexdigest(),
+                        }
+                        for name, body in bodies.items()
+                    ]
+                self.reply(200, json.dumps(info).encode(), Content_Type="application/json")
+
+        return Handler
+
+
+@contextmanager
+def serve() -> Iterator[Hub]:
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), hub.handler())
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from infer.hub import resolve
+from infer.kernels.errors import InferError
+outcomes = []
+for kwargs in json.loads(sys.argv[1]):
+    try:
+        found = resolve(**kwargs)
+    except InferError as error:
+        outcomes.append({"error": type(error).__name__, "message": str(error)})
+    else:
+        paths = sorted(p for p in found.folder.rglob("*") if p.is_file())
+        files = {p.relative_to(found.folder).as_posix(): p.read_text() for p in paths}
+        outcomes.append({"name": found.name, "revision": found.revision, "files": files})
+print(json.dumps(outcomes))
+"""
+
+
+def run(
+    url: str, home: Path, calls: list[dict[str, Any]], **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Several `resolve` calls in one process under this hub and cache."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    kept |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": paths, "NO_PROXY": "*"} | env
+    command = [sys.executable, "-W", "error", "-c", DRIVER, json.dumps(calls)]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def resolve_all(
+    url: str, home: Path, calls: list[dict[str, Any]], **env: str
+) -> list[dict[str, Any]]:
+    """The outcome of each call."""
+    outcomes: list[dict[str, Any]] = json.loads(run(url, home, calls, **env).stdout)
+    return outcomes
+
+
+ONLINE: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": "org/gated"}, "ModelAccessError", r"org/gated is gated: accept.*/org/gated"),
+    ({"model": "org/private"}, "ModelAccessError", "private, or does not exist.*hf auth login"),
+    ({"model": "org/typo", "token": "good"}, "ModelNotFoundError", "no repository org/typo"),
+    ({"model": "org/single", "token": "bad"}, "ModelAccessError", "refused the token"),
+    ({"model": "org/single", "revision": "v9"}, "ModelNotFoundError", "no revision 'v9'"),
+    ({"model": "org/bin"}, "UnsupportedError", r"weights in \.bin files only"),
+    ({"model": "org/gguf"}, "UnsupportedError", r"weights in \.gguf files only"),
+    ({"model": "org/none"}, "CheckpointError", "has no weights"),
+    ({"model": "org/bare"}, "ModelNotFoundError", r"no config\.json"),
+    ({"model": "org/down"}, "ModelError", "answered 500"),
+    ({"model": "org/a--b"}, "ModelNotFoundError", "nor a valid hub id"),
+    ({"model": "org/other", "offline": True}, "ModelNotFoundError", "not in the cache"),
+]
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """All calls to a hub that is up, in one process; then the cache that they leave."""
+    home = tmp_path_factory.mktemp("hub")
+    good = [
+        {"model": "org/sharded"},
+        {"model": "org/single"},
+        {"model": "org/single", "revision": "v1"},
+        {"model": "org/gated", "token": "good"},
+        {"model": "org/private", "token": "good"},
+    ]
+    with serve() as hub:
+        outcomes = resolve_all(hub.url, home, [call for call, *_ in ONLINE] + good)
+        yield {
+            "failed": outcomes[: len(ONLINE)],
+            "found": outcomes[len(ONLINE) :],
+            "fetched": list(hub.fetched),
+            "home": home,
+            "url": hub.url,
+        }
+
+
+@pytest.mark.parametrize("index", range(len(ONLINE)), ids=[c["model"] for c, *_ in ONLINE])
+def test_failures_each_have_their_message(session: dict[str, Any], index: int) -> None:
+    _, error, message = ONLINE[index]
+    outcome = session["failed"][index]
+    assert outcome["error"] == error, outcome
+    assert re.search(message, outcome["message"]), outcome
+
+
+def test_only_the_needed_files_are_fetched(session: dict[str, Any]) -> None:
+    sharded, single, tagged, gated, private = session["found"]
+    for outcome, repo, commit in [
+        (sharded, "org/sharded", MAIN),
+        (single, "org/single", MAIN),
+        (tagged, "org/single", TAG),
+        (gated, "org/gated", MAIN),
+        (private, "org/private", MAIN),
+    ]:
+        assert (outcome["name"], outcome["revision"]) == (repo, commit)
+        assert outcome["files"] == {n: content(repo, commit, n).decode() for n in WANTED[repo]}
+    wanted = {f"{repo}/{name}" for repo, names in WANTED.items() for name in names}
+    assert set(session["fetched"]) <= wanted
+
+
+def test_offline(session: dict[str, Any], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(session["home"], home, symlinks=True)
+    calls = [
+        {"model": "org/sharded", "offline": True},
+        {"model": "org/single", "offline": True, "revision": "v1"},
+        {"model": "org/single", "offline": True, "revision": "v2"},
+    ]
+    # HF_ENDPOINT leads nowhere: offline asks nobody.
+    sharded, tagged, missing = resolve_all("http://127.0.0.1:9", home, calls)
+    assert [sharded, tagged] == [session["found"][0], session["found"][2]]
+    assert "not in the cache at revision 'v2'" in missing["message"]
+    snapshot = home / "hub" / "models--org--sharded" / "snapshots" / MAIN
+    lost = [SHARDS[1], "config.json"]
+    for name, args, env in [
+        (lost[0], {"offline": True}, {}),
+        (lost[1], {}, {"HF_HUB_OFFLINE": "1"}),
+    ]:
+        (snapshot / name).unlink()
+        call = {"model": "org/sharded"} | args
+        (outcome,) = resolve_all("http://127.0.0.1:9", home, [call], **env)
+        assert outcome["error"] == "ModelNotFoundError"
+        assert re.search(f"incomplete.*{re.escape(name)}", outcome["message"]), outcome
+
+
+def test_no_network(session: dict[str, Any], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(session["home"], home, symlinks=True)
+    with serve() as hub:
+        pass  # now nobody listens there
+    calls = [{"model": "org/sharded"}, {"model": "org/other"}]
+    cached, missing = resolve_all(hub.url, home, calls)
+    assert cached == session["found"][0]
+    assert missing["error"] == "ModelNotFoundError"
+    assert f"{hub.url} cannot be reached" in missing["message"]
+
+
+def test_interrupted_download_is_completed(session: dict[str, Any], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(session["home"], home, symlinks=True)
+    (home / "hub/models--org--sharded/snapshots" / MAIN / SHARDS[1]).unlink()
+    (outcome,) = resolve_all(session["url"], home, [{"model": "org/sharded"}])
+    assert outcome == session["found"][0]
+
+
+def test_progress_bars(session: dict[str, Any], tmp_path: Path) -> None:
+    for shown in (True, False):
+        call = {"model": "org/sharded", "progress": shown}
+        done = run(session["url"], tmp_path / str(shown), [call])
+        assert ("Fetching" in done.stderr) == shown
+        assert shown or not done.stderr
+
+
+# Without the hub
+
+
+def make_model(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "org" / "tiny", "config.json", "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    for model in (str(folder), "org/tiny", "./org/tiny/", "~/org/tiny"):
+        found = resolve(model)
+        assert (found.folder.resolve(), found.name) == (folder.resolve(), "tiny")
+        assert found.revision is None
+    with pytest.raises(ModelNotFoundError, match="no revisions"):
+        resolve("org/tiny", revision="main")
+
+
+def test_demo_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "demo", "config.json", "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    found = resolve("demo")
+    assert found.name == "demo"
+    assert found.folder.samefile(Path(infer.__file__).parent / "demo")
+    assert resolve("./demo").folder.samefile(tmp_path / "demo")
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        (["model.safetensors"], ModelNotFoundError, r"no config\.json"),
+        (["config.json"], CheckpointError, "has no weights"),
+        (["config.json", "consolidated.safetensors"], CheckpointError, "has no weights"),
+        (["config.json", "pytorch_model.bin"], UnsupportedError, r"\.bin files only"),
+        (["config.json", "m.gguf", "m.pth"], UnsupportedError, r"\.gguf, \.pth files only"),
+    ],
+)
+def test_folders_that_are_no_models(
+    tmp_path: Path, names: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        resolve(str(make_model(tmp_path / "model", *names)))
+
+
+@pytest.mark.parametrize(
+    "model", ["./no/such", "~/no-such-model", "/no/such", "a/b/c", "C:\\no\\such", "name", "a/"]
+)
+def test_names_that_are_neither_folder_nor_hub_id(model: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="There is no folder"):
+        resolve(model)
+
+
+def test_file_is_not_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_text("GGUF")
+    with pytest.raises(UnsupportedError, match="is a file"):
+        resolve(str(path))

@@ -1,0 +1,157 @@
+"""The stored references are what transformers computes today."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative_error
+
+pytestmark = pytest.mark.live
+
+# float32 sums in another order, over two or three layers; the models are held to 1e-4.
+TOLERANCE = 1e-5
+
+# Its prompt is longer than max_position_embeddings, so it is defined for one pass only.
+ONE_PASS = "llama_rope_dynamic"
+
+# What turns off the one key of the config that a case is about.
+WITHOUT: dict[str, dict[str, Any]] = {
+    "llama_rope_dynamic": {"rope_scaling": None},
+    "llama_rope_dynamic_decode": {"rope_scaling": None},
+    "llama_rope_linear": {"rope_scaling": None},
+    "llama_rope_llama3": {"rope_scaling": None},
+    "llama_rope_yarn": {"rope_scaling": None},
+    "mistral_sliding": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": True},
+    "qwen2_sliding": {"max_window_layers": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """scripts/make_references.py as a module."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    path = Path(__file__).resolve().parent.parent / "scripts" / "make_references.py"
+    spec = importlib.util.spec_from_file_location("make_references", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def from_pretrained(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def prompt_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    """float32 [tokens, vocab], from one pass."""
+    import torch
+
+    with torch.no_grad():
+        logits: np.ndarray = model(torch.from_numpy(token_ids)[None]).logits[0].numpy()
+    return logits
+
+
+def test_every_case_is_stored(script: ModuleType) -> None:
+    assert cases() == sorted(script.CASES)
+
+
+@pytest.mark.parametrize("spelling", get_args(Spelling))
+@pytest.mark.parametrize("case", cases())
+def test_transformers_agrees(
+    script: ModuleType, case: str, spelling: Spelling, tmp_path: Path
+) -> None:
+    reference = load(case)
+    model = from_pretrained(reference.write_checkpoint(tmp_path / case, spelling))
+    again = script.answers(model, reference.prompt_ids)
+    assert relative_error(again["logits"], reference.logits) < TOLERANCE
+    assert relative_error(again["final_logits"], reference.final_logits) < TOLERANCE
+    assert again["greedy_ids"].tolist() == reference.greedy_ids.tolist()
+    assert np.allclose(again["greedy_margins"], reference.greedy_margins, atol=2 * TOLERANCE)
+    assert script.is_fair(again)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_regenerating_gives_the_same(script: ModuleType, case: str, tmp_path: Path) -> None:
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    _, again = script.make(case, tmp_path / case)
+    reference = load(case)
+    assert again["prompt_ids"].tolist() == reference.prompt_ids.tolist()
+    assert again["greedy_ids"].tolist() == reference.greedy_ids.tolist()
+    assert relative_error(again["logits"], reference.logits) < TOLERANCE
+    stored = DATA / case
+    assert {file.name for file in stored.iterdir()} == {f.name for f in (tmp_path / case).iterdir()}
+    for file in stored.glob("*.safetensors"):
+        expected = safetensors_torch.load_file(file)
+        actual = safetensors_torch.load_file(tmp_path / case / file.name)
+        assert list(actual) == list(expected)
+        assert all(actual[name].dtype == expected[name].dtype for name in expected)
+        assert all(actual[name].equal(expected[name]) for name in expected)
+    for name in CONFIG_FILES.values():
+        expected, actual = (
+            json.loads((folder / name).read_text()) for folder in (stored, tmp_path / case)
+        )
+        actual["transformers_version"] = expected["transformers_version"]
+        assert actual == expected
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize("case", WITHOUT)
+def test_what_a_case_is_about_matters(case: str, tmp_path: Path) -> None:
+    """A model that ignored the rope scaling or the window would be found out."""
+    reference = load(case)
+    folder = reference.write_checkpoint(tmp_path / case)
+    config = json.loads((folder / "config.json").read_text()) | WITHOUT[case]
+    (folder / "config.json").write_text(json.dumps(config))
+    other = prompt_logits(
+        from_pretrained(folder), np.concatenate([reference.prompt_ids, reference.greedy_ids[:-1]])
+    )
+    assert relative_error(other[-1], reference.final_logits) > 1e-2
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("case", [case for case in cases() if case != ONE_PASS])
+@pytest.mark.usefixtures("script")
+def test_chunks_do_not_change_the_answers(case: str, chunk: int, tmp_path: Path) -> None:
+    import torch
+
+    reference = load(case)
+    model = from_pretrained(reference.write_checkpoint(tmp_path / case))
+    cache, rows = None, []
+    with torch.no_grad():
+        pieces = torch.from_numpy(reference.prompt_ids)[None].split(chunk, dim=1)
+        steps = torch.from_numpy(reference.greedy_ids[:-1])[None].split(1, dim=1)
+        for piece in (*pieces, *steps):
+            out = model(piece, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[0].numpy())
+    logits = np.concatenate(rows)
+    n_prompt = len(reference.prompt_ids)
+    assert relative_error(logits[:n_prompt], reference.logits) < TOLERANCE
+    assert relative_error(logits[-1], reference.final_logits) < TOLERANCE
+    assert logits[n_prompt - 1 :].argmax(axis=-1).tolist() == reference.greedy_ids.tolist()
+
+
+@pytest.mark.usefixtures("script")
+def test_eager_attention_honours_the_window(tmp_path: Path) -> None:
+    """A window of 16 is the token itself and 15 before it: two layers reach back 30 positions."""
+    reference = load("mistral_sliding")
+    model = from_pretrained(reference.write_checkpoint(tmp_path / "mistral_sliding"))
+    other_ids = reference.prompt_ids.copy()
+    other_ids[0] += 1
+    differs = prompt_logits(model, other_ids) != prompt_logits(model, reference.prompt_ids)
+    reached = 2 * (16 - 1) + 1
+    assert differs.any(axis=1).tolist() == [i < reached for i in range(len(other_ids))]

@@ -1,0 +1,309 @@
+"""Tokenizers against what transformers answered, and streaming against the full decode.
+
+tests/data/text holds a small tokenizer of each kind; scripts/make_text_references.py made them.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from infer.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
+from infer.kernels.errors import RequestError, TokenizerError
+from infer.tokenizer import Tokenizer
+
+DATA = Path(__file__).parent / "data" / "text"
+EXPECTED = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
+KINDS = ("llama3", "chatml", "mistral", "gemma", "metaspace", "wordpiece")
+REPLACEMENT = "\ufffd"
+
+
+def shared(a: str, b: str) -> int:
+    return next((n for n in range(len(a), -1, -1) if b.startswith(a[:n])), 0)
+
+
+def stream(tokenizer: Tokenizer, prompt: Sequence[int], output: Iterable[int]) -> list[str]:
+    """Every piece, the last one from `finish`."""
+    detokenizer = StreamingDetokenizer(tokenizer, prompt)
+    pieces = [detokenizer.add(token_id) for token_id in output]
+    return [*pieces, detokenizer.finish()]
+
+
+def check_stream(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int]) -> None:
+    before, after = tokenizer.decode(prompt), tokenizer.decode([*prompt, *output])
+    # A character shown too early would have changed in `after`.
+    assert "".join(stream(tokenizer, prompt, output)) == after[shared(before, after) :]
+
+
+# Encoding and decoding
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode_and_decode_are_those_of_transformers(kind: str) -> None:
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    for case in EXPECTED[kind]["encode"]:
+        assert tokenizer.encode(case["text"], add_special_tokens=False) == case["bare_ids"]
+        # The one difference: a text that brings its own BOS gets no second one.
+        doubled = kind == "mistral" and case["text"].startswith("<s>")
+        assert tokenizer.encode(case["text"]) == case["ids"][1 if doubled else 0 :]
+    for case in EXPECTED[kind]["decode"]:
+        assert tokenizer.decode(case["ids"]) == case["text"]
+        assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["full_text"]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_texts_and_ids_live(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.AutoTokenizer.from_pretrained(DATA / kind)
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    rng = random.Random(0)
+    for _ in range(200):
+        text = "".join(rng.choices("aehou  ,.\n'düñßé日🙂<s>|", k=rng.randrange(40)))
+        assert tokenizer.encode(text) == reference.encode(text)
+        ids = rng.choices(range(len(reference)), k=rng.randrange(30))
+        for skip in (False, True):
+            expected = reference.decode(ids, skip_special_tokens=skip)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    assert tokenizer.bos_token_id == reference.bos_token_id
+    assert tokenizer.special_tokens == reference.special_tokens_map
+
+
+def test_bos_is_not_doubled() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    bos = tokenizer.bos_token_id
+    assert bos is not None
+    assert tokenizer.encode("Hi") == [bos, *tokenizer.encode("Hi", add_special_tokens=False)]
+    assert tokenizer.encode("<|begin_of_text|>Hi") == tokenizer.encode("Hi")
+    chat = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert chat.count(bos) == 1
+    assert chat == tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Hi"}]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bos", "eos"),
+    [
+        ("llama3", 0, {1, 2, 3}),  # a list in generation_config.json, an id in config.json
+        ("chatml", None, {2}),  # tokenizer_config.json alone
+        ("gemma", 0, {1, 5, 6}),  # a list in config.json, and its text_config
+        ("wordpiece", None, set()),
+    ],
+)
+def test_special_ids(kind: str, bos: int | None, eos: set[int]) -> None:
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    assert tokenizer.bos_token_id == bos
+    assert tokenizer.eos_token_ids == eos
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    backend = Backend.from_file(str(DATA / "llama3" / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=40)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ids = Tokenizer.from_folder(tmp_path).encode("one two three four")
+    assert ids == Tokenizer.from_folder(DATA / "llama3").encode("one two three four")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", None, r"no tokenizer\.json.*tokenizer\.model"),
+        ("tokenizer.json", '{"version": "1.0"', r"tokenizer\.json cannot be read"),
+        ("tokenizer.json", '{"model": 1}', r"tokenizer\.json cannot be read"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json cannot be read"),
+        ("generation_config.json", "[]", r"generation_config\.json must hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be an id"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"0": 1}}', "added_tokens_decoder"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat template"),
+        ("chat_template.json", '{"chat_template": 1}', "chat template"),
+    ],
+)
+def test_missing_and_damaged_files(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    shutil.copy(DATA / "mistral" / "tokenizer.json", tmp_path)
+    Tokenizer.from_folder(tmp_path)
+    if text is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, 3, ["a"], "half a pair: \ud83d"])
+def test_prompts_that_are_not_text(text: Any) -> None:
+    with pytest.raises(RequestError):
+        Tokenizer.from_folder(DATA / "llama3").encode(text)
+
+
+# Streaming
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_stream_of_random_ids(kind: str, seed: int) -> None:
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    check_random_streams(tokenizer, seed, rounds=60)
+
+
+def check_random_streams(tokenizer: Tokenizer, seed: int, rounds: int) -> None:
+    rng = random.Random(seed)
+    every = range(1000)  # beyond the vocabulary as well
+    some = [*rng.choices(every, k=6), *rng.choices(sorted(tokenizer.byte_token_ids or every), k=6)]
+    for _ in range(rounds):
+        ids = rng.choice((every, some, range(12)))
+        prompt = rng.choices(ids, k=rng.choice((0, 1, 5, 40)))
+        check_stream(tokenizer, prompt, rng.choices(ids, k=rng.randrange(3 * CONTEXT)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_of_text_shows_whole_characters_at_once(kind: str) -> None:
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    text = "It's Größe, 日本 🙂 👩‍👩‍👧 — naïve.  Two  spaces\n"
+    for cut in range(0, len(text), 3):
+        prompt = tokenizer.encode(text[:cut])
+        output = tokenizer.encode(text[cut:], add_special_tokens=False)
+        check_stream(tokenizer, prompt, output)
+        if tokenizer.byte_token_ids:
+            continue
+        detokenizer = StreamingDetokenizer(tokenizer, prompt)
+        shown = ""
+        for n, token_id in enumerate(output, 1):
+            shown += detokenizer.add(token_id)
+            full = tokenizer.decode([*prompt, *output[:n]])
+            assert full.removesuffix(REPLACEMENT).endswith(shown)
+            assert len(shown) >= len(full) - len(tokenizer.decode(prompt)) - 1
+
+
+def test_first_space_of_the_output_is_kept() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "mistral")
+    the = tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.decode(the) == "the"
+    assert "".join(stream(tokenizer, the, the)) == " the"
+    assert "".join(stream(tokenizer, [], the)) == "the"
+
+
+def test_first_space_is_kept_after_tokens_without_text() -> None:
+    backend = Backend(models.WordLevel({"_": 0, " a": 1}, unk_token="_"))
+    parts = [decoders.Replace("_", ""), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    tokenizer = Tokenizer(backend)
+    silence = [0] * 3 * CONTEXT
+    assert "".join(stream(tokenizer, [1], [*silence, 1])) == " a"
+    assert "".join(stream(tokenizer, [1, *silence], [1])) == " a"
+    assert "".join(stream(tokenizer, silence, [1])) == "a"
+
+
+def test_byte_tokens_are_held_until_their_run_ends() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "mistral")
+    smile = tokenizer.encode("🙂", add_special_tokens=False)[-4:]
+    assert tokenizer.byte_token_ids.issuperset(smile)
+    (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    assert stream(tokenizer, [a], [*smile, a]) == ["", "", "", "", "🙂a", ""]
+    # The library turns the whole run into U+FFFD, so not even its valid part may be out before.
+    assert stream(tokenizer, [a], [*smile, smile[0], a])[5:] == [REPLACEMENT * 5 + "a", ""]
+    assert stream(tokenizer, [a, *smile[:2]], smile[2:]) == ["", "", "🙂"]
+    assert stream(tokenizer, [a, *smile[:2]], [*smile[2:], a])[2] == "🙂a"
+
+
+def test_character_that_begins_in_the_prompt() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    smile = tokenizer.encode("🙂", add_special_tokens=False)
+    assert len(smile) == 4
+    for cut in range(1, 4):
+        assert "".join(stream(tokenizer, smile[:cut], smile[cut:])) == "🙂"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cost_per_token_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    decoded: list[int] = []
+    decode = tokenizer.decode
+
+    def counted(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    rng = random.Random(0)
+    # Invalid bytes, special tokens and ids outside of the vocabulary included.
+    prompt, output = (rng.choices(range(500), k=2000) for _ in range(2))
+    stream(tokenizer, prompt, output)
+    run = 0
+    longest = 0
+    for token_id in output:
+        if tokenizer.is_shown(token_id):
+            run = run + 1 if token_id in tokenizer.byte_token_ids else 0
+        longest = max(longest, run)
+    assert max(decoded) <= 2 * CONTEXT + longest
+    assert len(decoded) < 1.2 * len(output) + 10
+
+
+def test_stream_of_invalid_bytes_does_not_wait_for_its_end() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    lead = tokenizer.encode("🙂", add_special_tokens=False)[0]
+    pieces = stream(tokenizer, [], [lead] * 100)
+    assert pieces == ["", *[REPLACEMENT] * 100]
+
+
+@pytest.mark.skipif("INFER_TEST_MODELS" not in os.environ, reason="needs INFER_TEST_MODELS")
+def test_stream_of_a_real_model() -> None:
+    folders = Path(os.environ["INFER_TEST_MODELS"]).glob("*/tokenizer.json")
+    for path in sorted(folders):
+        check_random_streams(Tokenizer.from_folder(path.parent), seed=0, rounds=100)
+
+
+# Stop strings
+
+
+def cut_up(text: str, cuts: Iterable[int]) -> Iterator[str]:
+    ends = [0, *cuts, len(text)]
+    return (text[a:b] for a, b in pairwise(ends))
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """By definition: read on until some stop string is complete."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@pytest.mark.parametrize("text", ["abcabd", "aabaab", "xxENDyy", "abababc", "", "aab\n\nb"])
+@pytest.mark.parametrize(
+    "stops", [["abd"], ["ab", "b"], ["abcd", "ca"], ["END"], ["ababc", "bab"], ["\n\n"], []]
+)
+def test_stop_strings_in_every_partition(text: str, stops: list[str]) -> None:
+    for n in range(4):
+        for cuts in combinations(range(1, max(len(text), 1)), n):
+            finder = StopStrings(stops)
+            shown = "".join(finder.add(piece) for piece in cut_up(text, cuts))
+            assert (shown + finder.finish(), finder.hit) == first_stop(text, stops)
+
+
+def test_stop_strings_hold_back_only_what_may_become_one() -> None:
+    finder = StopStrings(["STOP", "\n\n"])
+    assert [finder.add(p) for p in ("ab", "S", "T", "x", "\n", "y\nS")] == [
+        "ab", "", "", "STx", "", "\ny\n",
+    ]  # fmt: skip
+    assert (finder.finish(), finder.hit, finder.finish()) == ("S", None, "")
+    finder = StopStrings("end")
+    assert [finder.add(p) for p in ("the e", "nd of", " it")] == ["the ", "", ""]
+    assert (finder.finish(), finder.hit) == ("", "end")
+
+
+@pytest.mark.parametrize("stops", ["", [""], ["a", ""], [1], [None]])
+def test_stop_strings_that_cannot_be(stops: Any) -> None:
+    with pytest.raises(RequestError, match="Stop strings"):
+        StopStrings(stops)
