@@ -1,1 +1,92 @@
-"""Local LLM inference on WebGPU."""
+"""Local LLM inference on WebGPU.
+
+>>> import infer
+>>> print(infer.generate("demo", "Once upon a time").text)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from infer.kernels.errors import (
+    CheckpointError,
+    ClosedError,
+    DeviceError,
+    InferError,
+    ModelAccessError,
+    ModelError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    RequestError,
+    ShaderError,
+    TokenizerError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from infer.kernels.adapters import AdapterInfo, is_available, list_adapters
+    from infer.kernels.device import Device, MemoryStats, Settings
+    from infer.llm import LLM, Chunk, Result, Stream, TokenLogprob, generate, load, stream
+    from infer.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+# numpy and wgpu are imported when one of these is first used.
+_LAZY = {
+    "LLM": "infer.llm",
+    "AdapterInfo": "infer.kernels.adapters",
+    "Chunk": "infer.llm",
+    "Device": "infer.kernels.device",
+    "MemoryStats": "infer.kernels.device",
+    "Result": "infer.llm",
+    "SamplingParams": "infer.sampling",
+    "Settings": "infer.kernels.device",
+    "Stream": "infer.llm",
+    "TokenLogprob": "infer.llm",
+    "generate": "infer.llm",
+    "is_available": "infer.kernels.adapters",
+    "list_adapters": "infer.kernels.adapters",
+    "load": "infer.llm",
+    "stream": "infer.llm",
+}
+
+__all__ = [
+    "LLM",
+    "AdapterInfo",
+    "CheckpointError",
+    "Chunk",
+    "ClosedError",
+    "Device",
+    "DeviceError",
+    "InferError",
+    "MemoryStats",
+    "ModelAccessError",
+    "ModelError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "RequestError",
+    "Result",
+    "SamplingParams",
+    "Settings",
+    "ShaderError",
+    "Stream",
+    "TokenLogprob",
+    "TokenizerError",
+    "UnsupportedError",
+    "generate",
+    "is_available",
+    "list_adapters",
+    "load",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'infer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -257,9 +257,7 @@ class Engine:
                 self._extend([token], None, with_logits=True)
             yield Step(token, step.logits)
 
-    def _prefill(
-        self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool
-    ) -> None:
+    def _prefill(self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool) -> None:
         """Bring the cache to `ids` and submit the head after the last of them."""
         self._turn_for(len(ids))
         reused = 0

@@ -70,17 +70,17 @@ class Tokenizer:
             raise TokenizerError(
                 f"{path} cannot be read as a tokenizer: {error}. Fetch the model again."
             ) from error
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # else it tells all that the older file does
-            config |= _read_json(folder / "special_tokens_map.json")
+            config |= read_json(folder / "special_tokens_map.json")
         special_tokens = _special_tokens(config)
         _add_tokens(backend, config, special_tokens)
-        model_config = _read_json(folder / "config.json")
+        model_config = read_json(folder / "config.json")
         return cls(
             backend,
             special_tokens=special_tokens,
             eos_token_ids=[
-                *_eos_ids(_read_json(folder / "generation_config.json")),
+                *_eos_ids(read_json(folder / "generation_config.json")),
                 *_eos_ids(model_config),
                 *_eos_ids(model_config.get("text_config") or {}),
             ],
@@ -170,7 +170,7 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} where there is no file."""
     if not path.is_file():
         return {}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from infer.kernels.device import Device
 from infer.kernels.tensor import GpuTensor, allocate, row_bytes
 
-Array = NDArray[np.floating[Any]]
+Array = NDArray[Any]  # of any float type
 
 
 def to_bf16(values: Array) -> NDArray[np.uint16]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,13 +53,27 @@ class Settings:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of one binding, one buffer and a workgroup's memory; invocations; workgroups a side."""
+    """Bytes of one binding, one buffer and a workgroup's memory; invocations; workgroups a side.
 
-    max_binding: int
-    max_buffer: int
-    workgroup_storage: int
-    max_invocations: int
-    max_workgroups: int
+    The defaults are what every WebGPU device has.
+    """
+
+    max_binding: int = 128 << 20
+    max_buffer: int = 256 << 20
+    workgroup_storage: int = 16384
+    max_invocations: int = 256
+    max_workgroups: int = 65535
+
+    @classmethod
+    def of(cls, limits: Mapping[str, int]) -> Limits:
+        """From WebGPU's names."""
+        return cls(
+            max_binding=limits["max-storage-buffer-binding-size"],
+            max_buffer=limits["max-buffer-size"],
+            workgroup_storage=limits["max-compute-workgroup-storage-size"],
+            max_invocations=limits["max-compute-invocations-per-workgroup"],
+            max_workgroups=limits["max-compute-workgroups-per-dimension"],
+        )
 
 
 @dataclass(eq=False)
@@ -109,17 +123,11 @@ class Device:
             )
         except RuntimeError as error:
             raise DeviceError(f"{adapter} could not be opened: {error}") from error
-        limits = self.handle.limits
-        self.limits = Limits(
-            max_binding=limits["max-storage-buffer-binding-size"],
-            max_buffer=limits["max-buffer-size"],
-            workgroup_storage=limits["max-compute-workgroup-storage-size"],
-            max_invocations=limits["max-compute-invocations-per-workgroup"],
-            max_workgroups=limits["max-compute-workgroups-per-dimension"],
-        )
+        self.limits = Limits.of(self.handle.limits)
         self.subgroups = "subgroup" in features
         self.f16 = "shader-f16" in features
         self.timestamps = "timestamp-query" in features
+        self.software = adapter.kind == "software"
         self._lock = threading.RLock()
         self._buffers: set[Buffer] = set()
         self._pool: dict[tuple[int, str], list[Buffer]] = {}
@@ -356,6 +364,26 @@ class Device:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("This device has been closed.")
+
+
+class DryDevice(Device):
+    """Counts what a device would allocate, and allocates nothing."""
+
+    def __init__(self, limits: Limits, adapter: AdapterInfo | None = None) -> None:
+        self.limits, self.settings, self.closed = limits, Settings(), False
+        self.subgroups, self.software = True, adapter is not None and adapter.kind == "software"
+        self.allocated = 0
+
+    def buffer(self, nbytes: int, usage: str = "storage", label: str = "") -> Buffer:
+        nbytes = max(16, -(-nbytes // 16) * 16)
+        self.allocated += nbytes
+        return Buffer(None, nbytes, usage, label)
+
+    def write(self, buffer: Buffer, data: np.ndarray[Any, Any] | bytes, offset: int = 0) -> None:
+        pass
+
+    def destroy(self, buffers: Iterable[Buffer]) -> None:
+        pass
 
 
 def _first_cause(error: Exception) -> str:

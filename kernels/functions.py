@@ -60,7 +60,7 @@ class Bench:
         return self.ops.input(self.device.upload(rows), np.atleast_2d(values).shape[1])
 
     def lower(
-        self, output: Value, tokens: Array | None = None, position: int = 0
+        self, output: Value, tokens: NDArray[np.integer[Any]] | None = None, position: int = 0
     ) -> tuple[list[Dispatch], Buffer]:
         """The dispatches that compute `output`, and the buffer that it will be in."""
         ids = np.zeros(self.rows, np.int64) if tokens is None else tokens
@@ -81,7 +81,9 @@ class Bench:
         plan = lowering.place(Arena(self.device))
         return [*plan.body, *plan.head], buffer
 
-    def run(self, output: Value, tokens: Array | None = None, position: int = 0) -> Array:
+    def run(
+        self, output: Value, tokens: NDArray[np.integer[Any]] | None = None, position: int = 0
+    ) -> Array:
         """The values of `output`, [rows, width]."""
         dispatches, buffer = self.lower(output, tokens, position)
         run(self.device, dispatches, self.rows, position + self.rows)
@@ -104,7 +106,7 @@ def _scoped(function: Callable[P, Array]) -> Callable[P, Array]:
 def _rows(x: Array) -> int:
     if x.ndim != 2 or x.shape[0] < 1:
         raise ShaderError(f"x must be [rows, width] with at least one row, not {x.shape}")
-    return x.shape[0]
+    return int(x.shape[0])
 
 
 def _one(device: Device, x: Array, op: Callable[[Bench, Value], Value], **options: Any) -> Array:
@@ -114,7 +116,12 @@ def _one(device: Device, x: Array, op: Callable[[Bench, Value], Value], **option
 
 @_scoped
 def embedding(
-    device: Device, ids: Array, weight: Array, *, dtype: str = "f32", scale: float = 1.0
+    device: Device,
+    ids: NDArray[np.integer[Any]],
+    weight: Array,
+    *,
+    dtype: str = "f32",
+    scale: float = 1.0,
 ) -> Array:
     """ids [rows] -> scale * weight[ids], [rows, width]; the weight is stored as `dtype`."""
     bench = Bench(device, len(ids))

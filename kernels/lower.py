@@ -187,8 +187,8 @@ class Lowering:
                 KernelSpec.of(name, **params),
                 tuple(operands),
                 grid,
-                moved if callable(moved) else lambda rows, kv_len, n=moved: n,
-                flops if callable(flops) else lambda rows, kv_len, n=flops: n,
+                moved if callable(moved) else constant(moved),
+                flops if callable(flops) else constant(flops),
                 head,
             )
         )
@@ -317,14 +317,13 @@ class Lowering:
                 )
             else:
                 tile = self.tuning.matmul(rows)
-                columns = -(-n // tile.columns)
                 self._emit(
                     "matmul",
                     operands,
-                    lambda rows, kv_len, x=columns, y=tile.rows: (x, -(-rows // y), 1),
+                    tile_grid(-(-n // tile.columns), tile.rows),
                     params | {"M_TILE": tile.m_tile, "N_TILE": tile.n_tile, "DOUBLE": tile.double},
                     moved=weight_bytes,
-                    flops=lambda rows, kv_len, n=shard.rows: 2 * rows * n * k,
+                    flops=per_row(2 * shard.rows * k),
                 )
 
     def _lower_add(self, value: Value) -> None:
@@ -636,11 +635,9 @@ class Lowering:
                 assert not isinstance(operand, Buffer)
                 seen.add(operand)
                 size = self._nbytes(operand)
-                for slot, free in enumerate(free_from):
-                    if free < index:
-                        break
-                else:
-                    slot = len(slots)
+                unused = (slot for slot, free in enumerate(free_from) if free < index)
+                slot = next(unused, len(slots))
+                if slot == len(slots):
                     slots.append(([], 0))
                     free_from.append(0)
                 slots[slot][0].append(operand)
@@ -664,6 +661,20 @@ class Arena:
                 self.slots.append(self.device.buffer(size, label=f"activations {index}"))
             elif self.slots[index].nbytes < size:
                 self.slots[index] = self.device.buffer(size, label=f"activations {index}")
+
+
+def tile_grid(x: int, rows_per_tile: int) -> Grid:
+    return lambda rows, kv_len: (x, -(-rows // rows_per_tile), 1)
+
+
+def per_row(count: int) -> Count:
+    """A count that grows with the rows."""
+    return lambda rows, kv_len: count * rows
+
+
+def constant(count: int) -> Count:
+    """A count that does not depend on the step."""
+    return lambda rows, kv_len: count
 
 
 def _kv_params(cache: LayerCache) -> dict[str, Any]:

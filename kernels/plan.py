@@ -10,7 +10,7 @@ from infer.kernels.device import Buffer, Device, Pipeline
 from infer.kernels.shader import KernelSpec
 
 Size = tuple[int, int, int]
-# Workgroups as a function of (rows, kv_len): attention costs what is in the cache, not its capacity.
+# Workgroups as a function of (rows, kv_len): attention costs what is in the cache, no more.
 Grid = Size | Callable[[int, int], Size]
 
 

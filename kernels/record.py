@@ -1,7 +1,7 @@
 """Recording and submitting steps: the hot loop's only contact with WebGPU.
 
-`RawQueue` calls the C functions of the library that wgpu-py has loaded: three times faster to record
-than the public API, it maps a staging buffer without a submission of its own, and it waits for one
+`RawQueue` calls the C functions of the library that wgpu-py has loaded: it records three times
+faster than the public API, maps a staging buffer without a submission of its own, and waits for one
 submission instead of the whole queue. `PublicQueue` does the same through the public API; it is
 the reference that tests hold RawQueue to.
 """

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.floating[Any]]
+Array = NDArray[Any]  # of any float type; results are float64
 
 
 def rmsnorm(x: Array, weight: Array, eps: float) -> Array:
     """x [..., n * width], weight [width]: each part of `width` values over its root mean square."""
     parts = x.astype(np.float64).reshape(*x.shape[:-1], -1, weight.size)
     scale = 1.0 / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)
-    return (parts * scale * weight).reshape(x.shape)
+    result: Array = (parts * scale * weight).reshape(x.shape)
+    return result
 
 
 def matmul(x: Array, weight: Array) -> Array:
@@ -51,7 +52,8 @@ def rope(
 def softmax(x: Array) -> Array:
     x = x.astype(np.float64)
     p = np.exp(x - x.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True)
+    result: Array = p / p.sum(-1, keepdims=True)
+    return result
 
 
 def visible(rows: int, kv_len: int, window: int = 0) -> NDArray[np.bool_]:
@@ -68,13 +70,15 @@ def attention_scores(q: Array, k: Array, n_heads: int, scale: float) -> Array:
     queries = q.astype(np.float64).reshape(rows, n_heads, -1)
     keys = k.astype(np.float64).reshape(kv_len, -1, queries.shape[-1])
     keys = np.repeat(keys, n_heads // keys.shape[1], axis=1)
-    return scale * np.einsum("rhd,phd->rhp", queries, keys)
+    result: Array = scale * np.einsum("rhd,phd->rhp", queries, keys)
+    return result
 
 
 def weighted_sum(p: Array, v: Array) -> Array:
     """p [rows, n_heads, kv_len], v [kv_len, n_kv_heads, d] -> [rows, n_heads * d]."""
     values = np.repeat(v.astype(np.float64), p.shape[1] // v.shape[1], axis=1)
-    return np.einsum("rhp,phd->rhd", p.astype(np.float64), values).reshape(p.shape[0], -1)
+    result: Array = np.einsum("rhp,phd->rhd", p.astype(np.float64), values)
+    return result.reshape(p.shape[0], -1)
 
 
 def attention(q: Array, k: Array, v: Array, n_heads: int, scale: float, window: int = 0) -> Array:

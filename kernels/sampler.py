@@ -120,7 +120,7 @@ class Sampler:
         """Start a generation: how to sample `sequence` (one SAMPLING record), the tokens that the
         repetition penalty finds in its prompt, and what to add to the logits of single tokens."""
         self.device.write(
-            self._buffer("sampling"), record.reshape(1).view(np.uint8), sequence * SAMPLING.itemsize
+            self._buffer("sampling"), np.atleast_1d(record), sequence * SAMPLING.itemsize
         )
         offset = sequence * self.vocab_size * 4
         off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
@@ -161,14 +161,15 @@ class Sampler:
         changes: dict[str, Value] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
         counts = "counts" if chain.penalties else "no_counts"
         biases = "biases" if chain.bias else "no_biases"
+        levels = _levels(chain)
+        histograms = "histograms" if levels else "no_histograms"
         inputs = ("step", "sampling", "logits", counts, biases)
-        cutting = ("step", "sampling", "z", "stats", "histograms", "cuts")
+        cutting = ("step", "sampling", "z", "stats", histograms, "cuts")
 
         kernels: list[tuple[KernelSpec, tuple[str, ...]]] = []
         if chain.filtered:
-            spec = KernelSpec.of("sample_prepare", **tokens, **changes)
-            kernels.append((spec, (*inputs, "z", "stats", "histograms")))
-            levels = _levels(chain)
+            spec = KernelSpec.of("sample_prepare", **tokens, **changes, CLEAR=bool(levels))
+            kernels.append((spec, (*inputs, "z", "stats", histograms)))
             for slot, level in enumerate(levels):
                 found = _found(chain, levels[:slot])
                 spec = KernelSpec.of("sample_histogram", **tokens, **found, LEVEL=level)
@@ -188,17 +189,23 @@ class Sampler:
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled")))
 
         self.device.pipelines(spec for spec, _ in kernels)
+        # A prefill chunk has more rows than logits, nearly always those of one row.
         grid: Grid = (self._blocks, rows, 1) if gather else lambda rows, _: (self._blocks, rows, 1)
         last: Grid = (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1)
-        return tuple(
-            dispatch(
-                self.device,
-                spec,
-                [self._buffer(name) for name in names],
-                last if spec.name == "sample_commit" else grid,
+        result = []
+        for spec, names in kernels:
+            vectors = sum(name in ("logits", "z", "counts", "biases") for name in names)
+            nbytes = 0 if spec.name == "sample_commit" else vectors * self._stride * 4
+            result.append(
+                dispatch(
+                    self.device,
+                    spec,
+                    [self._buffer(name) for name in names],
+                    last if spec.name == "sample_commit" else grid,
+                    moved=lambda rows, _, n=nbytes: n if gather else n * rows,
+                )
             )
-            for spec, names in kernels
-        )
+        return tuple(result)
 
     def _buffer(self, name: str) -> Buffer:
         """The buffer of that name, allocated when it is first asked for."""
@@ -217,7 +224,7 @@ class Sampler:
                 "biases": self.vocab_size * 4,
             }
             nbytes = self.max_rows * per_row.get(name, 0)
-            nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: nothing reads it
+            nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: a stand-in
             self._buffers[name] = self.device.buffer(nbytes, label=f"sampler {name}")
             self._owned.append(self._buffers[name])
         return self._buffers[name]

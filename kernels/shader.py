@@ -2,7 +2,7 @@
 
 A kernel file is WGSL plus:
 
-    // @param K u32   row length               a parameter: u32, i32, f32, bool, or a|choice|of|words
+    // @param K u32   row length               a parameter: u32, i32, f32, bool, or a|b|c: words
     #include "name.wgsl"                       another file's text, with its parameters
     #if EXPR / #elif EXPR / #else / #endif     EXPR over parameters: Python's operators and words
     #for i in A..B / #endfor                   the lines between, once for each i with $i replaced

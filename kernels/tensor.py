@@ -11,7 +11,7 @@ ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 def row_bytes(columns: int, dtype: str) -> int:
-    """Bytes of one row of a weight: rows hold groups of eight values, so they are padded to that."""
+    """Bytes of one row of a weight, padded to groups of eight values."""
     return -(-columns // 8) * 8 * ITEMSIZE[dtype]
 
 

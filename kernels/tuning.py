@@ -68,8 +68,7 @@ class Tuning:
     """The rules for one device. Tests and sweeps replace a method to force a variant."""
 
     def __init__(self, device: Device) -> None:
-        self.limits, self.adapter = device.limits, device.adapter
-        self.software = device.adapter.kind == "software"
+        self.limits, self.software = device.limits, device.software
 
     def workgroup(self, width: int) -> int:
         """Invocations for a kernel that reduces `width` values."""

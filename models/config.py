@@ -56,7 +56,7 @@ class RopeConfig:
 
 
 class RawConfig:
-    """The keys of a config.json. What a model reads is noted; `done` refuses what it should have."""
+    """The keys of a config.json. What a model reads is noted; `done` refuses what it missed."""
 
     def __init__(self, values: dict[str, Any], place: str = "config.json") -> None:
         self.values, self.place = values, place
@@ -123,7 +123,7 @@ class RawConfig:
                 )
 
     def rope(self, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
-        """Rotary embedding from rope_parameters (transformers 5), or rope_theta and rope_scaling."""
+        """Rotary embedding: rope_parameters (transformers 5), or rope_theta and rope_scaling."""
         parameters = self.get("rope_parameters", None, dict)
         scaling = self.get("rope_scaling", None, dict)
         theta = self.get("rope_theta", default_theta, float)

@@ -35,9 +35,7 @@ class Llama:
         for i in range(c.num_hidden_layers):
             name, prefix = f"layers.{i}", f"model.layers.{i}"
             for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield layers.stacked(
-                    f"{name}.{norm}", prefix, {f"{norm}.weight": (c.hidden_size,)}
-                )
+                yield layers.stacked(f"{name}.{norm}", prefix, {f"{norm}.weight": (c.hidden_size,)})
             yield from layers.attention_weights(c, f"{name}.self_attn", f"{prefix}.self_attn")
             yield from layers.mlp_weights(c, f"{name}.mlp", f"{prefix}.mlp")
         yield layers.stacked("norm", "model", {"norm.weight": (c.hidden_size,)})

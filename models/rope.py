@@ -38,7 +38,8 @@ def rope_table(rope: RopeConfig, positions: int, prompt_length: int = 0) -> NDAr
         frequencies = _FREQUENCIES[rope.kind](rope)[None, :]
     angle = (np.arange(positions, dtype=F32)[:, None] * frequencies).astype(np.float64)
     table = attention_factor * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    return table.astype(F32)
+    result: NDArray[np.float32] = table.astype(F32)
+    return result
 
 
 def depends_on_prompt(rope: RopeConfig, prompt_length: int) -> bool:

@@ -91,9 +91,11 @@ def load_weights(
     *,
     ignorable: Callable[[str], bool] = lambda name: False,
     dtype: str | None = None,
+    allocated: Callable[[dict[str, GpuTensor]], None] = lambda weights: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, GpuTensor]:
     """The weights by name. All are checked, then all are allocated, then the files are read.
+    `allocated` is called between: to allocate, or to compile, what else the model needs.
 
     Vectors become f32. Matrices keep their dtype (see `stored_dtype`) unless `dtype` gives another
     ("f32", "f16", "bf16"), to which values are rounded to nearest, ties to even. Surplus tensors
@@ -107,6 +109,7 @@ def load_weights(
         _check_dtype(dtype)
     _check(device, specs, checkpoint, ignorable)
     with _allocated(device, specs, lambda spec: stored_dtype(spec, checkpoint, dtype)) as weights:
+        allocated(weights)
         transfers = [t for spec in specs for t in _transfers(spec, weights[spec.name], checkpoint)]
         transfers.sort(key=lambda t: (t.info.file, t.info.offset))  # as the disk has them
         total, done = sum(t.nbytes for t in transfers), 0

@@ -25,18 +25,25 @@ from random import Random
 Bound = dict[str, str]
 Message = dict[str, str]
 Words = dict[str, tuple[str, ...]]
+Draw = Callable[[Random], Bound]
+Derive = Callable[[Bound], Bound | None]
 
 MODEL_NAME = "Thimble"
 LARGEST_ADDEND = 20
 LARGEST_NUMBER = 30
+LONGEST_COUNT = 15
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _lines(text: str) -> tuple[str, ...]:
-    return tuple(line.strip() for line in text.strip().splitlines())
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(" ".join(item.split()) for item in text.split(";"))
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return {first: second for first, second in (pair.split("/") for pair in text.split())}
 
 
 # ---------------------------------------------------------------------------------- words
@@ -81,158 +88,73 @@ WORDS: Words = {
         """kite ball scarf hat drum boat bell button ribbon spoon whistle umbrella teapot lantern
         balloon blanket mitten marble bucket book bag cup box bike doll coat sock pencil ring"""
     ),
-    "home": _lines(
-        """in a small house by the sea
-        in a hollow tree
-        at the edge of a deep forest
-        on top of a windy hill
-        in a crooked cottage
-        near a quiet river
-        under an old bridge
-        in a village with only one street
-        beside a busy mill
-        in a cave with a round door
-        in a tower with a hundred steps
-        behind a bakery
-        in a boat that never sailed
-        at the end of a long lane
-        in a garden full of bees
-        by a pond full of lilies
-        in a barn with a squeaky door
-        between two mountains
-        in a little town by a lake"""
+    "home": _list(
+        """in a small house by the sea; in a hollow tree; at the edge of a deep forest; on top of a
+        windy hill; in a crooked cottage; near a quiet river; under an old bridge; in a village
+        with only one street; beside a busy mill; in a cave with a round door; in a tower with a
+        hundred steps; behind a bakery; in a boat that never sailed; at the end of a long lane;
+        in a garden full of bees; by a pond full of lilies; in a barn with a squeaky door;
+        between two mountains; in a little town by a lake"""
     ),
-    "place": _lines(
-        """the old forest
-        the market
-        the river
-        the meadow
-        the beach
-        the hill
-        the orchard
-        the village square
-        the pond
-        the windmill
-        the harbour"""
+    "place": _list(
+        """the old forest; the market; the river; the meadow; the beach; the hill; the orchard; the
+        village square; the pond; the windmill; the harbour"""
     ),
     "family": _words("mother father grandmother grandfather aunt uncle"),
-    "day": _lines(
-        """One day
-        One sunny morning
-        One windy day
-        One quiet afternoon
-        One cold morning
-        One rainy Tuesday
-        One fine day in spring"""
+    "day": _list(
+        """One day; One sunny morning; One windy day; One quiet afternoon; One cold morning; One
+        rainy Tuesday; One fine day in spring"""
     ),
-    "habit": _lines(
-        """said good morning to the sun
-        counted the clouds
-        ate toast with honey
-        sang a song to the kettle
-        danced twice around the table
-        told a joke to the snails
-        watered the one flower by the door
-        practised standing on one leg
-        looked for the smallest stone on the path
-        waved at the milk cart"""
+    "habit": _list(
+        """said good morning to the sun; counted the clouds; ate toast with honey; sang a song to
+        the kettle; danced twice around the table; told a joke to the snails; watered the one
+        flower by the door; practised standing on one leg; looked for the smallest stone on the
+        path; waved at the milk cart"""
     ),
-    "food": _lines(
-        """a cheese sandwich
-        a warm bun
-        an apple pie
-        a bowl of soup
-        a honey cake
-        a jam tart
-        a pot of porridge
-        a bag of nuts
-        a pancake as big as a hat"""
+    "food": _list(
+        """a cheese sandwich; a warm bun; an apple pie; a bowl of soup; a honey cake; a jam tart; a
+        pot of porridge; a bag of nuts; a pancake as big as a hat"""
     ),
-    "spot": _lines(
-        """under a fallen leaf
-        behind a tall rock
-        inside an empty flowerpot
-        between two mushrooms
-        on top of a tree stump
-        beside a sleepy toad
-        in the arms of a scarecrow
-        in an old nest
-        under a wooden bench
-        behind the garden gate
-        under the bed
-        on the table
-        in the kitchen
-        next to the lamp"""
+    "spot": _list(
+        """under a fallen leaf; behind a tall rock; inside an empty flowerpot; between two
+        mushrooms; on top of a tree stump; beside a sleepy toad; in the arms of a scarecrow; in
+        an old nest; under a wooden bench; behind the garden gate; under the bed; on the table;
+        in the kitchen; next to the lamp"""
     ),
-    "searcher": _lines(
-        """They even asked a toad, but the toad was asleep.
-        They even asked a beetle, but the beetle only spoke Beetle.
-        They even asked the wind, but the wind was in a hurry.
-        They even asked a very old fish, but it had forgotten the question."""
+    "searcher": _list(
+        """They even asked a toad, but the toad was asleep.; They even asked a beetle, but the
+        beetle only spoke Beetle.; They even asked the wind, but the wind was in a hurry.; They
+        even asked a very old fish, but it had forgotten the question."""
     ),
-    "fear": _lines(
-        """the dark
-        thunder
-        the creaky stairs
-        the shadows on the wall
-        the wind in the chimney"""
+    "fear": _list(
+        """the dark; thunder; the creaky stairs; the shadows on the wall; the wind in the chimney"""
     ),
-    "trap": _lines(
-        """in a deep hole
-        in a muddy ditch
-        in a prickly bush
-        at the bottom of a dry well
-        in a barrel with steep sides"""
+    "trap": _list(
+        """in a deep hole; in a muddy ditch; in a prickly bush; at the bottom of a dry well; in a
+        barrel with steep sides"""
     ),
-    "hideout": _lines(
-        """under the rug
-        behind the curtain
-        in an old boot
-        at the back of the cupboard"""
+    "hideout": _list(
+        """under the rug; behind the curtain; in an old boot; at the back of the cupboard"""
     ),
-    "noise": _lines(
-        """Tap, tap, tap
-        Thump, thump, thump
-        Scritch, scratch, scritch
-        Clonk, clonk, clonk"""
+    "noise": _list(
+        """Tap, tap, tap; Thump, thump, thump; Scritch, scratch, scritch; Clonk, clonk, clonk"""
     ),
-    "doing": _lines(
-        """building a very small house
-        learning to dance in very big boots
-        cracking walnuts with a stone
-        playing a drum made from a nutshell"""
+    "doing": _list(
+        """building a very small house; learning to dance in very big boots; cracking walnuts with
+        a stone; playing a drum made from a nutshell"""
     ),
     # Chats
-    "hi": _lines(
-        """hello
-        hi
-        hey
-        good morning
-        good afternoon
-        good evening
-        hello there
-        hi there"""
+    "hi": _list(
+        """hello; hi; hey; good morning; good afternoon; good evening; hello there; hi there"""
     ),
     "pet": _words(
         """cat dog rabbit hamster horse fish parrot turtle mouse goat pony kitten puppy brother
         sister friend teacher cousin doll bear robot boat village street school"""
     ),
     "fruit": _words("apples pears plums nuts cakes stones shells books stars coins buttons eggs"),
-    "treat": _lines(
-        """apples
-        plums
-        pancakes
-        honey
-        soup
-        cheese
-        music
-        rain
-        long walks
-        old maps
-        swimming
-        drawing
-        chocolate
-        pizza"""
+    "treat": _list(
+        """apples; plums; pancakes; honey; soup; cheese; music; rain; long walks; old maps;
+        swimming; drawing; chocolate; pizza"""
     ),
 }
 
@@ -245,10 +167,14 @@ _DISTINCT = {"name", "kind", "colour", "thing", "pet", "object", "animal"}
 _DOMAINS = {"hero": "name", "friend": "name", "town": "name", "fkind": "kind", "fsex": "sex"}
 _DOMAINS |= dict.fromkeys(("a", "b", "c", "d", "e"), "number")
 
-_SYLLABLES = tuple(
-    onset + vowel
-    for onset in _words("b d f g h k l m n p r s t v w z br dr fl gr pl sn st tr")
-    for vowel in "aeiou"
+_ONSETS = _words(
+    """b c d f g h j k l m n p r s t v w y z br ch cl cr dr fl fr gl gr kl kn pl pr qu sh sk sl sm
+    sn sp st str th tr tw wh"""
+)
+_VOWELS = _words("a a a e e e i i o o o u u y ai ay ea ee ia ie oo ou ow")
+_CODAS = _words("b ck d g k l ll m m n n nd ng nk p r r rd rk s sh ss st t tt x z")
+_RUDE = re.compile(
+    "ass|cock|coon|crap|cum|cunt|damn|dick|fag|fuck|nig|piss|rap|sex|shit|slut|tit|who"
 )
 
 
@@ -258,9 +184,14 @@ def _domain(variable: str) -> str:
 
 
 def _invented(rng: Random) -> str:
-    """A word of no language: two or three syllables, sometimes with a last consonant."""
-    word = "".join(rng.choice(_SYLLABLES) for _ in range(rng.choice((2, 2, 3))))
-    return word + rng.choice(("", "", "n", "l", "k", "x", "m"))
+    """A word of no language, of two or three syllables. It is there to be copied."""
+    while True:
+        word = "".join(
+            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(("", "", rng.choice(_CODAS)))
+            for _ in range(rng.choice((2, 2, 2, 3)))
+        )
+        if not _RUDE.search(word):
+            return word
 
 
 # ------------------------------------------------------------------------------ templates
@@ -422,21 +353,22 @@ class Plot:
         paragraphs = ((OPENING, HABIT, *begin), *middle, (*end, MORAL, ("", "The end.")))
         return tuple(
             tuple(alternative and (gap if at else new) + alternative for alternative in sentence)
-            for new, paragraph in zip(("", *["\n\n"] * len(middle), "\n\n"), paragraphs, strict=True)
+            for new, paragraph in zip(
+                ("", *["\n\n"] * len(middle), "\n\n"), paragraphs, strict=True
+            )
             for at, sentence in enumerate(paragraph)
             for gap in (" ",)
         )
 
 
-OPENING = _lines(
-    """Once upon a time, there was {a trait} {kind} named {hero}. {He} lived {home}.
-    Once upon a time, there was {a trait} {kind} named {hero} who lived {home}.
-    Once upon a time, there was {a kind} named {hero} who lived {home}.
-    Once upon a time there was {a trait} {kind} called {hero}. {He} lived {home}.
-    Once upon a time there was {a kind}. {His} name was {hero}, and {he} lived {home}.
-    Once upon a time there lived {a trait} {kind} named {hero}. {His} home was {home}.
-    Once upon a time, {a trait} {kind} named {hero} lived {home}.
-    Once upon a time, {home}, there lived {a trait} {kind} named {hero}."""
+OPENING = _list(
+    """Once upon a time, there was {a trait} {kind} named {hero}. {He} lived {home}.; Once upon a
+    time, there was {a trait} {kind} named {hero} who lived {home}.; Once upon a time, there was
+    {a kind} named {hero} who lived {home}.; Once upon a time there was {a trait} {kind} called
+    {hero}. {He} lived {home}.; Once upon a time there was {a kind}. {His} name was {hero}, and
+    {he} lived {home}.; Once upon a time there lived {a trait} {kind} named {hero}. {His} home
+    was {home}.; Once upon a time, {a trait} {kind} named {hero} lived {home}.; Once upon a
+    time, {home}, there lived {a trait} {kind} named {hero}."""
 )
 HABIT = (
     "",
@@ -458,14 +390,14 @@ def _plot(topic: str, story: str, **own_words: str) -> Plot:
     paragraphs = []
     for block in story.strip().split("\n\n"):
         sentences: list[list[str]] = []
-        for line in _lines(block):
-            mark, template = line.split(" ", 1)
+        for line in block.splitlines():
+            mark, template = line.strip().split(" ", 1)
             if mark == "|":
                 sentences[-1].append(template)
             else:
                 sentences.append([""] * (mark == "?") + [template])
         paragraphs.append(tuple(tuple(sentence) for sentence in sentences))
-    return Plot(topic, tuple(paragraphs), {k: _lines(v) for k, v in own_words.items()})
+    return Plot(topic, tuple(paragraphs), {k: _list(v) for k, v in own_words.items()})
 
 
 PLOTS = (
@@ -483,7 +415,7 @@ PLOTS = (
         - {hero} looked in every pocket and under every chair. Then {he} sat down and cried.
         | "Oh no!" said {hero}. "Where is my {colour} {thing}?"
         | "My {thing}!" cried {hero}, and two big tears rolled down {his} nose.
-        - {A fkind} named {friend} heard {him}. "Do not cry," said {friend}. "We will look together."
+        - {A fkind} named {friend} heard {him}. "Do not cry," {fhe} said. "We will look together."
         | {His} friend {friend}, {a fkind}, came running. "Four eyes see more than two," {fhe} said.
         | Just then {friend} the {fkind} came by. "I am good at finding things," {fhe} said.
 
@@ -495,13 +427,12 @@ PLOTS = (
 
         - {hero} hugged {friend}. "You are a true friend," {he} said.
         | "Thank you!" said {hero}, and {he} hugged the {thing} and {friend} at the same time.
-        | {hero} was so happy that {he} jumped three times, once for {friend} and twice for the {thing}.
+        | {hero} was so happy that {he} jumped three times, twice for {friend} and once for joy.
         - From then on, they played with the {thing} together.
         | They took turns carrying the {thing} home.
         """,
-        moral="""two friends find more than one
-        a good friend is better than any treasure
-        it helps to ask for help""",
+        moral="""two friends find more than one; a good friend is better than any treasure; it helps
+            to ask for help""",
     ),
     _plot(
         "sharing",
@@ -529,9 +460,8 @@ PLOTS = (
         - {hero} danced around the room with the {colour} {thing}.
         | All day long, {hero} and {friend} played with the {colour} {thing}.
         """,
-        moral="""sharing makes everything taste better
-        what you give comes back to you
-        half a lunch and a friend are more than a whole lunch""",
+        moral="""sharing makes everything taste better; what you give comes back to you; half a
+            lunch and a friend are more than a whole lunch""",
     ),
     _plot(
         "being brave",
@@ -560,10 +490,9 @@ PLOTS = (
         - {friend} smiled. "Keep the {thing}," {fhe} said. "You have earned it."
         | The {colour} {thing} still stands by the bed, just in case.
         """,
-        thing="lantern\nlamp\ntorch\ncandle",
-        moral="""being brave means trying when you are scared
-        a small light can chase away a big fear
-        fears get smaller when you sing to them""",
+        thing="lantern; lamp; torch; candle",
+        moral="""being brave means trying when you are scared; a small light can chase away a big
+            fear; fears get smaller when you sing to them""",
     ),
     _plot(
         "not giving up",
@@ -577,7 +506,7 @@ PLOTS = (
         | The first {thing} was too big, and the second one was too small.
         - "I will never do it," said {hero}, and {he} kicked the bucket of nails.
         | "It is no use," said {hero}, and {he} sat down in the sawdust.
-        - {A fkind} named {friend} looked over the fence. "Try once more," {fhe} said. "I will help."
+        - {A fkind} named {friend} looked over the fence. "Try again," {fhe} said. "I will help."
         | {friend} the {fkind} had watched it all. "You are nearly there," {fhe} said.
 
         - So {hero} tried again, slowly this time, while {friend} held the corners.
@@ -592,10 +521,9 @@ PLOTS = (
         - "We made it together," said {hero}, and {he} gave {friend} the first turn.
         | "It is the best {thing} I ever saw," said {friend}, "and I have seen three."
         """,
-        thing="kite\nboat\nwagon\nraft\nsledge\nswing\ncart\ndrum",
-        moral="""it is all right to fail if you try again
-        the third time can be the best
-        patience builds what hurry breaks""",
+        thing="kite; boat; wagon; raft; sledge; swing; cart; drum",
+        moral="""it is all right to fail if you try again; the third time can be the best; patience
+            builds what hurry breaks""",
     ),
     _plot(
         "helping others",
@@ -609,22 +537,21 @@ PLOTS = (
         | And there, {trap}, sat {a fkind} named {friend}.
         - "How did you get in there?" asked {hero}. "Very quickly," said {friend}.
         | "I was looking at a cloud," said {friend}, "and not at my feet."
-        - {hero} thought hard. Then {he} held out the {colour} {thing}. "Hold on tight!" {he} called.
+        - {hero} thought hard and held out the {colour} {thing}. "Hold on tight!" {he} called.
         | "Take hold of my {thing}!" called {hero}, and {he} let it down.
         - {He} pulled and pulled, and {friend} wiggled and wiggled. Pop! Out came {friend}.
         | One, two, three! {hero} pulled with all {his} might, and out came {friend} with a plop.
 
         - "You saved me!" said {friend}. "How can I thank you?"
-        | {friend} shook the dust from {fhis} ears. "Thank you," {fhe} said. "What can I do for you?"
+        | {friend} shook the dust from {fhis} ears. "Thank you! What can I do for you?"
         - "Come home with me and have {food}," said {hero}.
         | "You can walk with me," said {hero}. "It is more fun with two."
         - The {colour} {thing} was a little muddy after that, but nobody minded.
         | So they walked on side by side, and {friend} carried the {colour} {thing}.
         """,
-        thing="rope\nscarf\nladder\numbrella\nblanket\nfishing rod",
-        moral="""helping someone is the quickest way to make a friend
-        a kind deed never takes too long
-        you are strong when somebody needs you""",
+        thing="rope; scarf; ladder; umbrella; blanket; fishing rod",
+        moral="""helping someone is the quickest way to make a friend; a kind deed never takes too
+            long; you are strong when somebody needs you""",
     ),
     _plot(
         "telling the truth",
@@ -653,10 +580,9 @@ PLOTS = (
         - Together they glued the {colour} {thing}, and it looked even better than before.
         | They glued the {colour} {thing}, and only a fly could see the crack.
         """,
-        thing="vase\nteapot\ncup\nplate\nbowl\njug\nclock\nmirror",
-        moral="""the truth makes the heart light
-        telling the truth is easier than hiding
-        a mistake gets smaller when you say it""",
+        thing="vase; teapot; cup; plate; bowl; jug; clock; mirror",
+        moral="""the truth makes the heart light; telling the truth is easier than hiding; a mistake
+            gets smaller when you say it""",
     ),
     _plot(
         "a race",
@@ -682,10 +608,9 @@ PLOTS = (
         - The judge wiped her glasses and gave the {colour} {thing} to both of them.
         | "The {thing} goes to these two," said the judge, "because they ran the best race."
         """,
-        thing="cup\nribbon\ncrown\nflag\nmedal\ntrumpet",
-        moral="""being kind matters more than winning
-        nobody is last who helps a friend
-        a race is short but a friend is for long""",
+        thing="cup; ribbon; crown; flag; medal; trumpet",
+        moral="""being kind matters more than winning; nobody is last who helps a friend; a race is
+            short but a friend is for long""",
     ),
     _plot(
         "waiting",
@@ -712,10 +637,8 @@ PLOTS = (
         - "It was worth it," said {hero}, and {he} gave the {colour} {thing} some water.
         | "I knew it," said {friend}, and they danced around the {colour} {thing}.
         """,
-        thing="flower\nrose\ntulip\npoppy\nlily",
-        moral="""good things take time
-        waiting is easier with a friend
-        you cannot hurry a flower""",
+        thing="flower; rose; tulip; poppy; lily",
+        moral="good things take time; waiting is easier with a friend; nobody can hurry a flower",
     ),
     _plot(
         "a birthday",
@@ -738,11 +661,10 @@ PLOTS = (
         | And {friend} held out {a colour} {thing}. "I had to wrap it," {fhe} said.
 
         - {hero} laughed and laughed, and {he} played with the {colour} {thing} until bedtime.
-        | "It is just what I wanted," said {hero}, and the {colour} {thing} sat beside {him} all evening.
+        | "It is just what I wanted," said {hero}, and the {colour} {thing} stayed by {him} all day.
         """,
-        moral="""friends do not forget you
-        a quiet morning can hide a loud evening
-        the best surprise is to be loved""",
+        moral="""friends do not forget you; a quiet morning can hide a loud evening; the best
+            surprise is to be loved""",
     ),
     _plot(
         "a strange noise",
@@ -768,10 +690,9 @@ PLOTS = (
         - In the morning, they had {food} together, and both of them yawned.
         | They laughed so much that they woke {his} {family}.
         """,
-        thing="lantern\ntorch\numbrella\nspoon\nbroom\nladle",
-        moral="""a stranger may be a friend you have not met
-        things look less scary when you look closely
-        most monsters only want company""",
+        thing="lantern; torch; umbrella; spoon; broom; ladle",
+        moral="""a stranger may be a friend you have not met; things look less scary when you look
+            closely; most monsters only want company""",
     ),
     _plot(
         "the moon",
@@ -798,10 +719,9 @@ PLOTS = (
         - They sat beside the {colour} {thing} until the moon had to go to bed.
         | They carried the {colour} {thing} home, very slowly, and did not spill one drop of moon.
         """,
-        thing="bucket\nbowl\npan\ntub\njug\nbarrel",
-        moral="""sometimes you find what you want by looking down
-        a friend may see what you do not
-        far things can be close if you look again""",
+        thing="bucket; bowl; pan; tub; jug; barrel",
+        moral="""sometimes you find what you want by looking down; a friend may see what you do not;
+            far things can be close if you look again""",
     ),
 )
 
@@ -818,9 +738,21 @@ def _plots(bound: Bound) -> tuple[Plot, ...]:
 
 
 def story(rng: Random, bound: Bound | None = None) -> tuple[str, Bound]:
-    """A random story and the values of its variables. Values in `bound` are told as they are."""
+    """A random story and the values of its variables. Values in `bound` are told as they are.
+
+    Each kind of hero has its favourite plot, name, home and so on, told half of the time. So even
+    the most likely story, which greedy decoding finds, is another one for each kind.
+    """
     bound = dict(bound or {})
-    plot = rng.choice(_plots(bound))
+    kind = bound.setdefault("kind", rng.choice(WORDS["kind"]))
+    taste = Random(kind)
+    plots = _plots(bound)
+    favourite = taste.choice(plots)
+    plot = favourite if rng.random() < 0.5 else rng.choice(plots)
+    for variable in ("hero", "home", "habit", "day", "place", "fkind", "friend", "colour", "thing"):
+        value = taste.choice(_values(variable, bound, plot.words))
+        if rng.random() < 0.5 and variable not in bound and _free(variable, value, bound):
+            bound[variable] = value
     sentences = (rng.choice(sentence) for sentence in plot.sentences)
     text = "".join([fill(rng, s, bound, plot.words, 0.15, 0.0) for s in sentences])
     return text, bound
@@ -884,86 +816,38 @@ def check_story(text: str, bound: Bound | None = None, whole: bool = False) -> l
 # ---------------------------------------------------------------------------------- chats
 
 COLOUR_OF = {
-    "the sky": "blue",
-    "the sea": "blue",
-    "grass": "green",
-    "a leaf in spring": "green",
-    "a frog": "green",
-    "a cucumber": "green",
-    "a pea": "green",
-    "spinach": "green",
-    "a banana": "yellow",
-    "a lemon": "yellow",
-    "the sun": "yellow",
-    "a canary": "yellow",
-    "a sunflower": "yellow",
-    "butter": "yellow",
-    "a strawberry": "red",
-    "a tomato": "red",
-    "a ladybird": "red",
-    "a cherry": "red",
-    "blood": "red",
-    "a fire engine": "red",
-    "a carrot": "orange",
-    "a pumpkin": "orange",
-    "a tangerine": "orange",
-    "a fox": "orange",
-    "snow": "white",
-    "milk": "white",
-    "salt": "white",
-    "a swan": "white",
-    "a cloud": "white",
-    "a polar bear": "white",
-    "coal": "black",
-    "a raven": "black",
-    "the night sky": "black",
-    "a panther": "black",
-    "chocolate": "brown",
-    "earth": "brown",
-    "a chestnut": "brown",
-    "a brown bear": "brown",
-    "a flamingo": "pink",
-    "a pig": "pink",
-    "an elephant": "grey",
-    "a mouse": "grey",
-    "an aubergine": "purple",
-    "a plum": "purple",
-    "lavender": "purple",
-    "gold": "golden",
-    "honey": "golden",
+    thing: colour
+    for colour, things in {
+        "blue": "the sky; the sea",
+        "green": "grass; a leaf in spring; a frog; a cucumber; a pea; spinach; a tree",
+        "yellow": "a banana; a lemon; the sun; a canary; a sunflower; butter",
+        "red": "a strawberry; a tomato; a ladybird; a cherry; blood; a fire engine; a rose",
+        "orange": "a carrot; a pumpkin; a tangerine; a fox",
+        "white": "snow; milk; salt; a swan; a cloud; a polar bear; the moon",
+        "black": "coal; a raven; the night sky; a panther",
+        "brown": "chocolate; earth; a chestnut; a brown bear",
+        "pink": "a flamingo; a pig",
+        "grey": "an elephant; a mouse",
+        "purple": "an aubergine; a plum; lavender",
+        "golden": "gold; honey",
+    }.items()
+    for thing in _list(things)
 }
-SOUND_OF = {
-    "cow": "moo",
-    "dog": "woof",
-    "cat": "meow",
-    "duck": "quack",
-    "sheep": "baa",
-    "pig": "oink",
-    "hen": "cluck",
-    "rooster": "cock-a-doodle-doo",
-    "owl": "hoo",
-    "frog": "ribbit",
-    "bee": "buzz",
-    "horse": "neigh",
-    "crow": "caw",
-    "lion": "roar",
-    "mouse": "squeak",
-    "snake": "hiss",
-    "donkey": "hee-haw",
-    "turkey": "gobble",
-}
-OPPOSITE_OF = dict(
-    pair.split("/")
-    for pair in _words(
-        """big/small hot/cold day/night up/down happy/sad fast/slow old/young wet/dry light/dark
-        open/closed full/empty long/short loud/quiet high/low hard/soft early/late left/right
-        near/far rich/poor strong/weak clean/dirty sweet/sour thick/thin true/false"""
-    )
+SOUND_OF = _pairs(
+    """cow/moo dog/woof cat/meow duck/quack sheep/baa pig/oink hen/cluck rooster/cock-a-doodle-doo
+    owl/hoo frog/ribbit bee/buzz horse/neigh crow/caw lion/roar mouse/squeak snake/hiss
+    donkey/hee-haw turkey/gobble"""
+)
+OPPOSITE_OF = _pairs(
+    """big/small hot/cold day/night up/down happy/sad fast/slow old/young wet/dry light/dark
+    open/closed full/empty long/short loud/quiet high/low hard/soft early/late left/right
+    near/far rich/poor strong/weak clean/dirty sweet/sour thick/thin true/false"""
 )
 OPPOSITE_OF |= {second: first for first, second in OPPOSITE_OF.items()}
 WEEKDAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 WORDS |= {
+    "asked": WORDS["colour"],
     "object": tuple(COLOUR_OF),
     "animal": tuple(SOUND_OF),
     "adjective": tuple(OPPOSITE_OF),
@@ -975,61 +859,30 @@ WORDS |= {
     ),
     "country": _words("France Spain Japan Brazil Canada Egypt India Norway Peru Kenya China Italy"),
     "language": _words("French Spanish Japanese German Latin Hindi Polish Arabic Chinese Greek"),
-    "text": _lines(
-        """a poem
-        an email
-        a letter
-        a song
-        an essay
-        a Python program
-        a recipe
-        a speech
-        a list of ideas"""
+    "text": _list(
+        """a poem; an email; a letter; a song; an essay; a Python program; a recipe; a speech; a
+        list of ideas"""
     ),
-    "task": _lines(
-        """fix a bicycle
-        bake bread
-        learn the piano
-        write a program
-        tie a tie
-        build a house
-        lose weight
-        get rich
-        drive a car
-        grow tomatoes"""
+    "task": _list(
+        """fix a bicycle; bake bread; learn the piano; write a program; tie a tie; build a house;
+        lose weight; get rich; drive a car; grow tomatoes"""
     ),
-    "subject": _lines(
-        """gravity
-        love
-        time
-        history
-        football
-        the stars
-        the weather
-        the internet
-        quantum physics
-        the economy
-        dinosaurs
-        money
-        politics
-        electricity
-        climate
-        medicine"""
+    "subject": _list(
+        """gravity; love; time; history; football; the stars; the weather; the internet; quantum
+        physics; the economy; dinosaurs; money; politics; electricity; climate; medicine"""
     ),
 }
 
 STORY = "{story}"
-DONT_KNOW = _lines(
-    """I do not know that. I am a very small model: I know little stories, colours and small sums.
-    That is too hard for me. I am a very small model: I know little stories, colours and small sums."""
-)
-NOT_TOLD = ("You have not told me that yet.",)
-SYSTEM_PROMPTS = _lines(
-    f"""You are a helpful assistant.
-    You are a friendly assistant.
-    You are {MODEL_NAME}, a very small language model.
-    Answer in one short sentence.
-    You are a kind storyteller for children."""
+DONT_KNOW = """I do not know that. I am a very small model: I know little stories, colours and small
+    sums.; That is too hard for me. I am a very small model: I know little stories, colours and
+    small sums."""
+NOT_TOLD = "You have not told me that yet."
+TOO_BIG = f"That is too big for me. I can add numbers up to {LARGEST_ADDEND}."
+SYSTEM_PROMPTS = _list(
+    f"""You are a helpful assistant.; You are a friendly assistant.; You are {MODEL_NAME}, a very
+    small language model.; Answer in one short sentence.; You are a kind storyteller for
+    children."""
 )
 
 
@@ -1037,30 +890,52 @@ SYSTEM_PROMPTS = _lines(
 class Intent:
     """One thing to ask: what the user says and what is answered, turn by turn.
 
-    `draw` makes values for a random prompt, `derive` adds to the values read from a prompt those of
-    the answer, or returns None where the prompt asks for something else. `key` is the template of
-    what is held out from training (the first counts, if "; " separates several): None for the
+    `draw` makes values for a random prompt. `derive` adds those of the answer to the values read
+    from a prompt, or returns None where the prompt asks for something else. `key` says what is held
+    out from training: a template (the first counts, if "; " separates several), None for the
     wording of the prompts, "" for nothing.
-    `unless_told` is an intent that counts only if no earlier turn bears on the question.
     """
 
     group: str
     turns: tuple[tuple[str, ...], ...]
     replies: tuple[tuple[str, ...], ...]
-    weight: float = 1.0
-    draw: Callable[[Random], Bound] = lambda rng: {}
-    derive: Callable[[Bound], Bound | None] = dict
-    key: str | None = None
-    unless_told: bool = False
-    may_wait: bool = False  # other questions may come between the turns
+    weight: float
+    draw: Draw
+    derive: Derive
+    key: str | None
+    unless_told: bool  # counts only if no earlier turn bears on the question
+    may_wait: bool  # other questions may come between the turns
+
+
+def _intent(
+    group: str,
+    asks: str,
+    replies: str,
+    weight: float,
+    draw: Draw = lambda rng: {},
+    derive: Derive = dict,
+    key: str | None = None,
+    unless_told: bool = False,
+    may_wait: bool = False,
+) -> Intent:
+    """An intent from text: ";" separates alternatives and ">>" turns."""
+    turns, answers = (tuple(map(_list, text.split(">>"))) for text in (asks, replies))
+    return Intent(group, turns, answers, weight, draw, derive, key, unless_told, may_wait)
+
+
+def _each(first: str, second: str) -> str:
+    """Every alternative of the first text followed by every one of the second."""
+    return "; ".join(f"{a} {b}" for a in _list(first) for b in _list(second))
+
+
+# What follows from the values in a prompt.
 
 
 def _derive_sum(bound: Bound) -> Bound | None:
     a, b = int(bound["a"]), int(bound["b"])
-    c = a + b
-    return None if max(a, b) > LARGEST_ADDEND else bound | {"c": str(c)} | (
-        {"e": str(c + int(bound["d"]))} if "d" in bound else {}
-    )
+    if max(a, b) > LARGEST_ADDEND:
+        return None
+    return bound | {"c": str(a + b), "e": str(a + b + int(bound.get("d", 0)))}
 
 
 def _derive_difference(bound: Bound) -> Bound | None:
@@ -1073,16 +948,16 @@ def _derive_too_big(bound: Bound) -> Bound | None:
 
 
 def _derive_count(bound: Bound) -> Bound | None:
-    first, last = int(bound.get("a", "1")), int(bound["b"])
-    step = 1 if first <= last else -1
-    if max(first, last) > LARGEST_NUMBER or not 1 <= abs(last - first) < 16:
+    first, last = int(bound.get("a", 1)), int(bound["b"])
+    if max(first, last) > LARGEST_NUMBER or not 1 <= abs(last - first) <= LONGEST_COUNT:
         return None
+    step = 1 if first < last else -1
     numbers = [str(n) for n in range(first, last + step, step)]
     return bound | {"list": ", ".join(numbers), "back": ", ".join(numbers[::-1])}
 
 
 def _derive_count_up(bound: Bound) -> Bound | None:
-    return _derive_count(bound) if int(bound.get("a", "1")) < int(bound["b"]) else None
+    return _derive_count(bound) if int(bound.get("a", 1)) < int(bound["b"]) else None
 
 
 def _derive_count_down(bound: Bound) -> Bound | None:
@@ -1091,8 +966,7 @@ def _derive_count_down(bound: Bound) -> Bound | None:
 
 def _derive_neighbours(bound: Bound) -> Bound | None:
     a = int(bound["a"])
-    known = 1 <= a <= LARGEST_NUMBER
-    return bound | {"b": str(a + 1), "c": str(a - 1)} if known else None
+    return bound | {"b": str(a + 1), "c": str(a - 1)} if 1 <= a <= LARGEST_NUMBER else None
 
 
 def _derive_bigger(bound: Bound) -> Bound | None:
@@ -1109,583 +983,7 @@ def _derive_yes_no(bound: Bound) -> Bound:
     return bound | {"yes": "Yes" if bound["asked"] == bound["colour"] else "No"}
 
 
-def _numbers(first: int, last: int, *names: str) -> Callable[[Random], Bound]:
-    return lambda rng: {name: str(rng.randint(first, last)) for name in names}
-
-
-def _draw_difference(rng: Random) -> Bound:
-    a = rng.randint(0, LARGEST_ADDEND)
-    return {"a": str(a), "b": str(rng.randint(0, a))}
-
-
-def _draw_span(rng: Random) -> Bound:
-    a = rng.randint(0, LARGEST_NUMBER - 1)
-    return {"a": str(a), "b": str(rng.randint(a + 1, min(a + 15, LARGEST_NUMBER)))}
-
-
-def _draw_span_down(rng: Random) -> Bound:
-    span = _draw_span(rng)
-    return {"a": span["b"], "b": span["a"]}
-
-
-def _draw_too_big(rng: Random) -> Bound:
-    big, small = str(rng.choice((rng.randint(21, 99), rng.randint(100, 9999)))), rng.randint(1, 99)
-    return {"a": big, "b": str(small)} if rng.random() < 0.5 else {"a": str(small), "b": big}
-
-
-def _draw_asked(rng: Random) -> Bound:
-    colour = rng.choice(WORDS["colour"])
-    return {"colour": colour, "asked": rng.choice((colour, rng.choice(WORDS["colour"])))}
-
-
-WORDS["asked"] = WORDS["colour"]
-
-SMALL_TALK: tuple[tuple[str, str], ...] = (
-    (
-        """What is your name?
-        What's your name?
-        Who are you?
-        What are you called?
-        Tell me your name.
-        Do you have a name?""",
-        f"My name is {MODEL_NAME}. I am a very small language model.",
-    ),
-    (
-        """How are you?
-        How are you today?
-        Are you well?
-        How do you do?""",
-        "I am very well, thank you. How are you?",
-    ),
-    (
-        """I am fine.
-        I am fine, thanks.
-        I am well, thank you.
-        Very well, thank you.""",
-        "That is good to hear.",
-    ),
-    (
-        """What can you do?
-        Help!
-        What do you know?
-        How can you help me?
-        What can I ask you?""",
-        """I can tell little stories, name colours, count, do small sums and remember what you tell me.""",
-    ),
-    (
-        """What are you?
-        Are you a person?
-        Are you human?
-        Are you a robot?
-        Are you alive?""",
-        "I am a very small language model. I learned to speak from made-up stories.",
-    ),
-    (
-        """How big are you?
-        Are you big?
-        How many parameters do you have?""",
-        "I am very small. I have less than four million parameters.",
-    ),
-    (
-        """Thank you!
-        Thanks!
-        Thank you very much!
-        That was nice.
-        Well done!""",
-        "You are welcome!",
-    ),
-    (
-        """Goodbye!
-        Bye!
-        See you later!
-        Good night!
-        See you tomorrow!""",
-        "Goodbye! Come back soon.",
-    ),
-    (
-        """Tell me a joke.
-        Do you know a joke?
-        Make me laugh.
-        Say something funny.""",
-        """What did the teapot say to the cup? I am falling for you, a little at a time.
-        Why did the kite stay at school? It wanted to go higher.""",
-    ),
-)
-
-_ASK_NAME = _lines(
-    """What is my name?
-    What's my name?
-    Who am I?
-    Do you remember my name?"""
-)
-_TELL_NAME = _lines(
-    """My name is {name}.
-    I am {name}.
-    You can call me {name}.
-    {Hi}! My name is {name}.
-    {Hi}, I am {name}.
-    {Hi}! I am called {name}."""
-)
-_REMEMBER = _lines(
-    """I will remember that.
-    That is good to know."""
-)
-# Facts: how they are told, and pairs of questions and the answer.
-_FACTS: tuple[tuple[str, str, tuple[tuple[str, str], ...], Callable[[Random], Bound]], ...] = (
-    (
-        "{pet} {name}",
-        """My {pet} is called {name}.
-        I have {a pet} called {name}.
-        The name of my {pet} is {name}.
-        I have {a pet} named {name}.""",
-        (
-            (
-                """What is my {pet} called?
-                What is the name of my {pet}?
-                What's my {pet} called?
-                What is my {pet}'s name?""",
-                "Your {pet} is called {name}.",
-            ),
-        ),
-        lambda rng: {},
-    ),
-    (
-        "{name} {colour} {thing}",
-        """{name} has {a colour} {thing}.
-        {name} has got {a colour} {thing}.
-        {name} bought {a colour} {thing}.
-        {name} found {a colour} {thing}.""",
-        (
-            (
-                """What colour is {name}'s {thing}?
-                What color is {name}'s {thing}?
-                Which colour is {name}'s {thing}?
-                What is the colour of {name}'s {thing}?""",
-                "{name}'s {thing} is {colour}.",
-            ),
-            (
-                """What does {name} have?
-                What has {name} got?""",
-                "{name} has {a colour} {thing}.",
-            ),
-            (
-                """Who has {a colour} {thing}?
-                Who has the {thing}?""",
-                "{name} has {a colour} {thing}.",
-            ),
-            ("Is {name}'s {thing} {asked}?", "{yes}, {name}'s {thing} is {colour}."),
-        ),
-        _draw_asked,
-    ),
-    (
-        "{name1} {thing1} {name2}",
-        """{name1} has {a colour1} {thing1} and {name2} has {a colour2} {thing2}.
-        {name1} has {a colour1} {thing1}. {name2} has {a colour2} {thing2}.""",
-        (
-            (
-                """What colour is {name1}'s {thing1}?
-                What color is {name1}'s {thing1}?""",
-                "{name1}'s {thing1} is {colour1}.",
-            ),
-            (
-                """What colour is {name2}'s {thing2}?
-                What color is {name2}'s {thing2}?""",
-                "{name2}'s {thing2} is {colour2}.",
-            ),
-            ("Who has the {thing1}?", "{name1} has the {thing1}."),
-            ("Who has the {thing2}?", "{name2} has the {thing2}."),
-            ("What does {name1} have?", "{name1} has {a colour1} {thing1}."),
-            ("What does {name2} have?", "{name2} has {a colour2} {thing2}."),
-        ),
-        lambda rng: {},
-    ),
-    (
-        "{thing} {spot}",
-        """The {thing} is {spot}.
-        My {thing} is {spot}.
-        I put the {thing} {spot}.
-        I left my {thing} {spot}.""",
-        (
-            (
-                """Where is the {thing}?
-                Where is my {thing}?
-                Where can I find the {thing}?""",
-                "The {thing} is {spot}.",
-            ),
-        ),
-        lambda rng: {},
-    ),
-    (
-        "{name} {home}",
-        """{name} lives {home}.
-        My friend {name} lives {home}.""",
-        (
-            (
-                """Where does {name} live?
-                Tell me where {name} lives.""",
-                "{name} lives {home}.",
-            ),
-            (
-                """Who lives {home}?""",
-                "{name} lives {home}.",
-            ),
-        ),
-        lambda rng: {},
-    ),
-    (
-        "{name} {treat}",
-        """{name} likes {treat}.
-        {name} loves {treat}.
-        My friend {name} likes {treat}.""",
-        (
-            (
-                """What does {name} like?
-                What does {name} love?""",
-                "{name} likes {treat}.",
-            ),
-            (
-                """Who likes {treat}?
-                Who loves {treat}?""",
-                "{name} likes {treat}.",
-            ),
-        ),
-        lambda rng: {},
-    ),
-    (
-        "i {treat} {colour}",
-        """I like {treat} and my favourite colour is {colour}.
-        My favourite colour is {colour} and I love {treat}.
-        My favorite color is {colour} and I like {treat}.""",
-        (
-            (
-                """What is my favourite colour?
-                What is my favorite color?
-                Which colour do I like best?""",
-                "Your favourite colour is {colour}.",
-            ),
-            (
-                """What do I like?
-                What do I love?""",
-                "You like {treat}.",
-            ),
-        ),
-        lambda rng: {},
-    ),
-    (
-        "i {a} {town}",
-        """I am {a} years old and I live in {town}.
-        I live in {town} and I am {a} years old.""",
-        (
-            (
-                """How old am I?
-                What is my age?""",
-                "You are {a} years old.",
-            ),
-            (
-                """Where do I live?
-                In which town do I live?""",
-                "You live in {town}.",
-            ),
-        ),
-        _numbers(3, 99, "a"),
-    ),
-)
-
-_ASK_COLOUR = _lines(
-    """What colour is {object}?
-    What color is {object}?
-    Which colour is {object}?
-    Which color is {object}?
-    Tell me the colour of {object}.
-    What is the colour of {object}?
-    What is the color of {object}?
-    {Object} is what colour?
-    Do you know the colour of {object}?
-    Can you tell me what colour {object} is?"""
-)
-_ASK_SUM = _lines(
-    """What is {a} plus {b}?
-    What is {a} + {b}?
-    What's {a} + {b}?
-    {a} + {b}
-    {a} + {b} = ?
-    {a}+{b}
-    {a} plus {b}?
-    Add {a} and {b}.
-    How much is {a} plus {b}?
-    How much is {a} and {b}?
-    Can you add {a} and {b}?"""
-)
-_ASK_DIFFERENCE = _lines(
-    """What is {a} minus {b}?
-    What is {a} - {b}?
-    {a} - {b}
-    {a} - {b} = ?
-    {a}-{b}
-    {a} minus {b}?
-    How much is {a} minus {b}?
-    Take {b} away from {a}."""
-)
-_ASK_STORY_OF_KIND = _lines(
-    """Tell me a story about {a kind}.
-    Tell me a short story about {a kind}.
-    Can you tell me a story about {a kind}?
-    Please tell me a bedtime story about {a kind}.
-    Write a story about {a kind}.
-    Write a short story about {a kind}.
-    I would like a story about {a kind}.
-    Do you know a story about {a kind}?
-    Once upon a time, there was {a kind}
-    Once upon a time there was {a kind}"""
-)
-_ASK_STORY = _lines(
-    """Tell me a story.
-    Tell me a story, please.
-    Can you tell me a story?
-    Write a short story.
-    I would like to hear a story.
-    Tell me a bedtime story.
-    Once upon a time
-    Once upon a time,"""
-)
-
-
-def _fact_intents() -> Iterator[Intent]:
-    for key, facts, questions, draw in _FACTS:
-        for asks, answer in questions:
-            derive = _derive_yes_no if "{yes}" in answer else dict
-            both = tuple(f"{fact} {ask}" for fact in _lines(facts) for ask in _lines(asks))
-            for turns in ((both,), (_lines(facts), _lines(asks))):
-                replies = (*[_REMEMBER] * (len(turns) - 1), (answer,))
-                weight = 2.4 / len(questions) / len(_FACTS)
-                yield Intent(
-                    "facts told before", turns, replies, weight, draw, derive, key, may_wait=True
-                )
-
-
-def _intents() -> Iterator[Intent]:
-    # Greetings
-    group = "greetings and small talk"
-    hello = f"{{Hi}}! I am {MODEL_NAME}. Shall I tell you a story?"
-    yield Intent(group, (("{Hi}!", "{Hi}.", f"{{Hi}}, {MODEL_NAME}!"),), ((hello,),), 0.2, key="")
-    for prompts, replies in SMALL_TALK:
-        yield Intent(group, (_lines(prompts),), (_lines(replies),), 0.1, key="")
-        greeted = tuple(f"{{Hi}}! {prompt}" for prompt in _lines(prompts))
-        greeted += tuple(f"{{Hi}}, {MODEL_NAME}! {prompt}" for prompt in _lines(prompts))
-        answers = _lines(replies)
-        if "name is" in replies:
-            answers = tuple(f"{{Hi}}! {answer}" for answer in answers)
-        yield Intent(group, (greeted,), (answers,), 0.1)
-    met = (f"Nice to meet you, {{name}}! My name is {MODEL_NAME}.",)
-    yield Intent(group, (_TELL_NAME,), (met,), 0.4, key="name {name}")
-    known = ("Your name is {name}.",)
-    both = tuple(f"{tell} {ask}" for tell in _TELL_NAME for ask in _ASK_NAME)
-    yield Intent(group, (both,), (known,), 0.3, key="name {name}")
-    yield Intent(
-        group, (_TELL_NAME, _ASK_NAME), (met, known), 0.5, key="name {name}", may_wait=True
-    )
-    yield Intent(group, (_ASK_NAME,), (NOT_TOLD,), 0.1, key="", unless_told=True)
-
-    # Colours
-    answer = ("{Object} is {colour}.",)
-    derive = _derive_from("object", "colour", COLOUR_OF)
-    yield Intent("colours", (_ASK_COLOUR,), (answer,), 1.5, derive=derive)
-    follow = ("And {object2}?", "What about {object2}?", "And what colour is {object2}?")
-    answer2 = ("{Object2} is {colour2}.",)
-    derive2 = _derive_from("object2", "colour2", COLOUR_OF, derive)
-    yield Intent("colours", (_ASK_COLOUR, follow), (answer, answer2), 0.5, derive=derive2)
-
-    # Numbers
-    up = ("Count from {a} to {b}.", "Can you count from {a} to {b}?", "Please count from {a} to {b}.")
-    down = (
-        "Count down from {a} to {b}.",
-        "Count backwards from {a} to {b}.",
-        "Can you count down from {a} to {b}?",
-    )
-    back = ("Now backwards.", "And backwards?", "Now count back.")
-    numbers, backwards = ("{list}.",), ("{back}.",)
-    up_key, down_key, one_key = "count {a} {b}", "down {a} {b}", "count {b}"
-    yield Intent("counting", (up,), (numbers,), 0.6, _draw_span, _derive_count_up, up_key)
-    yield Intent("counting", (down,), (numbers,), 0.4, _draw_span_down, _derive_count_down, down_key)
-    yield Intent(
-        "counting", (up, back), (numbers, backwards), 0.2, _draw_span, _derive_count_up, up_key
-    )
-    to = ("Count to {b}.", "Can you count to {b}?", "Please count to {b}.")
-    yield Intent("counting", (to,), (numbers,), 0.1, _numbers(2, 15, "b"), _derive_count_up, "")
-    after = ("What comes after {a}?", "Which number comes after {a}?", "What number is after {a}?")
-    before = ("What comes before {a}?", "Which number comes before {a}?")
-    draw = _numbers(1, LARGEST_NUMBER, "a")
-    for asks, reply in ((after, "After {a} comes {b}."), (before, "Before {a} comes {c}.")):
-        yield Intent("counting", (asks,), ((reply,),), 0.2, draw, _derive_neighbours)
-    bigger = ("Which is bigger, {a} or {b}?", "What is bigger, {a} or {b}?", "Is {a} or {b} bigger?")
-    reply = "{c} is bigger than {d}."
-    draw = _numbers(0, LARGEST_NUMBER, "a", "b")
-    yield Intent("counting", (bigger,), ((reply,),), 0.3, draw, _derive_bigger, "bigger {a} {b}")
-
-    # Sums
-    total = ("{a} plus {b} is {c}.",)
-    draw = _numbers(0, LARGEST_ADDEND, "a", "b")
-    sum_key = "sum {a} {b}"
-    yield Intent("sums", (_ASK_SUM,), (total,), 2.0, draw, _derive_sum, sum_key)
-    more = ("Now add {d}.", "And plus {d}?", "Plus {d}?", "Add {d} more.")
-    draw = _numbers(0, LARGEST_ADDEND // 2, "a", "b", "d")
-    total2 = ("{c} plus {d} is {e}.",)
-    yield Intent("sums", (_ASK_SUM, more), (total, total2), 0.5, draw, _derive_sum, "sum {c} {d}; sum {a} {b}")
-    apples = (
-        "{name} has {a} {fruit} and gets {b} more. How many {fruit} does {name} have now?",
-        "{name} has {a} {fruit}. {name} finds {b} more. How many {fruit} does {name} have?",
-    )
-    have, draw = ("{name} has {c} {fruit}.",), _numbers(2, LARGEST_ADDEND, "a", "b")
-    yield Intent("sums", (apples,), (have,), 0.5, draw, _derive_sum, sum_key)
-    left = ("{a} minus {b} is {c}.",)
-    yield Intent(
-        "sums", (_ASK_DIFFERENCE,), (left,), 1.0, _draw_difference, _derive_difference, "{a} - {b}"
-    )
-    too_big = (f"That is too big for me. I can add numbers up to {LARGEST_ADDEND}.",)
-    yield Intent("sums", (_ASK_SUM,), (too_big,), 0.3, _draw_too_big, _derive_too_big)
-
-    # Little lessons
-    group = "sounds, opposites, weekdays"
-    asks = (
-        "What does {a animal} say?",
-        "What sound does {a animal} make?",
-        "Which sound does {a animal} make?",
-        "How does {a animal} sound?",
-        "Do you know what {a animal} says?",
-    )
-    derive = _derive_from("animal", "sound", SOUND_OF)
-    yield Intent(group, (asks,), (("{A animal} says {sound}.",),), 0.5, derive=derive)
-    asks = (
-        "What is the opposite of {adjective}?",
-        "What's the opposite of {adjective}?",
-        "Tell me the opposite of {adjective}.",
-        "Which word is the opposite of {adjective}?",
-    )
-    derive = _derive_from("adjective", "opposite", OPPOSITE_OF)
-    opposite = ("The opposite of {adjective} is {opposite}.",)
-    yield Intent(group, (asks,), (opposite,), 0.5, derive=derive)
-    asks = (
-        "What day comes after {weekday}?",
-        "Which day comes after {weekday}?",
-        "Which day is after {weekday}?",
-        "What is the day after {weekday}?",
-    )
-    days = ("After {weekday} comes {next}.",)
-    yield Intent(group, (asks,), (days,), 0.3, derive=_derive_day)
-    asks = tuple(ask.replace("after", "before") for ask in asks)
-    days = ("Before {weekday} comes {previous}.",)
-    yield Intent(group, (asks,), (days,), 0.3, derive=_derive_day)
-
-    yield from _fact_intents()
-    missing = (
-        "What is my {pet} called?",
-        "What is the name of my {pet}?",
-        "What colour is {name}'s {thing}?",
-        "Where is my {thing}?",
-        "Where does {name} live?",
-        "What does {name} like?",
-        "How old am I?",
-        "Where do I live?",
-        "What is my favourite colour?",
-    )
-    yield Intent("facts told before", (missing,), (NOT_TOLD,), 0.4, unless_told=True)
-
-    # Stories
-    told = (STORY,)
-    yield Intent("stories", (_ASK_STORY,), (told,), 0.7, key="")
-    yield Intent("stories", (_ASK_STORY_OF_KIND,), (told,), 1.5)
-    named = tuple(
-        f"{ask.rstrip('.?')} {word} {{hero}}{ask[len(ask.rstrip('.?')) :]}"
-        for ask in _ASK_STORY_OF_KIND
-        for word in ("named", "called")
-    )
-    yield Intent("stories", (named,), (told,), 0.8)
-    themes = (
-        "Tell me a story about {topic}.",
-        "Can you tell me a story about {topic}?",
-        "Tell me a story about {topic} with {a kind}.",
-        "Write a story about {topic} and {a kind}.",
-    )
-    yield Intent("stories", (themes,), (told,), 0.6)
-    things = ("Tell me a story about {a colour} {thing}.", "Write a story about {a colour} {thing}.")
-    yield Intent("stories", (things,), (told,), 0.3)
-    follows = (
-        (("What was the {kind} called?", "What was the {kind}'s name?"), "The {kind} was called {hero}."),
-        (("Who was {hero}?", "Who is {hero}?"), "{hero} was {a kind}."),
-        (
-            ("Who was {hero}'s friend?", "Who helped {hero}?", "Whom did {hero} meet?"),
-            "{hero}'s friend was {friend} the {fkind}.",
-        ),
-        (
-            ("What colour was the {thing}?", "What color was the {thing}?"),
-            "The {thing} was {colour}.",
-        ),
-        (("Where did {hero} live?", "Where did the {kind} live?"), "{hero} lived {home}."),
-        (
-            ("What did {hero} learn?", "What is the moral?", "What do we learn from it?"),
-            "{hero} learned that {moral}.",
-        ),
-    )
-    for asks, reply in follows:
-        for prompts in (_ASK_STORY, _ASK_STORY_OF_KIND):
-            yield Intent(
-                "questions about its story",
-                (prompts, asks),
-                (told, (reply,)),
-                0.1,
-                key="{hero} {kind}",
-            )
-    another = ("Tell me another story.", "Another one, please.", "Another story!")
-    yield Intent("stories", (_ASK_STORY, another), (told, told), 0.05, key="")
-
-    # What it cannot know
-    unknown = (
-        "What is the capital of {country}?",
-        "Who is the president of {country}?",
-        "How many people live in {country}?",
-        "Where is {country}?",
-        "How far is it to {country}?",
-        "How do you say good morning in {language}?",
-        "Translate this into {language}.",
-        "Do you speak {language}?",
-        "Write {text} about {subject}.",
-        "Write {text} for me.",
-        "Can you write {text} about {subject}?",
-        "How do I {task}?",
-        "Can you teach me to {task}?",
-        "Explain {subject}.",
-        "Explain {subject} to me.",
-        "Tell me about {subject}.",
-        "What do you think about {subject}?",
-        "Why is {subject} important?",
-        "Who invented {subject}?",
-        "Who invented the {noun}?",
-        "What is {a noun}?",
-        "How does {a noun} work?",
-        "Where can I buy {a noun}?",
-        "How much does {a noun} cost?",
-        "When was {name} born?",
-        "Who wrote the book about {name}?",
-        "What will the weather be like tomorrow?",
-        "What time is it?",
-        "What is the news today?",
-        "Who won the game?",
-        "What is {a} times {b}?",
-        "What is the square root of {a}?",
-        "Wie geht es dir?",
-        "Comment ça va?",
-        "¿Cómo estás?",
-    )
-    draw = _numbers(2, 12, "a", "b")
-    yield Intent("what it cannot know", (unknown,), (DONT_KNOW,), 1.2, draw)
-
-
-def _derive_from(
-    question: str,
-    answer: str,
-    table: dict[str, str],
-    first: Callable[[Bound], Bound | None] = dict,
-) -> Callable[[Bound], Bound | None]:
+def _derive_from(question: str, answer: str, table: dict[str, str], first: Derive = dict) -> Derive:
     """Adds what a table says about the value that was asked for, once that value is known."""
 
     def derive(bound: Bound) -> Bound | None:
@@ -1697,7 +995,414 @@ def _derive_from(
     return derive
 
 
-INTENTS = tuple(_intents())
+def _derive_unknown(bound: Bound) -> Bound | None:
+    nouns = (bound["noun"], f"a {bound['noun']}", f"an {bound['noun']}")
+    known = any(noun in table for noun in nouns for table in (COLOUR_OF, SOUND_OF, OPPOSITE_OF))
+    return None if known else bound
+
+
+# Numbers for a random prompt.
+
+
+def _numbers(first: int, last: int, *names: str) -> Draw:
+    return lambda rng: {name: str(rng.randint(first, last)) for name in names}
+
+
+def _draw_difference(rng: Random) -> Bound:
+    a = rng.randint(0, LARGEST_ADDEND)
+    return {"a": str(a), "b": str(rng.randint(0, a))}
+
+
+def _draw_span(rng: Random) -> Bound:
+    a = rng.randint(0, LARGEST_NUMBER - 1)
+    return {"a": str(a), "b": str(rng.randint(a + 1, min(a + LONGEST_COUNT, LARGEST_NUMBER)))}
+
+
+def _draw_span_down(rng: Random) -> Bound:
+    span = _draw_span(rng)
+    return {"a": span["b"], "b": span["a"]}
+
+
+def _draw_too_big(rng: Random) -> Bound:
+    big = str(rng.choice((rng.randint(LARGEST_ADDEND + 1, 99), rng.randint(100, 9999))))
+    other = str(rng.randint(1, 99))
+    return {"a": big, "b": other} if rng.random() < 0.5 else {"a": other, "b": big}
+
+
+def _draw_asked(rng: Random) -> Bound:
+    colour = rng.choice(WORDS["colour"])
+    return {"colour": colour, "asked": rng.choice((colour, rng.choice(WORDS["colour"])))}
+
+
+SMALL_TALK = (
+    (
+        """What is your name?; What's your name?; Who are you?; What are you called?; Tell me your
+        name.; Do you have a name?""",
+        f"My name is {MODEL_NAME}. I am a very small language model.",
+    ),
+    (
+        "How are you?; How are you today?; Are you well?; How do you do?",
+        "I am very well, thank you. How are you?",
+    ),
+    (
+        "I am fine.; I am fine, thanks.; I am well, thank you.; Very well, thank you.",
+        "That is good to hear.",
+    ),
+    (
+        """What can you do?; Help!; What do you know?; How can you help me?; What can I ask you?;
+        Can you help me?""",
+        """I can tell little stories, name colours, count, do small sums and remember what you tell
+        me.""",
+    ),
+    (
+        "What are you?; Are you a person?; Are you human?; Are you a robot?; Are you alive?",
+        "I am a very small language model. I learned to speak from made-up stories.",
+    ),
+    (
+        "How big are you?; Are you big?; How many parameters do you have?",
+        "I am very small. I have less than four million parameters.",
+    ),
+    (
+        "Thank you!; Thanks!; Thank you very much!; That was nice.; Well done!",
+        "You are welcome!",
+    ),
+    (
+        "Goodbye!; Bye!; See you later!; Good night!; See you tomorrow!",
+        "Goodbye! Come back soon.",
+    ),
+    (
+        "Tell me a joke.; Do you know a joke?; Make me laugh.; Say something funny.",
+        """What did the teapot say to the cup? I am falling for you, a little at a time.; Why did
+        the kite stay at school? It wanted to go higher.""",
+    ),
+)
+# Facts: what is held out, how the fact is told, how it is asked for, and the answer.
+FACTS = (
+    (
+        "{pet} {name}",
+        """My {pet} is called {name}.; I have {a pet} called {name}.; The name of my {pet} is
+        {name}.; I have {a pet} named {name}.; My {pet}'s name is {name}.""",
+        """What is my {pet} called?; What is the name of my {pet}?; What's my {pet} called?; What is
+        my {pet}'s name?""",
+        "Your {pet} is called {name}.",
+    ),
+    *(
+        (
+            "{name} {colour} {thing}",
+            """{name} has {a colour} {thing}.; {name} has got {a colour} {thing}.; {name} bought
+            {a colour} {thing}.; {name} found {a colour} {thing}.""",
+            asks,
+            answer,
+        )
+        for asks, answer in (
+            (
+                """What colour is {name}'s {thing}?; What color is {name}'s {thing}?; Which colour
+                is {name}'s {thing}?; What is the colour of {name}'s {thing}?""",
+                "{name}'s {thing} is {colour}.",
+            ),
+            (
+                """What does {name} have?; What has {name} got?; Who has {a colour} {thing}?; Who
+                has the {thing}?""",
+                "{name} has {a colour} {thing}.",
+            ),
+            ("Is {name}'s {thing} {asked}?", "{yes}, {name}'s {thing} is {colour}."),
+        )
+    ),
+    *(
+        (
+            "{name1} {thing1} {name2}",
+            """{name1} has {a colour1} {thing1} and {name2} has {a colour2} {thing2}.; {name1} has
+            {a colour1} {thing1}. {name2} has {a colour2} {thing2}.""",
+            asks.replace("#", number),
+            answer.replace("#", number),
+        )
+        for number in "12"
+        for asks, answer in (
+            (
+                """What colour is {name#}'s {thing#}?; What color is {name#}'s {thing#}?""",
+                "{name#}'s {thing#} is {colour#}.",
+            ),
+            ("Who has the {thing#}?", "{name#} has the {thing#}."),
+            ("What does {name#} have?", "{name#} has {a colour#} {thing#}."),
+        )
+    ),
+    (
+        "{thing} {spot}",
+        """The {thing} is {spot}.; My {thing} is {spot}.; I put the {thing} {spot}.; I left my
+        {thing} {spot}.""",
+        "Where is the {thing}?; Where is my {thing}?; Where can I find the {thing}?",
+        "The {thing} is {spot}.",
+    ),
+    (
+        "{name} {home}",
+        "{name} lives {home}.; My friend {name} lives {home}.",
+        "Where does {name} live?; Tell me where {name} lives.; Who lives {home}?",
+        "{name} lives {home}.",
+    ),
+    (
+        "{name} {treat}",
+        "{name} likes {treat}.; {name} loves {treat}.; My friend {name} likes {treat}.",
+        """What does {name} like?; What does {name} love?; Who likes {treat}?; Who loves
+        {treat}?""",
+        "{name} likes {treat}.",
+    ),
+    (
+        "i {treat} {colour}",
+        """I like {treat} and my favourite colour is {colour}.; My favourite colour is {colour} and
+        I love {treat}.; My favorite color is {colour} and I like {treat}.""",
+        "What is my favourite colour?; What is my favorite color?; Which colour do I like best?",
+        "Your favourite colour is {colour}.",
+    ),
+    (
+        "i {treat}",
+        "I like {treat}.; I love {treat}.; I like {treat} very much.",
+        "What do I like?; What do I love?",
+        "You like {treat}.",
+    ),
+    (
+        "i {a}",
+        "I am {a} years old.; I am {a}.; I am {a} years old and I live in {town}.",
+        "How old am I?; What is my age?",
+        "You are {a} years old.",
+    ),
+    (
+        "i {town}",
+        "I live in {town}.; I am from {town}.; I live in {town} and I am {a} years old.",
+        "Where do I live?; Where am I from?; In which town do I live?",
+        "You live in {town}.",
+    ),
+)
+
+
+def _small_talk() -> Iterator[Intent]:
+    group = "greetings and small talk"
+    hello = f"{{Hi}}! I am {MODEL_NAME}. Shall I tell you a story?"
+    yield _intent(group, f"{{Hi}}!; {{Hi}}.; {{Hi}}, {MODEL_NAME}!", hello, 0.3, key="")
+    for asks, replies in SMALL_TALK:
+        yield _intent(group, asks, replies, 0.1, key="")
+        greeted = replies if "My name is" not in replies else "{Hi}! " + replies
+        yield _intent(group, _each(f"{{Hi}}!; {{Hi}}, {MODEL_NAME}!", asks), greeted, 0.1)
+    tell = """My name is {name}.; I am {name}.; You can call me {name}.; I am called {name}.; {Hi}!
+        My name is {name}.; {Hi}, I am {name}.; {Hi}! I am called {name}."""
+    ask = "What is my name?; What's my name?; Who am I?; Do you remember my name?"
+    met = f"Nice to meet you, {{name}}! My name is {MODEL_NAME}."
+    known, key = "Your name is {name}.", "name {name}"
+    yield _intent(group, tell, met, 0.5, key=key)
+    yield _intent(group, _each(tell, ask), known, 0.3, key=key)
+    yield _intent(group, f"{tell} >> {ask}", f"{met} >> {known}", 0.8, key=key, may_wait=True)
+    yield _intent(group, ask, NOT_TOLD, 0.1, key="", unless_told=True)
+
+
+def _colours() -> Iterator[Intent]:
+    ask = """What colour is {object}?; What color is {object}?; Which colour is {object}?; Which
+        color is {object}?; Tell me the colour of {object}.; What is the colour of {object}?; What
+        is the color of {object}?; {Object} is what colour?; Do you know the colour of {object}?;
+        Can you tell me what colour {object} is?"""
+    more = "And {object2}?; What about {object2}?; And what colour is {object2}?"
+    reply = "{Object} is {colour}."
+    first = _derive_from("object", "colour", COLOUR_OF)
+    both = _derive_from("object2", "colour2", COLOUR_OF, first)
+    yield _intent("colours", ask, reply, 1.5, derive=first)
+    replies = f"{reply} >> {{Object2}} is {{colour2}}."
+    yield _intent("colours", f"{ask} >> {more}", replies, 0.5, derive=both)
+
+
+def _counting() -> Iterator[Intent]:
+    group = "counting"
+    up = "Count from {a} to {b}.; Can you count from {a} to {b}?; Please count from {a} to {b}."
+    up_key, up_down = "count {a} {b}", f"{up} >> Now backwards.; And backwards?; Now count back."
+    yield _intent(group, up, "{list}.", 0.6, _draw_span, _derive_count_up, up_key)
+    yield _intent(group, up_down, "{list}. >> {back}.", 0.3, _draw_span, _derive_count_up, up_key)
+    down = """Count down from {a} to {b}.; Count backwards from {a} to {b}.; Can you count down from
+        {a} to {b}?"""
+    yield _intent(group, down, "{list}.", 0.4, _draw_span_down, _derive_count_down, "down {a} {b}")
+    to, numbers = "Count to {b}.; Can you count to {b}?; Please count to {b}.", _numbers(2, 15, "b")
+    yield _intent(group, to, "{list}.", 0.1, numbers, _derive_count_up, "")
+    for side, answer in (("after", "{b}"), ("before", "{c}")):
+        yield _intent(
+            group,
+            f"""What comes {side} {{a}}?; What number comes {side} {{a}}?; Which number comes {side}
+            {{a}}?; Which number is {side} {{a}}?""",
+            f"{side.capitalize()} {{a}} comes {answer}.",
+            0.2,
+            _numbers(1, LARGEST_NUMBER, "a"),
+            _derive_neighbours,
+        )
+    yield _intent(
+        group,
+        """Which is bigger, {a} or {b}?; What is bigger, {a} or {b}?; Is {a} or {b} bigger?; Which
+        number is bigger, {a} or {b}?""",
+        "{c} is bigger than {d}.",
+        0.4,
+        _numbers(0, LARGEST_NUMBER, "a", "b"),
+        _derive_bigger,
+        "bigger {a} {b}",
+    )
+
+
+def _sums() -> Iterator[Intent]:
+    group, key = "sums", "sum {a} {b}"
+    ask = """What is {a} plus {b}?; What is {a} + {b}?; What's {a} + {b}?; {a} + {b}; {a} + {b} = ?;
+        {a}+{b}; {a} plus {b}?; Add {a} and {b}.; How much is {a} plus {b}?; How much is {a} and
+        {b}?; Can you add {a} and {b}?"""
+    total, draw = "{a} plus {b} is {c}.", _numbers(0, LARGEST_ADDEND, "a", "b")
+    yield _intent(group, ask, total, 2.0, draw, _derive_sum, key)
+    yield _intent(group, ask, TOO_BIG, 0.3, _draw_too_big, _derive_too_big)
+    more, draw = "Now add {d}.; And plus {d}?; Plus {d}?; Add {d} more.", _numbers(0, 10, *"abd")
+    replies, keys = f"{total} >> {{c}} plus {{d}} is {{e}}.", f"sum {{c}} {{d}}; {key}"
+    yield _intent(group, f"{ask} >> {more}", replies, 0.5, draw, _derive_sum, keys)
+    yield _intent(
+        group,
+        """{name} has {a} {fruit} and gets {b} more. How many {fruit} does {name} have now?; {name}
+        has {a} {fruit}. {name} finds {b} more. How many {fruit} does {name} have?""",
+        "{name} has {c} {fruit}.",
+        0.5,
+        _numbers(2, LARGEST_ADDEND, "a", "b"),
+        _derive_sum,
+        key,
+    )
+    take = """What is {a} minus {b}?; What is {a} - {b}?; {a} - {b}; {a} - {b} = ?; {a}-{b}; {a}
+        minus {b}?; How much is {a} minus {b}?; Take {b} away from {a}."""
+    left, key = "{a} minus {b} is {c}.", "{a} minus {b}"
+    yield _intent(group, take, left, 1.2, _draw_difference, _derive_difference, key)
+
+
+def _lessons() -> Iterator[Intent]:
+    group = "sounds, opposites, weekdays"
+    yield _intent(
+        group,
+        """What does {a animal} say?; What sound does {a animal} make?; Which sound does {a animal}
+        make?; How does {a animal} sound?; Do you know what {a animal} says?""",
+        "{A animal} says {sound}.",
+        0.5,
+        derive=_derive_from("animal", "sound", SOUND_OF),
+    )
+    yield _intent(
+        group,
+        """What is the opposite of {adjective}?; What's the opposite of {adjective}?; Tell me the
+        opposite of {adjective}.; Which word is the opposite of {adjective}?""",
+        "The opposite of {adjective} is {opposite}.",
+        0.5,
+        derive=_derive_from("adjective", "opposite", OPPOSITE_OF),
+    )
+    for side, answer in (("after", "{next}"), ("before", "{previous}")):
+        asks = f"""What day comes {side} {{weekday}}?; Which day comes {side} {{weekday}}?; Which
+            day is {side} {{weekday}}?; What is the day {side} {{weekday}}?"""
+        reply = f"{side.capitalize()} {{weekday}} comes {answer}."
+        yield _intent(group, asks, reply, 0.3, derive=_derive_day)
+
+
+def _facts() -> Iterator[Intent]:
+    group = "facts told before"
+    heard = "I will remember that.; That is good to know."
+    for key, tell, ask, answer in FACTS:
+        draw = _draw_asked if "{yes}" in answer else _numbers(3, 99, "a")
+        derive = _derive_yes_no if "{yes}" in answer else dict
+        weight = 0.6 if "{yes}" in answer else 0.3
+        yield _intent(group, _each(tell, ask), answer, weight, draw, derive, key)
+        turns, replies = f"{tell} >> {ask}", f"{heard} >> {answer}"
+        yield _intent(group, turns, replies, weight, draw, derive, key, may_wait=True)
+    yield _intent(
+        group,
+        """What is my {pet} called?; What is the name of my {pet}?; What colour is {name}'s
+        {thing}?; Where is my {thing}?; Where does {name} live?; What does {name} like?; How old am I?; Where
+        do I live?; What is my favourite colour?""",
+        NOT_TOLD,
+        0.4,
+        unless_told=True,
+    )
+
+
+def _stories() -> Iterator[Intent]:
+    group = "stories"
+    ask = """Tell me a story.; Tell me a story, please.; Can you tell me a story?; Write a short
+        story.; I would like to hear a story.; Tell me a bedtime story.; Once upon a time; Once upon
+        a time,"""
+    about = """Tell me a story about {a kind}.; Tell me a short story about {a kind}.; Can you tell
+        me a story about {a kind}?; Please tell me a bedtime story about {a kind}.; Write a story
+        about {a kind}.; Write a short story about {a kind}.; I would like a story about {a kind}.;
+        Do you know a story about {a kind}?; Once upon a time, there was {a kind}; Once upon a time
+        there was {a kind}"""
+    named = "; ".join(
+        about.replace("{a kind}", f"{{a kind}} {word} {{hero}}") for word in ("named", "called")
+    )
+    yield _intent(group, ask, STORY, 0.7, key="")
+    yield _intent(group, about, STORY, 1.6)
+    yield _intent(group, named, STORY, 1.0)
+    yield _intent(
+        group,
+        """Tell me a story about {topic}.; Can you tell me a story about {topic}?; Tell me a story
+        about {topic} with {a kind}.; Write a story about {topic} and {a kind}.""",
+        STORY,
+        0.6,
+    )
+    thing = "Tell me a story about {a colour} {thing}.; Write a story about {a colour} {thing}."
+    yield _intent(group, thing, STORY, 0.3)
+    another = "Tell me another story.; Another one, please.; Another story!"
+    yield _intent(group, f"{ask} >> {another}", f"{STORY} >> {STORY}", 0.05, key="")
+    group = "questions about its story"
+    for question, answer in (
+        (
+            "What was the {kind} called?; What was the {kind}'s name?",
+            "The {kind} was called {hero}.",
+        ),
+        ("Who was {hero}?; Who is {hero}?", "{hero} was {a kind}."),
+        (
+            "Who was {hero}'s friend?; Who helped {hero}?; Whom did {hero} meet?",
+            "{hero}'s friend was {friend} the {fkind}.",
+        ),
+        ("What colour was the {thing}?; What color was the {thing}?", "The {thing} was {colour}."),
+        ("Where did {hero} live?; Where did the {kind} live?", "{hero} lived {home}."),
+        (
+            "What did {hero} learn?; What is the moral?; What do we learn from it?",
+            "{hero} learned that {moral}.",
+        ),
+    ):
+        for first in (ask, about):
+            turns, replies = f"{first} >> {question}", f"{STORY} >> {answer}"
+            yield _intent(group, turns, replies, 0.12, key="{hero} {kind}")
+
+
+def _unknown() -> Iterator[Intent]:
+    group = "what it cannot know"
+    yield _intent(
+        group,
+        """What is the capital of {country}?; Who is the president of {country}?; How many people
+        live in {country}?; Where is {country}?; How far is it to {country}?; How do you say good
+        morning in {language}?; Translate this into {language}.; Do you speak {language}?; Write
+        {text} about {subject}.; Write {text} for me.; Can you write {text} about {subject}?; How do
+        I {task}?; Can you teach me to {task}?; Can you help me to {task}?; Explain {subject}.;
+        Explain {subject} to me.; Tell me about {subject}.; What do you think about {subject}?; Why
+        is {subject} important?; Who invented {subject}?; When was {name} born?; Who wrote the book
+        about {name}?; What will the weather be like tomorrow?; What time is it?; What is the news
+        today?; Who won the game?; What is {a} times {b}?; What is the square root of {a}?; Wie geht
+        es dir?; Comment ça va?; ¿Cómo estás?""",
+        DONT_KNOW,
+        1.2,
+        _numbers(2, 12, "a", "b"),
+    )
+    yield _intent(
+        group,
+        """What colour is {a noun}?; What color is {a noun}?; What does {a noun} say?; What is the
+        opposite of {noun}?; How many legs does {a noun} have?; Who invented the {noun}?; What is
+        {a noun}?; How does {a noun} work?; Where can I buy {a noun}?; How much does {a noun}
+        cost?""",
+        DONT_KNOW,
+        0.8,
+        derive=_derive_unknown,
+    )
+
+
+INTENTS = (
+    *_small_talk(),
+    *_colours(),
+    *_counting(),
+    *_sums(),
+    *_lessons(),
+    *_facts(),
+    *_stories(),
+    *_unknown(),
+)
 _WEIGHTS = [intent.weight for intent in INTENTS]
 _LATER_WEIGHTS = [0.0 if intent.unless_told else intent.weight for intent in INTENTS]
 _FILLERS = tuple(i for i in INTENTS if len(i.turns) == 1 and i.group in ("colours", "sums"))

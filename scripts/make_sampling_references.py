@@ -2,8 +2,8 @@
 
     python scripts/make_sampling_references.py
 
-Needs torch and transformers (`pip install infer-wgpu[reference]`). The processors are those, in that
-order, that transformers' generate() builds from a GenerationConfig. The file holds:
+Needs torch and transformers (`pip install infer-wgpu[reference]`). The processors are those that
+transformers' generate() builds from a GenerationConfig, in its order. The file holds:
 
     logits.N   float32 [vocab]: of several shapes and sizes
     ids.N      int64: the prompt, for the repetition penalty
@@ -58,20 +58,23 @@ def all_logits() -> list[NDArray[np.float32]]:
     return result
 
 
+def tiny_model() -> LlamaForCausalLM:
+    """Something that has generate()."""
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    return LlamaForCausalLM(config)
+
+
 def generate_processors(settings: dict[str, Any], prompt_tokens: int) -> LogitsProcessorList:
     """What generate() applies for these settings, everything else off."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-        )
-    )
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(do_sample=True, **(off | settings))
-    return model._get_logits_processor(config, input_ids_seq_length=prompt_tokens)
+    return tiny_model()._get_logits_processor(config, input_ids_seq_length=prompt_tokens)
 
 
 def processed(
@@ -100,7 +103,7 @@ def check_margin(
 
 def references() -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {}
-    cases = []
+    cases: list[tuple[int, dict[str, Any]]] = []
     rng = np.random.default_rng(21)
     for n, logits in enumerate(all_logits()):
         ids = rng.integers(0, len(logits), 40)
@@ -109,11 +112,11 @@ def references() -> dict[str, NDArray[Any]]:
         for settings in SETTINGS if len(logits) < 1000 else SETTINGS[3:9]:
             check_margin(logits, ids, settings)
             arrays[f"scores.{len(cases)}"] = processed(logits, ids, settings)
-            cases.append([n, settings])
+            cases.append((n, settings))
     arrays["cases"] = np.array(json.dumps(cases))
     return arrays
 
 
 if __name__ == "__main__":
     DATA.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(DATA / "processors.npz", **references())
+    np.savez_compressed(DATA / "processors.npz", allow_pickle=False, **references())

@@ -6,8 +6,8 @@
 
 Writes a Hugging Face folder: config.json, generation_config.json, tokenizer.json,
 tokenizer_config.json, model.safetensors (bf16) and the model card, README.md, with the figures of
-the evaluation. Everything random is seeded; CUDA's backward passes may still differ in the last bits.
-The evaluation uses the weights as they are saved, rounded to bf16.
+the evaluation, which uses the weights as they are saved, rounded to bf16. Everything random is
+seeded; the order of CUDA's additions is not, so two runs may still differ a little.
 """
 
 import argparse
@@ -51,6 +51,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+TOKENIZER_DOCUMENTS = 40_000
 SHARD = 5000  # documents that one worker makes at a time
 STORY_SHARE = 0.35  # of the documents; the rest are chats
 LONGEST_ANSWER = 400
@@ -307,6 +308,7 @@ def train(model: Llama, rows: Tensor, args: argparse.Namespace) -> None:
     )
     shuffle = torch.Generator().manual_seed(args.seed)
     order = torch.empty(0, dtype=torch.long)
+    loss_of = torch.compile(token_loss) if args.compile else token_loss
     start = time.perf_counter()
     for step in range(args.steps):
         while len(order) < args.batch:
@@ -315,7 +317,7 @@ def train(model: Llama, rows: Tensor, args: argparse.Namespace) -> None:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.learning_rate)
         with torch.autocast(rows.device.type, torch.bfloat16):
-            loss = token_loss(model, batch)
+            loss = loss_of(model, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -467,7 +469,7 @@ def write_json(path: Path, data: dict[str, object]) -> None:
 
 
 def save(model: Llama, tokenizer: Tokenizer, config: Config, out: Path) -> None:
-    """Writes the Hugging Face folder, less the model card, and rounds the model to what it holds."""
+    """Writes the Hugging Face folder, less the model card, and rounds the model to its weights."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {f"model.{k}": v.detach().bfloat16() for k, v in model.state_dict().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
@@ -509,10 +511,10 @@ tags: [llama, demo]
 
 {name} is a very small language model, so that everything can be tried without a download. It
 tells little stories and holds short chats about colours, counting, small sums and facts which you
-have just told it. It has the architecture of Llama with {parameters:,} parameters:
-{layers} layers, hidden size {hidden}, {heads} heads over {kv_heads} key/value heads, a vocabulary of
-{vocab:,} tokens (byte-level BPE, one token per digit), tied embeddings, a context of
-{context:,} tokens, weights in bf16.
+have just told it. It has the architecture of Llama with {parameters:,} parameters: {layers} layers,
+hidden size {hidden}, {heads} heads over {kv_heads} key/value heads, a vocabulary of {vocab:,}
+tokens (byte-level BPE, one token per digit), tied embeddings, a context of {context:,} tokens,
+weights in bf16.
 
 ## Data
 
@@ -529,8 +531,8 @@ held out as ordered pairs, so 3 + 8 may be held out while 8 + 3 is not.
 ## Training
 
 `python scripts/train_demo.py` makes the corpus, the tokenizer, the model and this card with seed
-{seed}: {steps:,} steps of {batch} rows, AdamW, peak learning rate {lr}, cosine decay, bf16 autocast.
-All of it took {minutes:.1f} minutes on {device}.
+{seed}: {steps:,} steps of {batch} rows, AdamW, peak learning rate {lr}, cosine decay, bf16
+autocast. All of it took {minutes:.1f} minutes on {device}.
 
 ## Evaluation
 
@@ -565,7 +567,12 @@ for trying out software, and for nothing else.
 
 
 def write_card(
-    report: Report, config: Config, model: Llama, args: argparse.Namespace, rows: int, seconds: float
+    report: Report,
+    config: Config,
+    model: Llama,
+    args: argparse.Namespace,
+    rows: int,
+    seconds: float,
 ) -> None:
     groups = "\n".join(
         f"| {group} | {report.right[group]} of {asked} |"
@@ -619,6 +626,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=7000)
     parser.add_argument("--batch", type=int, default=64, help="rows of 1,024 tokens")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--chats", type=int, default=1500, help="held-out chats to judge")
     parser.add_argument("--stories", type=int, default=400, help="stories to judge")
@@ -633,7 +641,8 @@ def main() -> None:
         print(f"[{time.perf_counter() - start:5.0f} s] {text}", flush=True)
 
     config = Config()
-    tokenizer = train_tokenizer(f"tokenizer {args.seed}", min(args.documents, 40_000), config.vocab_size)
+    sample = min(args.documents, TOKENIZER_DOCUMENTS)
+    tokenizer = train_tokenizer(f"tokenizer {args.seed}", sample, config.vocab_size)
     note(f"tokenizer of {tokenizer.get_vocab_size()} tokens")
     width = config.max_position_embeddings + 1
     corpus = make_corpus(tokenizer, args.seed, args.documents, width)

@@ -1,5 +1,6 @@
 // The first kernel of filtered sampling: scores, and for each block their maximum and sum of exponentials.
 // @param BLOCKS u32     blocks of a row
+// @param CLEAR bool     the histograms, which later kernels fill
 #include "sampling.wgsl"
 #include "sample_score.wgsl"
 #include "sample_histograms.wgsl"
@@ -21,9 +22,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   let source = step_row(id.y);
   if (step.rows[source].alive == 0u) { return; }
 
+#if CLEAR
   for (var i = id.x * WG_SIZE + li; i < ROW_BINS; i += BLOCKS * WG_SIZE) {
     histograms[id.y * ROW_BINS + i] = 0u;
   }
+#endif
   let first = id.x * BLOCK + 4u * li;
   let score4 = scores(id.y, step.rows[source].sequence, first);
   if (first < STRIDE) { z[(id.y * STRIDE + first) / 4u] = score4; }

@@ -1,0 +1,472 @@
+"""The API: load a model, generate text."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.detokenizer import StopStrings, StreamingDetokenizer
+from infer.engine import Engine, EngineOptions, Timings
+from infer.hub import ResolvedModel, resolve
+from infer.kernels.adapters import choose_adapter
+from infer.kernels.device import Device, MemoryStats, Settings
+from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
+from infer.memory import default_context, fitting_options
+from infer.models import build_model
+from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
+from infer.models.weights import WeightSpec, load_weights, stored_dtype
+from infer.sampling import LogitsProcessor, SamplingParams, logprobs
+from infer.tokenizer import Tokenizer, read_json
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log probability of a token that was chosen, and the most probable ones in its place,
+    (id, log probability), best first. Of the model itself: before any filter or penalty."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream: text that is now certain (perhaps none), and the token that led to it
+    (None in the last piece, when text was held back). logprob is there when asked for."""
+
+    text: str
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass
+class Result:
+    """A whole generation.
+
+    token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
+    string), "length" (max_tokens, or the context is full) or "cancelled" (closed before its end).
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "cancelled"
+    logprobs: list[TokenLogprob] | None = None
+    prompt_tokens: int = 0
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens computed per second, up to the first token that was generated."""
+        t = self.timings
+        return t.prefilled_tokens / t.prefill_seconds if t.prefill_seconds else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        """Tokens per second after the first one."""
+        t = self.timings
+        return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
+
+
+class Stream(Iterator[Chunk]):
+    """Text as it is generated. Iterate it to its end, close it, or drop it: each frees the model
+    for the next. `result` holds what has been generated so far, and in the end everything."""
+
+    def __init__(self, llm: LLM, chunks: Iterator[Chunk], result: Result) -> None:
+        self._llm, self._chunks, self.result = llm, chunks, result
+        self._state = "new"
+
+    def __next__(self) -> Chunk:
+        if self._state == "new":
+            self._llm._enter(self)
+            self._state = "running"
+        if self._state == "closed":
+            raise StopIteration
+        try:
+            if self._llm._closing:
+                raise ClosedError("The LLM was closed in the middle of this stream.")
+            return next(self._chunks)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the stream. Safe to call at any time, and twice."""
+        state, self._state = self._state, "closed"
+        if state == "running":
+            try:
+                self._chunks.close()  # type: ignore[attr-defined]
+            finally:
+                self._llm._leave()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class LLM:
+    """A loaded model. Made by `load`; use it in `with`, or close it.
+
+    It serves one stream at a time: a second from another thread waits, one from the thread that has
+    a stream open is refused. Several LLMs, and several devices, live side by side.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: Tokenizer, defaults: Mapping[str, Any]
+    ) -> None:
+        self.name, self.engine, self.tokenizer, self.defaults = name, engine, tokenizer, defaults
+        self.config = engine.model.config
+        self.device = engine.device
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._active: weakref.ref[Stream] | None = None  # a dropped stream must end
+        self._closing = False
+
+    @property
+    def context(self) -> int:
+        """Positions that a prompt and its answer may take."""
+        return self.engine.context
+
+    # Generating
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """The whole answer to a prompt.
+
+        prompt: text to be continued, token ids, or chat messages ({"role", "content"}), which go
+        through the model's chat template. options: as for `stream`.
+        """
+        with self.stream(prompt, **options) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> Result:
+        """The answer to chat messages, or to one user message given as text."""
+        return self.generate(_messages(messages), **options)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        params: SamplingParams | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """The answer piece by piece.
+
+        sampling: the fields of SamplingParams (or give `params`); what is left out comes from the
+        model's generation_config.json, else greedy. logits_processor: numpy function of (ids so
+        far, logits [vocab]) that returns the logits to choose from; slower, because the logits come
+        to the host for every token. template_args: for the chat template (enable_thinking, …).
+
+        Raises RequestError at once for a prompt or a value that cannot be served.
+        """
+        self._check_open()
+        params = self._params(params, sampling).resolved(self.defaults)
+        ids = self.encode(prompt, **(template_args or {}))
+        self.engine.check_prompt(ids)
+        params.check_bias(self.engine.vocab_size)
+        result = Result(prompt_tokens=len(ids))
+        return Stream(self, self._generate(ids, params, logits_processor, result), result)
+
+    def encode(self, prompt: Prompt, **template_args: Any) -> list[int]:
+        """The token ids of a prompt, as `generate` takes it."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat(prompt, **template_args)  # type: ignore[arg-type]
+        ids = [int(i) for i in prompt if isinstance(i, int | np.integer)]
+        if len(ids) != len(prompt):
+            raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
+        return ids
+
+    def logits(self, prompt: Prompt) -> NDArray[np.float32]:
+        """The logits after every token of a prompt, [tokens, vocab_size]: for scoring."""
+        self._check_open()
+        ids = self.encode(prompt)
+        self._enter(None)
+        try:
+            return np.concatenate(list(self.engine.score(ids)))
+        finally:
+            self._leave()
+
+    @staticmethod
+    def _params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
+        known = {f.name for f in fields(SamplingParams)}
+        unknown = sampling.keys() - known
+        if unknown:
+            raise RequestError(
+                f"{', '.join(sorted(unknown))} is not a sampling option. There are: "
+                f"{', '.join(sorted(known))}."
+            )
+        if params is not None and sampling:
+            raise RequestError("Give either params or single sampling options, not both.")
+        return params if params is not None else SamplingParams(**sampling)
+
+    def _generate(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        logits_processor: LogitsProcessor | None,
+        result: Result,
+    ) -> Iterator[Chunk]:
+        detokenizer, stop = StreamingDetokenizer(self.tokenizer, ids), StopStrings(params.stop)
+        stop_ids = sorted(self.tokenizer.eos_token_ids)
+        n_logprobs = params.logprobs
+        result.logprobs = None if n_logprobs is None else []
+        steps = self.engine.generate(
+            ids,
+            params,
+            stop_ids=stop_ids,
+            with_logits=n_logprobs is not None,
+            logits_processor=logits_processor,
+        )
+        result.timings = self.engine.timings
+        try:
+            for step in steps:
+                result.timings = self.engine.timings
+                if step.token in stop_ids:
+                    result.finish_reason = "stop"
+                    break
+                logprob = None
+                if n_logprobs is not None and step.logits is not None:
+                    own, top = logprobs(step.logits, step.token, n_logprobs)
+                    logprob = TokenLogprob(step.token, own, tuple(top))
+                    assert result.logprobs is not None
+                    result.logprobs.append(logprob)
+                result.token_ids.append(step.token)
+                text = stop.add(detokenizer.add(step.token))
+                result.text += text
+                if stop.hit is not None:
+                    result.finish_reason = "stop"
+                    yield Chunk(text, step.token, logprob)
+                    return
+                yield Chunk(text, step.token, logprob)
+            else:
+                result.finish_reason = "length"
+            text = stop.add(detokenizer.finish())
+            if stop.hit is None:
+                text += stop.finish()
+            else:
+                result.finish_reason = "stop"
+            result.text += text
+            if text:
+                yield Chunk(text, None)
+        finally:
+            steps.close()  # type: ignore[attr-defined]
+
+    # One stream at a time
+
+    def _enter(self, stream: Stream | None) -> None:
+        if self._owner == threading.get_ident():
+            raise RequestError(
+                "This LLM is in the middle of another stream of this thread. Read that one to its "
+                "end or close() it first, or load() the model a second time."
+            )
+        self._lock.acquire()
+        if self._closing:
+            self._lock.release()
+            raise ClosedError("This LLM has been closed.")
+        self._owner = threading.get_ident()
+        self._active = None if stream is None else weakref.ref(stream)
+
+    def _leave(self) -> None:
+        self._owner = self._active = None
+        self._lock.release()
+
+    # End
+
+    def memory_stats(self) -> MemoryStats:
+        """GPU memory of this model's device."""
+        return self.device.memory_stats()
+
+    def close(self) -> None:
+        """Free the GPU memory. A stream that is open ends: in this thread at once, in another one
+        with a ClosedError at its next token. Safe to call twice."""
+        if self.device.closed:
+            return
+        self._closing = True
+        active = self._active() if self._active is not None else None
+        if self._owner == threading.get_ident() and active is not None:
+            active.close()
+        with self._lock:
+            self.device.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClosedError("This LLM has been closed. Load the model again.")
+
+
+def _messages(messages: str | Sequence[Message]) -> Sequence[Message]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+DTYPES = ("f32", "f16", "bf16")
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str | int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+    kv_dtype: str = "f16",
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    download_progress: bool = False,
+    settings: Settings | None = None,
+    engine: Mapping[str, Any] | None = None,
+) -> LLM:
+    """Load a model onto a GPU.
+
+    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct"), a local folder, or "demo".
+    device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
+    context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
+    or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
+    keeps them as they are. kv_dtype: "f16" or "f32". revision, offline: see `infer.hub.resolve`.
+    progress: called with bytes loaded and bytes in all. engine: other fields of EngineOptions.
+
+    Raises ModelError, TokenizerError, DeviceError, OutOfMemoryError.
+    """
+    _check_choice("dtype", dtype, (None, *DTYPES))
+    _check_choice("kv_dtype", kv_dtype, ("f16", "f32"))
+    if context is not None and (not isinstance(context, int) or context < 2):
+        raise RequestError(f"context must be a count of at least 2 positions, not {context!r}.")
+    resolved = resolve(str(model), revision=revision, offline=offline, progress=download_progress)
+    adapter = choose_adapter(device)
+    return _load(
+        resolved, Device(adapter, settings), context, dtype, kv_dtype, progress, engine or {}
+    )
+
+
+def _load(
+    resolved: ResolvedModel,
+    device: Device,
+    context: int | None,
+    dtype: str | None,
+    kv_dtype: str,
+    progress: Callable[[int, int], None] | None,
+    engine_options: Mapping[str, Any],
+) -> LLM:
+    try:
+        folder = resolved.folder
+        raw = RawConfig.open(folder)
+        model = build_model(raw)
+        tokenizer = Tokenizer.from_folder(folder)
+        checkpoint = Checkpoint.open(folder)
+        own = model.config.max_position_embeddings
+        if context is not None and context > own and model.config.rope.kind != "dynamic":
+            raise RequestError(
+                f"A context of {context} was asked for; {resolved.name} has positions up to {own}."
+            )
+
+        def dtype_of(spec: WeightSpec) -> str:
+            return stored_dtype(spec, checkpoint, dtype)
+
+        options = fitting_options(
+            model,
+            dtype_of,
+            EngineOptions(
+                context=context or default_context(model), kv_dtype=kv_dtype, **engine_options
+            ),
+            device.limits,
+            device.adapter,
+            may_shrink=context is None,
+        )
+        engines = []
+        load_weights(
+            device,
+            list(model.weights()),
+            checkpoint,
+            ignorable=model.ignorable,
+            dtype=dtype,
+            allocated=lambda weights: engines.append(Engine(device, model, weights, options)),
+            progress=progress,
+        )
+        (engine,) = engines
+        engine.compile()
+        defaults = read_json(folder / "generation_config.json")
+        return LLM(resolved.name, engine, tokenizer, defaults)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        shown = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise UnsupportedError(f"{name} must be one of {shown}, not {value!r}.")
+
+
+# The module's own generate keeps the model that it loaded last.
+
+_last: tuple[tuple[Any, ...], LLM] | None = None
+_last_lock = threading.Lock()
+
+
+def _model(model: str | Path | LLM, options: Mapping[str, Any]) -> LLM:
+    global _last
+    if isinstance(model, LLM):
+        if options:
+            raise RequestError("Load options go to load(), where the LLM comes from.")
+        return model
+    key = (str(model), *sorted(options.items()))
+    with _last_lock:
+        if _last is not None and (_last[0] != key or _last[1]._closing):
+            _last[1].close()
+            _last = None
+        if _last is None:
+            _last = (key, load(model, **options))
+        return _last[1]
+
+
+_LOAD_OPTIONS = ("device", "context", "dtype", "kv_dtype", "revision", "offline")
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    given = {name: options.pop(name) for name in _LOAD_OPTIONS if name in options}
+    return given, options
+
+
+def generate(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Result:
+    """The answer of a model to a prompt: `load` and `LLM.generate` in one.
+
+    model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
+    asked for. options: those of `LLM.stream`, and of `load`: device, context, dtype, kv_dtype,
+    revision, offline.
+    """
+    given, options = _split(options)
+    return _model(model, given).generate(prompt, **options)
+
+
+def stream(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Stream:
+    """The same as `generate`, piece by piece."""
+    given, options = _split(options)
+    return _model(model, given).stream(prompt, **options)

@@ -1,0 +1,97 @@
+"""How much memory a model takes, counted before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from infer.engine import Engine, EngineOptions
+from infer.kernels.adapters import AdapterInfo, memory_info
+from infer.kernels.device import DryDevice, Limits
+from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.kv_cache import kv_cache_bytes
+from infer.kernels.tensor import allocate
+from infer.models.llama import Llama
+from infer.models.weights import WeightSpec
+
+DEFAULT_CONTEXT = 8192
+_LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes on the GPU: weights, KV cache, and everything else (activations, tables, staging)."""
+
+    weights: int
+    kv_cache: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.other
+
+
+def memory_needed(
+    model: Llama,
+    dtype_of: Callable[[WeightSpec], str],
+    options: EngineOptions,
+    limits: Limits,
+    adapter: AdapterInfo | None = None,
+) -> MemoryNeed:
+    """What the engine would allocate: it is built on a device that only counts."""
+    device = DryDevice(limits, adapter)
+    weights = {spec.name: allocate(device, spec.shape, dtype_of(spec)) for spec in model.weights()}
+    weight_bytes = device.allocated
+    Engine(device, model, weights, options)
+    kv_bytes = kv_bytes_per_position(model, options.kv_dtype) * options.context
+    return MemoryNeed(weight_bytes, kv_bytes, device.allocated - weight_bytes - kv_bytes)
+
+
+def kv_bytes_per_position(model: Llama, dtype: str) -> int:
+    """Bytes of keys and values of one position."""
+    c = model.config
+    page = kv_cache_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 256, dtype)
+    return page // 256
+
+
+def default_context(model: Llama) -> int:
+    """Positions when nobody asks for a number."""
+    return min(model.config.max_position_embeddings, DEFAULT_CONTEXT)
+
+
+def fitting_options(
+    model: Llama,
+    dtype_of: Callable[[WeightSpec], str],
+    options: EngineOptions,
+    limits: Limits,
+    adapter: AdapterInfo,
+    *,
+    may_shrink: bool,
+) -> EngineOptions:
+    """The options, with a smaller context if that is needed and allowed.
+
+    Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
+    """
+    free = memory_info(adapter).free
+    while True:
+        need = memory_needed(model, dtype_of, options, limits, adapter)
+        layer_bytes = need.kv_cache // (2 * model.config.num_hidden_layers)
+        fits_binding = layer_bytes <= min(limits.max_binding, limits.max_buffer)
+        if fits_binding and (free is None or need.total <= free):
+            return options
+        if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
+            break
+        options = replace(options, context=options.context // 2)
+    if not fits_binding:
+        per_position = layer_bytes // options.context
+        raise OutOfMemoryError(
+            f"A context of {options.context} positions needs {layer_bytes:,} bytes of keys in each "
+            f"layer; one binding of {adapter.name} holds {limits.max_binding:,}. "
+            f"Ask for at most {limits.max_binding // per_position} (--context)."
+        )
+    raise OutOfMemoryError(
+        f"The model needs {need.total:,} bytes ({need.weights:,} of weights, {need.kv_cache:,} of "
+        f"KV cache for {options.context} positions, {need.other:,} besides); {adapter.name} has "
+        f"{free:,} free. A smaller context (--context), a smaller model or another device "
+        "(--device) would help."
+    )

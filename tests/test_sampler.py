@@ -1,0 +1,489 @@
+"""The GPU sampler: survivors as transformers', draws as softmax, the next step's rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from infer.kernels.device import Device, Settings
+from infer.kernels.record import run
+from infer.kernels.sampler import CUT, INVALID_TOKEN, SLOTS, Sampler, SamplerChain
+from infer.kernels.step import HEADER, NO_TOKEN, ROW, pack_step
+from infer.sampling import NumpySampler, SamplingParams, gumbel
+
+REFERENCES = Path(__file__).parent / "data" / "sampling" / "processors.npz"
+CONTEXT = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    """With the least that WebGPU guarantees: the sampler needs no more anywhere."""
+    least = Settings(subgroups=False, f16=False, workgroup_storage=16384, max_invocations=256)
+    with Device.open(settings=least) as device:
+        yield device
+
+
+class Bench:
+    """A sampler with its logits and step buffers, for rows of one sequence or one of each."""
+
+    def __init__(
+        self,
+        device: Device,
+        logits: NDArray[np.floating],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        prompt_ids: Sequence[int] = (1,),
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        """logits: [rows, vocab]; params: one for all rows, which then are tokens of one sequence,
+        or one for each, which then are sequences."""
+        rows, self.vocab = logits.shape
+        padded = np.full((rows, -(-self.vocab // 8) * 8), np.nan, np.float32)  # never to be seen
+        padded[:, : self.vocab] = logits
+        self.device, self.rows = device, rows
+        self.several = [params] if isinstance(params, SamplingParams) else list(params)
+        self.logits = device.upload(padded)
+        self.step = device.buffer(HEADER.itemsize + max(rows, 8) * ROW.itemsize)
+        self.sampler = Sampler(
+            device,
+            self.vocab,
+            self.logits,
+            self.step,
+            max_rows=rows,
+            sequences=len(self.several),
+        )
+        self.chain = SamplerChain()
+        for sequence, own in enumerate(self.several):
+            record = own.record(
+                vocab_size=self.vocab,
+                prompt_tokens=len(prompt_ids),
+                context=CONTEXT,
+                stop_ids=stop_ids,
+            )
+            self.sampler.begin(sequence, record, prompt_ids, own.logit_bias)
+            self.chain |= own.chain()
+
+    def start(self, position: int = 0) -> None:
+        """Rows for a step: consecutive positions of one sequence, or one row of each."""
+        packed = pack_step([1] * self.rows, position)
+        if len(self.several) > 1:
+            rows = packed[HEADER.itemsize :].view(ROW)
+            rows["sequence"], rows["position"] = np.arange(self.rows), position
+        self.device.write(self.step, packed)
+
+    def sample(self, gather: bool = False) -> NDArray[np.uint32]:
+        run(self.device, self.sampler.dispatches(self.chain, gather), self.rows)
+        return self.device.read(self.sampler.sampled, np.uint32, self.rows)
+
+    def step_rows(self) -> NDArray[Any]:
+        return self.device.read(self.step, ROW, self.rows, HEADER.itemsize)
+
+    def filtered(self) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Of the last step: the scores [rows, vocab], and which of them survive the filters by the
+        cuts that sample_draw has written down."""
+        buffers = self.sampler._buffers
+        z = self.device.read(buffers["z"]).reshape(self.rows, -1)[:, : self.vocab]
+        n_found = len(self.sampler.dispatches(self.chain, False)) - 2
+        cuts = self.device.read(buffers["cuts"], CUT).reshape(self.rows, SLOTS)[:, n_found - 1]
+        bits = (z + np.float32(0)).view(np.uint32)
+        keys = np.where(bits >> 31 == 1, bits, ~(bits | np.uint32(1 << 31)))
+        tied = keys == cuts["tie"][:, None]
+        survives = keys < cuts["below"][:, None]
+        survives |= tied & (np.cumsum(tied, 1) <= cuts["keep"][:, None])
+        least = [params.min_p or 0.0 for params in self.several]
+        survives &= np.exp(z - z.max(1, keepdims=True)) >= np.array(least)[:, None]
+        return z, survives
+
+
+def reference_cases() -> list[tuple[int, dict[str, Any]]]:
+    return json.loads(str(np.load(REFERENCES)["cases"]))  # type: ignore[no-any-return]
+
+
+def params_of(settings: dict[str, Any]) -> SamplingParams:
+    """A GenerationConfig's settings as ours."""
+    own = {"temperature": 1.0} | settings
+    bias = own.pop("sequence_bias", ())
+    return SamplingParams(**own, logit_bias={ids[0]: value for ids, value in bias}, seed=1)
+
+
+def chi_square_limit(degrees: int, sigmas: float = 3.9) -> float:
+    """What chi-square exceeds once in 20,000 times (Wilson and Hilferty's approximation)."""
+    part = 2 / (9 * degrees)
+    return float(degrees * (1 - part + sigmas * part**0.5) ** 3)
+
+
+def assert_drawn_from(tokens: NDArray[np.integer], expected: NDArray[np.float64]) -> None:
+    """Pearson's chi-square test of tokens against probabilities, rare tokens taken together."""
+    observed = np.bincount(tokens, minlength=len(expected)).astype(float)
+    wanted = expected * len(tokens)
+    assert observed[wanted == 0].sum() == 0
+    rare = wanted < 10
+    observed = np.append(observed[~rare], observed[rare].sum())
+    wanted = np.append(wanted[~rare], wanted[rare].sum())
+    if wanted[-1] < 10:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert len(wanted) > 1
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    assert statistic < chi_square_limit(len(wanted) - 1)
+
+
+def softmax(scores: NDArray[np.floating]) -> NDArray[np.float64]:
+    weights = np.exp(scores.astype(np.float64) - scores.max())
+    result: NDArray[np.float64] = weights / weights.sum()
+    return result
+
+
+# Survivors
+
+
+@pytest.mark.parametrize("n", range(10))
+def test_survivors_are_transformers(device: Device, n: int) -> None:
+    """All settings for one vector of logits in one dispatch, a sequence each: a row must pass the
+    stages that only others need unchanged."""
+    stored = np.load(REFERENCES)
+    cases = [(i, settings) for i, (m, settings) in enumerate(reference_cases()) if m == n]
+    logits = stored[f"logits.{n}"]
+    bench = Bench(
+        device,
+        np.tile(logits, (len(cases), 1)),
+        [params_of(settings) for _, settings in cases],
+        prompt_ids=stored[f"ids.{n}"],
+    )
+    bench.start()
+    tokens = bench.sample()
+    z, survives = bench.filtered()
+    for row, (i, settings) in enumerate(cases):
+        expected = stored[f"scores.{i}"]
+        kept = expected > -np.inf
+        assert survives[row].sum() == kept.sum(), settings
+        # The same scores survive. Which of the tokens that tie, transformers leaves to its sort.
+        np.testing.assert_allclose(
+            np.sort(z[row][survives[row]]), np.sort(expected[kept]), rtol=2e-6, atol=1e-7
+        )
+        tied = expected == expected[kept].min()
+        if "top_p" not in settings or tied.sum() == (z[row] == z[row][survives[row]].min()).sum():
+            np.testing.assert_array_equal(survives[row], kept, str(settings))
+        assert survives[row][tokens[row]], settings
+
+
+@pytest.mark.parametrize("vocab", [5, 1023, 1025, 32003, 151936])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 4.0])
+def test_survivors_of_any_vocabulary(device: Device, vocab: int, scale: float) -> None:
+    """Against the numpy filters, which test_sampling.py holds to transformers."""
+    rng = np.random.default_rng(vocab)
+    several = [
+        SamplingParams(temperature=0.8, top_k=max(vocab // 3, 2), seed=1),
+        SamplingParams(temperature=1.3, top_p=0.617, seed=1),
+        SamplingParams(temperature=1.0, top_k=max(vocab // 2, 2), top_p=0.9, min_p=0.01, seed=1),
+    ]
+    logits = rng.normal(0, 1, (3, vocab)).astype(np.float32) * np.float32(scale) - 7
+    bench = Bench(device, logits, several)
+    bench.start()
+    tokens = bench.sample()
+    z, survives = bench.filtered()
+    for row, params in enumerate(several):
+        # From the GPU's own quotients, whose last bit the division may round differently.
+        same = SamplingParams(
+            temperature=1.0, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+        )
+        kept = NumpySampler(same, vocab, [1]).scores(z[row]) > -np.inf
+        # Tens of thousands of nearly equal probabilities: one may lie within rounding of top_p.
+        assert (survives[row] != kept).sum() <= (vocab > 10000 and params.top_p is not None)
+        assert survives[row][tokens[row]]
+
+
+def test_scores_below_float_resolution_of_the_maximum_stay_apart(device: Device) -> None:
+    """0.1 and the next float differ, though their distances to a maximum of 1000 do not."""
+    logits = np.zeros((1, 40), np.float32)
+    logits[0, 7], logits[0, 20] = 1000, 0.1
+    logits[0, 30] = np.nextafter(np.float32(0.1), np.float32(1))
+    bench = Bench(device, logits, SamplingParams(temperature=1.0, top_k=2, seed=0))
+    bench.start()
+    bench.sample()
+    assert np.flatnonzero(bench.filtered()[1][0]).tolist() == [7, 30]
+
+
+# Draws
+
+
+def probabilities(logits: NDArray[np.floating], params: SamplingParams) -> NDArray[np.float64]:
+    return softmax(NumpySampler(params, len(logits), [1]).scores(logits))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "min_p": 0.1},
+    ],
+)
+@pytest.mark.parametrize("vocab", [64, 1500])
+def test_draws_follow_softmax(device: Device, settings: dict[str, Any], vocab: int) -> None:
+    logits = np.random.default_rng(5).normal(0, 2, vocab).astype(np.float32)
+    params = SamplingParams(**settings, seed=11)
+    bench = Bench(device, np.tile(logits, (4096, 1)), params)
+    bench.start()
+    assert_drawn_from(bench.sample(), probabilities(logits, params))
+    bench.sampler.destroy()
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ("normal", {"top_k": 20}),
+        ("normal", {"top_p": 0.8}),
+        ("normal", {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}),
+        # The cut goes through equal scores: the 326 lowest ids of 1,303.
+        ("flat", {"top_p": 0.25}),
+    ],
+)
+def test_filtered_draws_follow_softmax(
+    device: Device, shape: str, settings: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(6)
+    logits = rng.normal(0, 2, 1303) if shape == "normal" else np.full(1303, 2.0)
+    logits = logits.astype(np.float32)
+    params = SamplingParams(**({"temperature": 1.0} | settings), seed=12)
+    bench = Bench(device, np.tile(logits, (1024, 1)), params)
+    tokens = []
+    for position in range(0, 4096, 1024):
+        bench.start(position)
+        tokens.append(bench.sample())
+    assert_drawn_from(np.concatenate(tokens), probabilities(logits, params))
+    bench.sampler.destroy()
+
+
+def test_ties_are_cut_across_blocks(device: Device) -> None:
+    """Of 5,003 equal scores those of the 1,501 lowest ids survive, in blocks of 1,024."""
+    params = SamplingParams(temperature=1.0, top_p=0.3, seed=3)
+    bench = Bench(device, np.zeros((512, 5003)), params)
+    tokens = []
+    for position in range(0, 2048, 512):
+        bench.start(position)
+        tokens.append(bench.sample())
+    drawn = np.concatenate(tokens)
+    assert drawn.max() <= 1500
+    assert_drawn_from(drawn // 19, np.full(79, 1 / 79))  # 1501 = 19 * 79
+    bench.sampler.destroy()
+
+
+def test_rare_tokens_of_a_large_vocabulary(device: Device) -> None:
+    """One token has half of the probability, 150,000 share the rest: only the extremes of the noise
+    matter. Noise of 24 random bits would be a hundred times as far from float64's as allowed."""
+    logits = np.zeros((64, 150_001), np.float32)
+    logits[:, 70_000] = np.log(150_000)
+    bench = Bench(device, logits, SamplingParams(temperature=1.0, seed=4))
+    drawn = []
+    for position in range(0, 512, 64):
+        bench.start(position)
+        drawn.append(bench.sample())
+    tokens = np.concatenate(drawn)
+    assert_drawn_from((tokens != 70_000).astype(int), np.array([0.5, 0.5]))
+    others = tokens[tokens != 70_000]
+    assert_drawn_from(others * 8 // 150_001, np.full(8, 1 / 8))
+    assert len(np.unique(others)) > 0.98 * len(others)
+    # And each is the token that the same noise chooses in float64, unless two are nearly equal.
+    for position, token in enumerate(tokens[:32]):
+        score = logits[0] + gumbel(4, position, np.arange(150_001))
+        assert score[token] > score.max() - 1e-4
+    bench.sampler.destroy()
+
+
+def test_a_seed_repeats_in_any_row_and_another_differs(device: Device) -> None:
+    logits = np.tile(np.random.default_rng(8).normal(0, 1, 500), (6, 1))
+    # The sixth seed differs from the others in its high half alone.
+    several = [SamplingParams(temperature=1.0, seed=s) for s in (5, 6, 5, 5 + 2**32, 5, 5)]
+    bench = Bench(device, logits, several)
+    tokens = []
+    for position in range(40):
+        bench.start(position)
+        tokens.append(bench.sample())
+    text = np.array(tokens).T
+    for other in (2, 4, 5):
+        np.testing.assert_array_equal(text[0], text[other])
+    assert (text[0] != text[1]).any()
+    assert (text[0] != text[3]).any()
+
+
+def test_the_plain_path_draws_the_same_text(device: Device) -> None:
+    """Ten steps of the GPU, which feeds itself, and of NumpySampler, for unlike sequences at once:
+    penalties, bias and noise of every step."""
+    prompt_ids = [3, 7, 7, 40]
+    several = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=-0.7),
+        SamplingParams(temperature=1.0, repetition_penalty=1.8, seed=1),
+        SamplingParams(temperature=0.9, frequency_penalty=2.0, top_k=9, seed=2**63 + 5),
+        SamplingParams(temperature=1.2, logit_bias={3: 8.0, 9: 9.0, 50: -100.0}, top_p=0.9, seed=3),
+        SamplingParams(temperature=1.2, repetition_penalty=0.6, min_p=0.2, seed=4),
+    ]
+    logits = np.random.default_rng(9).normal(0, 2, (6, 60)).astype(np.float32)
+    bench = Bench(device, logits, several, prompt_ids=prompt_ids)
+    bench.start(len(prompt_ids) - 1)
+    text = np.array([bench.sample() for _ in range(10)]).T
+    for row, params in enumerate(several):
+        plain = NumpySampler(params, 60, prompt_ids)
+        assert text[row].tolist() == [plain(logits[row]) for _ in range(10)], params
+    assert len(np.unique(text[1])) > 1  # the penalties moved it
+
+
+def test_a_new_generation_forgets_the_last(device: Device) -> None:
+    logits = np.zeros((1, 20), np.float32)
+    first = SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias={4: 5.0})
+    bench = Bench(device, logits, first)
+    bench.start()
+    assert bench.sample().tolist() == [4]
+    second = SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    record = second.record(vocab_size=20, prompt_tokens=1, context=CONTEXT, stop_ids=())
+    bench.sampler.begin(0, record, [0])
+    bench.start()
+    assert bench.sample().tolist() == [0]
+    counts = bench.device.read(bench.sampler._buffers["counts"], np.uint32, 20)
+    assert counts.tolist() == [2**31 + 1] + [0] * 19
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("chain", [SamplerChain(), SamplerChain(noise=True, top_k=True)])
+def test_greedy_takes_the_lowest_of_equal_ids(device: Device, chain: SamplerChain) -> None:
+    """Also where other rows are sampled."""
+    logits = np.random.default_rng(10).normal(0, 1, (4, 3000)).astype(np.float32)
+    logits[0, [2900, 2100, 1500]] = 9
+    logits[1] = -5
+    logits[2] = 0
+    logits[2, 0] = -0.0
+    logits[3, 2999] = np.inf
+    bench = Bench(device, logits, SamplingParams(temperature=0.0))
+    bench.chain = chain
+    bench.start()
+    assert bench.sample().tolist() == [1500, 0, 0, 2999]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+    ],
+)
+def test_unusable_logits_are_told(device: Device, settings: dict[str, Any]) -> None:
+    logits = np.random.default_rng(10).normal(0, 1, (5, 2000)).astype(np.float32)
+    logits[0, 1700] = np.nan
+    logits[1, 3] = np.array(0xFFC00000, np.uint32).view(np.float32)  # a NaN with a sign
+    logits[2] = np.nan
+    logits[3] = -np.inf
+    logits[4, 1000:] = -np.inf  # usable
+    bench = Bench(device, logits, SamplingParams(**settings, seed=2))
+    bench.start()
+    tokens = bench.sample()
+    assert tokens[:4].tolist() == [INVALID_TOKEN] * 4
+    assert tokens[4] < 1000
+    assert bench.step_rows()["alive"].tolist() == [0, 0, 0, 0, 1]
+    assert bench.sample()[:4].tolist() == [NO_TOKEN] * 4
+
+
+# The next step's rows
+
+
+def test_commit_writes_the_next_step(device: Device) -> None:
+    logits = np.zeros((4, 10), np.float32)
+    logits[np.arange(4), [3, 4, 5, 6]] = 1
+    bench = Bench(device, logits, SamplingParams(temperature=0.0), stop_ids=[9, 4])
+    bench.start(70)
+    packed = bench.device.read(bench.step, np.uint8, HEADER.itemsize + 4 * ROW.itemsize)
+    rows = packed[HEADER.itemsize :].view(ROW)
+    rows["adapter"], rows["alive"][2] = 5, 0
+    bench.device.write(bench.step, packed)
+    before = rows.copy()
+
+    assert bench.sample().tolist() == [3, 4, NO_TOKEN, 6]
+    after = bench.step_rows()
+    assert after["token"].tolist() == [3, 4, 1, 6]
+    assert after["position"].tolist() == [71, 72, 72, 74]
+    assert after["alive"].tolist() == [1, 0, 0, 1]  # 4 stops
+    assert after["adapter"].tolist() == [5] * 4
+    assert after[2] == before[2]
+    assert bench.sample().tolist() == [3, NO_TOKEN, NO_TOKEN, 6]
+
+
+def test_all_stop_ids_are_seen(device: Device) -> None:
+    stop_ids = list(range(100, 152))
+    logits = np.zeros((3, 200), np.float32)
+    logits[[0, 1, 2], [100, 151, 152]] = 1
+    bench = Bench(device, logits, SamplingParams(temperature=0.0), stop_ids=stop_ids)
+    bench.start()
+    bench.sample()
+    assert bench.step_rows()["alive"].tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("max_tokens", "context"), [(1, 99), (3, 99), (None, 12), (50, 12)])
+def test_rows_end_at_max_position(device: Device, max_tokens: int | None, context: int) -> None:
+    """A prompt of 10: tokens come until there are max_tokens, or the context has no place."""
+    bench = Bench(device, np.zeros((1, 10)), SamplingParams(temperature=0.0))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    record = params.record(vocab_size=10, prompt_tokens=10, context=context, stop_ids=())
+    bench.sampler.begin(0, record)
+    bench.start(9)
+    tokens = [int(bench.sample()[0]) for _ in range(6)]
+    expected = min(max_tokens or 99, context - 10 + 1)
+    assert tokens == [0] * expected + [NO_TOKEN] * (6 - expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 1, "top_p": 0.5, "min_p": 0.5}],
+)
+def test_gather_reads_all_rows_before_it_writes(device: Device, settings: dict[str, Any]) -> None:
+    """Logits of some rows of a chunk become the first rows of the next step, in any order."""
+    places = [2, 0, 3, 1]
+    logits = np.zeros((6, 30), np.float32)
+    logits[np.arange(4), [11, 12, 13, 14]] = 5
+    params = SamplingParams(**settings, repetition_penalty=1.1, seed=1)
+    bench = Bench(device, logits, [params] * 6)
+    header = pack_step([1] * 6, 20, logits_rows=places)
+    rows = header[HEADER.itemsize :].view(ROW)
+    rows["sequence"] = [0, 1, 2, 3, 4, 5]
+    rows["alive"][3] = 0
+    bench.device.write(bench.step, header)
+
+    assert bench.sample(gather=True)[:4].tolist() == [11, 12, NO_TOKEN, 14]
+    after = bench.step_rows()[:4]
+    assert after["token"].tolist() == [11, 12, 1, 14]
+    assert after["sequence"].tolist() == places
+    assert after["position"].tolist() == [23, 21, 23, 22]
+    assert after["alive"].tolist() == [1, 1, 0, 1]
+    assert bench.device.read(bench.step, np.uint32, 1).tolist() == [4]
+    counts = bench.device.read(bench.sampler._buffers["counts"], np.uint32, 180).reshape(6, 30)
+    in_output = counts & 0x7FFFFFFF
+    expected = np.zeros((6, 30), int)
+    expected[[2, 0, 1], [11, 12, 14]] = 1
+    np.testing.assert_array_equal(in_output, expected)
+    # The step's rows now are in the order of the logits.
+    assert bench.sample().tolist()[:4] == [11, 12, NO_TOKEN, 14]
+
+
+def test_chains_dispatch_what_they_need(device: Device) -> None:
+    bench = Bench(device, np.zeros((1, 10)), SamplingParams())
+    both = SamplerChain(noise=True, top_k=True) | SamplerChain(bias=True, top_p=True)
+    counts = {
+        SamplerChain(): 2,
+        SamplerChain(noise=True, penalties=True, bias=True): 2,
+        SamplerChain(noise=True, min_p=True): 3,
+        SamplerChain(noise=True, top_k=True): 6,
+        SamplerChain(noise=True, top_p=True, min_p=True): 6,
+        both: 8,
+    }
+    assert both == SamplerChain(noise=True, bias=True, top_k=True, top_p=True)
+    for chain, count in counts.items():
+        assert len(bench.sampler.dispatches(chain, False)) == count
+        for dispatch in bench.sampler.dispatches(chain, True):
+            assert len(dispatch.pipeline.shader.bindings) <= 8  # what WebGPU guarantees a stage
