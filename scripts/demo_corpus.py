@@ -6,8 +6,8 @@ every field bound to one value for the whole text. A story in which the fox chan
 pronoun or the colour of its kite has no parse, and neither has an answer with the wrong sum.
 
 Template markup: `{hero}` is a field, `{a kind}` its value with the indefinite article, a capital
-(`{Kind}`, `{A kind}`) its value at the start of a sentence. `{he}`, `{him}`, `{his}` are the hero's
-pronouns and `{fhe}`, `{fhim}`, `{fhis}` the friend's.
+(`{Kind}`, `{A kind}`) its value at the start of a sentence. `{he}`, `{him}`, `{his}`, `{himself}`
+are the hero's pronouns and `{fhe}`, `{fhim}`, `{fhis}` the friend's.
 
 Everything is written for this project; no outside text is used.
 
@@ -280,7 +280,7 @@ def _candidates(
     """The values an unbound slot can have at the start of `rest`; None where `rest` is too short
     to tell."""
     domain = _domain(slot.variable)
-    if domain == "number" or domain == "name" or (prompt and domain in _OPEN_NOUNS):
+    if domain in ("number", "name") or (prompt and domain in _OPEN_NOUNS):
         article = "(?:[Aa]n? )?" if slot.article else ""
         found = re.match(f"{article}({_NUMBER if domain == 'number' else _NAME})", rest)
         if not found:
@@ -335,7 +335,7 @@ def _match(
 class Plot:
     """Paragraphs of sentences; a sentence is its alternative templates, "" if it may be left out.
 
-    `words` overrides the vocabulary; `topic` is how a request names the plot.
+    `own_words` overrides the vocabulary; `topic` is how a request names the plot.
     """
 
     topic: str
@@ -351,14 +351,12 @@ class Plot:
         """All sentences in order, each alternative with the white space before it."""
         begin, *middle, end = self.paragraphs
         paragraphs = ((OPENING, HABIT, *begin), *middle, (*end, MORAL, ("", "The end.")))
-        return tuple(
-            tuple(alternative and (gap if at else new) + alternative for alternative in sentence)
-            for new, paragraph in zip(
-                ("", *["\n\n"] * len(middle), "\n\n"), paragraphs, strict=True
-            )
-            for at, sentence in enumerate(paragraph)
-            for gap in (" ",)
-        )
+        sentences = []
+        for number, paragraph in enumerate(paragraphs):
+            for at, sentence in enumerate(paragraph):
+                space = " " if at else "\n\n" if number else ""
+                sentences.append(tuple(template and space + template for template in sentence))
+        return tuple(sentences)
 
 
 OPENING = _list(
@@ -1305,8 +1303,8 @@ def _facts() -> Iterator[Intent]:
     yield _intent(
         group,
         """What is my {pet} called?; What is the name of my {pet}?; What colour is {name}'s
-        {thing}?; Where is my {thing}?; Where does {name} live?; What does {name} like?; How old am I?; Where
-        do I live?; What is my favourite colour?""",
+        {thing}?; Where is my {thing}?; Where does {name} live?; What does {name} like?; How old am
+        I?; Where do I live?; What is my favourite colour?""",
         NOT_TOLD,
         0.4,
         unless_told=True,
@@ -1410,7 +1408,7 @@ _FILLERS = tuple(i for i in INTENTS if len(i.turns) == 1 and i.group in ("colour
 
 def held_out(key: str) -> bool:
     """Whether a prompt, or a combination of values, is kept for the evaluation: one in ten is."""
-    return bool(key) and zlib.crc32(key.encode()) % 10 == 0
+    return key != "" and zlib.crc32(key.encode()) % 10 == 0
 
 
 def _plain(prompt: str) -> str:
@@ -1510,6 +1508,8 @@ def _contexts(intent: Intent, earlier: Sequence[Message]) -> Iterator[Bound]:
         yield {}
         return
     for at in reversed(range(len(earlier))):
+        if earlier[at]["role"] != "user":
+            continue
         opened = False
         for template, bound in _understand(earlier[at]["content"], intent.turns[0], {}):
             opened = True
