@@ -22,7 +22,7 @@ from infer.memory import default_context, fitting_options
 from infer.models import build_model
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
-from infer.models.weights import WeightSpec, load_weights, stored_dtype
+from infer.models.weights import WeightSpec, check_checkpoint, load_weights, stored_dtype
 from infer.sampling import LogitsProcessor, SamplingParams, logprobs
 from infer.tokenizer import Tokenizer, read_json
 
@@ -189,7 +189,7 @@ class LLM:
         result = Result(prompt_tokens=len(ids))
         return Stream(self, self._generate(ids, params, logits_processor, result), result)
 
-    def encode(self, prompt: Prompt, **template_args: Any) -> list[int]:
+    def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
         """The token ids of a prompt, as `generate` takes it."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -381,6 +381,7 @@ def _load(
         model = build_model(raw)
         tokenizer = Tokenizer.from_folder(folder)
         checkpoint = Checkpoint.open(folder)
+        check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
         own = model.config.max_position_embeddings
         if context is not None and context > own and model.config.rope.kind != "dynamic":
             raise RequestError(

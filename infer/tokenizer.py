@@ -121,6 +121,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         template: str | None = None,
@@ -148,6 +149,7 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         template: str | None = None,

@@ -1,19 +1,20 @@
-"""The kernels by hand: numpy arrays in, numpy arrays out, one op each.
+"""The kernels by hand: numpy arrays in, numpy arrays out, one function for each kernel.
 
     >>> from infer.kernels import Device, functions
     >>> with Device.open() as device:
     ...     y = functions.rmsnorm(device, x, weight, eps=1e-6)
+    ...     seconds = functions.profile(functions.rmsnorm, device, x, weight, eps=1e-6)
 
 Every function traces its op and lowers it as a model's forward is lowered, so what runs is what the
-engine runs. x is [rows, width] float; up to 8 rows go through the kernels of decode, more through
-those of prefill. They allocate and wait, so they are for trying and testing, not for speed.
+engine runs. Arrays of activations are [rows, width], of any float type; results are float32.
+Arguments that do not fit raise ShaderError or ValueError. The functions allocate, copy and wait, so
+they are for trying and testing: `profile` says what a kernel itself takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,203 +22,237 @@ from numpy.typing import NDArray
 from infer.kernels.arrays import Array, from_rows, to_gpu, to_rows
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ShaderError
+from infer.kernels.forward import Floats, Forward, Ids, Options, scoped_function, submit, unwritten
 from infer.kernels.kv_cache import KVCache
-from infer.kernels.lower import MAX_VEC_ROWS, Arena, Lowering, StepKind
-from infer.kernels.ops import Ops, Rope, Value
-from infer.kernels.plan import Dispatch
-from infer.kernels.record import run
-from infer.kernels.step import pack_step
-from infer.kernels.tuning import Tuning
-
-P = ParamSpec("P")
+from infer.kernels.lower import MAX_VEC_ROWS
+from infer.kernels.ops import Rope, Value
+from infer.kernels.sampler import Sampler, SamplerChain
+from infer.kernels.shader import Value as ParamValue
+from infer.kernels.shader import render_text
+from infer.kernels.step import SAMPLING, pack_step
 
 __all__ = [
-    "add",
     "attention",
+    "attention_scores",
+    "attention_tiled",
+    "elementwise_add",
+    "elementwise_mul",
     "embedding",
-    "gated_linear",
-    "linear",
-    "mul",
+    "kv_write",
+    "matmul",
+    "matmul_vec",
+    "profile",
     "rmsnorm",
     "rope",
+    "rope_kv_write",
     "rope_table",
+    "sample",
     "silu",
+    "softmax",
+    "take_rows",
+    "validate",
+    "weighted_sum",
 ]
 
 
-class Bench:
-    """One traced forward on a device, its buffers, and its kernels."""
-
-    def __init__(
-        self, device: Device, rows: int, *, fuse: bool = True, tuning: Tuning | None = None
-    ) -> None:
-        self.device, self.rows, self.fuse, self.tuning = device, rows, fuse, tuning
-        self.ops = Ops()
-        self.padded = rows if rows <= MAX_VEC_ROWS else -(-rows // 128) * 128
-
-    def input(self, values: Array) -> Value:
-        rows = to_rows(np.atleast_2d(values), self.padded)
-        return self.ops.input(self.device.upload(rows), np.atleast_2d(values).shape[1])
-
-    def lower(
-        self, output: Value, tokens: NDArray[np.integer[Any]] | None = None, position: int = 0
-    ) -> tuple[list[Dispatch], Buffer]:
-        """The dispatches that compute `output`, and the buffer that it will be in."""
-        ids = np.zeros(self.rows, np.int64) if tokens is None else tokens
-        step = self.device.upload(pack_step(ids, position))
-        stride = -(-output.width // 8) * 8
-        unwritten = np.full(self.padded * stride, np.nan, np.float32)
-        buffer = self.device.upload(unwritten)
-        lowering = Lowering(
-            self.device,
-            self.ops,
-            StepKind(self.rows),
-            step,
-            output=output,
-            output_buffer=buffer,
-            fuse=self.fuse,
-            tuning=self.tuning,
-        )
-        plan = lowering.place(Arena(self.device))
-        return [*plan.body, *plan.head], buffer
-
-    def run(
-        self, output: Value, tokens: NDArray[np.integer[Any]] | None = None, position: int = 0
-    ) -> Array:
-        """The values of `output`, [rows, width]."""
-        dispatches, buffer = self.lower(output, tokens, position)
-        run(self.device, dispatches, self.rows, position + self.rows)
-        return from_rows(self.device.read(buffer), self.rows, output.width).copy()
+def _few(rows: int, other: str) -> None:
+    if rows > MAX_VEC_ROWS:
+        raise ShaderError(f"this kernel takes 1 to {MAX_VEC_ROWS} rows, not {rows}: use {other}")
 
 
-def _scoped(function: Callable[P, Array]) -> Callable[P, Array]:
-    """Frees, when the function returns, all GPU memory that it took."""
+def profile(
+    function: Callable[..., Any], device: Device, *args: Any, **kwargs: Any
+) -> dict[str, float]:
+    """The seconds that each kernel takes in a call of one of these functions, by its label.
 
-    @wraps(function)
-    def scoped(*args: P.args, **kwargs: P.kwargs) -> Array:
-        device = args[0]
-        assert isinstance(device, Device)
-        with device.scope():
-            return function(*args, **kwargs)
-
-    return scoped
-
-
-def _rows(x: Array) -> int:
-    if x.ndim != 2 or x.shape[0] < 1:
-        raise ShaderError(f"x must be [rows, width] with at least one row, not {x.shape}")
-    return int(x.shape[0])
+    Raises DeviceError where the adapter has no timestamps.
+    """
+    timings: dict[str, float] = {}
+    function(device, *args, timings=timings, **kwargs)
+    return timings
 
 
-def _one(device: Device, x: Array, op: Callable[[Bench, Value], Value], **options: Any) -> Array:
-    bench = Bench(device, _rows(x), **options)
-    return bench.run(op(bench, bench.input(x)))
+def validate(
+    wgsl: str, device: Device | None = None, *, name: str = "shader", **params: ParamValue
+) -> list[str]:
+    """The preprocessor's and the compiler's messages about WGSL text, `name:line:column: message`;
+    none if it is valid. params: those that the text declares. device: by default the best there is.
+    """
+    try:
+        shader = render_text(wgsl, name, **params)
+    except ShaderError as error:
+        return [str(error)]
+    if device is not None:
+        return device.validate(shader, name)
+    with Device.open() as own:
+        return own.validate(shader, name)
 
 
-@_scoped
+# Embedding, norms, projections, activations
+
+
+@scoped_function
 def embedding(
     device: Device,
-    ids: NDArray[np.integer[Any]],
+    ids: Ids,
     weight: Array,
     *,
     dtype: str = "f32",
     scale: float = 1.0,
-) -> Array:
+    **options: Unpack[Options],
+) -> Floats:
     """ids [rows] -> scale * weight[ids], [rows, width]; the weight is stored as `dtype`."""
-    bench = Bench(device, len(ids))
-    return bench.run(bench.ops.embedding(to_gpu(device, weight, dtype), scale), ids)
+    forward = Forward(device, len(ids), **options)
+    output = forward.ops.embedding(to_gpu(device, weight, dtype), scale)
+    return forward.run(output, tokens=ids)
 
 
-@_scoped
-def rmsnorm(device: Device, x: Array, weight: Array, *, eps: float, **options: Any) -> Array:
+@scoped_function
+def rmsnorm(
+    device: Device, x: Array, weight: Array, *, eps: float, **options: Unpack[Options]
+) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight over each part of x as wide as the weight."""
-    norm = to_gpu(device, weight)
-    return _one(device, x, lambda b, v: b.ops.rmsnorm(v, norm, eps), **options)
+    forward = Forward(device, len(x), **options)
+    return forward.run(forward.ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps))
 
 
-@_scoped
-def silu(device: Device, x: Array, **options: Any) -> Array:
-    """x * sigmoid(x)."""
-    return _one(device, x, lambda b, v: b.ops.silu(v), **options)
+@scoped_function
+def silu(device: Device, x: Array, *, gated: bool = False, **options: Unpack[Options]) -> Floats:
+    """x * sigmoid(x); gated: x is [rows, 2 n], and its left half's silu times its right half."""
+    forward = Forward(device, len(x), **options)
+    value = forward.input(x)
+    if not gated:
+        return forward.run(forward.ops.silu(value))
+    gate, up = forward.ops.split(value, value.width // 2, value.width // 2)
+    return forward.run(forward.ops.silu(gate) * up)
 
 
-@_scoped
-def add(device: Device, x: Array, other: Array, **options: Any) -> Array:
-    """x + other."""
-    return _one(device, x, lambda b, v: v + b.input(other), **options)
+@scoped_function
+def elementwise_add(device: Device, a: Array, b: Array, **options: Unpack[Options]) -> Floats:
+    """a + b."""
+    forward = Forward(device, len(a), **options)
+    return forward.run(forward.input(a) + forward.input(b))
 
 
-@_scoped
-def mul(device: Device, x: Array, other: Array, **options: Any) -> Array:
-    """x * other."""
-    return _one(device, x, lambda b, v: v * b.input(other), **options)
+@scoped_function
+def elementwise_mul(device: Device, a: Array, b: Array, **options: Unpack[Options]) -> Floats:
+    """a * b."""
+    forward = Forward(device, len(a), **options)
+    return forward.run(forward.input(a) * forward.input(b))
 
 
-@_scoped
-def linear(
+@scoped_function
+def take_rows(device: Device, x: Array, rows: Sequence[int], **options: Unpack[Options]) -> Floats:
+    """x[rows], of which there are 1 to 8, as before the logits of a prompt's last token."""
+    forward = Forward(device, len(x), logits_rows=rows, **options)
+    value = forward.ops.logits_rows(forward.input(x))
+    if forward.rows == 1:
+        raise ShaderError("there is nothing to take from a single row")
+    return forward.run(value)
+
+
+@scoped_function
+def matmul_vec(
     device: Device,
     x: Array,
     weight: Array,
     *,
     dtype: str = "f32",
-    bias: Array | None = None,
-    residual: Array | None = None,
     norm: tuple[Array, float] | None = None,
-    **options: Any,
-) -> Array:
-    """norm(x) W^T + bias + residual; weight [out, in], stored as `dtype`; norm (weight, eps)."""
-
-    def op(bench: Bench, value: Value) -> Value:
-        if norm is not None:
-            value = bench.ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
-        bias_gpu = None if bias is None else to_gpu(device, bias)
-        y = bench.ops.linear(value, to_gpu(device, weight, dtype), bias_gpu)
-        return y if residual is None else bench.input(residual) + y
-
-    return _one(device, x, op, **options)
-
-
-@_scoped
-def gated_linear(
-    device: Device, x: Array, gate_up: Array, *, dtype: str = "f32", **options: Any
-) -> Array:
-    """silu(x G^T) * (x U^T), where gate_up [2 n, in] is G on top of U."""
-    n = gate_up.shape[0] // 2
-
-    def op(bench: Bench, value: Value) -> Value:
-        both = bench.ops.linear(value, to_gpu(device, gate_up, dtype))
-        gate, up = bench.ops.split(both, n, n)
-        return bench.ops.silu(gate) * up
-
-    return _one(device, x, op, **options)
+    bias: Array | None = None,
+    gated: bool = False,
+    residual: Array | None = None,
+    **options: Unpack[Options],
+) -> Floats:
+    """y = norm(x) W^T + bias + residual for 1 to 8 rows of x; weight [n, k], stored as `dtype`;
+    norm (weight [k], eps). gated: W is gate on top of up, and y = silu(x gate^T) * (x up^T).
+    """
+    _few(len(x), "matmul")
+    forward = Forward(device, len(x), **options)
+    return forward.run(_linear(forward, x, weight, dtype, norm, bias, gated, residual))
 
 
-def rope_table(frequencies: Array, positions: int, scale: float = 1.0) -> NDArray[np.float32]:
+@scoped_function
+def matmul(
+    device: Device,
+    x: Array,
+    weight: Array,
+    *,
+    dtype: str = "f32",
+    norm: tuple[Array, float] | None = None,
+    bias: Array | None = None,
+    gated: bool = False,
+    residual: Array | None = None,
+    **options: Unpack[Options],
+) -> Floats:
+    """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; norm and
+    the gate are kernels beside it."""
+    forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1, **options)
+    return forward.run(_linear(forward, x, weight, dtype, norm, bias, gated, residual))
+
+
+def _linear(
+    forward: Forward,
+    x: Array,
+    weight: Array,
+    dtype: str,
+    norm: tuple[Array, float] | None,
+    bias: Array | None,
+    gated: bool,
+    residual: Array | None,
+) -> Value:
+    ops, device = forward.ops, forward.device
+    value = forward.input(x)
+    if norm is not None:
+        value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
+    bias_gpu = None if bias is None else to_gpu(device, bias)
+    y = ops.linear(value, to_gpu(device, weight, dtype), bias_gpu)
+    if gated:
+        gate, up = ops.split(y, y.width // 2, y.width // 2)
+        y = ops.silu(gate) * up
+    return y if residual is None else forward.input(residual) + y
+
+
+# Positions and attention
+
+
+def rope_table(frequencies: Array, positions: int, scale: float = 1.0) -> Floats:
     """(cos, sin) of position * frequency, times scale: [positions, len(frequencies), 2]."""
     angle = np.arange(positions)[:, None] * np.asarray(frequencies, np.float64)
     return (scale * np.stack([np.cos(angle), np.sin(angle)], -1)).astype(np.float32)
 
 
-@_scoped
+@scoped_function
 def rope(
     device: Device,
     x: Array,
+    table: Array,
     *,
-    position: int,
-    frequencies: Array,
     head_dim: int,
+    position: int = 0,
     interleaved: bool = False,
-    **options: Any,
-) -> Array:
-    """The heads of x [rows, heads * head_dim] turned by position, position + 1, … radians times
-    frequencies [rotary_dim / 2]."""
-    bench = Bench(device, _rows(x), **options)
-    table = device.upload(rope_table(frequencies, position + bench.rows))
-    rotary = Rope(table, 2 * len(frequencies), interleaved)
-    return bench.run(bench.ops.rope(bench.input(x), rotary, head_dim), position=position)
+    **options: Unpack[Options],
+) -> Floats:
+    """The heads of x [rows, heads * head_dim] turned; row i is at position + i.
+
+    table: (cos, sin) [positions, rotary_dim / 2, 2], as from `rope_table`. interleaved turns
+    neighbouring dimensions together, otherwise those half the rotary_dim apart.
+    """
+    forward = Forward(device, len(x), **options)
+    rotary = _rope(device, table, position + len(x), interleaved)
+    return forward.run(forward.ops.rope(forward.input(x), rotary, head_dim), position=position)
 
 
-@_scoped
+def _rope(device: Device, table: Array, positions: int, interleaved: bool) -> Rope:
+    if table.ndim != 3 or table.shape[0] < positions or table.shape[2] != 2:
+        raise ShaderError(
+            f"table must be [{positions} or more, rotary_dim / 2, 2], not {list(table.shape)}"
+        )
+    stored = device.upload(table.astype(np.float32), label="rope table")
+    return Rope(stored, 2 * table.shape[1], interleaved)
+
+
+@scoped_function
 def attention(
     device: Device,
     q: Array,
@@ -225,36 +260,267 @@ def attention(
     v: Array,
     *,
     n_kv_heads: int,
-    head_dim: int,
     scale: float,
     window: int = 0,
     kv_dtype: str = "f32",
-    **options: Any,
-) -> Array:
-    """softmax(scale * q k^T) v, causal. q [rows, n_heads * head_dim] belongs to the last rows of
-    k and v [kv_len, n_kv_heads * head_dim]; what comes before is written to the cache first."""
-    rows, kv_len = _rows(q), _rows(k)
-    cache = KVCache(device, 1, n_kv_heads, head_dim, kv_len, dtype=kv_dtype)
-    done = kv_len - rows
-    while done > 0:  # the past, in chunks of which only the writing matters
-        past = slice(max(0, done - 512), done)
-        unused = np.zeros((past.stop - past.start, q.shape[1]))
-        _attend(device, (unused, k[past], v[past]), cache, past.start, scale, window, {})
-        done = past.start
-    last = slice(kv_len - rows, kv_len)
-    return _attend(device, (q, k[last], v[last]), cache, last.start, scale, window, options)
+    **options: Unpack[Options],
+) -> Floats:
+    """softmax(scale * q k^T) v for 1 to 8 rows, by the kernels of decode.
+
+    q [rows, n_heads * head_dim] are the last rows of k and v [kv_len, n_kv_heads * head_dim], which
+    are cached as kv_dtype. A row attends to all before it, or to the last `window` positions.
+    """
+    _few(len(q), "attention_tiled")
+    forward = Forward(device, len(q), **options)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, kv_dtype)
+
+
+@scoped_function
+def attention_tiled(
+    device: Device,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    n_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> Floats:
+    """What attention computes, by the kernel of prefill, for any number of rows."""
+    forward = Forward(device, len(q), plan_rows=MAX_VEC_ROWS + 1, **options)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, kv_dtype)
 
 
 def _attend(
-    device: Device,
-    qkv: tuple[Array, Array, Array],
-    cache: KVCache,
-    position: int,
+    forward: Forward,
+    q: Array,
+    k: Array,
+    v: Array,
+    n_kv_heads: int,
     scale: float,
     window: int,
-    options: dict[str, Any],
-) -> Array:
-    bench = Bench(device, qkv[0].shape[0], **options)
-    q, k, v = map(bench.input, qkv)
-    output = bench.ops.attention(q, k, v, cache.layers[0], scale=scale, window=window)
-    return bench.run(output, position=position)
+    kv_dtype: str,
+) -> Floats:
+    past = len(k) - len(q)
+    cache = _cache(forward.device, k[:past], v[:past], n_kv_heads, kv_dtype, len(k))
+    inputs = forward.input(q), forward.input(k[past:]), forward.input(v[past:])
+    output = forward.ops.attention(*inputs, cache.layers[0], scale=scale, window=window)
+    return forward.run(output, position=past)
+
+
+@scoped_function
+def attention_scores(
+    device: Device,
+    q: Array,
+    k: Array,
+    *,
+    n_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> Floats:
+    """scale * q k^T [rows, n_heads, kv_len] for the q, k and window of `attention`, and -inf where
+    a row does not attend to a position."""
+    cache = _cache(device, k, k, n_kv_heads, kv_dtype, len(k))
+    n_heads = q.shape[1] // cache.layers[0].head_dim
+    forward = Forward(device, len(q), **_alone(options))
+    output = _traced(forward, q, cache, scale, window)
+    scores = _scores(device, np.zeros((len(q), n_heads, 0)), -np.inf, cache)
+    forward.run_alone("attention_scores", output, len(k) - len(q), scores=scores)
+    return device.read(scores).reshape(len(q), n_heads, -1)[..., : len(k)].copy()
+
+
+@scoped_function
+def softmax(device: Device, x: Array, *, window: int = 0, **options: Unpack[Options]) -> Floats:
+    """The softmax of attention scores x [rows, heads, kv_len] over the positions that each of the
+    last rows of kv_len attends to, and 0 for the others."""
+    rows, heads, kv_len = x.shape
+    none = np.zeros((0, heads * 8))  # any keys and values: only the shape of the scores matters
+    cache = _cache(device, none, none, heads, "f32", kv_len)
+    forward = Forward(device, rows, **_alone(options))
+    output = _traced(forward, np.zeros((rows, heads * 8)), cache, 1.0, window)
+    scores, y = _scores(device, x, np.nan, cache), _scores(device, x[..., :0], 0.0, cache)
+    forward.run_alone("softmax", output, kv_len - rows, x=scores, y=y)
+    return device.read(y).reshape(rows, heads, -1)[..., :kv_len].copy()
+
+
+@scoped_function
+def weighted_sum(
+    device: Device,
+    p: Array,
+    v: Array,
+    *,
+    n_kv_heads: int,
+    window: int = 0,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> Floats:
+    """sum of p [rows, n_heads, kv_len] times v [kv_len, n_kv_heads * head_dim] over the positions
+    that each of the last rows attends to: [rows, n_heads * head_dim]."""
+    rows, n_heads, kv_len = p.shape
+    cache = _cache(device, v, v, n_kv_heads, kv_dtype, kv_len)
+    width = n_heads * cache.layers[0].head_dim
+    forward = Forward(device, rows, **_alone(options))
+    output = _traced(forward, np.zeros((rows, width)), cache, 1.0, window)
+    y = unwritten(device, rows, width)
+    probabilities = _scores(device, p, np.nan, cache)
+    position = kv_len - rows
+    forward.run_alone("weighted_sum", output, position, probabilities=probabilities, y=y)
+    return from_rows(device.read(y), rows, width).copy()
+
+
+@scoped_function
+def kv_write(
+    device: Device,
+    k: Array,
+    v: Array,
+    *,
+    n_kv_heads: int,
+    position: int = 0,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> tuple[Array, Array]:
+    """The cache after k and v [rows, n_kv_heads * head_dim] were written from `position` on: keys
+    and values [n_kv_heads, slots, head_dim] in float32 or float16, NaN where nothing was."""
+    cache = _cache(device, k[:0], v[:0], n_kv_heads, kv_dtype, position + len(k))
+    forward = Forward(device, len(k), **_alone(options))
+    inputs = forward.input(np.zeros(k.shape)), forward.input(k), forward.input(v)
+    output = forward.ops.attention(*inputs, cache.layers[0], scale=1.0)
+    forward.run_alone("kv_write", output, position)
+    return _cached(device, cache)
+
+
+@scoped_function
+def rope_kv_write(
+    device: Device,
+    x: Array,
+    table: Array,
+    *,
+    n_heads: int,
+    n_kv_heads: int,
+    position: int = 0,
+    interleaved: bool = False,
+    norms: tuple[Array, Array, float] | None = None,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> tuple[Floats, Array, Array]:
+    """All from a projection x [rows, (n_heads + 2 n_kv_heads) * head_dim] of queries, keys and
+    values to attention, in one kernel: the queries normed and turned, and the cache (see kv_write)
+    with keys likewise and values written. norms: (q weight, k weight, eps); table: as in `rope`."""
+    head_dim = x.shape[1] // (n_heads + 2 * n_kv_heads)
+    q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
+    empty = np.zeros((0, kv_width))
+    cache = _cache(device, empty, empty, n_kv_heads, kv_dtype, position + len(x))
+    rotary = _rope(device, table, position + len(x), interleaved)
+    forward = Forward(device, len(x), **options)
+    ops = forward.ops
+    q, k, v = ops.split(forward.input(x), q_width, kv_width, kv_width)
+    if norms is not None:
+        q = ops.rmsnorm(q, to_gpu(device, norms[0]), norms[2])
+        k = ops.rmsnorm(k, to_gpu(device, norms[1]), norms[2])
+    q, k = ops.rope(q, rotary, head_dim), ops.rope(k, rotary, head_dim)
+    output = ops.attention(q, k, v, cache.layers[0], scale=1.0)
+    y = unwritten(device, len(x), q_width)
+    forward.run_alone("rope_kv_write", output, position, y=y)
+    return from_rows(device.read(y), len(x), q_width).copy(), *_cached(device, cache)
+
+
+def _alone(options: Options) -> Options:
+    return {**options, "fuse": False}
+
+
+def _traced(forward: Forward, q: Array, cache: KVCache, scale: float, window: int) -> Value:
+    """Attention of which one kernel will run, with what it needs in the cache already."""
+    layer = cache.layers[0]
+    unused = np.zeros((len(q), layer.n_kv_heads * layer.head_dim))
+    inputs = forward.input(q), forward.input(unused), forward.input(unused)
+    return forward.ops.attention(*inputs, layer, scale=scale, window=window)
+
+
+def _scores(device: Device, values: Array, fill: float, cache: KVCache) -> Buffer:
+    """The score matrix [rows, heads, positions of the cache], with `fill` beyond the values."""
+    rows, heads, positions = values.shape
+    padded = np.full((rows, heads, cache.layers[0].slots), fill, np.float32)
+    padded[..., :positions] = values
+    return device.upload(padded, label="scores")
+
+
+def _cache(
+    device: Device, k: Array, v: Array, n_kv_heads: int, dtype: str, positions: int
+) -> KVCache:
+    """A cache that holds k and v [up to positions, n_kv_heads * head_dim], and NaN after them."""
+    if k.ndim != 2 or k.shape != v.shape or k.shape[1] % n_kv_heads:
+        raise ShaderError(
+            f"k and v must be [kv_len, {n_kv_heads} * head_dim], "
+            f"not {list(k.shape)} and {list(v.shape)}"
+        )
+    head_dim = k.shape[1] // n_kv_heads
+    cache = KVCache(device, 1, n_kv_heads, head_dim, positions, dtype=dtype)
+    layer = cache.layers[0]
+    for buffer, part in ((layer.keys, k), (layer.values, v)):
+        stored = np.full((n_kv_heads, layer.slots, head_dim), np.nan, _KV_TYPES[dtype])
+        stored[:, : len(part)] = part.reshape(len(part), n_kv_heads, head_dim).swapaxes(0, 1)
+        device.write(buffer, stored)
+    return cache
+
+
+def _cached(device: Device, cache: KVCache) -> tuple[Array, Array]:
+    layer = cache.layers[0]
+    shape = (layer.n_kv_heads, layer.slots, layer.head_dim)
+    keys, values = (
+        device.read(buffer, _KV_TYPES[layer.dtype]).reshape(shape)
+        for buffer in (layer.keys, layer.values)
+    )
+    return keys, values
+
+
+_KV_TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
+
+
+# Sampling
+
+
+@scoped_function
+def sample(
+    device: Device,
+    logits: Array,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    prompt_ids: Sequence[int] = (),
+    seed: int = 0,
+    position: int = 0,
+    timings: dict[str, float] | None = None,
+) -> NDArray[np.uint32]:
+    """A token for each row of logits [rows, vocab], greedy at temperature 0; INVALID_TOKEN for a
+    row that has NaN or nothing above -inf. The noise depends on the seed and the row's position,
+    from `position` on. What the filters mean is in kernels/sampler.py."""
+    rows, vocab = logits.shape
+    noise = temperature > 0
+    chain = SamplerChain(
+        noise=noise,
+        penalties=repetition_penalty != 1.0,
+        bias=bool(logit_bias),
+        top_k=noise and top_k > 0,
+        top_p=noise and top_p < 1.0,
+        min_p=noise and min_p > 0.0,
+    )
+    record = np.zeros(1, SAMPLING)
+    record["temperature"], record["top_k"], record["top_p"] = temperature, top_k, top_p
+    record["min_p"], record["repetition_penalty"] = min_p, repetition_penalty
+    record["seed_low"], record["seed_high"] = seed & 0xFFFFFFFF, seed >> 32
+    record["max_position"] = 0xFFFFFFFF
+    step = device.upload(pack_step(np.zeros(rows, np.int64), position))
+    buffer = device.upload(to_rows(logits, rows))
+    sampler = Sampler(device, vocab, buffer, step, max_rows=rows)
+    sampler.begin(0, record[0], prompt_ids, logit_bias)
+    submit(device, sampler.dispatches(chain, gather=False), rows, 0, timings)
+    ids: NDArray[np.uint32] = device.read(sampler.sampled, np.uint32, rows)
+    return ids

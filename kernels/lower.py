@@ -20,7 +20,7 @@ from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import ITEMSIZE, GpuTensor
-from infer.kernels.tuning import Tuning
+from infer.kernels.tuning import AttentionVariant, Tuning, power_of_two
 
 MAX_VEC_ROWS = 8
 Count = Callable[[int, int], int]
@@ -114,10 +114,7 @@ class Lowering:
                 if self.kind.vec and len(linear.attrs["weight"].shards) == 1:
                     self.absorbed.add(linear)
         elif value.op == "attention" and self._projection(value) is not None:
-            for source in value.inputs[:2]:
-                while source.op in ("rope", "rmsnorm"):
-                    self.absorbed.add(source)
-                    source = source.inputs[0]
+            self.absorbed.update(self._turned(value))
 
     def _whole_row(self, norm: Value) -> bool:
         return bool(norm.attrs["weight"].shape[0] == norm.width and norm.inputs[0].op != "slice")
@@ -157,7 +154,18 @@ class Lowering:
         fits = fits and all(part.inputs[0] is q.inputs[0] for part in parts)
         if q_norm is not None and k_norm is not None:
             fits = fits and q_norm.attrs["eps"] == k_norm.attrs["eps"]
-        return q.inputs[0] if fits else None
+        alone = all(len(self.consumers[turned]) == 1 for turned in self._turned(value))
+        return q.inputs[0] if fits and alone else None
+
+    @staticmethod
+    def _turned(value: Value) -> list[Value]:
+        """The norms and ropes between attention and the slices of its projection."""
+        found = []
+        for source in value.inputs[:2]:
+            while source.op in ("rope", "rmsnorm"):
+                found.append(source)
+                source = source.inputs[0]
+        return found
 
     @staticmethod
     def _head_chain(value: Value) -> tuple[Value, Value | None, Rope | None]:
@@ -316,7 +324,7 @@ class Lowering:
                     flops=2 * rows * shard.rows * k,
                 )
             else:
-                tile = self.tuning.matmul(rows)
+                tile = self.tuning.matmul(rows, n)
                 self._emit(
                     "matmul",
                     operands,
@@ -430,12 +438,13 @@ class Lowering:
             "Q_STRIDE": q_stride,
             "Q_OFFSET": q_offset,
         }
-        if not self.fuse:
-            self._attention_chain(value, q, common)
-        elif self.kind.vec:
-            self._attention_split(value, q, common)
-        else:
+        variant = self.tuning.attention(group, cache.n_kv_heads, cache.head_dim)
+        if self.fuse and not self.kind.vec:
             self._attention_tiled(value, q, common)
+        elif self.fuse and variant is not None:
+            self._attention_split(value, q, common, variant)
+        else:
+            self._attention_chain(value, q, common)
 
     def _rope_kv_write(self, value: Value, projection: Value) -> Value:
         cache: LayerCache = value.attrs["cache"]
@@ -515,13 +524,19 @@ class Lowering:
             "weighted_sum",
             (self.step, cache.pages, probabilities, cache.values, value),
             heads,
-            weighted | {"SCORES_STRIDE": scores_stride, "Y_STRIDE": stride(value.width)},
+            weighted
+            | {
+                "SCORES_STRIDE": scores_stride,
+                "Y_STRIDE": stride(value.width),
+                "LANES": self.tuning.lanes(cache.head_dim),
+            },
         )
 
-    def _attention_split(self, value: Value, q: Value, common: dict[str, Any]) -> None:
+    def _attention_split(
+        self, value: Value, q: Value, common: dict[str, Any], variant: AttentionVariant
+    ) -> None:
         cache: LayerCache = value.attrs["cache"]
         n_heads = value.width // cache.head_dim
-        variant = self.tuning.attention(common["GROUP"], cache.n_kv_heads, cache.head_dim)
         stored = variant.count(cache.pages_per_sequence * PAGE)
         split = {
             "WINDOW": common["WINDOW"],
@@ -543,14 +558,27 @@ class Lowering:
             lambda rows, kv_len: (splits(kv_len), n_heads // variant.heads, rows),
             common
             | split
-            | {"WG": variant.workgroup, "HEADS": variant.heads, "BATCH": variant.batch},
+            | {
+                "WG": variant.workgroup,
+                "HEADS": variant.heads,
+                "CLUSTER": variant.cluster,
+                "CLUSTER_BITS": variant.cluster.bit_length() - 1,
+                "PER_LANE": variant.per_lane,
+                "BATCH": variant.batch,
+            },
             moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
         )
         self._emit(
             "attention_combine",
             (self.step, partial, weights, value),
             lambda rows, kv_len: (n_heads, rows, 1),
-            split | {"HEAD_DIM": cache.head_dim, "Y_STRIDE": stride(value.width)},
+            split
+            | {
+                "WG": max(32, min(128, power_of_two(cache.head_dim))),
+                "SUBGROUPS": self.device.subgroups,
+                "HEAD_DIM": cache.head_dim,
+                "Y_STRIDE": stride(value.width),
+            },
         )
 
     def _attention_tiled(self, value: Value, q: Value, common: dict[str, Any]) -> None:

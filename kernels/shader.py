@@ -293,6 +293,7 @@ _OPERATORS: dict[type, Any] = {
     ast.Div: lambda a, b: a // b,
     ast.FloorDiv: lambda a, b: a // b,
     ast.Mod: lambda a, b: a % b,
+    ast.LShift: lambda a, b: a << b,
     ast.Eq: lambda a, b: a == b,
     ast.NotEq: lambda a, b: a != b,
     ast.Lt: lambda a, b: a < b,

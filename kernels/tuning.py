@@ -43,20 +43,26 @@ class TileVariant:
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """attention of a few rows: invocations and query heads of a workgroup, positions that a lane
-    loads at once, and how the context is split."""
+    """attention of a few rows: invocations and query heads of a workgroup, lanes per position and
+    groups of eight dimensions per lane, positions that a lane loads at once, and how the context is
+    split."""
 
     workgroup: int
     heads: int
+    cluster: int
+    per_lane: int
     batch: int
     splits: int
-    min_split: int = 32
-    max_split: int = 256
+    min_split: int
+    max_split: int
 
     def count(self, positions: int) -> int:
         """Splits of that many positions: what attention_split.wgsl says on the GPU."""
         even = -(-positions // self.splits)
         return -(-positions // min(max(even, self.min_split), self.max_split))
+
+
+_BUSY = 100  # workgroups of the larger tile below which the smaller one keeps more of a GPU busy
 
 
 def power_of_two(value: int) -> int:
@@ -69,6 +75,7 @@ class Tuning:
 
     def __init__(self, device: Device) -> None:
         self.limits, self.software = device.limits, device.software
+        self.subgroup_size = device.subgroup_size
 
     def workgroup(self, width: int) -> int:
         """Invocations for a kernel that reduces `width` values."""
@@ -81,21 +88,34 @@ class Tuning:
         unroll = min(-(-groups // workgroup), 4 if rows == 1 else 1)
         return VecVariant(workgroup, outputs, unroll)
 
-    def matmul(self, rows: int) -> TileVariant:
+    def matmul(self, rows: int, n: int) -> TileVariant:
         variants = [TileVariant(8, 8, True), TileVariant(8, 8, False), TileVariant(4, 4, True)]
         for variant in variants:
-            if variant.storage <= self.limits.workgroup_storage and rows > variant.rows // 2:
+            tiles = -(-rows // variant.rows) * -(-n // variant.columns)
+            fills = rows > variant.rows // 2 and (variant.m_tile == 4 or tiles >= _BUSY)
+            if variant.storage <= self.limits.workgroup_storage and fills:
                 return variant
         return TileVariant(4, 4, False)
 
-    def attention(self, group: int, n_kv_heads: int, head_dim: int) -> AttentionVariant:
-        heads = next(heads for heads in range(min(group, 8), 0, -1) if group % heads == 0)
-        small = self.limits.workgroup_storage < 32768
-        workgroup = max(128 if small else 256, power_of_two(head_dim // 8))
-        workgroup = min(workgroup, self.limits.max_invocations)
-        while small and heads > 4 and heads % 2 == 0:
-            heads //= 2
-        batch = max(1, min(4, 8 // heads))
-        workgroups = 8 if self.software else 256
-        splits = max(1, workgroups // (n_kv_heads * group // heads))
-        return AttentionVariant(workgroup, heads, batch, splits)
+    def attention(self, group: int, n_kv_heads: int, head_dim: int) -> AttentionVariant | None:
+        """None without subgroups: then attention_scores, softmax and weighted_sum do it."""
+        if not self.subgroup_size:
+            return None
+        chunks = head_dim // 8
+        cluster = min(self.subgroup_size, chunks & -chunks)
+        per_lane = chunks // cluster
+        # A lane keeps heads * per_lane groups of queries and of outputs in registers.
+        most = max(1, 8 // per_lane)
+        heads = next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
+        workgroup = min(256, self.limits.max_invocations)
+        while workgroup * per_lane * 32 + 2048 > self.limits.workgroup_storage:
+            workgroup //= 2
+        at_once = 2 * workgroup // cluster
+        splits = max(1, (8 if self.software else 256) // (n_kv_heads * group // heads))
+        return AttentionVariant(
+            workgroup, heads, cluster, per_lane, 2, splits, at_once, max(256, at_once)
+        )
+
+    def lanes(self, head_dim: int) -> int:
+        """weighted_sum: positions that a workgroup adds up at once."""
+        return max(1, 256 // (head_dim // 8))

@@ -107,7 +107,8 @@ def load_weights(
     """
     if dtype is not None:
         _check_dtype(dtype)
-    _check(device, specs, checkpoint, ignorable)
+    check_checkpoint(specs, checkpoint, ignorable)
+    _check_rows(device, specs)
     with _allocated(device, specs, lambda spec: stored_dtype(spec, checkpoint, dtype)) as weights:
         allocated(weights)
         transfers = [t for spec in specs for t in _transfers(spec, weights[spec.name], checkpoint)]
@@ -170,12 +171,15 @@ def _allocated(
 # What is checked
 
 
-def _check(
-    device: Device,
+def check_checkpoint(
     specs: Sequence[WeightSpec],
     checkpoint: Checkpoint,
-    ignorable: Callable[[str], bool],
+    ignorable: Callable[[str], bool] = lambda name: False,
 ) -> None:
+    """Whether a checkpoint holds the weights, and nothing else but what is `ignorable`.
+
+    Raises CheckpointError for tensors that are missing, surplus or of another shape, and
+    UnsupportedError for a dtype that is not implemented."""
     wanted = {source.key: source.shape for spec in specs for source in spec.sources}
     found, folder = checkpoint.tensors, checkpoint.folder
     missing = [key for key in wanted if key not in found]
@@ -206,7 +210,6 @@ def _check(
             f"{folder} has tensors that the model has no use for: {listed(surplus)}. Without them "
             "it would not be the model it was trained as: check model_type in config.json."
         )
-    _check_rows(device, specs)
 
 
 def _check_dtype(dtype: str) -> None:

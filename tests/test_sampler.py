@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from infer.kernels.device import Device, Settings
+from infer.kernels.plan import Dispatch
 from infer.kernels.record import run
 from infer.kernels.sampler import CUT, INVALID_TOKEN, SLOTS, Sampler, SamplerChain
+from infer.kernels.shader import KernelSpec, render_text
 from infer.kernels.step import HEADER, NO_TOKEN, ROW, pack_step
 from infer.sampling import NumpySampler, SamplingParams, gumbel
 
@@ -181,8 +184,9 @@ def test_survivors_of_any_vocabulary(device: Device, vocab: int, scale: float) -
         SamplingParams(temperature=0.8, top_k=max(vocab // 3, 2), seed=1),
         SamplingParams(temperature=1.3, top_p=0.617, seed=1),
         SamplingParams(temperature=1.0, top_k=max(vocab // 2, 2), top_p=0.9, min_p=0.01, seed=1),
+        SamplingParams(temperature=1.0, top_k=1, top_p=0.0, seed=1),
     ]
-    logits = rng.normal(0, 1, (3, vocab)).astype(np.float32) * np.float32(scale) - 7
+    logits = rng.normal(0, 1, (4, vocab)).astype(np.float32) * np.float32(scale) - 7
     bench = Bench(device, logits, several)
     bench.start()
     tokens = bench.sample()
@@ -209,7 +213,55 @@ def test_scores_below_float_resolution_of_the_maximum_stay_apart(device: Device)
     assert np.flatnonzero(bench.filtered()[1][0]).tolist() == [7, 30]
 
 
+def test_what_top_k_removes_cannot_overflow_top_p(device: Device) -> None:
+    """The removed tokens' mass is near a multiple of 2**32, in the very bins where top-p cuts: of
+    the second digit (neighbouring floats), and of the third (equal floats)."""
+    rng = np.random.default_rng(3)
+    neighbours = np.float32(1) + rng.permutation(4004).astype(np.float32) * np.float32(2**-23)
+    equal = np.full(4004, 1, np.float32)
+    equal[rng.permutation(4004)[:20]] = np.nextafter(np.float32(1), np.float32(2))
+    several = [
+        SamplingParams(temperature=1.0, top_k=40, top_p=0.59, seed=1),  # 24 of 40
+        SamplingParams(temperature=1.0, top_k=25, top_p=0.0029, seed=1),  # 12 of 4,004
+    ]
+    bench = Bench(device, np.stack([neighbours, equal]), several)
+    bench.start()
+    bench.sample()
+    _, survives = bench.filtered()
+    assert sorted(np.flatnonzero(survives[0])) == sorted(np.argsort(-neighbours)[:24])
+    assert np.flatnonzero(survives[1]).tolist() == np.flatnonzero(equal > 1)[:12].tolist()
+
+
 # Draws
+
+
+def test_noise_is_exact_to_its_extremes(device: Device) -> None:
+    """Of all 32 bits, against float64."""
+    source = """
+    #include "sample_noise.wgsl"
+    @group(0) @binding(0) var<storage, read> bits: array<u32>;
+    @group(0) @binding(1) var<storage, read_write> noise: array<f32>;
+    @compute @workgroup_size(64)
+    fn main(@builtin(global_invocation_id) id: vec3<u32>) {
+      noise[id.x] = gumbel_of(bits[id.x]);
+      if (id.x >= 1024u) { noise[id.x] = gumbel(vec2<u32>(7u, 1u), 30u, bits[id.x]); }
+    }
+    """
+    bits = np.random.default_rng(2).integers(0, 2**32, 1024).astype(np.uint32)
+    bits[:32] = 2 ** np.arange(32)
+    bits[32:64] = ~bits[:32]
+    bits[64:68] = [0, 2**32 - 1, 0x03FFFFFF, 0x04000000]
+    # Of a million tokens those with the largest noise.
+    tokens = np.argsort(-gumbel(7 + 2**32, 30, np.arange(2**20)))[:1024]
+    shader = render_text(textwrap.dedent(source))
+    pipeline = device.compile(KernelSpec.of("noise"), shader)
+    noise = device.buffer(2048 * 4)
+    inputs = device.upload(np.append(bits, tokens.astype(np.uint32)))
+    group = device.bind(pipeline, [inputs, noise])
+    run(device, [Dispatch(pipeline, group, (32, 1, 1))])
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-32
+    expected = np.append(-np.log(-np.log1p(-uniform)), gumbel(7 + 2**32, 30, tokens))
+    np.testing.assert_allclose(device.read(noise), expected, rtol=1e-6, atol=5e-5)
 
 
 def probabilities(logits: NDArray[np.floating], params: SamplingParams) -> NDArray[np.float64]:
@@ -235,21 +287,20 @@ def test_draws_follow_softmax(device: Device, settings: dict[str, Any], vocab: i
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings"),
+    ("scale", "vocab", "settings"),
     [
-        ("normal", {"top_k": 20}),
-        ("normal", {"top_p": 0.8}),
-        ("normal", {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}),
-        # The cut goes through equal scores: the 326 lowest ids of 1,303.
-        ("flat", {"top_p": 0.25}),
+        (2, 1303, {"top_k": 20}),
+        (2, 1303, {"top_p": 0.8}),
+        (2, 1303, {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5}),
+        # The cut goes through equal scores: the 326 lowest ids of 1,303, and four of seven.
+        (0, 1303, {"top_p": 0.25}),
+        (0, 7, {"top_p": 0.5}),
     ],
 )
 def test_filtered_draws_follow_softmax(
-    device: Device, shape: str, settings: dict[str, Any]
+    device: Device, scale: float, vocab: int, settings: dict[str, Any]
 ) -> None:
-    rng = np.random.default_rng(6)
-    logits = rng.normal(0, 2, 1303) if shape == "normal" else np.full(1303, 2.0)
-    logits = logits.astype(np.float32)
+    logits = np.random.default_rng(6).normal(0, scale, vocab).astype(np.float32)
     params = SamplingParams(**({"temperature": 1.0} | settings), seed=12)
     bench = Bench(device, np.tile(logits, (1024, 1)), params)
     tokens = []
@@ -275,8 +326,8 @@ def test_ties_are_cut_across_blocks(device: Device) -> None:
 
 
 def test_rare_tokens_of_a_large_vocabulary(device: Device) -> None:
-    """One token has half of the probability, 150,000 share the rest: only the extremes of the noise
-    matter. Noise of 24 random bits would be a hundred times as far from float64's as allowed."""
+    """One token has half of the probability, 150,000 share the rest: only the extremes of the
+    noise matter."""
     logits = np.zeros((64, 150_001), np.float32)
     logits[:, 70_000] = np.log(150_000)
     bench = Bench(device, logits, SamplingParams(temperature=1.0, seed=4))
@@ -454,13 +505,15 @@ def test_gather_reads_all_rows_before_it_writes(device: Device, settings: dict[s
     rows["sequence"] = [0, 1, 2, 3, 4, 5]
     rows["alive"][3] = 0
     bench.device.write(bench.step, header)
+    stops_at_11 = params.record(vocab_size=30, prompt_tokens=1, context=CONTEXT, stop_ids=[11])
+    bench.sampler.begin(2, stops_at_11, [1])
 
     assert bench.sample(gather=True)[:4].tolist() == [11, 12, NO_TOKEN, 14]
     after = bench.step_rows()[:4]
     assert after["token"].tolist() == [11, 12, 1, 14]
     assert after["sequence"].tolist() == places
     assert after["position"].tolist() == [23, 21, 23, 22]
-    assert after["alive"].tolist() == [1, 1, 0, 1]
+    assert after["alive"].tolist() == [0, 1, 0, 1]
     assert bench.device.read(bench.step, np.uint32, 1).tolist() == [4]
     counts = bench.device.read(bench.sampler._buffers["counts"], np.uint32, 180).reshape(6, 30)
     in_output = counts & 0x7FFFFFFF
@@ -468,7 +521,7 @@ def test_gather_reads_all_rows_before_it_writes(device: Device, settings: dict[s
     expected[[2, 0, 1], [11, 12, 14]] = 1
     np.testing.assert_array_equal(in_output, expected)
     # The step's rows now are in the order of the logits.
-    assert bench.sample().tolist()[:4] == [11, 12, NO_TOKEN, 14]
+    assert bench.sample().tolist()[:4] == [NO_TOKEN, 12, NO_TOKEN, 14]
 
 
 def test_chains_dispatch_what_they_need(device: Device) -> None:

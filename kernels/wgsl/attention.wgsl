@@ -1,18 +1,24 @@
-// Attention of a few rows (decode): scores, softmax and weighted sum of one split of the context,
-// for HEADS query heads that share a KV head, so that every key and value is read once for them.
-// attention_combine joins the splits (Flash-Decoding, Dao et al. 2023).
+// Attention of a few rows (decode): one split of the context for HEADS query heads that share a KV
+// head, so that every key and value is read once for all of them. attention_combine joins the splits
+// (Flash-Decoding, Dao et al. 2023).
+//
+// CLUSTER neighbouring lanes of a subgroup share a position. Each cluster goes through its own
+// positions with an online softmax, without a barrier; the clusters are merged at the end.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
 #include "attention_range.wgsl"
 #include "attention_split.wgsl"
 // @param WG u32
+// @param CLUSTER u32             lanes per position: a power of two, at most a subgroup
+// @param CLUSTER_BITS u32        its logarithm
+// @param PER_LANE u32            groups of eight dimensions per lane
+// @param BATCH u32               positions that a cluster loads at once
 // @param HEADS u32               query heads per workgroup
 // @param GROUP u32               query heads per KV head
 // @param SCALE f32
 // @param Q_STRIDE u32
 // @param Q_OFFSET u32
-// @param BATCH u32               positions that a lane loads before it adds up
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
@@ -21,15 +27,11 @@
 @group(0) @binding(5) var<storage, read_write> y: array<f32>;              // [row][head][split][HEAD_DIM]
 @group(0) @binding(6) var<storage, read_write> weights: array<vec2<f32>>;  // (max, sum) of each split
 
-const CHUNKS = HEAD_DIM / 8u;  // invocations side by side, eight dimensions each
-const LANES = WG / CHUNKS;     // positions at once
-const SLICES = 16u;            // invocations per head in the softmax
+const CLUSTERS = WG / CLUSTER;
 const LOWEST = -3.0e38;
 
-var<workgroup> scores: array<array<f32, MAX_SPLIT>, HEADS>;
-var<workgroup> scratch: array<f32, WG * max(HEADS * BATCH, 8u)>;  // parts of scores, then of outputs
-var<workgroup> slice_max: array<array<f32, SLICES>, HEADS>;
-var<workgroup> slice_sum: array<array<f32, SLICES>, HEADS>;
+var<workgroup> parts: array<array<vec2<f32>, CLUSTERS>, HEADS>;  // (max, sum) of each subgroup
+var<workgroup> outputs: array<f32, CLUSTERS * HEAD_DIM>;
 
 // grid (splits, KV heads * GROUP / HEADS, rows)
 @compute @workgroup_size(WG)
@@ -37,6 +39,9 @@ fn main(
   @builtin(workgroup_id) id: vec3<u32>,
   @builtin(num_workgroups) size: vec3<u32>,
   @builtin(local_invocation_index) tid: u32,
+  @builtin(subgroup_id) subgroup: u32,
+  @builtin(subgroup_size) subgroup_size: u32,
+  @builtin(subgroup_invocation_id) lane: u32,
 ) {
   let row = step.rows[id.z];
   let kv_head = id.y * HEADS / GROUP;
@@ -48,109 +53,127 @@ fn main(
     return;
   }
   let count = min(length, row.position + 1u - start);
-  let chunk = tid % CHUNKS;
-  let lane = tid / CHUNKS;
+  let cluster = subgroup * (subgroup_size / CLUSTER) + lane / CLUSTER;
+  let part = lane % CLUSTER;
 
-  // scores: each invocation multiplies eight dimensions, then the chunks of a position are summed
-  let query = (id.z * Q_STRIDE + Q_OFFSET + first_head * HEAD_DIM) / 4u + 2u * chunk;
+  let query = (id.z * Q_STRIDE + Q_OFFSET + first_head * HEAD_DIM) / 4u;
 #for h in 0..HEADS
-  let q$h_low = SCALE * q[query + $hu * HEAD_DIM / 4u];
-  let q$h_high = SCALE * q[query + $hu * HEAD_DIM / 4u + 1u];
+#for e in 0..PER_LANE
+  let q$h_$e_low = SCALE * q[query + $hu * HEAD_DIM / 4u + 2u * (part + $eu * CLUSTER)];
+  let q$h_$e_high = SCALE * q[query + $hu * HEAD_DIM / 4u + 2u * (part + $eu * CLUSTER) + 1u];
+  var o$h_$e_low = vec4<f32>();
+  var o$h_$e_high = vec4<f32>();
 #endfor
-  for (var base = 0u; base < count; base += LANES * BATCH) {
-    if (lane < LANES) {
+  var most$h = LOWEST;
+  var sum$h = 0.0;
+#endfor
+  for (var base = 0u; base < count; base += CLUSTERS * BATCH) {
 #for b in 0..BATCH
-      let position$b = start + min(base + $bu * LANES + lane, count - 1u);
-      let key$b = load_key(kv_index(kv_head, kv_slot(row.sequence, position$b)) + chunk);
+    let place$b = base + $bu * CLUSTERS + cluster;
+    let kv$b = kv_index(kv_head, kv_slot(row.sequence, start + min(place$b, count - 1u))) + part;
+#for e in 0..PER_LANE
+    let key$b_$e = load_key(kv$b + $eu * CLUSTER);
+#endfor
+#endfor
+#for b in 0..BATCH
+#for e in 0..PER_LANE
+    let value$b_$e = load_value(kv$b + $eu * CLUSTER);
+#endfor
 #endfor
 #for b in 0..BATCH
 #for h in 0..HEADS
-      scratch[(($hu * BATCH + $bu) * LANES + lane) * CHUNKS + chunk] =
-        dot(kv_low(key$b), q$h_low) + dot(kv_high(key$b), q$h_high);
+    var score$b_$h = 0.0;
+#for e in 0..PER_LANE
+    score$b_$h += dot(kv_low(key$b_$e), q$h_$e_low) + dot(kv_high(key$b_$e), q$h_$e_high);
+#endfor
+#for k in 0..CLUSTER_BITS
+    score$b_$h += subgroupShuffleXor(score$b_$h, $(1 << $k)u);
+#endfor
+    score$b_$h = select(LOWEST, score$b_$h, place$b < count);
 #endfor
 #endfor
-    }
-    workgroupBarrier();
-    for (var i = tid; i < HEADS * BATCH * LANES; i += WG) {
-      let place = base + i % (BATCH * LANES);
-      if (place < count) {
-        var score = 0.0;
-        for (var c = 0u; c < CHUNKS; c++) {
-          score += scratch[i * CHUNKS + (c + i) % CHUNKS];  // rotated: no bank conflicts
-        }
-        scores[i / (BATCH * LANES)][place] = score;
-      }
-    }
-    workgroupBarrier();
+#for h in 0..HEADS
+    let before$h = most$h;
+#for b in 0..BATCH
+    most$h = max(most$h, score$b_$h);
+#endfor
+    let rescale$h = exp(before$h - most$h);
+    sum$h *= rescale$h;
+#for e in 0..PER_LANE
+    o$h_$e_low *= rescale$h;
+    o$h_$e_high *= rescale$h;
+#endfor
+#for b in 0..BATCH
+    let p$b_$h = exp(score$b_$h - most$h);
+    sum$h += p$b_$h;
+#for e in 0..PER_LANE
+    o$h_$e_low += p$b_$h * kv_low(value$b_$e);
+    o$h_$e_high += p$b_$h * kv_high(value$b_$e);
+#endfor
+#endfor
+#endfor
   }
 
-  // softmax numerators, maximum and sum of the split
-  if (tid < HEADS * SLICES) {
-    var most = LOWEST;
-    for (var i = tid % SLICES; i < count; i += SLICES) {
-      most = max(most, scores[tid / SLICES][i]);
+  // Merge the clusters of a subgroup. One without a position has the maximum LOWEST: no weight.
+  for (var other = CLUSTER; other < subgroup_size; other *= 2u) {
+#for h in 0..HEADS
+    {
+      let joint = max(most$h, subgroupShuffleXor(most$h, other));
+      let weight = exp(most$h - joint);
+      most$h = joint;
+      sum$h *= weight;
+      sum$h += subgroupShuffleXor(sum$h, other);
+#for e in 0..PER_LANE
+      o$h_$e_low *= weight;
+      o$h_$e_low += subgroupShuffleXor(o$h_$e_low, other);
+      o$h_$e_high *= weight;
+      o$h_$e_high += subgroupShuffleXor(o$h_$e_high, other);
+#endfor
     }
-    slice_max[tid / SLICES][tid % SLICES] = most;
+#endfor
+  }
+
+  // Merge the subgroups of the workgroup.
+  let n_subgroups = WG / subgroup_size;
+  if (lane == 0u) {
+#for h in 0..HEADS
+    parts[$h][subgroup] = vec2<f32>(most$h, sum$h);
+#endfor
   }
   workgroupBarrier();
-  if (tid < HEADS * SLICES) {
-    let h = tid / SLICES;
-    var most = LOWEST;
-    for (var i = 0u; i < SLICES; i++) {
-      most = max(most, slice_max[h][i]);
-    }
-    var sum = 0.0;
-    for (var i = tid % SLICES; i < count; i += SLICES) {
-      let p = exp(scores[h][i] - most);
-      scores[h][i] = p;
-      sum += p;
-    }
-    slice_sum[h][tid % SLICES] = sum;
-  }
-  workgroupBarrier();
-
-  // weighted sum: each invocation adds up its positions, then the lanes are summed
 #for h in 0..HEADS
-  var o$h_low = vec4<f32>();
-  var o$h_high = vec4<f32>();
-#endfor
-  if (lane < LANES) {
-    for (var i = lane; i < count; i += LANES) {
-      let value = load_value(kv_index(kv_head, kv_slot(row.sequence, start + i)) + chunk);
-      let value_low = kv_low(value);
-      let value_high = kv_high(value);
-#for h in 0..HEADS
-      o$h_low += scores[$h][i] * value_low;
-      o$h_high += scores[$h][i] * value_high;
-#endfor
+  {
+    var all = LOWEST;
+    for (var i = 0u; i < n_subgroups; i++) {
+      all = max(all, parts[$h][i].x);
     }
-  }
-#for h in 0..HEADS
-  if (lane < LANES) {
-    let out = lane * HEAD_DIM + 8u * chunk;
+    let weight = exp(most$h - all);
+    if (lane < CLUSTER) {
+#for e in 0..PER_LANE
+      let out$e = subgroup * HEAD_DIM + 8u * (part + $eu * CLUSTER);
 #for i in 0..4
-    scratch[out + $iu] = o$h_low[$i];
-    scratch[out + 4u + $iu] = o$h_high[$i];
+      outputs[out$e + $iu] = weight * o$h_$e_low[$i];
+      outputs[out$e + 4u + $iu] = weight * o$h_$e_high[$i];
 #endfor
-  }
-  workgroupBarrier();
-  for (var d = tid; d < HEAD_DIM; d += WG) {
-    var sum = 0.0;
-    for (var i = 0u; i < LANES; i++) {
-      sum += scratch[i * HEAD_DIM + d];
-    }
-    y[((id.z * HEADS * size.y + first_head + $hu) * STORED_SPLITS + id.x) * HEAD_DIM + d] = sum;
-  }
-  workgroupBarrier();
 #endfor
-  if (tid < HEADS) {
-    var most = LOWEST;
-    var sum = 0.0;
-    for (var i = 0u; i < SLICES; i++) {
-      most = max(most, slice_max[tid][i]);
-      sum += slice_sum[tid][i];
     }
-    weights[(id.z * HEADS * size.y + first_head + tid) * STORED_SPLITS + id.x] =
-      vec2<f32>(most, sum);
+    workgroupBarrier();
+    let stored = (id.z * HEADS * size.y + first_head + $hu) * STORED_SPLITS + id.x;
+    for (var d = tid; d < HEAD_DIM; d += WG) {
+      var sum = 0.0;
+      for (var i = 0u; i < n_subgroups; i++) {
+        sum += outputs[i * HEAD_DIM + d];
+      }
+      y[stored * HEAD_DIM + d] = sum;
+    }
+    if (tid == WG - 1u - $hu) {
+      var sum = 0.0;
+      for (var i = 0u; i < n_subgroups; i++) {
+        sum += parts[$h][i].y * exp(parts[$h][i].x - all);
+      }
+      weights[stored] = vec2<f32>(all, sum);
+    }
+    workgroupBarrier();
   }
+#endfor
 }

@@ -4,7 +4,7 @@
 // @param ROWS u32       rows of a workgroup: with GATHER all of them, else 1
 // @param PENALTIES bool
 #include "sampling.wgsl"
-#include "sample_best.wgsl"
+#include "sample_reduce.wgsl"
 
 @group(0) @binding(0) var<storage, read_write> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
@@ -36,7 +36,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   }
   workgroupBarrier();
 
-  // One invocation a row. All read before any writes: rows that are read and rows that are written overlap.
+  // One invocation a row. All read before any writes: rows read and rows written overlap.
   let row = id.x * ROWS + li;
   let mine = li < ROWS && row < n_rows;
   var next: Row;

@@ -5,7 +5,7 @@
 // @param FIND_K u32     the digit of the top-k key to find now, 1 to 3 (0: none)
 // @param FIND_P u32     the digit of the top-p key to find next
 #include "sampling.wgsl"
-#include "sample_best.wgsl"
+#include "sample_reduce.wgsl"
 #include "sample_histograms.wgsl"
 
 const SLOTS: u32 = 6;
@@ -31,8 +31,19 @@ struct Found {
   inside: vec2<u32>,  // and in it
 }
 
+struct Sums {
+  before: vec2<u32>,
+  total: vec2<u32>,
+}
+
+alias Bins = array<vec2<u32>, 8>;  // (count, mass) of bins 8 * li .. 8 * li + 7
+
 var<workgroup> found: Found;
-var<workgroup> previous: Cut;
+// What prefetch reads:
+var<private> own_stats: vec2<f32>;
+var<private> known: Cut;
+var<private> k_bins: Bins;
+var<private> p_bins: Bins;
 
 fn key_of(score: f32) -> u32 { return ~order(score); }
 
@@ -55,58 +66,68 @@ fn wants_top_p(sequence: u32) -> bool {
   return sampling[sequence].top_p < 1.0 && sampling[sequence].temperature > 0.0;
 }
 
-// The sum over the invocations before this one; then pairs[i] is the sum up to and including i.
-fn sum_before(li: u32, own: vec2<u32>) -> vec2<u32> {
-  workgroupBarrier();
-  pairs[li] = own;
-  workgroupBarrier();
-  for (var reach = 1u; reach < WG_SIZE; reach *= 2u) {
-    var other = vec2<u32>(0u);
-    if (li >= reach) { other = pairs[li - reach]; }
-    workgroupBarrier();
-    pairs[li] += other;
-    workgroupBarrier();
+// All loads of a row's cut, under way at once and before anything waits for another load.
+fn prefetch(li: u32, row: u32) {
+#if SLOT == 0
+  own_stats = vec2<f32>(LOWEST, 0.0);
+  for (var b = li; b < BLOCKS; b += WG_SIZE) {
+    own_stats = join_stats(own_stats, stats[row * BLOCKS + b]);
   }
-  return pairs[li] - own;
+#else
+  known = cuts[row * SLOTS + SLOT - 1u];
+#endif
+#if FIND_K > 0
+  k_bins = load_bins(li, row, FIND_K - 1u);
+#endif
+#if FIND_P > 0
+  p_bins = load_bins(li, row, select(FIND_P + 1u, 0u, FIND_P == 1u));
+#endif
 }
 
-var<private> values: array<vec2<u32>, 8>;  // (count, mass) of bins 8 * li .. 8 * li + 7
-var<private> own_before: vec2<u32>;         // and of all bins before those
-
-// Read a level; returns its total. From bin last on it holds tokens that top-k has removed: they
-// have no mass here, and in bin last itself only last_mass is left.
-fn read_level(li: u32, row: u32, level: u32, last: u32, last_mass: u32) -> vec2<u32> {
+fn load_bins(li: u32, row: u32, level: u32) -> Bins {
   let base = row * ROW_BINS + level * LEVEL_BINS + li;
-  // Unrolled, so that all loads are under way at once.
 #for i in 0..8
   let count_$i = atomicLoad(&histograms[base + $iu * WG_SIZE]);
   let mass_$i = atomicLoad(&histograms[base + $iu * WG_SIZE + BINS]);
 #endfor
-  if (li == 0u) { found = Found(); }
-  var own = vec2<u32>(0u);
+  var bins: Bins;
 #for i in 0..8
-  {
-    let bin = 8u * li + $iu;
-    let mass = select(select(mass_$i, last_mass, bin == last), 0u, bin > last);
-    values[$i] = vec2<u32>(count_$i, mass);
-    own += values[$i];
-  }
+  bins[$i] = vec2<u32>(count_$i, mass_$i);
 #endfor
-  own_before = sum_before(li, own);
-  return workgroupUniformLoad(&pairs[WG_SIZE - 1u]);
+  return bins;
 }
 
-// The first bin where the running count (by = 0) or mass (by = 1) of the level reaches goal.
-fn search(li: u32, by: u32, goal: u32) -> Found {
-  var before = own_before;
-  if (before[by] < goal && goal <= pairs[li][by]) {
-    var i = 0u;
-    while (i < 7u && before[by] + values[i][by] < goal) {
-      before += values[i];
-      i += 1u;
-    }
-    found = Found(8u * li + i, before, values[i]);
+fn sum_of(bins: Bins) -> vec2<u32> {
+  return bins[0] + bins[1] + bins[2] + bins[3] + bins[4] + bins[5] + bins[6] + bins[7];
+}
+
+// The sum over the invocations before this one, and over all.
+fn sum_before(li: u32, own: vec2<u32>) -> Sums {
+  pairs[li] = own;
+  workgroupBarrier();
+  let group = li & ~15u;
+  var sums = Sums();
+#for i in 0..15
+  sums.before += select(vec2<u32>(0u), pairs[group + $iu], group + $iu < li);
+#endfor
+  if (li == group + 15u) { groups[group / 16u] = sums.before + own; }
+  workgroupBarrier();
+#for i in 0..16
+  sums.before += select(vec2<u32>(0u), groups[$i], 16u * $iu < group);
+  sums.total += groups[$i];
+#endfor
+  return sums;
+}
+
+// The first bin where the running count (by = 0) or mass (by = 1) reaches goal.
+fn search(li: u32, bins: Bins, before_own: vec2<u32>, by: u32, goal: u32) -> Found {
+  var before = before_own;
+#for i in 0..8
+  if (before[by] < goal && goal <= before[by] + bins[$i][by]) {
+    found = Found(8u * li + $iu, before, bins[$i]);
   }
+  before += bins[$i];
+#endfor
   return workgroupUniformLoad(&found);
 }
 
@@ -114,20 +135,10 @@ fn shift_of(digit: u32) -> u32 {
   return select(select(0u, 10u, digit == 2u), 21u, digit == 1u);
 }
 
-fn first_cut(li: u32, row: u32, sequence: u32) -> Cut {
-  var own = vec2<f32>(LOWEST, 0.0);
-  for (var b = li; b < BLOCKS; b += WG_SIZE) { own = join_stats(own, stats[row * BLOCKS + b]); }
-  pairs[li] = bitcast<vec2<u32>>(own);
-  workgroupBarrier();
-  for (var half = WG_SIZE / 2u; half > 0u; half /= 2u) {
-    if (li < half) {
-      let other = bitcast<vec2<f32>>(pairs[li + half]);
-      pairs[li] = bitcast<vec2<u32>>(join_stats(bitcast<vec2<f32>>(pairs[li]), other));
-    }
-    workgroupBarrier();
-  }
-  let all = bitcast<vec2<f32>>(workgroupUniformLoad(&pairs[0]));
-  // No more than min(sum, k) can survive above the k-th: that much is 2^31, so that nothing that counts
+#if SLOT == 0
+fn first_cut(li: u32, sequence: u32) -> Cut {
+  let all = stats_of_workgroup(li, own_stats);
+  // No more than min(sum, k) can lie above the k-th: that much is 2^31, so that nothing that counts
   // overflows and few survivors are weighed as finely as many.
   let k = sampling[sequence].top_k;
   let most = select(all.y, min(all.y, f32(k)), wants_top_k(sequence));
@@ -137,12 +148,13 @@ fn first_cut(li: u32, row: u32, sequence: u32) -> Cut {
   cut.k_rank = k;
   return cut;
 }
+#endif
 
 #if FIND_K > 0
-fn find_k(li: u32, row: u32, before: Cut) -> Cut {
+fn find_k(li: u32, before: Cut) -> Cut {
   var cut = before;
-  read_level(li, row, FIND_K - 1u, NOTHING, 0u);
-  let bin = search(li, 0u, cut.k_rank);
+  let sums = sum_before(li, sum_of(k_bins));
+  let bin = search(li, k_bins, sums.before, 0u, cut.k_rank);
   cut.k_key |= bin.bin << shift_of(FIND_K);
   cut.k_rank -= bin.before.x;
   cut.k_mass += bin.before.y;
@@ -153,13 +165,21 @@ fn find_k(li: u32, row: u32, before: Cut) -> Cut {
 #endif
 
 #if FIND_P > 0
-fn find_p(li: u32, row: u32, sequence: u32, before: Cut) -> Cut {
+fn find_p(li: u32, sequence: u32, before: Cut) -> Cut {
   var cut = before;
 #if FIND_P == 1
+  // This level holds what top-k has removed since: it has no mass any more.
   let top_k = wants_top_k(sequence);
   let last = select(NOTHING, cut.k_key >> 21u, top_k);
-  let total = read_level(li, row, 0u, last, cut.k_mass - cut.k_mass_1).y;
-  // With top-k the level's total leaves out the tokens tied at the k-th key, which survive too.
+#for i in 0..8
+  if (8u * li + $iu == last) { p_bins[$i].y = cut.k_mass - cut.k_mass_1; }
+  if (8u * li + $iu > last) { p_bins[$i].y = 0u; }
+#endfor
+#endif
+  let sums = sum_before(li, sum_of(p_bins));
+#if FIND_P == 1
+  // With top-k the total leaves out the tokens tied at the k-th key, which survive too.
+  let total = sums.total.y;
   let each = max(f32(mass_of(score_of(cut.k_key), cut)), 1.0);
   let tied = select(0.0, f32(cut.ties) * each, top_k);
   let goal = sampling[sequence].top_p * (f32(total) + tied);
@@ -168,10 +188,8 @@ fn find_p(li: u32, row: u32, sequence: u32, before: Cut) -> Cut {
   } else {
     cut.p_rest = clamp(u32(ceil(goal)), 1u, total);
   }
-#else
-  read_level(li, row, FIND_P + 1u, NOTHING, 0u);
 #endif
-  let bin = search(li, 1u, cut.p_rest);
+  let bin = search(li, p_bins, sums.before, 1u, cut.p_rest);
   if (cut.p_rest > 0u) {
     cut.p_key |= bin.bin << shift_of(FIND_P);
     cut.p_rest -= bin.before.y;
@@ -185,19 +203,19 @@ fn find_p(li: u32, row: u32, sequence: u32, before: Cut) -> Cut {
 }
 #endif
 
-// What this dispatch knows: the row's cut so far, and what the last histogram adds to it.
-fn next_cut(li: u32, row: u32, sequence: u32) -> Cut {
+// After prefetch: the row's cut so far, and what the last histogram adds to it.
+fn next_cut(li: u32, sequence: u32) -> Cut {
+  if (li == 0u) { found = Found(); }
 #if SLOT == 0
-  var cut = first_cut(li, row, sequence);
+  var cut = first_cut(li, sequence);
 #else
-  if (li == 0u) { previous = cuts[row * SLOTS + SLOT - 1u]; }
-  var cut = workgroupUniformLoad(&previous);
+  var cut = known;
 #endif
 #if FIND_K > 0
-  if (wants_top_k(sequence)) { cut = find_k(li, row, cut); }
+  if (wants_top_k(sequence)) { cut = find_k(li, cut); }
 #endif
 #if FIND_P > 0
-  if (wants_top_p(sequence)) { cut = find_p(li, row, sequence, cut); }
+  if (wants_top_p(sequence)) { cut = find_p(li, sequence, cut); }
 #endif
   return cut;
 }

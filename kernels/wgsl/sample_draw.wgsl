@@ -12,8 +12,10 @@
 @group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                // [row][SLOTS]
 @group(0) @binding(6) var<storage, read_write> bests: array<vec2<u32>>;         // [row][BLOCKS]
 
-fn final_cut(li: u32, row: u32, sequence: u32) -> Cut {
-  var cut = next_cut(li, row, sequence);
+var<workgroup> tie: u32;
+
+fn final_cut(li: u32, sequence: u32) -> Cut {
+  var cut = next_cut(li, sequence);
   cut.below = NOTHING;
   cut.tie = NOTHING;
   let top_p = wants_top_p(sequence);
@@ -28,15 +30,15 @@ fn final_cut(li: u32, row: u32, sequence: u32) -> Cut {
   return cut;
 }
 
-// How many tokens with the key `tie` have lower ids than the four of this invocation. Only rows
+// How many tokens with the cut's key have lower ids than the four of this invocation. Only rows
 // where equal scores straddle the cut of top-p ask.
-fn ties_before(li: u32, row: u32, block: u32, tie: u32, keys: vec4<u32>) -> u32 {
+fn ties_before(li: u32, row: u32, block: u32, keys: vec4<u32>) -> u32 {
   var earlier = 0u;
   for (var i = 4u * li; i < block * BLOCK; i += BLOCK) {
     earlier += count_of(tie, keys_of(z[(row * STRIDE + i) / 4u]));
   }
-  let before = sum_before(li, vec2<u32>(count_of(tie, keys), earlier));
-  return before.x + workgroupUniformLoad(&pairs[WG_SIZE - 1u]).y;
+  let sums = sum_before(li, vec2<u32>(count_of(tie, keys), earlier));
+  return sums.before.x + sums.total.y;
 }
 
 fn count_of(key: u32, keys: vec4<u32>) -> u32 {
@@ -49,20 +51,24 @@ fn keys_of(score4: vec4<f32>) -> vec4<u32> {
 
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  prefetch(li, id.y);
+  let first = id.x * BLOCK + 4u * li;
+  var score4 = vec4<f32>(LOWEST);
+  if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
   if (step.rows[source].alive == 0u) { return; }
   let sequence = step.rows[source].sequence;
 
-  let cut = final_cut(li, id.y, sequence);
-  if (id.x == 0u && li == 0u) { cuts[id.y * SLOTS + SLOT] = cut; }
-  let first = id.x * BLOCK + 4u * li;
-  var score4 = vec4<f32>(LOWEST);
-  if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
+  let cut = final_cut(li, sequence);
+  if (li == 0u) {
+    tie = cut.tie;
+    if (id.x == 0u) { cuts[id.y * SLOTS + SLOT] = cut; }
+  }
   let keys = keys_of(score4);
 
   var rank = 0u;  // among the ties
-  if (cut.tie != NOTHING) { rank = ties_before(li, id.y, id.x, cut.tie, keys); }
+  if (workgroupUniformLoad(&tie) != NOTHING) { rank = ties_before(li, id.y, id.x, keys); }
   let seed = vec2<u32>(sampling[sequence].seed_low, sampling[sequence].seed_high);
   let greedy = sampling[sequence].temperature == 0.0;
   var best = vec2<u32>(0u, NOTHING);
@@ -78,7 +84,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
       best = vec2<u32>(NOTHING, first + $cu);
     } else if (greedy) {
       best = better(best, vec2<u32>(order(x), first + $cu));
-    } else if (survives && exp(x - cut.maximum) >= sampling[sequence].min_p && first + $cu < VOCAB) {
+    } else if (survives && x > LOWEST && exp(x - cut.maximum) >= sampling[sequence].min_p) {
       let noise = gumbel(seed, step.rows[source].position, first + $cu);
       best = better(best, vec2<u32>(order((x - cut.maximum) + noise), first + $cu));
     }

@@ -11,11 +11,11 @@
 @group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;      // [row][ROW_BINS]
 @group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                    // [row][SLOTS]
 
-// Of this block. Two counts share a word: a block has fewer than 2^16 tokens.
+// Of this block. The counts of places p and p + BINS / 2 share a word: a block has 1024 tokens.
 var<workgroup> block_counts: array<atomic<u32>, BINS / 2u>;
 var<workgroup> block_masses: array<atomic<u32>, BINS>;
 
-// Does the token belong to this level, as top-k has left it and with the digits found so far?
+// Does the token belong to this level? What top-k removes would come last, but overflow the masses.
 fn belongs(key: u32, cut: Cut, top_k: bool) -> bool {
 #if LEVEL == 0
   return true;
@@ -42,17 +42,23 @@ fn digit(key: u32) -> u32 {
 
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
+  prefetch(li, id.y);
+  let first = id.x * BLOCK + 4u * li;
+  var score4 = vec4<f32>(LOWEST);
+  if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
   if (step.rows[source].alive == 0u) { return; }
   let sequence = step.rows[source].sequence;
 
   // WGSL promises zeros, but wgpu-native leaves workgroup memory as it was.
-  for (var i = li; i < BINS; i += WG_SIZE) {
-    atomicStore(&block_counts[i / 2u], 0u);
-    atomicStore(&block_masses[i], 0u);
-  }
-  let cut = next_cut(li, id.y, sequence);
+#for i in 0..4
+  atomicStore(&block_counts[li + $iu * WG_SIZE], 0u);
+#endfor
+#for i in 0..8
+  atomicStore(&block_masses[li + $iu * WG_SIZE], 0u);
+#endfor
+  let cut = next_cut(li, sequence);
   if (id.x == 0u && li == 0u) { cuts[id.y * SLOTS + SLOT] = cut; }
   let top_k = wants_top_k(sequence);
 #if LEVEL == 0
@@ -64,15 +70,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
 #endif
 
   workgroupBarrier();
-  let first = id.x * BLOCK + 4u * li;
   if (first < STRIDE) {
-    let score4 = z[(id.y * STRIDE + first) / 4u];
 #for c in 0..4
     {
       let key = key_of(score4[$c]);
-      if (first + $cu < VOCAB && belongs(key, cut, top_k)) {
+      if (belongs(key, cut, top_k)) {
         let place = bin_place(digit(key));
-        atomicAdd(&block_counts[place / 2u], select(1u, 0x10000u, (place & 1u) == 1u));
+        atomicAdd(&block_counts[place % (BINS / 2u)], select(1u, 0x10000u, place >= BINS / 2u));
         atomicAdd(&block_masses[place], mass_of(score4[$c], cut));
       }
     }
@@ -80,12 +84,20 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   }
   workgroupBarrier();
   let base = id.y * ROW_BINS + LEVEL * LEVEL_BINS;
-  for (var place = li; place < BINS; place += WG_SIZE) {
-    let two = atomicLoad(&block_counts[place / 2u]);
-    let count = select(two & 0xffffu, two >> 16u, (place & 1u) == 1u);
-    if (count > 0u) {
-      atomicAdd(&histograms[base + place], count);
-      atomicAdd(&histograms[base + BINS + place], atomicLoad(&block_masses[place]));
-    }
+#for i in 0..4
+  let counts_$i = atomicLoad(&block_counts[li + $iu * WG_SIZE]);
+  let mass_$i = atomicLoad(&block_masses[li + $iu * WG_SIZE]);
+  let upper_$i = atomicLoad(&block_masses[li + $iu * WG_SIZE + BINS / 2u]);
+#endfor
+#for i in 0..4
+  add(base + li + $iu * WG_SIZE, counts_$i & 0xffffu, mass_$i);
+  add(base + li + $iu * WG_SIZE + BINS / 2u, counts_$i >> 16u, upper_$i);
+#endfor
+}
+
+fn add(place: u32, count: u32, mass: u32) {
+  if (count > 0u) {
+    atomicAdd(&histograms[place], count);
+    atomicAdd(&histograms[place + BINS], mass);
   }
 }

@@ -27,10 +27,13 @@ fn threefry_round(x: vec2<u32>, turn: u32) -> vec2<u32> {
 }
 
 // Standard Gumbel noise: the token with the largest score + noise is a draw from softmax(scores).
-// It is -log(e) for e = -log(1 - u), u = (bits + 1/2) / 2^32. What wins has a small e, so that e needs
-// all 32 bits near u = 0, where 1 - u would round: there the series of the logarithm is used.
+// It is -log(e) for e = -log(1 - u), u = (bits + 1/2) / 2^32. What wins has a small e, so e needs all
+// 32 bits near u = 0, where 1 - u would round: there it is the series of the logarithm.
 fn gumbel(seed: vec2<u32>, position: u32, token: u32) -> f32 {
-  let bits = threefry(seed, vec2<u32>(position, token)).x;
+  return gumbel_of(threefry(seed, vec2<u32>(position, token)).x);
+}
+
+fn gumbel_of(bits: u32) -> f32 {
   let u = (f32(bits) + 0.5) * 0x1p-32f;
   var e = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25)));
   if (bits >= 0x04000000u) { e = -log((f32(~bits) + 0.5) * 0x1p-32f); }

@@ -1,9 +1,10 @@
-// The first kernel of filtered sampling: scores, and for each block their maximum and sum of exponentials.
+// The first kernel of filtered sampling: scores, and each block's maximum and sum of exponentials.
 // @param BLOCKS u32     blocks of a row
 // @param CLEAR bool     the histograms, which later kernels fill
 #include "sampling.wgsl"
 #include "sample_score.wgsl"
 #include "sample_histograms.wgsl"
+#include "sample_reduce.wgsl"
 
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
@@ -13,8 +14,6 @@
 @group(0) @binding(5) var<storage, read_write> z: array<vec4<f32>>;       // [row][STRIDE / 4]
 @group(0) @binding(6) var<storage, read_write> stats: array<vec2<f32>>;   // [row][BLOCKS]
 @group(0) @binding(7) var<storage, read_write> histograms: array<u32>;    // [row][ROW_BINS]
-
-var<workgroup> partial: array<vec2<f32>, WG_SIZE>;
 
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
@@ -32,11 +31,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   if (first < STRIDE) { z[(id.y * STRIDE + first) / 4u] = score4; }
 
   let top = max(max(max(score4.x, score4.y), max(score4.z, score4.w)), LOWEST);
-  partial[li] = vec2<f32>(top, dot(exp(score4 - top), vec4<f32>(1.0)));
-  workgroupBarrier();
-  for (var half = WG_SIZE / 2u; half > 0u; half /= 2u) {
-    if (li < half) { partial[li] = join_stats(partial[li], partial[li + half]); }
-    workgroupBarrier();
-  }
-  if (li == 0u) { stats[id.y * BLOCKS + id.x] = partial[0]; }
+  let own = vec2<f32>(top, dot(exp(score4 - top), vec4<f32>(1.0)));
+  let all = stats_of_workgroup(li, own);
+  if (li == 0u) { stats[id.y * BLOCKS + id.x] = all; }
 }

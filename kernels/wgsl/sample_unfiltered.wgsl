@@ -2,7 +2,7 @@
 // @param BLOCKS u32     blocks of a row
 // @param NOISE bool     false: every row is greedy
 #include "sampling.wgsl"
-#include "sample_best.wgsl"
+#include "sample_reduce.wgsl"
 #include "sample_noise.wgsl"
 #include "sample_score.wgsl"
 
@@ -27,7 +27,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   {
     var x = score4[$c];
 #if NOISE
-    if (sampling[sequence].temperature > 0.0 && first + $cu < VOCAB) {
+    if (sampling[sequence].temperature > 0.0) {
       let seed = vec2<u32>(sampling[sequence].seed_low, sampling[sequence].seed_high);
       x += gumbel(seed, step.rows[source].position, first + $cu);
     }

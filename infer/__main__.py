@@ -1,0 +1,6 @@
+"""`python -m infer` is `infer`."""
+
+from infer.cli import main
+
+if __name__ == "__main__":
+    main()

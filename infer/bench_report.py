@@ -1,0 +1,235 @@
+"""What a benchmark found: as data, as JSON, and as tables like llama-bench's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1  # of the JSON; goes up when a field changes its meaning
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test. Times are in seconds, of every run after the warm-up.
+
+    tokens: of one run. tps: tokens per second, mean of the runs, and its standard deviation.
+    Decode has bytes_per_token, bandwidth (bytes per second) and share, the bandwidth over the copy
+    bandwidth. Prefill has flops, of one run, and flops_per_second.
+    """
+
+    test: str
+    tokens: int
+    seconds: tuple[float, ...]
+    tps: float
+    tps_deviation: float
+    bytes_per_token: float | None = None
+    bandwidth: float | None = None
+    share: float | None = None
+    flops: int | None = None
+    flops_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Dispatches of one kernel and shape in a step: how many, and their seconds, bytes of memory
+    and operations together."""
+
+    kernel: str
+    calls: int
+    seconds: float
+    nbytes: int
+    flops: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.flops / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The kernels of one step, slowest first. step_seconds: what the whole step took in the
+    benchmark, None where no test had just this step."""
+
+    step: str
+    rows: int
+    kv_len: int
+    step_seconds: float | None
+    kernels: tuple[KernelTime, ...]
+
+    @property
+    def kernel_seconds(self) -> float:
+        return sum(kernel.seconds for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """A benchmark of one model on one adapter.
+
+    dtype: of the matrices. copy_bandwidth: bytes read and written per second. ttft_seconds: time to
+    the first token of the prefill test's prompt, mean and deviation. sampled_share: speed with the
+    full sampler chain over greedy speed. host_seconds: of one token, to record and submit its step
+    and to read its id. peak_bytes: of GPU memory. load_seconds: until the model was ready.
+    """
+
+    model: str
+    random_weights: bool
+    architecture: str
+    dtype: str
+    kv_dtype: str
+    parameters: int
+    weight_bytes: int
+    context: int
+    adapter: str
+    adapter_kind: str
+    backend: str
+    driver: str
+    versions: dict[str, str]
+    commit: str | None
+    date: str
+    copy_bandwidth: float
+    rows: tuple[Row, ...]
+    ttft_seconds: tuple[float, float]
+    sampled_share: float
+    host_seconds: float
+    peak_bytes: int
+    load_seconds: float
+    profiles: tuple[Profile, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchReport:
+        """What `to_json` wrote. Raises ValueError for another schema."""
+        values: dict[str, Any] = json.loads(text)
+        if values.pop("schema", None) != SCHEMA:
+            raise ValueError(f"This is no benchmark report of schema {SCHEMA}.")
+        values["rows"] = tuple(
+            Row(**row | {"seconds": tuple(row["seconds"])}) for row in values["rows"]
+        )
+        values["profiles"] = tuple(
+            Profile(**profile | {"kernels": tuple(KernelTime(**k) for k in profile["kernels"])})
+            for profile in values["profiles"]
+        )
+        values["ttft_seconds"] = tuple(values["ttft_seconds"])
+        return cls(**values)
+
+    @property
+    def file_name(self) -> str:
+        """<date>-<adapter>-<model>.json, of letters, digits, points and dashes."""
+        words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}".lower()
+        kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
+        return "-".join(part for part in kept.split("-") if part) + ".json"
+
+
+# Tables
+
+
+def format_report(report: BenchReport) -> str:
+    """Everything, as text to read: where and what, the table of tests, the rest, the profile."""
+    r = report
+    commit = f" ({r.commit})" if r.commit else ""
+    versions = ", ".join(f"{name} {version}" for name, version in r.versions.items())
+    ttft, deviation = r.ttft_seconds
+    lines = [
+        f"{r.adapter} ({r.adapter_kind}, {r.backend}), driver {r.driver}",
+        f"{r.date}, {versions}{commit}",
+        f"context {r.context}, KV cache {r.kv_dtype}",
+        "",
+        results_table([r]),
+        "",
+        f"copy bandwidth       {r.copy_bandwidth / 1e9:,.1f} GB/s (read + written)",
+        f"time to first token  {1e3 * ttft:,.2f} ± {1e3 * deviation:,.2f} ms ({r.rows[0].test})",
+        f"sampler chain        {100 * r.sampled_share:.1f} % of greedy speed",
+        f"host                 {1e6 * r.host_seconds:,.0f} µs per token",
+        f"peak GPU memory      {r.peak_bytes / 2**30:.2f} GiB",
+        f"load                 {r.load_seconds:.2f} s",
+    ]
+    for profile in r.profiles:
+        lines += ["", profile_table(profile, r.copy_bandwidth)]
+    return "\n".join(lines)
+
+
+def results_table(reports: Sequence[BenchReport], *, adapters: bool = False) -> str:
+    """The tests of some reports, a row each; with their adapters in place of the backend."""
+    header = ["model", "size", "params", "adapter" if adapters else "backend"]
+    header += ["test", "t/s", "GB/s", "share", "TFLOP/s"]
+    rows = [
+        [
+            f"{report.model} {report.dtype}",
+            _scaled(report.weight_bytes, (2**30, "GiB"), (2**20, "MiB")),
+            _scaled(report.parameters, (10**9, "B"), (10**6, "M")),
+            f"{report.adapter} ({report.backend})" if adapters else report.backend,
+            row.test,
+            f"{row.tps:,.2f} ± {row.tps_deviation:,.2f}",
+            *_rates(row.bandwidth, row.share, row.flops_per_second),
+        ]
+        for report in reports
+        for row in report.rows
+    ]
+    return _table(header, rows, left=5)
+
+
+def profile_table(profile: Profile, copy_bandwidth: float) -> str:
+    """The kernels of a step, and what of the step's time is in none of them."""
+    whole = profile.step_seconds or profile.kernel_seconds
+    header = ["kernel", "calls", "µs each", "µs", "of step", "GB/s", "share", "TFLOP/s"]
+    rows = [
+        [
+            kernel.kernel,
+            f"{kernel.calls}",
+            f"{1e6 * kernel.seconds / kernel.calls:,.2f}",
+            *_time(kernel.seconds, whole),
+            *_rates(kernel.bandwidth, kernel.bandwidth / copy_bandwidth, kernel.flops_per_second),
+        ]
+        for kernel in profile.kernels
+    ]
+    calls = sum(kernel.calls for kernel in profile.kernels)
+    rows.append(["all kernels", f"{calls}", "", *_time(profile.kernel_seconds, whole), "", "", ""])
+    if profile.step_seconds is not None:
+        rest = profile.step_seconds - profile.kernel_seconds
+        rows.append(["rest: gaps, host", "", "", *_time(rest, whole), "", "", ""])
+        rows.append(["step", "", "", *_time(profile.step_seconds, whole), "", "", ""])
+    title = f"{profile.step}: rows {profile.rows}, positions {profile.kv_len}"
+    return f"{title}\n\n{_table(header, rows, left=1)}"
+
+
+def _time(seconds: float, whole: float) -> list[str]:
+    return [f"{1e6 * seconds:,.1f}", f"{100 * seconds / whole:.1f} %"]
+
+
+def _rates(bandwidth: float | None, share: float | None, flops: float | None) -> list[str]:
+    """GB/s, share and TFLOP/s, each where there is one."""
+    return [
+        f"{bandwidth / 1e9:,.1f}" if bandwidth else "",
+        f"{100 * share:.1f} %" if share else "",
+        f"{flops / 1e12:.{2 if flops >= 1e12 else 4}f}" if flops else "",
+    ]
+
+
+def _scaled(value: int, large: tuple[int, str], small: tuple[int, str]) -> str:
+    unit, name = large if value >= large[0] else small
+    return f"{value / unit:.2f} {name}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A markdown table whose columns also line up as text; the first `left` are left-aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = [
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(aligned)} |"
+
+    rule = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, rows)])

@@ -1,0 +1,409 @@
+"""The command line: `infer run`, `infer info`, `infer devices`, `infer bench`.
+
+Nothing heavy is imported before a command runs, so that `infer --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import infer
+from infer.kernels.errors import RequestError
+from infer.options import (
+    ContextOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KVDtype,
+    KVDtypeOption,
+    ModelArgument,
+    OfflineOption,
+    RevisionOption,
+    VerboseOption,
+    loading_option,
+    output_option,
+    parse_bias,
+    parse_template_arg,
+    prompt_option,
+    sampling_option,
+)
+from infer.terminal import (
+    INTERRUPTED,
+    ProgressLine,
+    exit_codes,
+    is_terminal,
+    never_fail_to_encode,
+    note,
+    read_prompt,
+    show,
+    write,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from infer.llm import LLM, Result
+    from infer.sampling import SamplingParams
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The program `infer`."""
+    never_fail_to_encode()
+    app(prog_name="infer")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Run language models on your own GPU, through WebGPU.
+
+    Try it with the model that is included: infer run demo --prompt "Once upon a time"
+
+    Results go to standard output, everything else to standard error. Exit codes: 0 for success, 1
+    for an error, which is explained, 2 for wrong usage, 130 after Ctrl-C.
+    """
+    if version:
+        write(f"infer {infer.__version__}\n")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    model: ModelArgument,
+    prompt: Annotated[
+        str | None,
+        prompt_option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="The text to answer. With - it is read from standard input, and without this "
+            "option too where something is piped in; one line end at its end is dropped.",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        prompt_option(
+            metavar="TEXT",
+            help="A system message before the prompt, for models with a chat template.",
+        ),
+    ] = None,
+    raw: Annotated[
+        bool,
+        prompt_option(
+            "--raw",
+            help="Continue the prompt as it is. Without it, a model that has a chat template gets "
+            "the prompt as a user's message.",
+        ),
+    ] = False,
+    template_arg: Annotated[
+        list[str] | None,
+        prompt_option(
+            metavar="KEY=JSON",
+            help="A value for the chat template, such as enable_thinking=false. Can be repeated.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        sampling_option(
+            "--max-tokens",
+            "-n",
+            metavar="N",
+            help="End after so many tokens. Without it the answer ends where the model ends it, or "
+            "when the context is full.",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        sampling_option(metavar="TEXT", help="End before this text. Can be repeated."),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        sampling_option(
+            metavar="T",
+            help="Divides the logits; 0 is greedy. Where this or one of the next four is left out, "
+            "the model's generation_config.json counts; without one too, it is off.",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, sampling_option(metavar="K", help="Keep the K most probable tokens; 0 is off.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        sampling_option(
+            metavar="P",
+            help="Keep the fewest of the most probable tokens that reach this probability "
+            "together; 1 is off.",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        sampling_option(
+            metavar="P",
+            help="Keep tokens at least this fraction as probable as the best; 0 is off.",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        sampling_option(
+            metavar="X",
+            help="Divides positive and multiplies negative logits of tokens in prompt and answer; "
+            "1 is off.",
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float,
+        sampling_option(
+            metavar="X", help="Subtracted from the logits of tokens in the answer; from -2 to 2."
+        ),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        sampling_option(metavar="X", help="The same, for each time that a token is there."),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        sampling_option(
+            metavar="ID=X",
+            help="Added to the logit of a token id; from -100 to 100. Can be repeated.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        sampling_option(
+            metavar="N",
+            help="The same seed samples the same answer. Without it every run has a new one.",
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = None,
+    kv_dtype: KVDtypeOption = KVDtype.F16,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    no_fuse: Annotated[
+        bool,
+        loading_option(
+            "--no-fuse",
+            help="Run every operation as a kernel of its own: slower, to find a fault with.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        output_option(
+            "--json",
+            help="Print nothing while generating, and in the end one JSON object: text, token ids, "
+            "finish reason, statistics, seed, adapter and versions.",
+        ),
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        output_option(
+            metavar="N",
+            help="With --json: the log probability of each token, and those of the N (0 to 20) "
+            "most probable in its place.",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool,
+        output_option("--quiet", "-q", help="Nothing but errors on standard error: no statistics."),
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Answer a prompt.
+
+    The answer appears on standard output as it is generated, followed by a line end; statistics
+    follow on standard error. Ctrl-C ends the answer where it is: what has been generated stays,
+    the statistics follow, and the exit code is 130.
+    """
+    with exit_codes(verbose):
+        if raw and (system is not None or template_arg):
+            raise typer.BadParameter("it leaves no chat template to fill", param_hint="--raw")
+        if logprobs is not None and not as_json:
+            raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
+        bias = dict(map(parse_bias, logit_bias or ()))
+        template_args = dict(map(parse_template_arg, template_arg or ()))
+        text = read_prompt(prompt)
+
+        from infer import report
+        from infer.llm import load
+        from infer.sampling import SamplingParams
+
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=bias or None,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            logprobs=logprobs,
+        )
+        begin = time.perf_counter()
+        with ProgressLine(shown=not quiet) as progress:
+            llm = load(
+                model,
+                device=device,
+                context=context,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                revision=revision,
+                offline=offline,
+                progress=progress.loading,
+                download_progress=progress.shown,
+                engine={"fuse": not no_fuse},
+            )
+        load_seconds = time.perf_counter() - begin
+        with llm:
+            params = params.resolved(llm.defaults)
+            if llm.device.software and not quiet:
+                note(
+                    f"note: {llm.device.adapter.name} is a software adapter: it computes on the "
+                    "CPU, slowly"
+                )
+            if verbose:
+                note(report.load_details(llm, params, load_seconds))
+            messages = make_prompt(llm, text, system, template_args, raw=raw)
+            result = generate(llm, messages, params, template_args, streamed=not as_json)
+            if as_json:
+                write_json(report.result_json(llm, result, params, load_seconds))
+            elif not quiet:
+                note(report.statistics_text(llm, result, load_seconds))
+    if result.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
+
+
+def make_prompt(
+    llm: LLM, text: str, system: str | None, template_args: dict[str, Any], *, raw: bool
+) -> str | list[dict[str, str]]:
+    """Chat messages for a model with a chat template, unless `raw`; else the text itself."""
+    if raw:
+        return text
+    if llm.tokenizer.has_chat_template:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        return [*before, {"role": "user", "content": text}]
+    if system is not None or template_args:
+        raise RequestError(
+            f"{llm.name} has no chat template, so --system and --template-arg mean nothing to it. "
+            "Put everything into the prompt."
+        )
+    return text
+
+
+def generate(
+    llm: LLM,
+    prompt: str | list[dict[str, str]],
+    params: SamplingParams,
+    template_args: dict[str, Any],
+    *,
+    streamed: bool,
+) -> Result:
+    """The answer; streamed: written while it comes. After Ctrl-C, what there is by then."""
+    written = 0
+    with llm.stream(prompt, params=params, template_args=template_args) as stream:
+        try:
+            for chunk in stream:
+                if streamed:
+                    write(chunk.text)
+                written += len(chunk.text)
+        except KeyboardInterrupt:
+            if streamed:
+                write(stream.result.text[written:])
+        finally:
+            if streamed:
+                write("\n")
+        return stream.result
+
+
+@app.command()
+def info(
+    model: ModelArgument,
+    device: DeviceOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = None,
+    kv_dtype: KVDtypeOption = KVDtype.F16,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Say what a model is, what it needs, and whether it fits.
+
+    Counts its parameters, and the bytes that would be allocated: for the weights, for the KV cache
+    at a context, and besides. Where the platform tells how much memory is free, says whether they
+    fit. Reads nothing but the small files and the headers of the weights, and works without a GPU;
+    a model from the hub is fetched first.
+    """
+    with exit_codes(verbose):
+        from infer.report import inspect_model
+
+        found = inspect_model(
+            model,
+            device=device,
+            context=context,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            revision=revision,
+            offline=offline,
+            download_progress=is_terminal(sys.stderr),
+        )
+        show(found, as_json)
+
+
+@app.command()
+def devices(
+    device: DeviceOption = None,
+    check: Annotated[
+        bool,
+        output_option(
+            "--check",
+            help="Run every kernel on the adapter that is used, compare it with its reference, and "
+            "say which fail. The exit code is 1 if one does.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """List the adapters of this machine.
+
+    Each with its type, backend and driver, the features that the kernels make use of, its limits
+    and, where the platform tells, its memory. A star marks the one that is used: discrete GPUs come
+    first, then integrated ones, then software. OpenGL is never used.
+    """
+    with exit_codes(verbose):
+        from infer.report import Adapters, check_kernels
+
+        adapters = Adapters.find(device)
+        if check:
+            with ProgressLine() as progress:
+                checks = check_kernels(adapters.used, progress.show)
+            show(checks, as_json)
+            raise typer.Exit(0 if checks.ok else 1)
+        show(adapters, as_json)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(arguments: typer.Context) -> None:
+    """Measure how fast a model runs on this machine (see infer bench --help)."""
+    with exit_codes():
+        from infer.bench import main as bench_main
+
+        raise typer.Exit(bench_main(arguments.args))

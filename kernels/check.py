@@ -1,0 +1,415 @@
+"""Every kernel against its reference on one device: what `infer devices --check` runs.
+
+Shapes are small and awkward: widths that are no multiple of what a kernel loads at once, contexts
+that cross a page, rows that end in the middle of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from infer.kernels import functions, reference
+from infer.kernels.arrays import Array, rounded
+from infer.kernels.device import Device
+from infer.kernels.errors import InferError
+from infer.kernels.sampler import INVALID_TOKEN
+
+F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """How one kernel did in one case.
+
+    error is the normalised mean square error, of the sampler the share of wrong tokens; NaN where
+    the kernel did not run, and message says why.
+    """
+
+    kernel: str
+    case: str
+    error: float
+    limit: float
+    message: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit
+
+
+Outcome = tuple[Array, Array]  # what the kernel gave, what it should have given
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel in one case."""
+
+    kernel: str
+    name: str
+    run: Callable[[Device, Inputs], Outcome]
+
+    def check(self, device: Device) -> CheckResult:
+        sampler = self.kernel == "sample"
+        limit = 0.0 if sampler else F32_LIMIT
+        try:
+            y, expected = self.run(device, Inputs())
+        except InferError as error:
+            return CheckResult(self.kernel, self.name, math.nan, limit, str(error))
+        wrong = float((y != expected).mean()) if sampler else reference.nmse(y, expected)
+        return CheckResult(self.kernel, self.name, wrong, limit)
+
+
+class Inputs:
+    """Random f32 arrays of any shape: the same ones for a case every time."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, *shape: int) -> Array:
+        return self.rng.standard_normal(shape, np.float32)
+
+
+def check_device(
+    device: Device, progress: Callable[[CheckResult], None] | None = None
+) -> list[CheckResult]:
+    """Run every kernel, its fused forms and its storage types. progress is called after each case.
+
+    A kernel that does not compile, and a device that fails, are failed checks, not exceptions.
+    """
+    results = []
+    for case in cases():
+        results.append(case.check(device))
+        if progress is not None:
+            progress(results[-1])
+    return results
+
+
+def cases() -> Iterator[Case]:
+    """All of them, kernel by kernel."""
+    weights, kv_types = ("f32", "f16", "bf16"), ("f32", "f16")
+    for dtype in weights:
+        yield Case("embedding", dtype, partial(_embedding, dtype=dtype))
+    yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
+    yield Case("rmsnorm", "per head", partial(_rmsnorm, rows=3, parts=5, width=24))
+    yield Case("silu", "plain", _silu)
+    yield Case("silu", "gated", _gated_silu)
+    yield Case("elementwise_add", "", _elementwise_add)
+    yield Case("elementwise_mul", "", _elementwise_mul)
+    yield Case("take_rows", "", _take_rows)
+    for dtype, rows, form in product(
+        weights, (1, 2, 5, 8), ("plain", "norm bias", "norm gated", "residual")
+    ):
+        run = partial(_linear, functions.matmul_vec, dtype=dtype, rows=rows, k=131, n=37, form=form)
+        yield Case("matmul_vec", f"{dtype}, {rows} rows, {form}", run)
+    for dtype, (rows, k, n, form) in product(
+        weights, ((9, 37, 21, "plain"), (130, 72, 134, "bias residual"))
+    ):
+        run = partial(_linear, functions.matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
+        yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
+    for layout, rotary_dim in product(("half-split", "interleaved"), (24, 16)):
+        run = partial(_rope, interleaved=layout == "interleaved", rotary_dim=rotary_dim)
+        yield Case("rope", f"{layout}, {rotary_dim} of 24", run)
+    for kernel, (function, rows_of) in _ATTENTION.items():
+        for dtype, shape, rows in product(kv_types, _SHAPES, rows_of):
+            run = partial(function, shape=shape, rows=rows, dtype=dtype)
+            yield Case(kernel, f"{dtype}, {rows} rows, {shape}", run)
+    for name, sampled in _SAMPLING.items():
+        yield Case("sample", name, sampled)
+
+
+# Everything but attention
+
+
+def _embedding(device: Device, inputs: Inputs, dtype: str) -> Outcome:
+    weight, ids = inputs(37, 67), np.array([36, 0, 5, 5])
+    y = functions.embedding(device, ids, weight, dtype=dtype, scale=0.5)
+    return y, 0.5 * rounded(weight, dtype)[ids]
+
+
+def _rmsnorm(device: Device, inputs: Inputs, rows: int, parts: int, width: int) -> Outcome:
+    x, weight = inputs(rows, parts * width), inputs(width)
+    return functions.rmsnorm(device, x, weight, eps=EPS), reference.rmsnorm(x, weight, EPS)
+
+
+def _silu(device: Device, inputs: Inputs) -> Outcome:
+    x = 4 * inputs(3, 67)
+    return functions.silu(device, x), reference.silu(x)
+
+
+def _gated_silu(device: Device, inputs: Inputs) -> Outcome:
+    x = 4 * inputs(3, 2 * 67)
+    return functions.silu(device, x, gated=True), reference.silu(x[:, :67]) * x[:, 67:]
+
+
+def _elementwise_add(device: Device, inputs: Inputs) -> Outcome:
+    a, b = inputs(3, 67), inputs(3, 67)
+    return functions.elementwise_add(device, a, b), a.astype(np.float64) + b
+
+
+def _elementwise_mul(device: Device, inputs: Inputs) -> Outcome:
+    a, b = inputs(3, 67), inputs(3, 67)
+    return functions.elementwise_mul(device, a, b), a.astype(np.float64) * b
+
+
+def _take_rows(device: Device, inputs: Inputs) -> Outcome:
+    x, rows = inputs(11, 67), [10, 0, 3]
+    return functions.take_rows(device, x, rows), x[rows]
+
+
+def _linear(
+    function: Callable[..., Array],
+    device: Device,
+    inputs: Inputs,
+    dtype: str,
+    rows: int,
+    k: int,
+    n: int,
+    form: str,
+) -> Outcome:
+    """form: any of the words "norm", "bias", "gated" and "residual"."""
+    gated = "gated" in form
+    x, weight = inputs(rows, k), inputs(2 * n if gated else n, k)
+    options: dict[str, Any] = {"dtype": dtype, "gated": gated}
+    expected = x
+    if "norm" in form:
+        options["norm"] = inputs(k), EPS
+        expected = reference.rmsnorm(x, *options["norm"])
+    expected = reference.matmul(expected, rounded(weight, dtype))
+    if "bias" in form:
+        options["bias"] = inputs(len(weight))
+        expected = expected + options["bias"]
+    if gated:
+        expected = reference.silu(expected[:, :n]) * expected[:, n:]
+    if "residual" in form:
+        options["residual"] = inputs(rows, n)
+        expected = expected + options["residual"]
+    return function(device, x, weight, **options), expected
+
+
+def _rope(device: Device, inputs: Inputs, interleaved: bool, rotary_dim: int) -> Outcome:
+    x, frequencies = inputs(3, 2 * 24), _frequencies(rotary_dim)
+    table, at = functions.rope_table(frequencies, 300), np.arange(290, 293)
+    y = functions.rope(device, x, table, head_dim=24, position=290, interleaved=interleaved)
+    return y, reference.rope(x, at, frequencies, 24, interleaved)
+
+
+def _frequencies(rotary_dim: int) -> Array:
+    """Radians per position of each pair (Su et al. 2021)."""
+    exponents: Array = np.arange(0, rotary_dim, 2) / rotary_dim
+    return 10000.0**-exponents
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """group query heads share each KV head; the last row is at kv_len - 1."""
+
+    n_kv_heads: int
+    group: int
+    head_dim: int
+    kv_len: int
+    window: int = 0
+
+    def __str__(self) -> str:
+        window = f", window {self.window}" if self.window else ""
+        heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
+        return f"{heads}, context {self.kv_len}{window}"
+
+    @property
+    def n_heads(self) -> int:
+        return self.n_kv_heads * self.group
+
+    @property
+    def kv_width(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim)
+
+    def rows(self, rows: int) -> slice:
+        """The positions of the last rows."""
+        return slice(self.kv_len - rows, self.kv_len)
+
+    def seen(self, rows: int) -> Array:
+        """[rows, 1, kv_len]: which positions they attend to."""
+        return reference.visible(rows, self.kv_len, self.window)[:, None, :]
+
+    def qkv(self, inputs: Inputs, rows: int) -> tuple[Array, Array, Array]:
+        q = inputs(rows, self.n_heads * self.head_dim)
+        return q, inputs(self.kv_len, self.kv_width), inputs(self.kv_len, self.kv_width)
+
+    def options(self, dtype: str) -> dict[str, Any]:
+        """What every function of attention takes."""
+        return {"n_kv_heads": self.n_kv_heads, "window": self.window, "kv_dtype": dtype}
+
+
+_SHAPES = (
+    _Shape(2, 1, 8, 259),
+    _Shape(1, 3, 64, 301, window=33),
+    _Shape(2, 8, 40, 97),
+    _Shape(1, 4, 128, 531),
+    _Shape(1, 2, 256, 81),
+)
+
+
+def _attend(
+    function: Callable[..., Array],
+    device: Device,
+    inputs: Inputs,
+    shape: _Shape,
+    rows: int,
+    dtype: str,
+) -> Outcome:
+    q, k, v = shape.qkv(inputs, rows)
+    y = function(device, q, k, v, scale=shape.scale, **shape.options(dtype))
+    stored = rounded(k, dtype), rounded(v, dtype)
+    return y, reference.attention(q, *stored, shape.n_heads, shape.scale, shape.window)
+
+
+def _scores(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    q, k, _ = shape.qkv(inputs, rows)
+    y = functions.attention_scores(device, q, k, scale=shape.scale, **shape.options(dtype))
+    expected = reference.attention_scores(q, rounded(k, dtype), shape.n_heads, shape.scale)
+    return np.where(shape.seen(rows), y, 0), np.where(shape.seen(rows), expected, 0)
+
+
+def _softmax(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    scores = np.where(shape.seen(rows), 4 * inputs(rows, shape.n_heads, shape.kv_len), -np.inf)
+    return functions.softmax(device, scores, window=shape.window), reference.softmax(scores)
+
+
+def _weighted_sum(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    scores = inputs(rows, shape.n_heads, shape.kv_len)
+    p = reference.softmax(np.where(shape.seen(rows), scores, -np.inf))
+    v = inputs(shape.kv_len, shape.kv_width)
+    y = functions.weighted_sum(device, p, v, **shape.options(dtype))
+    values = rounded(v, dtype).reshape(shape.kv_len, shape.n_kv_heads, shape.head_dim)
+    return y, reference.weighted_sum(p, values)
+
+
+def _kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    k, v, at = inputs(rows, shape.kv_width), inputs(rows, shape.kv_width), shape.rows(rows)
+    keys, values = functions.kv_write(
+        device, k, v, n_kv_heads=shape.n_kv_heads, position=at.start, kv_dtype=dtype
+    )
+    y = np.concatenate([_of_positions(keys, at), _of_positions(values, at)])
+    return y, rounded(np.concatenate([k, v]), dtype)
+
+
+def _rope_kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    """Shapes with groups have norms; those with odd groups are interleaved."""
+    d, q_width, at = shape.head_dim, shape.n_heads * shape.head_dim, shape.rows(rows)
+    x, q_norm, k_norm = inputs(rows, q_width + 2 * shape.kv_width), inputs(d), inputs(d)
+    interleaved, normed = shape.group % 2 == 1, shape.group > 1
+    y, keys, values = functions.rope_kv_write(
+        device,
+        x,
+        functions.rope_table(_frequencies(d), shape.kv_len),
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        position=at.start,
+        interleaved=interleaved,
+        norms=(q_norm, k_norm, EPS) if normed else None,
+        kv_dtype=dtype,
+    )
+    q, k, v = np.split(x, [q_width, q_width + shape.kv_width], axis=1)
+    if normed:
+        q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
+    positions = np.arange(at.start, at.stop)
+    q = reference.rope(q, positions, _frequencies(d), d, interleaved)
+    exact = reference.rope(k, positions, _frequencies(d), d, interleaved)
+    k = _of_positions(keys, at).astype(np.float64)
+    if dtype == "f16":  # f32 arithmetic may turn a rounding to f16 the other way
+        one_off = abs(k - exact) <= np.spacing(abs(exact).astype(np.float16))
+        exact = np.where(one_off, k, exact)
+    result = np.concatenate([y, k, _of_positions(values, at)], axis=1)
+    return result, np.concatenate([q, exact, rounded(v, dtype)], axis=1)
+
+
+def _of_positions(cached: Array, at: slice) -> Array:
+    """[n_kv_heads, slots, head_dim] of a cache -> [positions, n_kv_heads * head_dim]."""
+    return cached[:, at].swapaxes(0, 1).reshape(at.stop - at.start, -1)
+
+
+_ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...]]] = {
+    "attention_scores": (_scores, (3,)),
+    "softmax": (_softmax, (3,)),
+    "weighted_sum": (_weighted_sum, (3,)),
+    "kv_write": (_kv_write, (3,)),
+    "rope_kv_write": (_rope_kv_write, (3,)),
+    "attention": (partial(_attend, functions.attention), (1, 3, 8)),
+    "attention_tiled": (partial(_attend, functions.attention_tiled), (70,)),
+}
+
+
+# Sampling: cases of which the outcome is known whatever the noise
+
+
+def _logits(inputs: Inputs) -> Array:
+    return 3 * inputs(4, 2500)
+
+
+def _best(device: Device, inputs: Inputs, **options: Any) -> Outcome:
+    logits = _logits(inputs)
+    return functions.sample(device, logits, **options), logits.argmax(1)
+
+
+def _invalid(device: Device, inputs: Inputs) -> Outcome:
+    logits = _logits(inputs)
+    logits[1, 2000], logits[2] = np.nan, -np.inf
+    expected = logits.argmax(1).astype(np.uint32)
+    expected[1:3] = INVALID_TOKEN
+    return functions.sample(device, logits), expected
+
+
+def _first_of_equals(device: Device, inputs: Inputs) -> Outcome:
+    logits = _logits(inputs)
+    logits[:, [2400, 1700]] = 50
+    return functions.sample(device, logits), np.full(4, 1700)
+
+
+def _changed(device: Device, inputs: Inputs) -> Outcome:
+    logits = _logits(inputs)
+    logits[:, 1100], logits[:, 1200] = 60, 50
+    y = functions.sample(
+        device, logits, prompt_ids=[1100], repetition_penalty=2.0, logit_bias={1200: -10, 7: 70}
+    )
+    return y, np.where(logits[:, 7] + 70 > 40, 7, 1200)
+
+
+def _survivors(device: Device, inputs: Inputs, n: int, **options: Any) -> Outcome:
+    """Tokens 5, 1030, 2499, 1031 have 40, 30, 20 and 10 %. All of the first n appear, no other."""
+    probabilities = {5: 0.4, 1030: 0.3, 2499: 0.2, 1031: 0.1}
+    logits = np.full((64, 2500), -30.0)
+    logits[:, [*probabilities]] = np.log([*probabilities.values()])
+    ids = functions.sample(device, logits, temperature=1.0, seed=3, **options)
+    survivors = [*probabilities][:n]
+    found = [token in ids for token in survivors]
+    y = np.array([*np.isin(ids, survivors), *found])
+    return y, np.ones_like(y)
+
+
+_SAMPLING: dict[str, Callable[[Device, Inputs], Outcome]] = {
+    "greedy": _best,
+    "greedy, equal logits": _first_of_equals,
+    "not a number": _invalid,
+    "penalty and bias": _changed,
+    "top-k 1": partial(_best, temperature=1.0, top_k=1),
+    "top-p 0": partial(_best, temperature=1.0, top_p=1e-9),
+    "min-p 1": partial(_best, temperature=1.0, min_p=1.0),
+    "unfiltered": partial(_survivors, n=4),
+    "top-k 3": partial(_survivors, n=3, top_k=3),
+    "top-p 0.6": partial(_survivors, n=2, top_p=0.6),
+    "min-p 0.4": partial(_survivors, n=3, min_p=0.4),
+    "top-k 3, top-p 0.7": partial(_survivors, n=2, top_k=3, top_p=0.7),
+}

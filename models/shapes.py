@@ -1,0 +1,111 @@
+"""config.json of well-known models, for benchmarks on random weights: nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from infer.kernels.errors import ModelNotFoundError
+from infer.models.config import RawConfig
+
+# Of each published config.json, everything that says what is computed.
+_LLAMA_3: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _LLAMA_3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_scaling": _LLAMA_3_ROPE | {"factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": _LLAMA_3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_scaling": _LLAMA_3_ROPE | {"factor": 8.0},
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 100000.0,
+        "rope_scaling": None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def shape_config(name: str) -> RawConfig:
+    """The config of a shape. Raises ModelNotFoundError for a name that is not in SHAPES."""
+    if name not in SHAPES:
+        raise ModelNotFoundError(f"There is no shape {name!r}. There are: {', '.join(SHAPES)}.")
+    return RawConfig(copy.deepcopy(SHAPES[name]), name)

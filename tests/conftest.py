@@ -1,0 +1,76 @@
+"""What all tests share: a device for each setting, opened once, and no leaks in it.
+
+A machine without an adapter fails these tests: Mesa's software adapter serves as well as a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from infer.kernels.device import Device, Settings
+
+LEAST = Settings(
+    subgroups=False,
+    f16=False,
+    max_binding=128 << 20,
+    workgroup_storage=16384,
+    max_invocations=256,
+)
+"""Nothing but what every WebGPU device has."""
+
+OpenDevice = Callable[[Settings], Device]
+
+
+@pytest.fixture(scope="session")
+def devices() -> Iterator[dict[Settings, Device]]:
+    """Those that are open."""
+    opened: dict[Settings, Device] = {}
+    yield opened
+    for device in opened.values():
+        device.close()
+
+
+@pytest.fixture(scope="session")
+def open_device(devices: dict[Settings, Device]) -> OpenDevice:
+    """The best adapter with these settings, shared by all tests."""
+
+    def open_once(settings: Settings) -> Device:
+        if settings not in devices:
+            devices[settings] = Device.open(settings=settings)
+        return devices[settings]
+
+    return open_once
+
+
+@pytest.fixture(scope="session")
+def device(open_device: OpenDevice) -> Device:
+    """The best adapter with all that it has."""
+    return open_device(Settings())
+
+
+@pytest.fixture(scope="session")
+def least_device(open_device: OpenDevice) -> Device:
+    """The best adapter with nothing but what every WebGPU device has."""
+    return open_device(LEAST)
+
+
+@pytest.fixture(autouse=True)
+def no_leak(devices: dict[Settings, Device]) -> Iterator[None]:
+    """A test that leaves memory allocated on a shared device fails; the pool may grow."""
+
+    def used() -> dict[Settings, int]:
+        stats = {settings: device.memory_stats() for settings, device in devices.items()}
+        return {settings: stat.allocated - stat.pooled for settings, stat in stats.items()}
+
+    before = used()
+    yield
+    assert used() == dict.fromkeys(devices, 0) | before
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(0)

@@ -1,0 +1,387 @@
+"""The benchmark: that it runs what it says, and that its arithmetic is right."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer import bench
+from infer.bench_report import (
+    BenchReport,
+    KernelTime,
+    Profile,
+    Row,
+    format_report,
+    profile_table,
+    results_table,
+)
+from infer.engine import Engine, EngineOptions
+from infer.kernels.bandwidth import BLOCK, copy, copy_bandwidth
+from infer.kernels.device import Device
+from infer.kernels.errors import ModelNotFoundError, RequestError
+from infer.kernels.record import run
+from infer.kernels.shader import KernelSpec
+from infer.models import build_model
+from infer.models.config import RawConfig
+from infer.models.shapes import SHAPES, shape_config
+from infer.models.weights import random_weights
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+# Values of TINY's matrices: q, k, v; o; gate, up; down, of both layers. The head has 64 * 32.
+LAYERS = 2 * ((4 + 2 + 2) * 8 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48)
+# Bytes of its keys and values of a position in f16.
+KV_BYTES = 2 * 2 * 2 * 8 * 2
+
+REPORT = BenchReport(
+    model="org/Tiny Model",
+    random_weights=False,
+    architecture="llama",
+    dtype="bf16",
+    kv_dtype="f16",
+    parameters=1_235_814_400,
+    weight_bytes=3 * 2**29,
+    context=8192,
+    adapter="A GPU (x)",
+    adapter_kind="discrete",
+    backend="Vulkan",
+    driver="1.2",
+    versions={"infer": "0.1.0", "wgpu": "0.32.0"},
+    commit="abc",
+    date="2026-01-02T03:04:05+00:00",
+    copy_bandwidth=4e12,
+    rows=(
+        Row("pp512", 512, (0.01, 0.03), 34133.33, 24135.71, flops=10**12, flops_per_second=5e13),
+        Row("tg128", 128, (0.1,), 1280.0, 0.0, 1.25e9, 1.6e12, 0.4),
+    ),
+    ttft_seconds=(0.02, 0.014142),
+    sampled_share=0.975,
+    host_seconds=0.0005,
+    peak_bytes=3 * 2**30,
+    load_seconds=1.5,
+    profiles=(
+        Profile(
+            "decode",
+            1,
+            65,
+            0.001,
+            (
+                KernelTime("matmul_vec", 2, 0.0005, 10**9, 10**9),
+                KernelTime("embedding", 1, 0.0001, 0, 0),
+            ),
+        ),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with Device.open() as device:
+        yield device
+
+
+def make_engine(device: Device, config: dict[str, Any], context: int = 256) -> Engine:
+    model = build_model(RawConfig(config))
+    weights = random_weights(device, list(model.weights()), "bf16")
+    engine = Engine(device, model, weights, EngineOptions(context=context))
+    engine.compile()
+    return engine
+
+
+@pytest.fixture
+def engine(device: Device) -> Iterator[Engine]:
+    with device.scope():
+        yield make_engine(device, TINY)
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# The yardstick
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 70])
+def test_copy_copies_every_byte(device: Device, blocks: int) -> None:
+    values = np.random.default_rng(blocks).integers(0, 2**32, blocks * BLOCK // 4, np.uint32)
+    with device.scope():
+        source, target = device.upload(values), device.buffer(values.nbytes)
+        run(device, [copy(device, source, target)])
+        assert np.array_equal(device.read(target, np.uint32), values)
+
+
+def test_copy_bandwidth_frees_its_buffers(device: Device) -> None:
+    before = device.memory_stats()
+    assert copy_bandwidth(device, 4 * BLOCK, seconds=0.0, least_runs=2) > 0
+    after = device.memory_stats()
+    assert after.allocated == before.allocated
+    assert after.peak >= before.allocated + 8 * BLOCK
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # as the published safetensors files count them
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen3-0.6b", 596_049_920),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_shapes_have_the_parameters_of_their_models(name: str, parameters: int) -> None:
+    model = build_model(shape_config(name))
+    assert sum(prod(spec.shape) for spec in model.weights()) == parameters
+
+
+def test_unknown_shape() -> None:
+    with pytest.raises(ModelNotFoundError, match="smollm2-135m"):
+        shape_config("llama-9")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
+    """As deep as the real model, which is what makes values grow, but narrow."""
+    narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    params = replace(bench.GREEDY, max_tokens=129)
+    with device.scope():
+        engine = make_engine(device, SHAPES[name] | narrow | heads)
+        steps = list(engine.generate([1, 2, 3], params, with_logits=True))
+    assert len(steps) == 129
+    logits = np.stack([step.logits for step in steps if step.logits is not None])
+    assert np.isfinite(logits).all()
+    assert np.ptp(logits, axis=1).min() > 0.1
+
+
+# What a step costs
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bytes_of_a_token(device: Device, tied: bool) -> None:
+    with device.scope():
+        engine = make_engine(device, TINY | {"tie_word_embeddings": tied})
+        assert bench.weight_bytes_per_token(engine) == 2 * (LAYERS + 64 * 32)
+        # Four steps after a prompt of one see 2, 3, 4 and 5 positions.
+        assert bench.kv_bytes_per_token(engine.model, "f16", 1, 4) == 3.5 * KV_BYTES
+        assert bench.kv_bytes_per_token(engine.model, "f32", 100, 1) == 101 * 2 * KV_BYTES
+
+
+def test_windows_bound_what_attention_reads() -> None:
+    model = build_model(RawConfig(TINY | {"model_type": "mistral", "sliding_window": 3}))
+    assert bench.kv_bytes_per_token(model, "f16", 1, 4) == (2 + 3 + 3 + 3) / 4 * KV_BYTES
+    assert bench.prefill_flops(model, 5) == 2 * (5 * LAYERS + 64 * 32) + 4 * 32 * 2 * 12
+
+
+def test_flops_of_a_prefill() -> None:
+    model = build_model(RawConfig(TINY))
+    assert bench.prefill_flops(model, 5) == 2 * (5 * 15360 + 2048) + 4 * 32 * 2 * (
+        1 + 2 + 3 + 4 + 5
+    )
+
+
+# The tests
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+
+
+@pytest.mark.usefixtures("short")
+def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
+    row = bench._Bench(engine, 1e9, 2, lambda message: None).prefill(20)
+    assert (row.test, row.tokens, len(row.seconds)) == ("pp20", 20, 2)
+    assert (engine.timings.prefilled_tokens, engine.timings.reused_tokens) == (20, 0)
+    speeds = [20 / seconds for seconds in row.seconds]
+    assert row.tps == pytest.approx(np.mean(speeds))
+    assert row.tps_deviation == pytest.approx(np.std(speeds, ddof=1))
+    assert row.flops == bench.prefill_flops(engine.model, 20)
+    assert row.flops_per_second == pytest.approx(row.flops / np.mean(row.seconds))
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("depth", "prompt", "test"), [(0, 1, "tg6"), (40, 40, "tg6 @ d40")])
+def test_decode_times_only_its_steps(engine: Engine, depth: int, prompt: int, test: str) -> None:
+    row = bench._Bench(engine, 1e9, 1, lambda message: None).decode(6, depth, bench.GREEDY)
+    assert row.test == test
+    assert engine.timings.reused_tokens == prompt - 1
+    assert engine.timings.decoded_tokens == 6
+    nbytes = 2 * (LAYERS + 64 * 32) + (prompt + 3.5) * KV_BYTES
+    assert row.bytes_per_token == nbytes
+    assert row.tps == pytest.approx(6 / row.seconds[0])
+    assert row.bandwidth == pytest.approx(nbytes * row.tps)
+    assert row.share == pytest.approx(nbytes * row.tps / 1e9)
+
+
+def test_sampled_test_uses_every_stage() -> None:
+    chain = bench.SAMPLED.chain()
+    assert all(vars(chain).values())
+    assert not any(vars(bench.GREEDY.chain()).values())
+
+
+@pytest.mark.usefixtures("short")
+def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = ["-p", "20", "-n", "4", "-r", "2", "--depth", "30", "--context", "256"]
+    assert bench.main(["--shape", "tiny", *counts, "--profile", "--json", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    (path,) = tmp_path.iterdir()
+    report = BenchReport.from_json(path.read_text(encoding="utf-8"))
+    assert path.name == report.file_name
+    assert path.name.endswith("-tiny.json")
+    assert captured.out == format_report(report) + "\n"
+    assert [row.test for row in report.rows] == ["pp20", "tg4", "tg4 sampled", "tg4 @ d30"]
+    assert all(len(row.seconds) == 2 for row in report.rows)
+    assert report.random_weights
+    assert report.context == 256
+    assert report.parameters == LAYERS + 64 * 32 + 5 * 32
+    assert report.dtype == "bf16"
+    assert 2 * (LAYERS + 64 * 32) < report.weight_bytes < report.peak_bytes
+    assert report.host_seconds > 0
+    for row in report.rows[1:]:
+        assert row.share is not None
+        assert row.bytes_per_token is not None
+        assert row.share == pytest.approx(row.tps * row.bytes_per_token / report.copy_bandwidth)
+    steps = [profile.step for profile in report.profiles]
+    assert steps == ["prefill of pp20", "decode of tg4", "decode of tg4 @ d30", "full sampler"]
+    decode = report.profiles[1]
+    assert decode.kv_len == 3
+    assert sum(k.nbytes for k in decode.kernels if k.kernel.startswith("matmul")) == 2 * (
+        LAYERS + 64 * 32
+    )
+
+
+@pytest.mark.usefixtures("short")
+def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
+    params = replace(bench.GREEDY, max_tokens=5)
+    before = [step.token for step in engine.generate([5, 6, 7], params)]
+    measured = bench._Bench(engine, 1e9, 1, lambda message: None)
+    prefill, decode = measured.prefill(12), measured.decode(4, 0, bench.SAMPLED)
+    measured.host_seconds()
+    measured.profiles(prefill, {0: decode})
+    assert [step.token for step in engine.generate([5, 6, 7], params)] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either a model or a shape"),
+        ({"model": "demo", "shape": "smollm2-135m"}, "either a model or a shape"),
+        ({"model": "demo", "repeats": 0}, "at least 1"),
+        ({"model": "demo", "depths": [100, 0]}, "at least 1"),
+        ({"model": "demo", "json_path": Path("/no/such/folder/x.json")}, "no folder"),
+    ],
+)
+def test_bad_requests(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        bench.run_bench(**options)
+
+
+@pytest.mark.usefixtures("short")
+def test_context_too_small_for_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--shape", "tiny", "-n", "4", "--depth", "300", "--context", "256"]) == 1
+    assert "need 513 positions, and the context holds 256" in capsys.readouterr().err
+
+
+# Reports
+
+
+def test_json_holds_everything() -> None:
+    values = json.loads(REPORT.to_json())
+    assert values["schema"] == 1
+    assert values["rows"][0]["seconds"] == [0.01, 0.03]
+    assert values["versions"] == {"infer": "0.1.0", "wgpu": "0.32.0"}
+    assert BenchReport.from_json(REPORT.to_json()) == REPORT
+    assert REPORT.file_name == "2026-01-02-a-gpu-x-tiny-model.json"
+    with pytest.raises(ValueError, match="schema 1"):
+        BenchReport.from_json(json.dumps(values | {"schema": 2}))
+
+
+def test_results_table() -> None:
+    assert results_table([REPORT], adapters=False).splitlines() == [
+        "| model               | size     | params | backend | test  "
+        "|                   t/s |    GB/s |  share | TFLOP/s |",
+        "| ------------------- | -------- | ------ | ------- | ----- "
+        "| --------------------: | ------: | -----: | ------: |",
+        "| org/Tiny Model bf16 | 1.50 GiB | 1.24 B | Vulkan  | pp512 "
+        "| 34,133.33 ± 24,135.71 |         |        |   50.00 |",
+        "| org/Tiny Model bf16 | 1.50 GiB | 1.24 B | Vulkan  | tg128 "
+        "|       1,280.00 ± 0.00 | 1,600.0 | 40.0 % |         |",
+    ]
+
+
+def test_profile_table() -> None:
+    assert profile_table(REPORT.profiles[0], REPORT.copy_bandwidth).splitlines() == [
+        "decode: rows 1, positions 65",
+        "",
+        "| kernel           | calls | µs each |      µs | of step |    GB/s |  share | TFLOP/s |",
+        "| ---------------- | ----: | ------: | ------: | ------: | ------: | -----: | ------: |",
+        "| matmul_vec       |     2 |  250.00 |   500.0 |  50.0 % | 2,000.0 | 50.0 % |    2.00 |",
+        "| embedding        |     1 |  100.00 |   100.0 |  10.0 % |         |        |         |",
+        "| all kernels      |     3 |         |   600.0 |  60.0 % |         |        |         |",
+        "| rest: gaps, host |       |         |   400.0 |  40.0 % |         |        |         |",
+        "| step             |       |         | 1,000.0 | 100.0 % |         |        |         |",
+    ]
+
+
+def test_format_report_names_what_and_where() -> None:
+    text = format_report(REPORT)
+    for part in (
+        "A GPU (x) (discrete, Vulkan), driver 1.2",
+        "2026-01-02T03:04:05+00:00, infer 0.1.0, wgpu 0.32.0 (abc)",
+        "4,000.0 GB/s",
+        "20.00 ± 14.14 ms (pp512)",
+        "97.5 % of greedy",
+        "500 µs per token",
+        "3.00 GiB",
+    ):
+        assert part in text
+
+
+def test_kernel_label_tells_shapes_apart() -> None:
+    spec = KernelSpec.of("matmul_vec", K=64, N=32, NORM=True, GATED=False, WG=128)
+    assert bench.kernel_label(spec) == "matmul_vec K=64 N=32 norm"
+
+
+def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
+    tables = script("bench_table")
+    newer = replace(REPORT, date="2026-01-03T00:00:00+00:00", driver="1.3")
+    other = replace(REPORT, adapter="B GPU")
+    assert tables.newest([newer, REPORT, other]) == [newer, other]
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", encoding="utf-8")
+    tables.write(readme, tables.table([newer, other]))
+    lines = readme.read_text(encoding="utf-8").splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    assert "old" not in lines
+    assert sum("tg128" in line for line in lines) == 2
+    assert "* A GPU (x): driver 1.3, wgpu 0.32.0, 2026-01-03, copies 4,000 GB/s" in lines
+    readme.write_text("nothing", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no lines"):
+        tables.write(readme, "text")

@@ -1,0 +1,759 @@
+"""The command line: in this process where that shows the same, in one of its own for signals,
+pipes, imports and exit codes."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference_models
+import typer
+from safetensors import safe_open
+from typer.testing import CliRunner, Result
+
+import infer
+import infer.llm
+import infer.memory
+import infer.report
+from infer import LLM, SamplingParams
+from infer.cli import app
+from infer.hub import DEMO, resolve
+from infer.kernels import check
+from infer.kernels.adapters import AdapterInfo, MemoryInfo
+from infer.kernels.check import CheckResult
+from infer.kernels.device import Device
+from infer.kernels.errors import DeviceError
+from infer.models.checkpoint import TensorInfo
+from infer.options import parse_bias, parse_template_arg
+from infer.terminal import ProgressLine, size
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_FOLDER = resolve(DEMO).folder
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with infer.load(DEMO) as llm:
+        yield llm
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """For a process of its own."""
+    (tmp_path / "runtime").mkdir(mode=0o700)  # Mesa complains on stderr without it
+    own = {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "COLUMNS": "200"}
+    return {name: os.environ[name] for name in os.environ if name != "INFER_DEVICE"} | own
+
+
+def invoke(*arguments: object, stdin: bytes | None = None) -> Result:
+    """The command in this process. Anything but a clean exit is raised."""
+    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, catch_exceptions=False)
+
+
+def refused(*arguments: object, code: int = 1, stdin: bytes | None = None) -> str:
+    """The message of a command that must fail with it, and must say nothing else."""
+    result = invoke(*arguments, stdin=stdin)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    if code == 1:
+        assert result.stderr.startswith("error: ")
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "infer", *map(str, arguments)]
+
+
+def run_process(
+    *arguments: object, env: dict[str, str], **options: Any
+) -> subprocess.CompletedProcess[str]:
+    options = {"stdin": subprocess.DEVNULL, "text": True, "timeout": 120} | options
+    return subprocess.run(command(*arguments), env=env, capture_output=True, **options)
+
+
+def demo_with(folder: Path, **changes: Callable[[Path], None] | None) -> Path:
+    """A copy of the demo model; each file named (its dots as two underscores) is changed, or left
+    out with None."""
+    shutil.copytree(DEMO_FOLDER, folder)
+    for name, change in changes.items():
+        path = folder / name.replace("__", ".")
+        path.unlink() if change is None else change(path)
+    return folder
+
+
+def json_with(**values: Any) -> Callable[[Path], None]:
+    """Sets keys of a JSON file, or takes out those that are given as None."""
+
+    def change(path: Path) -> None:
+        merged = json.loads(path.read_text()) | values
+        path.write_text(json.dumps({k: v for k, v in merged.items() if v is not None}))
+
+    return change
+
+
+# Help and imports
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("run", "--help"), ("info",)])
+def test_nothing_heavy_is_imported_before_a_command_runs(
+    environment: dict[str, str], arguments: Sequence[str]
+) -> None:
+    code = (
+        "import sys, infer.cli\n"
+        f"sys.argv = ['infer', *{arguments!r}]\n"
+        "try:\n    infer.cli.main()\n"
+        "finally:\n"
+        "    heavy = 'numpy wgpu tokenizers huggingface_hub jinja2 safetensors'.split()\n"
+        "    print('imported', *(name for name in heavy if name in sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "imported"
+    assert done.returncode == (2 if arguments == ("info",) else 0)
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout == f"infer {infer.__version__}\n"
+
+
+def test_every_sampling_parameter_has_an_option() -> None:
+    shown = invoke("run", "--help").stdout
+    for field in fields(SamplingParams):
+        assert f"--{field.name.replace('_', '-')} " in shown
+
+
+def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    import infer.bench
+
+    given: list[Sequence[str]] = []
+    monkeypatch.setattr(infer.bench, "main", lambda arguments: given.append(arguments) or 3)
+    result = invoke("bench", "demo", "--shape", "x", "-n", "5", "--json", "--help")
+    assert result.exit_code == 3
+    assert given == [["demo", "--shape", "x", "-n", "5", "--json", "--help"]]
+
+
+# infer run
+
+
+def test_run_prints_the_answer_and_statistics(llm: LLM) -> None:
+    expected = llm.chat(PROMPT, max_tokens=12)
+    result = invoke("run", "demo", "--prompt", PROMPT, "--max-tokens", 12)
+    assert result.exit_code == 0
+    assert result.stdout == expected.text + "\n"
+    note, prompt, generation, memory = result.stderr.splitlines()
+    assert llm.device.software == note.startswith(f"note: {llm.device.adapter.name} is a software")
+    assert prompt.split()[:3] == ["prompt", str(expected.prompt_tokens), "tokens,"]
+    assert "tokens/s, first token after" in prompt
+    assert generation.split()[:3] == ["generation", "12", "tokens,"]
+    assert generation.endswith("tokens/s, finish reason length")
+    assert llm.device.adapter.name in memory
+    assert "MiB" in memory
+
+
+def test_quiet_leaves_the_answer_alone(llm: LLM) -> None:
+    result = invoke("run", "demo", "-p", PROMPT, "-n", 3, "--quiet")
+    assert result.stdout == llm.chat(PROMPT, max_tokens=3).text + "\n"
+    assert result.stderr == ""
+
+
+def test_verbose_tells_what_runs(llm: LLM) -> None:
+    told = invoke("run", "demo", "-p", PROMPT, "-n", 1, "-v", "--no-fuse", "--context", 256).stderr
+    for part in (llm.device.adapter.driver, "context 256", "fuse False", "kernels compiled"):
+        assert part in told
+    for version in infer.report.versions().values():
+        assert version in told
+
+
+def test_json(llm: LLM) -> None:
+    options = {"temperature": 0.9, "top_p": 0.95, "logprobs": 2, "max_tokens": 8}
+    flags = [x for name, v in options.items() for x in (f"--{name.replace('_', '-')}", v)]
+    result = invoke("run", "demo", "-p", PROMPT, "--json", *flags)
+    assert result.exit_code == 0
+    got = json.loads(result.stdout)
+    expected = llm.chat(PROMPT, seed=got["seed"], **options)
+    assert expected.logprobs is not None
+    assert got["text"] == expected.text
+    assert got["token_ids"] == expected.token_ids
+    assert got["finish_reason"] == expected.finish_reason
+    assert got["prompt_tokens"] == expected.prompt_tokens
+    assert got["completion_tokens"] == len(got["token_ids"])
+    assert [entry["token_id"] for entry in got["logprobs"]] == expected.token_ids
+    for entry, theirs in zip(got["logprobs"], expected.logprobs, strict=True):
+        assert len(entry["top"]) == 2
+        assert entry["logprob"] == pytest.approx(theirs.logprob, abs=1e-3)
+    assert got["model"] == "demo"
+    assert got["adapter"]["name"] == llm.device.adapter.name
+    assert got["versions"]["numpy"] == np.__version__
+    assert 0 < got["memory"]["allocated_bytes"] <= got["memory"]["peak_bytes"]
+    assert min(got["prompt_tps"], got["generation_tps"], got["ttft_s"], got["load_s"]) > 0
+
+
+def test_the_prompt_goes_through_the_chat_template_unless_raw(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *chat(PROMPT)]
+    flags = ("-p", PROMPT, "-n", 1, "--json")
+    asked = json.loads(invoke("run", "demo", *flags, "--system", "Be brief.").stdout)
+    raw = json.loads(invoke("run", "demo", *flags, "--raw").stdout)
+    assert asked["prompt_tokens"] == len(llm.encode(messages))
+    assert asked["token_ids"] == llm.generate(messages, max_tokens=1).token_ids
+    assert raw["prompt_tokens"] == len(llm.encode(PROMPT))
+    assert raw["token_ids"] == llm.generate(PROMPT, max_tokens=1).token_ids
+
+
+def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        "{{ messages[0].content * (times | default(1)) }}{% if loud is sameas true %}!{% endif %}"
+    )
+    folder = demo_with(tmp_path / "model", tokenizer_config__json=json_with(chat_template=template))
+    given = ("times=3", "loud=true", "prompt=1", "messages=2")  # the last two mean nothing there
+    flags = [flag for arg in given for flag in ("--template-arg", arg)]
+    got = json.loads(invoke("run", folder, "-p", "dog", "-n", 1, "--json", *flags).stdout)
+    with infer.load(folder) as llm:
+        assert got["prompt_tokens"] == len(llm.tokenizer.encode("dogdogdog!", False))
+
+
+def test_a_model_without_a_template_continues_the_prompt(llm: LLM, tmp_path: Path) -> None:
+    folder = demo_with(tmp_path / "base", tokenizer_config__json=json_with(chat_template=None))
+    result = invoke("run", folder, "-p", PROMPT, "-n", 5, "-q")
+    assert result.stdout == llm.generate(PROMPT, max_tokens=5).text + "\n"
+    result = invoke("run", folder, "-p", PROMPT, "--system", "Be brief.", "-q")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: base has no chat template")
+
+
+@pytest.mark.parametrize("flags", [(), ("--prompt", "-")])
+def test_the_prompt_comes_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    seen = captured_stream(monkeypatch)
+    invoke("run", "demo", *flags, stdin="Grüße,\r\nWelt\r\n".encode())
+    assert seen["prompt"] == chat("Grüße,\r\nWelt")
+
+
+def captured_stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `run` asks the LLM for; generation ends before it begins."""
+    seen: dict[str, Any] = {}
+
+    def stream(self: LLM, prompt: Any, **options: Any) -> Any:
+        seen.update(options, prompt=prompt, context=self.context, engine=self.engine.options)
+        raise infer.RequestError("seen enough")
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    return seen
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = captured_stream(monkeypatch)
+    invoke(
+        *("run", "demo", "-p", PROMPT, "--context", 300, "--kv-dtype", "f32", "--no-fuse"),
+        *("--temperature", 0.7, "--top-k", 9, "--top-p", 0.8, "--min-p", 0.05, "--seed", 2**64 - 1),
+        *("--repetition-penalty", 1.1, "--presence-penalty", 0.2, "--frequency-penalty", -0.3),
+        *("--logit-bias", "5=-2.5", "--logit-bias", "7=1", "--stop", "a", "--stop", "b c"),
+        *("--max-tokens", 17, "--logprobs", 4, "--json"),
+    )
+    assert seen["params"] == SamplingParams(
+        temperature=0.7,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.05,
+        seed=2**64 - 1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias={5: -2.5, 7: 1.0},
+        stop=("a", "b c"),
+        max_tokens=17,
+        logprobs=4,
+    )
+    assert seen["context"] == 300
+    assert (seen["engine"].kv_dtype, seen["engine"].fuse) == ("f32", False)
+
+
+def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def load(model: str, **options: Any) -> LLM:
+        seen.update(options, model=model)
+        raise DeviceError("seen enough")
+
+    monkeypatch.setattr(infer.llm, "load", load)
+    flags = ("--device", "1", "--dtype", "f16", "--revision", "v2", "--offline")
+    assert refused("run", "org/name", "-p", "x", *flags) == "error: seen enough"
+    given = {"model": "org/name", "device": "1", "dtype": "f16", "revision": "v2", "offline": True}
+    assert seen.items() >= given.items()
+    assert seen["download_progress"] is False  # standard error is no terminal
+
+
+# Ctrl-C, pipes and encodings
+
+ENDLESS = ("-n", 1000, "--logit-bias", "2=-100", "--logit-bias", "3=-100")  # no end of turn
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one process")
+def test_ctrl_c_keeps_what_was_generated(llm: LLM, environment: dict[str, str]) -> None:
+    with subprocess.Popen(
+        command("run", "demo", "-p", PROMPT, *ENDLESS),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,  # communicate() passes over what is buffered
+    ) as process:
+        assert process.stdout is not None
+        begin = process.stdout.read(1)  # generating: it is streamed, not kept to the end
+        process.send_signal(signal.SIGINT)
+        rest, stderr = process.communicate(timeout=60)
+    text, errors = (begin + rest).decode(), stderr.decode()
+    assert process.returncode == 130
+    assert text.endswith("\n")
+    with llm.stream(chat(PROMPT), max_tokens=1000, logit_bias={2: -100, 3: -100}) as stream:
+        while len(stream.result.text) < len(text) - 1:
+            next(stream)
+    assert stream.result.text == text[:-1]
+    assert "finish reason cancelled" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_generate = infer.llm.Engine.generate
+
+    def generate(self: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
+        steps = engine_generate(self, *arguments, **options)
+        yield from (next(steps) for _ in range(3))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(infer.llm.Engine, "generate", generate)
+    result = invoke("run", "demo", "-p", PROMPT, "--json")
+    got = json.loads(result.stdout)
+    assert result.exit_code == 130
+    assert got["finish_reason"] == "cancelled"
+    assert got["completion_tokens"] == len(got["token_ids"]) == 3
+
+
+def test_ctrl_c_while_loading_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_into(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TensorInfo, "read_into", read_into)
+    result = invoke("run", "demo", "-p", PROMPT)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGPIPE")
+@pytest.mark.parametrize("arguments", [("run", "demo", "-p", PROMPT, *ENDLESS), ("info", "demo")])
+def test_a_reader_that_goes_away_ends_it_quietly(
+    environment: dict[str, str], arguments: tuple[object, ...]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with subprocess.Popen(
+        command(*arguments), env=environment, stdout=write, stderr=subprocess.PIPE, text=True
+    ) as process:
+        os.close(write)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 141
+    assert [line for line in errors.splitlines() if not line.startswith("note: ")] == []
+
+
+def test_output_that_the_terminal_cannot_show_is_replaced(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = demo_with(tmp_path / "mödel", tokenizer__json=None)
+    done = run_process("info", folder, env=environment | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    assert done.stdout.startswith("model       m?del, llama\n")
+    done = run_process("run", folder, "-p", "x", env=environment | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 1
+    assert "m?del has no tokenizer.json" in done.stderr
+
+
+def test_closed_streams(environment: dict[str, str]) -> None:
+    shell = f"{sys.executable} -m infer run demo -p hi -n 2 <&- >&- 2>&-"
+    assert subprocess.run(shell, shell=True, env=environment, timeout=60).returncode == 0
+    shell = f"{sys.executable} -m infer run demo <&-"
+    done = subprocess.run(shell, shell=True, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"--prompt" in done.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, shown, expected in ((io.StringIO(), True, ""), (Terminal(), False, "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with ProgressLine(shown) as progress:
+            progress.loading(1, 2)
+        assert stream.getvalue() == expected
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    with ProgressLine() as progress:
+        progress.loading(3 << 20, 4 << 20)
+        progress.loading(4 << 20, 4 << 20)  # too soon to be shown
+    line = stream.getvalue().split("\r")
+    assert line[1].startswith("loading  75%, 3.0 MiB of 4.0 MiB, ")
+    assert line[2] == " " * len(line[1])
+    assert line[3:] == [""]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1536 << 10, "1.5 MiB"),
+        (5 << 40, "5,120.0 GiB"),
+    ],
+)
+def test_size(nbytes: int, shown: str) -> None:
+    assert size(nbytes) == shown
+
+
+# Bad input
+
+
+def tensors_with(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Rewrites the header of a safetensors file, and keeps its data."""
+
+    def rewrite(path: Path) -> None:
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return rewrite
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 1 << 60) + path.read_bytes()[8:])
+
+
+def lying_range(header: dict[str, Any]) -> None:
+    header["model.norm.weight"]["data_offsets"][0] -= 2
+
+
+def lying_shape(header: dict[str, Any]) -> None:
+    header["model.norm.weight"]["shape"] = [2, 128]
+
+
+def foreign_dtype(header: dict[str, Any]) -> None:
+    for name, entry in header.items():
+        if name != "__metadata__":
+            entry["dtype"] = "I16"
+
+
+def renamed(header: dict[str, Any]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    header[name.replace("q_proj", "other")] = header.pop(name)
+
+
+def sharded(path: Path) -> None:
+    """The first of two shards is there, the second is not."""
+    shards = [path.with_name(f"model-0000{i}-of-00002.safetensors") for i in (1, 2)]
+    index = {"weight_map": {f"tensor {shard.name}": shard.name for shard in shards}}
+    path.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+    path.rename(shards[0])
+
+
+WEIGHTS = "model__safetensors"
+BAD_MODELS = {
+    "config missing": ({"config__json": None}, "has no config.json"),
+    "truncated": ({WEIGHTS: truncate}, "is damaged or incomplete"),
+    "damaged header": ({WEIGHTS: damage}, "is damaged or incomplete"),
+    "lying range": ({WEIGHTS: tensors_with(lying_range)}, "is damaged or incomplete"),
+    "lying shape": ({WEIGHTS: tensors_with(lying_shape)}, "model.norm.weight is (2, 128), not"),
+    "tensor missing": ({WEIGHTS: tensors_with(renamed)}, "lacks tensors that config.json asks for"),
+    "tensors' dtype": ({WEIGHTS: tensors_with(foreign_dtype)}, "dtypes that are not implemented"),
+    "shard missing": ({WEIGHTS: sharded}, "lacks model-00002-of-00002.safetensors"),
+    "no weights": ({WEIGHTS: None}, "has no weights"),
+    "architecture": (
+        {"config__json": json_with(model_type="gpt2")},
+        "the architecture 'gpt2' is not implemented. Implemented: llama, mistral, qwen2, qwen3",
+    ),
+    "no tokenizer": ({"tokenizer__json": None}, "has no tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_bad_models(case: str, tmp_path: Path) -> None:
+    changes, message = BAD_MODELS[case]
+    folder = demo_with(tmp_path / "model", **changes)
+    assert message in refused("run", folder, "-p", PROMPT)
+    if case != "no tokenizer":
+        assert message in refused("info", folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("-p", ""), "The prompt is empty"),
+        (("-p", "x", "--device", "no such"), "No adapter matches 'no such'"),
+        (("-p", "x", "--device", "99"), "No adapter matches '99'"),
+        (("-p", "x", "--context", "1"), "at least 2 positions, not 1"),
+        (("-p", "x", "--context", "5000"), "A context of 5000 was asked for; demo has"),
+        (("-p", "x", "--revision", "v2"), "has no revisions"),
+        (("-p", "x", "--temperature", "-1"), "temperature must be a number from 0"),
+        (("-p", "x", "--temperature", "nan"), "temperature must be a number from 0"),
+        (("-p", "x", "--top-k", "-1"), "top_k must be an integer from 0"),
+        (("-p", "x", "--top-p", "1.5"), "top_p must be a number from 0 to 1"),
+        (("-p", "x", "--min-p", "2"), "min_p must be a number from 0"),
+        (("-p", "x", "--repetition-penalty", "0"), "repetition_penalty must be"),
+        (("-p", "x", "--presence-penalty", "3"), "presence_penalty must be"),
+        (("-p", "x", "--frequency-penalty", "-3"), "frequency_penalty must be"),
+        (("-p", "x", "--logit-bias", "5=101"), "numbers from -100 to 100, not 5 to 101.0"),
+        (("-p", "x", "--seed", "-1"), "seed must be an integer"),
+        (("-p", "x", "--max-tokens", "0"), "max_tokens must be an integer from 1 up"),
+        (("-p", "x", "--stop", ""), "stop must be a string or a list of strings, none empty"),
+        (("-p", "x", "--json", "--logprobs", "21"), "logprobs must be an integer from 0 to 20"),
+    ],
+)
+def test_bad_values(flags: tuple[str, ...], message: str) -> None:
+    assert message in refused("run", "demo", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dtype", "q4"), "'q4' is not one of"),
+        (("--kv-dtype", "bf16"), "'bf16' is not one of"),
+        (("--raw", "--system", "x"), "no chat template"),
+        (("--raw", "--template-arg", "a=1"), "no chat template"),
+        (("--logprobs", "3"), "--json"),
+        (("--logit-bias", "5"), "'5' is not a token id"),
+        (("--template-arg", "a=b"), "JSON value"),
+        (("--no-such-option",), "No such option"),
+    ],
+)
+def test_wrong_usage(flags: tuple[str, ...], message: str) -> None:
+    assert message in refused("run", "demo", "-p", "x", *flags, code=2)
+
+
+def test_bad_paths(tmp_path: Path) -> None:
+    assert "There is no folder /no/such/folder" in refused("run", "/no/such/folder", "-p", "x")
+    assert "has no config.json" in refused("run", tmp_path, "-p", "x")
+    assert "is a file" in refused("info", DEMO_FOLDER / "config.json")
+
+
+def test_bad_standard_input() -> None:
+    message = refused("run", "demo", stdin="naïve".encode("latin-1"))
+    assert message.startswith("error: Standard input is not UTF-8: byte 0xef at 2.")
+    assert "The prompt is empty" in refused("run", "demo", "--prompt", "-", stdin=b"\n")
+
+
+def test_no_prompt_at_a_terminal(environment: dict[str, str]) -> None:
+    pty = pytest.importorskip("pty")  # not on Windows
+    main_end, terminal = pty.openpty()
+    done = run_process("run", "demo", env=environment, stdin=terminal)
+    os.close(main_end)
+    os.close(terminal)
+    assert done.returncode == 2
+    assert "--prompt" in done.stderr
+
+
+def test_a_prompt_longer_than_the_context_names_both_numbers(llm: LLM) -> None:
+    tokens = len(llm.encode(chat("dog " * 300)))
+    result = invoke("run", "demo", "-p", "dog " * 300, "--context", 128, "-q")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert f"The prompt has {tokens} tokens, and the context holds 128" in result.stderr
+
+
+def test_verbose_adds_the_traceback() -> None:
+    result = invoke("run", "/no/such/folder", "-p", "x", "--verbose")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Traceback")
+    assert "\nerror: There is no folder" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hides Vulkan drivers")
+@pytest.mark.parametrize("arguments", [("run", "demo", "-p", "x"), ("devices",)])
+def test_no_adapter(environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+    hidden = {"VK_DRIVER_FILES": "/nonexistent", "VK_ICD_FILENAMES": "/nonexistent"}
+    done = run_process(*arguments, env=environment | hidden)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: No GPU adapter was found. Install ")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_into(*_: object) -> None:
+        pytest.fail("a tensor was read")
+
+    monkeypatch.setattr(TensorInfo, "read_into", read_into)
+    free_memory(monkeypatch, 10_000_000)
+    needed = json.loads(invoke("info", "demo", "--context", 1024, "--json").stdout)
+    message = refused("run", "demo", "-p", "x", "--context", "1024")
+    assert f"The model needs {needed['total_bytes']:,} bytes" in message
+    assert "10,000,000 free" in message
+    assert "--context" in message
+
+
+def free_memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    for module in (infer.memory, infer.report):
+        monkeypatch.setattr(module, "memory_info", lambda adapter: MemoryInfo(free, free))
+
+
+def test_parsing() -> None:
+    assert parse_bias("12=-0.5") == (12, -0.5)
+    assert parse_template_arg('tools=[{"a": "b=c"}]') == ("tools", [{"a": "b=c"}])
+    assert parse_template_arg('name="text"') == ("name", "text")
+    with pytest.raises(typer.BadParameter):
+        parse_bias("twelve=1")
+    with pytest.raises(typer.BadParameter):
+        parse_template_arg("name=text")
+
+
+# infer info
+
+
+def test_info_counts_what_is_there(llm: LLM) -> None:
+    got = json.loads(invoke("info", "demo", "--json").stdout)
+    with safe_open(DEMO_FOLDER / "model.safetensors", framework="numpy") as file:
+        parameters = sum(int(np.prod(file.get_slice(k).get_shape())) for k in file.keys())  # noqa: SIM118
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    assert got["parameters"] == parameters
+    assert got["disk_bytes"] == 2 * parameters
+    assert got["dtypes"] == ["bf16"]
+    assert got["kv_bytes_per_token"] == 2 * config["num_hidden_layers"] * heads * 2
+    assert got["max_context"] == got["context"] == config["max_position_embeddings"]
+    assert got["kv_cache_bytes"] == got["context"] * got["kv_bytes_per_token"]
+    assert got["weight_bytes"] == sum(w.nbytes for w in llm.engine.weights.values())
+    assert got["total_bytes"] == pytest.approx(llm.memory_stats().allocated, rel=0.01)
+    assert (got["chat_template"], got["tokenizer"], got["fits"]) == (True, True, True)
+    assert got["adapter"]["name"] == llm.device.adapter.name
+
+
+def test_info_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("info", "demo", "--context", 512, "--dtype", "f32", "--kv-dtype", "f32")
+    free_memory(monkeypatch, 1 << 30)
+    lines = dict(line.split(maxsplit=1) for line in invoke(*flags).stdout.splitlines())
+    assert lines["parameters"] == "3,575,040"
+    assert lines["weights"].startswith("13.6 MiB in f32 (6.8 MiB on the disk)")
+    assert lines["KV"] == "cache    1.5 MiB for 512 positions (3,072 bytes per token in f32)"
+    assert lines["context"] == "512 positions; the model goes up to 1,024"
+    assert lines["fits"] == "yes: 1.0 GiB are free"
+    free_memory(monkeypatch, None)
+    assert "fits        unknown: " in invoke(*flags).stdout
+    free_memory(monkeypatch, 1 << 20)
+    result = invoke(*flags)
+    assert result.exit_code == 0
+    assert "fits        no: The model needs " in result.stdout
+
+
+def test_info_opens_nothing_and_needs_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        pytest.fail("a device was opened, or a tensor read")
+
+    monkeypatch.setattr(Device, "__init__", forbidden)
+    monkeypatch.setattr(TensorInfo, "read_into", forbidden)
+    monkeypatch.setattr(infer.report, "list_adapters", list)  # none
+    folder = reference_models.load(reference_models.cases()[0]).write_checkpoint(tmp_path / "model")
+    got = json.loads(invoke("info", folder, "--json").stdout)
+    assert got["adapter"] is None
+    assert got["fits"] is None
+    assert got["verdict"].startswith("unknown: no adapter was found")
+    assert (got["chat_template"], got["tokenizer"]) == (False, False)
+    assert "tokenizer   missing" in invoke("info", folder).stdout
+
+
+# infer devices
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFER_DEVICE", raising=False)
+    adapters = infer.list_adapters()
+    got = json.loads(invoke("devices", "--json").stdout)
+    assert [entry["name"] for entry in got["adapters"]] == [a.name for a in adapters]
+    assert [entry["type"] for entry in got["adapters"]] == [a.kind for a in adapters]
+    assert [entry["used"] for entry in got["adapters"]] == [a.index == 0 for a in adapters]
+    assert got["adapters"][0]["features"] == sorted(adapters[0].features)
+    assert got["adapters"][0]["limits"] == adapters[0].limits
+    assert got["chosen_by"] == "best"
+    text = invoke("devices").stdout
+    assert text.startswith(f"* 0: {adapters[0].name}\n")
+    assert text.endswith("* is used: the best; --device or INFER_DEVICE would choose another.\n")
+    for part in (adapters[0].driver, adapters[0].backend, "shader-f16", "binding", "memory"):
+        assert part in text
+
+
+def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = frozenset({"shader-f16"})
+    limits = infer.list_adapters()[0].limits
+    adapters = [
+        AdapterInfo(0, "Card A", "discrete", "Vulkan", "1.0", features, limits),
+        AdapterInfo(1, "Chip B", "integrated", "Vulkan", "2.0", frozenset(), limits),
+    ]
+    for module in ("infer.kernels.adapters", "infer.report"):
+        monkeypatch.setattr(f"{module}.list_adapters", lambda: adapters)
+    monkeypatch.setenv("INFER_DEVICE", "chip")
+    text = invoke("devices").stdout
+    assert "\n* 1: Chip B\n" in text
+    assert text.startswith("  0: Card A\n")
+    assert "subgroup no, shader-f16 yes, timestamp-query no" in text
+    assert text.endswith("* is used: INFER_DEVICE names it.\n")
+    text = invoke("devices", "--device", "0").stdout
+    assert text.startswith("* 0: Card A\n")
+    assert text.endswith("* is used: --device names it.\n")
+    assert "No adapter matches 'Card C'" in refused("devices", "--device", "Card C")
+
+
+def test_check_reports_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [
+        CheckResult("rmsnorm", "f32", 1e-14, 1e-10),
+        CheckResult("rmsnorm", "f16", 3e-14, 1e-10),
+        CheckResult("matmul", "f32", 1e-3, 1e-10),
+        CheckResult("rope", "half", float("nan"), 1e-10, "rope.wgsl:3:1: unknown identifier"),
+    ]
+
+    def check_device(device: Device, progress: Callable[[CheckResult], None]) -> list[CheckResult]:
+        for result in results:
+            progress(result)
+        return results
+
+    monkeypatch.setattr(check, "check_device", check_device)
+    result = invoke("devices", "--check")
+    assert result.exit_code == 1
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[:-2] == [
+        ["rmsnorm", "ok", "2", "cases,", "largest", "error", "3.0e-14"],
+        ["matmul", "FAIL", "1", "of", "1", "case"],
+        ["f32:", "error", "1.0e-03", "above", "1.0e-10"],
+        ["rope", "FAIL", "1", "of", "1", "case"],
+        ["half:", "rope.wgsl:3:1:", "unknown", "identifier"],
+    ]
+    got = json.loads(invoke("devices", "--check", "--json").stdout)
+    assert [entry["ok"] for entry in got["results"]] == [True, True, False, False]
+    assert got["ok"] is False
+    assert got["results"][3]["error"] is None
+    del results[2:]
+    result = invoke("devices", "--check")
+    assert result.exit_code == 0
+    assert "all kernels agree" in result.stdout

@@ -1,0 +1,339 @@
+"""Devices: which adapter, with what limits, and what becomes of their memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.kernels import adapters, functions
+from infer.kernels.adapters import (
+    AdapterInfo,
+    choose_adapter,
+    is_available,
+    list_adapters,
+    memory_info,
+)
+from infer.kernels.device import Device, DryDevice, Limits, Settings
+from infer.kernels.errors import ClosedError, DeviceError, OutOfMemoryError, ShaderError
+from infer.kernels.shader import KernelSpec, render_text
+
+
+@pytest.fixture
+def own() -> Iterator[Device]:
+    """A device that the test may close or fill."""
+    with Device.open() as device:
+        yield device
+
+
+# Adapters
+
+
+def fake(index: int, name: str, kind: str) -> AdapterInfo:
+    return AdapterInfo(index, name, kind, "Vulkan", "", frozenset(), {})
+
+
+THREE = [
+    fake(0, "GeForce RTX 4090", "discrete"),
+    fake(1, "Radeon 780M", "integrated"),
+    fake(2, "llvmpipe (LLVM 15)", "software"),
+]
+
+
+@pytest.mark.parametrize(
+    ("selector", "index"),
+    [(None, 0), ("", 0), (1, 1), ("1", 1), (" 2 ", 2), ("radeon", 1), ("LLVM", 2), ("r", 0)],
+)
+def test_an_adapter_is_chosen_by_index_or_name(
+    monkeypatch: pytest.MonkeyPatch, selector: str | int | None, index: int
+) -> None:
+    monkeypatch.delenv("INFER_DEVICE", raising=False)
+    monkeypatch.setattr(adapters, "list_adapters", lambda: THREE)
+    assert choose_adapter(selector) is THREE[index]
+
+
+def test_a_variable_stands_in_for_a_missing_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "list_adapters", lambda: THREE)
+    monkeypatch.setenv("INFER_DEVICE", "radeon")
+    assert choose_adapter() is THREE[1]
+    assert choose_adapter(0) is THREE[0]
+    monkeypatch.setenv("INFER_DEVICE", "2")
+    assert choose_adapter() is THREE[2]
+    monkeypatch.setenv("INFER_DEVICE", "Voodoo")
+    with pytest.raises(DeviceError, match="Voodoo"):
+        choose_adapter()
+
+
+@pytest.mark.parametrize("selector", ["arc", 3, "3", "4090!", -1])
+def test_an_unknown_adapter_is_answered_with_the_list(
+    monkeypatch: pytest.MonkeyPatch, selector: str | int
+) -> None:
+    monkeypatch.setattr(adapters, "list_adapters", lambda: THREE)
+    with pytest.raises(DeviceError, match=rf"'{selector}'") as caught:
+        choose_adapter(selector)
+    for adapter in THREE:
+        assert f"{adapter.index}: {adapter}" in str(caught.value)
+
+
+def test_without_an_adapter_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapters, "list_adapters", list)
+    assert not is_available()
+    with pytest.raises(DeviceError, match="mesa-vulkan-drivers"):
+        Device.open()
+
+
+def test_adapters_are_listed_best_first_and_never_opengl(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handle:
+        features: tuple[str, ...] = ()
+        limits: dict[str, int] = {}  # noqa: RUF012
+
+        def __init__(self, name: str, kind: str, backend: str) -> None:
+            self.info = {
+                "device": name,
+                "adapter_type": kind,
+                "backend_type": backend,
+                "description": "",
+            }
+
+    handles = [
+        Handle("cpu", "CPU", "Vulkan"),
+        Handle("gl", "DiscreteGPU", "OpenGL"),
+        Handle("directx", "DiscreteGPU", "D3D12"),
+        Handle("vulkan", "DiscreteGPU", "Vulkan"),
+        Handle("odd", "Unknown", "Metal"),
+        Handle("small", "IntegratedGPU", "Vulkan"),
+    ]
+    monkeypatch.setattr("wgpu.gpu.enumerate_adapters_sync", lambda: handles)
+    listed = list_adapters()
+    assert [adapter.name for adapter in listed] == ["vulkan", "directx", "small", "odd", "cpu"]
+    assert [adapter.index for adapter in listed] == list(range(5))
+
+
+def test_there_is_an_adapter_here() -> None:
+    assert is_available()
+    for adapter in list_adapters():
+        assert adapter.name
+        assert adapter.backend in ("Vulkan", "Metal", "D3D12")
+        assert adapter.kind in ("discrete", "integrated", "other", "software")
+
+
+def test_memory_of_a_software_adapter_is_the_hosts() -> None:
+    info = memory_info(fake(0, "llvmpipe", "software"))
+    if info.total is not None and info.free is not None:  # where the platform tells
+        assert 0 < info.free <= info.total
+
+
+# Limits and features
+
+
+def test_settings_limit_the_device(device: Device, least_device: Device) -> None:
+    limits = least_device.limits
+    assert (limits.max_binding, limits.workgroup_storage, limits.max_invocations) == (
+        128 << 20,
+        16384,
+        256,
+    )
+    assert not least_device.subgroups
+    assert not least_device.f16
+    wide = """
+    var<workgroup> memory: array<f32, 5000>;
+    @group(0) @binding(0) var<storage, read_write> y: array<f32>;
+    @compute @workgroup_size(1)
+    fn main() { memory[1] = 1; workgroupBarrier(); y[0] = memory[1]; }
+    """
+    many = """
+    @group(0) @binding(0) var<storage, read_write> y: array<f32>;
+    @compute @workgroup_size(257)
+    fn main(@builtin(local_invocation_index) i: u32) { y[i] = 1; }
+    """
+    for text in (wide, many):
+        shader = render_text(text)
+        with pytest.raises(ShaderError, match=least_device.adapter.name.split()[0]):
+            least_device.compile(KernelSpec.of("wide"), shader)
+    if device.limits.workgroup_storage >= 20000 and device.limits.max_invocations > 256:
+        for text in (wide, many):
+            device.compile(KernelSpec.of("wide"), render_text(text))
+
+
+def test_features_that_are_off_are_refused(least_device: Device) -> None:
+    half = "#enable f16\n@compute @workgroup_size(1)\nfn main() { var x = 1.0h; x += 1.0h; }"
+    assert least_device.validate(render_text(half))
+    with Device.open() as full:
+        if full.f16:
+            assert full.validate(render_text(half)) == []
+
+
+def test_a_device_takes_what_the_adapter_has(device: Device) -> None:
+    offered = device.adapter.features
+    assert device.subgroups == ("subgroup" in offered)
+    assert device.f16 == ("shader-f16" in offered)
+    assert device.timestamps == ("timestamp-query" in offered)
+    assert device.limits == Limits.of(device.adapter.limits)
+
+
+def test_more_than_the_adapter_has_is_refused() -> None:
+    with pytest.raises(DeviceError, match="could not be opened"):
+        Device.open(settings=Settings(workgroup_storage=1 << 30))
+
+
+# Memory
+
+
+def test_what_is_written_is_read(device: Device, rng: np.random.Generator) -> None:
+    data = rng.standard_normal(1000, np.float32)
+    with device.scope():
+        buffer = device.upload(data)
+        assert (device.read(buffer, count=1000) == data).all()
+        assert (device.read(buffer, np.uint32, 10, offset=4) == data.view(np.uint32)[1:11]).all()
+        assert (device.read(buffer, np.uint8, 3, offset=8) == data.view(np.uint8)[8:11]).all()
+        device.write(buffer, data[:4].tobytes(), offset=16)
+        assert (device.read(buffer, count=8)[4:] == data[:4]).all()
+        device.write(buffer, data.reshape(10, 100)[:, ::2][:1])  # not contiguous
+        assert (device.read(buffer, count=50) == data[:100:2]).all()
+        assert not device.read(device.buffer(100)).any()
+
+
+def test_statistics_count_every_buffer(own: Device) -> None:
+    assert own.memory_stats().allocated == 0
+    first, second = own.buffer(1), own.buffer(1000)
+    assert (first.nbytes, second.nbytes) == (16, 1008)
+    assert own.memory_stats().allocated == 1024
+    own.destroy([first])
+    own.destroy([first])  # twice does no harm
+    stats = own.memory_stats()
+    assert (stats.allocated, stats.peak, stats.pooled) == (1008, 1024, 0)
+
+
+def test_the_pool_gives_back_what_was_released(own: Device) -> None:
+    first = own.acquire(1000)
+    assert first.nbytes >= 1000
+    second = own.acquire(1000)
+    assert second is not first
+    own.release(first)
+    assert own.memory_stats().pooled == first.nbytes
+    assert own.acquire(1000, "read") is not first
+    assert own.acquire(first.nbytes + 1) is not first
+    assert own.acquire(900) is first
+    stats = own.memory_stats()
+    assert (stats.hits, stats.misses, stats.pooled) == (1, 4, 0)
+
+
+def test_a_scope_frees_what_was_made_in_it_by_this_thread(own: Device) -> None:
+    kept: list[Any] = []
+
+    def elsewhere() -> None:
+        kept.append(own.buffer(160))
+
+    before = own.buffer(16)
+    with own.scope():
+        own.buffer(32)
+        with own.scope():
+            own.buffer(64)
+        assert own.memory_stats().allocated == 48
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        pooled = own.acquire(256)
+        own.release(pooled)
+    assert own.memory_stats().allocated == 16 + 160 + 256
+    own.destroy([before, *kept])
+    assert own.memory_stats().allocated == own.memory_stats().pooled == 256
+
+
+def test_a_scope_frees_after_an_error_too(own: Device) -> None:
+    with pytest.raises(KeyError), own.scope():
+        own.buffer(64)
+        raise KeyError
+    assert own.memory_stats().allocated == 0
+
+
+def test_out_of_memory_leaves_the_device_usable(
+    own: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OutOfMemoryError, match="weights needs .* one buffer of"):
+        own.buffer(own.limits.max_buffer + 16, label="weights")
+    # No driver has so much in all. What it was asked for may differ from what it notices.
+    monkeypatch.setattr(own, "limits", replace(own.limits, max_buffer=1 << 62))
+    with pytest.raises(OutOfMemoryError, match="no room for weights of"):
+        own.buffer(1 << 60, label="weights")
+    assert own.memory_stats().allocated == 0
+    x = np.ones((1, 4))
+    assert (functions.elementwise_add(own, x, x) == 2).all()
+
+
+def test_memory_that_submitted_work_uses_may_be_destroyed(own: Device) -> None:
+    x = np.ones((2, 64))
+    for _ in range(3):  # each call frees its buffers as soon as it has read the result
+        assert (functions.elementwise_add(own, x, x) == 2).all()
+    stats = own.memory_stats()
+    assert stats.allocated == stats.pooled
+
+
+def test_a_closed_device_says_so(own: Device) -> None:
+    buffer = own.buffer(16)
+    own.close()
+    own.close()
+    assert own.closed
+    assert own.memory_stats().allocated == 0
+    for use in (
+        lambda: own.buffer(16),
+        lambda: own.upload(np.zeros(4)),
+        lambda: own.write(buffer, b"1234"),
+        lambda: own.read(buffer),
+        lambda: own.pipeline(KernelSpec.of("take_rows", STRIDE=8)),
+        lambda: functions.silu(own, np.zeros((1, 4))),
+    ):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_two_devices_live_side_by_side(own: Device) -> None:
+    x = np.arange(8.0)[None]
+    with Device.open() as other:
+        for device in (own, other, own):
+            assert (functions.elementwise_mul(device, x, x) == x * x).all()
+    assert (functions.elementwise_mul(own, x, x) == x * x).all()
+
+
+def test_a_dry_device_counts_what_a_device_would_allocate(own: Device) -> None:
+    dry = DryDevice(own.limits)
+    for nbytes in (1, 16, 1000, 70_001):
+        assert dry.buffer(nbytes).nbytes == own.buffer(nbytes).nbytes
+    dry.upload(np.zeros(9))
+    own.upload(np.zeros(9))
+    assert dry.allocated == own.memory_stats().allocated
+
+
+# Pipelines
+
+
+def test_a_kernel_is_compiled_once(own: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [KernelSpec.of("take_rows", STRIDE=stride) for stride in (8, 16, 24)]
+    compiled = []
+    compile_kernel = own.compile
+
+    def compile_and_note(spec: KernelSpec, shader: Any) -> Any:
+        compiled.append(spec)
+        return compile_kernel(spec, shader)
+
+    monkeypatch.setattr(own, "compile", compile_and_note)
+    own.pipelines([*specs, *specs])
+    assert own.pipeline(specs[0]) is own.pipeline(KernelSpec.of("take_rows", STRIDE=8))
+    assert sorted(compiled, key=repr) == sorted(specs, key=repr)
+
+
+def test_an_error_of_a_thread_that_compiles_is_raised(own: Device) -> None:
+    with pytest.raises(ShaderError, match="needs the parameter STRIDE"):
+        own.pipelines([KernelSpec.of("take_rows")])
+
+
+def test_bindings_are_counted(own: Device) -> None:
+    pipeline = own.pipeline(KernelSpec.of("take_rows", STRIDE=8))
+    with pytest.raises(ShaderError, match="has 3 bindings, not 1"):
+        own.bind(pipeline, [own.buffer(16)])

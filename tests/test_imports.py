@@ -1,0 +1,110 @@
+"""What imports what: infer, models, kernels, in this direction, and nothing heavy at once."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {"numpy", "wgpu", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "cffi"}
+
+# Folder -> what its modules may import of this project.
+ALLOWED = {
+    "kernels": ("infer.kernels",),
+    "models": ("infer.kernels", "infer.models"),
+    "infer": ("infer",),
+}
+THIRD_PARTY = {
+    "kernels": {"numpy", "wgpu"},
+    "models": {"numpy", "safetensors"},
+    "infer": HEAVY | {"typer"},
+}
+
+
+def modules(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).glob("*.py"))
+    assert found
+    return found
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The dotted names that a module imports anywhere, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_imports_go_one_way(folder: str) -> None:
+    for path in modules(folder):
+        for name in imported(path):
+            top = name.split(".")[0]
+            if top == "infer":
+                assert name.startswith(tuple(f"{part}." for part in ALLOWED[folder])), (path, name)
+            else:
+                known = top in sys.stdlib_module_names or top in THIRD_PARTY[folder]
+                assert known, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("statement", ["import infer", "import infer.kernels", "import infer.cli"])
+def test_importing_is_light(statement: str) -> None:
+    """In a process of its own, because here much is loaded."""
+    code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
+    output = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    loaded = {name.split(".")[0] for name in json.loads(output)}
+    assert "infer" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize("name", ["infer", "infer.kernels"])
+def test_public_names_are_those_in_all(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__all__ == sorted(module.__all__, key=lambda word: (not word.isupper(), word))
+    for public in module.__all__:
+        assert getattr(module, public) is not None
+    assert set(module.__all__) <= set(dir(module))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = module.nonsense
+
+
+@pytest.mark.parametrize("name", ["infer", "infer.kernels"])
+def test_lazy_names_are_typed(name: str) -> None:
+    """What a type checker sees, under TYPE_CHECKING, is what is there at run time."""
+    module = importlib.import_module(name)
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    seen = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infer")
+        for alias in node.names
+    }
+    assert set(seen) == set(module.__all__)
+    for public, origin in seen.items():
+        source, _, attribute = origin.rpartition(".")
+        parent = importlib.import_module(source)
+        assert getattr(module, public) is getattr(parent, attribute)
+
+
+@pytest.mark.parametrize("module", [path.stem for path in (ROOT / "kernels").glob("[a-z]*.py")])
+def test_kernel_modules_export_what_they_have(module: str) -> None:
+    loaded = importlib.import_module(f"infer.kernels.{module}")
+    for public in getattr(loaded, "__all__", ()):
+        assert hasattr(loaded, public)

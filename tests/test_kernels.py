@@ -1,0 +1,775 @@
+"""Every kernel against float64, on awkward shapes, in every setting of the adapter.
+
+By default the settings are covered pairwise: any two values of two factors meet in some case. With
+`-m full` all of them meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import LEAST, OpenDevice
+
+from infer.kernels import check, functions, reference
+from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.check import check_device
+from infer.kernels.device import Device, Limits, Settings
+from infer.kernels.errors import DeviceError, ShaderError
+from infer.kernels.forward import Forward
+from infer.kernels.kv_cache import PAGE, KVCache
+from infer.kernels.lower import Arena, Lowering, StepKind
+from infer.kernels.ops import Ops
+from infer.kernels.plan import dispatch
+from infer.kernels.profile import profile_dispatches
+from infer.kernels.record import run
+from infer.kernels.reference import nmse
+from infer.kernels.sampler import INVALID_TOKEN
+from infer.kernels.shader import KernelSpec, Shader, render, render_text
+from infer.kernels.step import HEADER, ROW, pack_step
+from infer.kernels.tuning import AttentionVariant, TileVariant, Tuning, VecVariant
+from infer.models.config import RawConfig, RopeConfig
+from infer.models.rope import rope_table
+
+LIMIT = 1e-10  # of f32 arithmetic, whatever the storage
+EPS = 1e-6
+
+Factors = dict[str, Sequence[Any]]
+Case = dict[str, Any]
+
+SETTINGS: Factors = {"subgroups": (True, False), "f16": (True, False), "least": (False, True)}
+
+
+def settings_of(case: Case) -> Settings:
+    limits = LEAST if case["least"] else Settings()
+    return Settings(
+        subgroups=case["subgroups"],
+        f16=case["f16"],
+        max_binding=limits.max_binding,
+        workgroup_storage=limits.workgroup_storage,
+        max_invocations=limits.max_invocations,
+    )
+
+
+def pairwise(factors: Factors) -> list[Case]:
+    """Cases in which any two values of two factors meet, greedily few."""
+    names = list(factors)
+    columns = list(combinations(range(len(names)), 2))
+    values = [range(len(factors[name])) for name in names]
+    missing = {(a, i, b, j) for a, b in columns for i in values[a] for j in values[b]}
+    cases = []
+    while missing:
+        a, i, b, j = min(missing)
+        chosen = {a: i, b: j}
+        for c in range(len(names)):
+            if c not in chosen:
+                gains = [
+                    sum(
+                        (min((c, k), (d, m)) + max((c, k), (d, m))) in missing
+                        for d, m in chosen.items()
+                    )
+                    for k in values[c]
+                ]
+                # Of equally good values the next one, so that all come equally often.
+                most = max(gains)
+                best = [k for k in values[c] if gains[k] == most]
+                chosen[c] = best[len(cases) % len(best)]
+        missing -= {(*x, *y) for x, y in combinations(sorted(chosen.items()), 2)}
+        cases.append({name: factors[name][chosen[c]] for c, name in enumerate(names)})
+    return cases
+
+
+def every(factors: Factors) -> list[Case]:
+    return [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+
+
+def covering(factors: Factors) -> Any:
+    """Parametrizes `case`: pairwise as single tests, and all for each setting in the full run."""
+    few = [pytest.param([case], id="-".join(map(str, case.values()))) for case in pairwise(factors)]
+    rest = {name: values for name, values in factors.items() if name not in SETTINGS}
+    full = [
+        pytest.param([s | case for case in every(rest)], id=f"full-{i}", marks=pytest.mark.full)
+        for i, s in enumerate(every(SETTINGS))
+    ]
+    return pytest.mark.parametrize("cases", [*few, *full])
+
+
+def test_pairwise_is_pairwise() -> None:
+    factors: Factors = {"a": (1, 2, 3), "b": "xy", "c": (True, False), "d": range(5)}
+    cases = pairwise(factors)
+    for (a, values), (b, others) in combinations(factors.items(), 2):
+        assert {(case[a], case[b]) for case in cases} == set(product(values, others))
+    assert len(cases) <= 1.5 * 3 * 5
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape, np.float32)
+
+
+# Projections
+
+LINEAR: Factors = SETTINGS | {
+    "rows": (1, 2, 5, 8, 9, 40, 130),
+    "shape": ((1, 1), (7, 3), (8, 40), (37, 130), (100, 37), (131, 256), (520, 129), (2056, 65)),
+    "dtype": ("f32", "f16", "bf16"),
+    "form": ("", "norm bias", "norm gated", "residual", "norm bias gated residual"),
+}
+
+
+def linear_error(
+    device: Device,
+    rng: np.random.Generator,
+    rows: int,
+    shape: tuple[int, int],
+    dtype: str,
+    form: str,
+    **options: Any,
+) -> float:
+    k, n = shape
+    x, weight = normal(rng, rows, k), normal(rng, 2 * n if "gated" in form else n, k)
+    values: dict[str, Any] = {}
+    expected = x.astype(np.float64)
+    if "norm" in form:
+        values["norm"] = normal(rng, k), EPS
+        expected = reference.rmsnorm(x, *values["norm"])
+    expected = reference.matmul(expected, rounded(weight, dtype))
+    if "bias" in form:
+        values["bias"] = normal(rng, len(weight))
+        expected += values["bias"]
+    if "gated" in form:
+        expected = reference.silu(expected[:, :n]) * expected[:, n:]
+    if "residual" in form:
+        values["residual"] = normal(rng, rows, n)
+        expected = expected + values["residual"]
+    function = functions.matmul_vec if rows <= 8 else functions.matmul
+    values |= {"dtype": dtype, "gated": "gated" in form}
+    return nmse(function(device, x, weight, **values, **options), expected)
+
+
+@covering(LINEAR)
+def test_linear(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        own = {name: value for name, value in case.items() if name not in SETTINGS}
+        assert linear_error(open_device(settings_of(case)), rng, **own) <= LIMIT, case
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9])
+def test_the_tiled_kernel_takes_any_number_of_rows(
+    device: Device, rng: np.random.Generator, rows: int
+) -> None:
+    x, weight = normal(rng, rows, 37), normal(rng, 21, 37)
+    assert nmse(functions.matmul(device, x, weight), reference.matmul(x, weight)) <= LIMIT
+
+
+@pytest.mark.parametrize(("rows", "plan_rows"), [(1, 8), (3, 8), (2, 5), (9, 130), (40, 300)])
+def test_a_plan_serves_fewer_rows(
+    device: Device, rng: np.random.Generator, rows: int, plan_rows: int
+) -> None:
+    x, norm, weight = normal(rng, rows, 37), normal(rng, 37), normal(rng, 42, 37)
+    with device.scope():
+        forward = Forward(device, rows, plan_rows=plan_rows)
+        value = forward.ops.rmsnorm(forward.input(x), to_gpu(device, norm), EPS)
+        both = forward.ops.linear(value, to_gpu(device, weight, "bf16"))
+        gate, up = forward.ops.split(both, 21, 21)
+        y = forward.run(forward.ops.silu(gate) * up)
+    both = reference.matmul(reference.rmsnorm(x, norm, EPS), rounded(weight, "bf16"))
+    assert nmse(y, reference.silu(both[:, :21]) * both[:, 21:]) <= LIMIT
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9])
+@pytest.mark.parametrize(("form", "n"), [("bias residual", 301), ("norm bias gated", 150)])
+def test_weights_larger_than_a_binding(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, form: str, n: int
+) -> None:
+    small = open_device(Settings(max_binding=160_000))
+    with small.scope():
+        assert len(to_gpu(small, np.zeros((300, 300))).shards) == 3
+    assert linear_error(small, rng, rows, (300, n), "f32", form) <= LIMIT
+
+
+# Embedding, norms, activations
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(("vocab", "width"), [(1, 1), (37, 67), (500, 250)])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_embedding(
+    open_device: OpenDevice,
+    rng: np.random.Generator,
+    dtype: str,
+    vocab: int,
+    width: int,
+    rows: int,
+) -> None:
+    weight, ids = normal(rng, vocab, width), rng.integers(0, vocab, rows)
+    for settings in (LEAST, Settings(max_binding=160_000)):  # the last is in shards
+        y = functions.embedding(open_device(settings), ids, weight, dtype=dtype, scale=1.5)
+        assert nmse(y, 1.5 * rounded(weight, dtype)[ids].astype(np.float64)) <= LIMIT
+
+
+@covering(
+    SETTINGS | {"rows": (1, 5, 9), "parts": (1, 3), "width": (1, 7, 24, 128, 331, 1024, 4100)}
+)
+def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        x = normal(rng, case["rows"], case["parts"] * case["width"])
+        weight = normal(rng, case["width"])
+        y = functions.rmsnorm(open_device(settings_of(case)), x, weight, eps=1e-3)
+        assert nmse(y, reference.rmsnorm(x, weight, 1e-3)) <= LIMIT, case
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_rmsnorm_of_extreme_values(device: Device, rng: np.random.Generator, size: float) -> None:
+    x, weight = np.float32(size) * normal(rng, 3, 40), normal(rng, 40)
+    y = functions.rmsnorm(device, x, weight, eps=EPS)
+    assert nmse(y, reference.rmsnorm(x, weight, EPS)) <= LIMIT
+    assert not functions.rmsnorm(device, np.zeros((2, 40)), weight, eps=EPS).any()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("width", [1, 8, 67, 1000])
+def test_elementwise(least_device: Device, rng: np.random.Generator, rows: int, width: int) -> None:
+    a, b = normal(rng, rows, width), normal(rng, rows, width)
+    both, exact = np.concatenate([a, b], axis=1), a.astype(np.float64)
+    add = functions.elementwise_add(least_device, a, b)
+    mul = functions.elementwise_mul(least_device, a, b)
+    assert nmse(add, exact + b) <= LIMIT
+    assert nmse(mul, exact * b) <= LIMIT
+    assert nmse(functions.silu(least_device, a), reference.silu(a)) <= LIMIT
+    gated = functions.silu(least_device, both, gated=True)
+    assert nmse(gated, reference.silu(a) * b) <= LIMIT
+
+
+def test_silu_of_large_values(device: Device) -> None:
+    x = np.array([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30]])
+    y = functions.silu(device, x)
+    assert np.allclose(y, np.where(x > 0, x, 0), rtol=1e-6, atol=1e-30)
+
+
+def test_take_rows(least_device: Device, rng: np.random.Generator) -> None:
+    x = normal(rng, 40, 67)
+    for rows in ([39], [0, 39, 7, 7], list(range(8))):
+        assert (functions.take_rows(least_device, x, rows) == x[rows]).all()
+
+
+# Rotary positions
+
+
+def rope_of(kind: str, **scaling: Any) -> RopeConfig:
+    config = {
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": kind} | scaling,
+    }
+    return RawConfig(config).rope(head_dim=32)
+
+
+def frequencies_of(rope: RopeConfig, length: int) -> tuple[Array, float]:
+    """Radians per position and the factor on cos and sin, from the papers, in float64.
+
+    length: of the sequence, on which "dynamic" depends.
+    """
+    dim, theta, s = rope.rotary_dim, rope.theta, rope.scaling
+    pair = np.arange(dim // 2)
+    base = theta ** (-2 * pair / dim)
+    own = rope.max_position_embeddings
+    if rope.kind == "linear":  # Chen et al. 2023
+        return base / s["factor"], 1.0
+    if rope.kind == "dynamic":  # NTK-aware, for the length so far
+        growth = s["factor"] * max(length, own) / own - (s["factor"] - 1)
+        return (theta * growth ** (dim / (dim - 2))) ** (-2 * pair / dim), 1.0
+    if rope.kind == "llama3":
+        turns = s["original_max_position_embeddings"] * base / (2 * math.pi)
+        low, high = s["low_freq_factor"], s["high_freq_factor"]
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return base * (kept + (1 - kept) / s["factor"]), 1.0
+    if rope.kind == "yarn":  # Peng et al. 2023
+        original, factor = s["original_max_position_embeddings"], s["factor"]
+
+        def pair_of(turns: float) -> float:
+            """The pair that turns so often over the original context."""
+            return dim / 2 * math.log(original / (2 * math.pi * turns)) / math.log(theta)
+
+        first, last = max(math.floor(pair_of(32)), 0), min(math.ceil(pair_of(1)), dim - 1)
+        slowed = np.clip((pair - first) / (last - first), 0, 1)
+        return base * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1
+    return base, 1.0
+
+
+ROPES = {
+    "default": rope_of("default"),
+    "linear": rope_of("linear", factor=4.0),
+    "dynamic": rope_of("dynamic", factor=4.0),
+    "llama3": rope_of(
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+    "yarn": rope_of("yarn", factor=4.0, original_max_position_embeddings=64),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_tables_are_the_papers(kind: str) -> None:
+    table = rope_table(ROPES[kind], 300)
+    for position in (0, 1, 63, 64, 65, 299):
+        frequencies, factor = frequencies_of(ROPES[kind], position + 1)
+        angle = position * frequencies
+        expected = factor * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+        # Models compute angles in f32.
+        assert np.all(abs(table[position] - expected) <= 2**-21 * (1 + angle[:, None]))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope(least_device: Device, rng: np.random.Generator, kind: str, interleaved: bool) -> None:
+    """Against complex numbers: a pair of dimensions times cos + i sin."""
+    table = rope_table(ROPES[kind], 300)
+    turn = table.astype(np.float64) @ [1, 1j]
+    for rows, head_dim, position in ((1, 32, 0), (3, 40, 62), (9, 32, 290)):
+        x = normal(rng, rows, 3 * head_dim)
+        y = functions.rope(
+            least_device, x, table, head_dim=head_dim, position=position, interleaved=interleaved
+        )
+        heads = x.reshape(rows, 3, head_dim).astype(np.float64)
+        turned, rest = heads[..., :32], heads[..., 32:]
+        axes = (rows, 3, 16, 2) if interleaved else (rows, 3, 2, 16)
+        pairs = turned.reshape(axes) if interleaved else turned.reshape(axes).swapaxes(-1, -2)
+        z = (pairs @ [1, 1j]) * turn[position : position + rows, None]
+        pairs = np.stack([z.real, z.imag], axis=-1)
+        turned = (pairs if interleaved else pairs.swapaxes(-1, -2)).reshape(rows, 3, 32)
+        expected = np.concatenate([turned, rest], axis=-1).reshape(x.shape)
+        assert nmse(y, expected) <= LIMIT
+
+
+# Attention
+
+ATTENTION: Factors = SETTINGS | {
+    "rows": (1, 2, 5, 8, 9, 40, 130),
+    "heads": ((1, 1), (2, 2), (1, 3), (2, 4), (1, 5), (1, 6), (1, 7), (3, 8)),  # KV heads, group
+    "head_dim": (8, 24, 64, 80, 128, 256, 512),
+    "past": (0, 1, 250, 256, 513, 1100),
+    "window": (0, 1, 33, 300),
+    "kv_dtype": ("f16", "f32"),
+    "fuse": (True, False),
+}
+
+
+def attention_error(
+    device: Device,
+    rng: np.random.Generator,
+    rows: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    past: int,
+    window: int,
+    kv_dtype: str,
+    **options: Any,
+) -> float:
+    n_kv_heads, group = heads
+    q = 2 * normal(rng, rows, n_kv_heads * group * head_dim)
+    k, v = (normal(rng, past + rows, n_kv_heads * head_dim) for _ in range(2))
+    scale = head_dim**-0.5
+    function = functions.attention if rows <= 8 else functions.attention_tiled
+    y = function(
+        device,
+        q,
+        k,
+        v,
+        n_kv_heads=n_kv_heads,
+        scale=scale,
+        window=window,
+        kv_dtype=kv_dtype,
+        **options,
+    )
+    stored = rounded(k, kv_dtype), rounded(v, kv_dtype)
+    return nmse(y, reference.attention(q, *stored, n_kv_heads * group, scale, window))
+
+
+@covering(ATTENTION)
+def test_attention(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        own = {name: value for name, value in case.items() if name not in SETTINGS}
+        assert attention_error(open_device(settings_of(case)), rng, **own) <= LIMIT, case
+
+
+def test_attention_of_a_sharp_distribution(device: Device, rng: np.random.Generator) -> None:
+    """Scores of several hundred: exp must not overflow, and the best position takes all."""
+    q = 100 * normal(rng, 3, 64)
+    k, v = normal(rng, 300, 64), normal(rng, 300, 64)
+    for function in (functions.attention, functions.attention_tiled):
+        y = function(device, q, k, v, n_kv_heads=1, scale=1.0)
+        scores = np.where(reference.visible(3, 300), q.astype(np.float64) @ k.T, -np.inf)
+        assert nmse(y, v[scores.argmax(1)]) <= 1e-8
+
+
+@covering(
+    SETTINGS
+    | {
+        "rows": (1, 5, 9),
+        "heads": ((1, 1), (2, 3), (4, 2)),
+        "head_dim": (8, 40, 64, 128, 256),
+        "norms": (False, True),
+        "rotary": (1, 2),
+        "interleaved": (False, True),
+        "kv_dtype": ("f16", "f32"),
+    }
+)
+def test_rope_kv_write(
+    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+) -> None:
+    position = 252
+    for case in cases:
+        rows, d, (n_kv_heads, group) = case["rows"], case["head_dim"], case["heads"]
+        kv_width = n_kv_heads * d
+        frequencies = 100.0 ** (-np.arange(d // 2 // case["rotary"]) / d)
+        x = normal(rng, rows, (group + 2) * kv_width)
+        q_norm, k_norm = normal(rng, d), normal(rng, d)
+        y, *cached = functions.rope_kv_write(
+            open_device(settings_of(case)),
+            x,
+            functions.rope_table(frequencies, 300),
+            n_heads=n_kv_heads * group,
+            n_kv_heads=n_kv_heads,
+            position=position,
+            interleaved=case["interleaved"],
+            norms=(q_norm, k_norm, EPS) if case["norms"] else None,
+            kv_dtype=case["kv_dtype"],
+        )
+        q, k, v = np.split(x, [group * kv_width, (group + 1) * kv_width], axis=1)
+        if case["norms"]:
+            q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
+        positions = np.arange(position, position + rows)
+        q, k = (
+            reference.rope(part, positions, frequencies, d, case["interleaved"]) for part in (q, k)
+        )
+        keys, values = (
+            part[:, position : position + rows].swapaxes(0, 1).reshape(rows, kv_width)
+            for part in cached
+        )
+        assert nmse(y, q) <= LIMIT, case
+        assert (values == rounded(v, case["kv_dtype"])).all(), case
+        if case["kv_dtype"] == "f16":  # a rounding may go the other way
+            assert np.all(abs(keys - k) <= np.spacing(abs(k).astype(np.float16))), case
+        else:
+            assert nmse(keys, k) <= LIMIT, case
+        for part in cached:  # nothing else was written
+            assert np.isnan(part[:, :position]).all(), case
+            assert np.isnan(part[:, position + rows :]).all(), case
+
+
+def scattered(
+    device: Device, lengths: Sequence[int], keys: Array, values: Array, order: Array
+) -> KVCache:
+    """A cache of sequences [sequences, positions, heads, dim] of which `lengths` positions are
+    known, in pages in that order."""
+    _, positions, n_kv_heads, d = keys.shape
+    cache = KVCache(device, 1, n_kv_heads, d, positions, sequences=len(lengths), dtype="f32")
+    layer = cache.layers[0]
+    device.write(layer.pages, order.astype(np.uint32))
+    for buffer, given in ((layer.keys, keys), (layer.values, values)):
+        stored = np.full((n_kv_heads, layer.slots, d), np.nan, np.float32)
+        for sequence, position in ((s, p) for s, n in enumerate(lengths) for p in range(n)):
+            page = order[sequence * layer.pages_per_sequence + position // PAGE]
+            stored[:, page * PAGE + position % PAGE] = given[sequence, position]
+        device.write(buffer, stored)
+    return cache
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_rows_of_several_sequences_in_scattered_pages(
+    device: Device, rng: np.random.Generator, fuse: bool
+) -> None:
+    """Each row appends to its own sequence and attends to it; a stopped one writes nothing."""
+    sequences, positions = np.array([2, 0, 1, 3]), np.array([39, 4, 299, 270])
+    alive = np.array([1, 1, 1, 0])
+    n_kv_heads, group, d = 2, 3, 16
+    order = rng.permutation(8)
+    keys, values = (normal(rng, 4, 512, n_kv_heads, d) for _ in range(2))
+    lengths = [int(positions[sequences == s][0]) for s in range(4)]
+    q = normal(rng, 4, n_kv_heads * group * d)
+    with device.scope():
+        cache = scattered(device, lengths, keys, values, order)
+        packed = pack_step([0] * 4, 0)
+        rows = packed[HEADER.itemsize :].view(ROW)
+        rows["sequence"], rows["position"], rows["alive"] = sequences, positions, alive
+        ops = Ops()
+        inputs = [
+            ops.input(device.upload(to_rows(part.reshape(4, -1), 4)), part.reshape(4, -1).shape[1])
+            for part in (q, keys[sequences, positions], values[sequences, positions])
+        ]
+        output = ops.attention(*inputs, cache.layers[0], scale=0.25)
+        buffer = device.upload(np.full(q.shape, np.nan, np.float32))
+        lowering = Lowering(
+            device,
+            ops,
+            StepKind(4),
+            device.upload(packed),
+            output=output,
+            output_buffer=buffer,
+            fuse=fuse,
+        )
+        plan = lowering.place(Arena(device))
+        run(device, [*plan.body, *plan.head], 4, int(positions.max()) + 1)
+        y = from_rows(device.read(buffer), 4, q.shape[1])
+        layer = cache.layers[0]
+        written = device.read(layer.keys).reshape(n_kv_heads, layer.slots, d)
+    for row, (s, position) in enumerate(zip(sequences, positions, strict=True)):
+        page = order[s * 2 + position // PAGE]
+        key = written[:, page * PAGE + position % PAGE]
+        if not alive[row]:
+            assert np.isnan(key).all()
+            continue
+        assert (key == keys[s, position]).all()
+        past = slice(0, position + 1)
+        k, v = (part[s, past].reshape(position + 1, -1) for part in (keys, values))
+        expected = reference.attention(q[row : row + 1], k, v, n_kv_heads * group, 0.25)
+        assert nmse(y[row : row + 1], expected) <= LIMIT
+    assert np.count_nonzero(~np.isnan(written[0, :, 0])) == sum(lengths) + 3
+
+
+def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) -> None:
+    q, k, v = normal(rng, 130, 2 * 24), normal(rng, 700, 24), normal(rng, 700, 24)
+    with device.scope():
+        known = [part.reshape(1, 700, 1, 24) for part in (k, v)]
+        cache = scattered(device, [570], *known, order=np.array([2, 0, 1]))
+        forward = Forward(device, 130)
+        inputs = [forward.input(part) for part in (q, k[570:], v[570:])]
+        output = forward.ops.attention(*inputs, cache.layers[0], scale=0.2, window=400)
+        y = forward.run(output, position=570)
+    assert nmse(y, reference.attention(q, k, v, 2, 0.2, 400)) <= LIMIT
+
+
+# Variants that the rules of tuning.py can choose
+
+
+def rules(device: Device) -> Iterator[Tuning]:
+    """Those of this device, of the least one, and of a GPU with these limits."""
+    for software, limits in product((True, False), (device.limits, Limits())):
+        tuning = Tuning(device)
+        tuning.software, tuning.limits = software, limits
+        yield tuning
+
+
+class Forced(Tuning):
+    """Always the same variant."""
+
+    def __init__(self, device: Device, variant: VecVariant | TileVariant | AttentionVariant):
+        super().__init__(device)
+        self.variant = variant
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("matmul_vec", "matmul", "attention"):
+            return lambda *_: self.variant
+        return super().__getattribute__(name)
+
+
+def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator) -> None:
+    widths = [8 << i for i in range(12)] + [100, 576, 896, 1536, 4864, 8960, 14336, 18944]
+    sizes = product(widths, (16, 1000, 30000, 130000), (1, 2, 5, 8), (False, True))
+    variants = {
+        (tuning.matmul_vec(k, n, rows, gated), rows, gated)
+        for tuning in rules(device)
+        for k, n, rows, gated in sizes
+    }
+    assert len(variants) > 1
+    for variant, rows, gated in sorted(variants, key=repr):
+        form = "norm gated" if gated else "norm residual"
+        k = variant.workgroup * variant.unroll * 8 + 61  # more than one round, and a rest
+        tuning = Forced(device, variant)
+        error = linear_error(device, rng, rows, (k, 37), "bf16", form, tuning=tuning)
+        assert error <= LIMIT, (variant, rows, gated)
+
+
+def test_every_variant_of_matmul(device: Device, rng: np.random.Generator) -> None:
+    variants = {
+        tuning.matmul(rows, n)
+        for tuning in rules(device)
+        for rows, n in product((9, 33, 65, 512, 2048), (16, 1024, 30000))
+    }
+    assert len(variants) > 1
+    for variant, shape in product(sorted(variants, key=repr), ((37, 150), (64, 16))):
+        tuning = Forced(device, variant)
+        error = linear_error(device, rng, 140, shape, "f16", "bias residual", tuning=tuning)
+        assert error <= LIMIT, (variant, shape)
+
+
+def test_every_variant_of_attention(device: Device, rng: np.random.Generator) -> None:
+    shapes = list(product((1, 2, 3, 4, 7, 8), (1, 2, 8), (64, 128, 256)))
+    variants = {
+        (tuning.attention(group, n_kv_heads, d), group, d)
+        for tuning in rules(device)
+        for group, n_kv_heads, d in shapes
+    }
+    fewest = {}  # of those that differ in no more than the splits: the extremes
+    for variant, group, d in sorted(variants, key=lambda item: item[0].splits):
+        key = (variant.workgroup, variant.heads, variant.batch, d)
+        fewest.setdefault(key, []).append((variant, group))
+    for (*_, d), found in fewest.items():
+        for variant, group in {found[0], found[-1]}:
+            tuning = Forced(device, variant)
+            error = attention_error(device, rng, 2, (1, group), d, 530, 0, "f16", tuning=tuning)
+            assert error <= LIMIT, (variant, group, d)
+
+
+# By hand
+
+
+def test_functions_are_all_documented() -> None:
+    public = {name for name, value in vars(functions).items() if callable(value)}
+    assert set(functions.__all__) <= public
+    assert all(getattr(functions, name).__doc__ for name in functions.__all__)
+
+
+def test_wrong_arrays_are_refused(device: Device) -> None:
+    x = np.zeros((3, 16))
+    with pytest.raises(ShaderError, match="1 to 8 rows, not 9: use matmul"):
+        functions.matmul_vec(device, np.zeros((9, 16)), x)
+    with pytest.raises(ShaderError, match="use attention_tiled"):
+        functions.attention(device, np.zeros((9, 16)), x, x, n_kv_heads=1, scale=1.0)
+    with pytest.raises(ShaderError, match=r"\[3, width\], not \[2, 16\]"):
+        functions.elementwise_add(device, x, x[:2])
+    with pytest.raises(ShaderError, match=r"an input must be \[0, width\]"):
+        functions.silu(device, x[:0])
+    with pytest.raises(ShaderError, match=r"\[kv_len, 3 \* head_dim\]"):
+        functions.attention(device, x, x, x, n_kv_heads=3, scale=1.0)
+    with pytest.raises(ShaderError, match=r"table must be \[8 or more, rotary_dim / 2, 2\]"):
+        functions.rope(device, x, np.zeros((7, 8, 2)), head_dim=16, position=5)
+    with pytest.raises(ValueError, match="do not fit a weight"):
+        functions.matmul(device, x, np.zeros((4, 15)))
+
+
+def test_sample(device: Device, rng: np.random.Generator) -> None:
+    logits = normal(rng, 5, 1300)
+    logits[3, 7] = np.nan
+    best = logits.argmax(1)
+    best[3] = INVALID_TOKEN
+    assert (functions.sample(device, logits) == best).all()
+    hot = [functions.sample(device, logits, temperature=9.0, seed=seed) for seed in (1, 1, 2**40)]
+    assert (hot[0] == hot[1]).all()
+    assert (hot[0] != hot[2]).any()
+    assert (functions.sample(device, logits, temperature=9.0, top_k=1) == best).all()
+
+
+def test_profile_times_every_kernel(device: Device, rng: np.random.Generator) -> None:
+    """Times are of the GPU's clock: a matrix of 64 times the size takes longer."""
+    x, small, large = normal(rng, 1, 512), normal(rng, 32, 512), normal(rng, 2048, 512)
+    seconds = [
+        functions.profile(functions.matmul_vec, device, x, weight) for weight in (small, large)
+    ]
+    assert [[label.split()[0] for label in times] for times in seconds] == [["matmul_vec"]] * 2
+    (few,), (many,) = (times.values() for times in seconds)
+    assert 0 < few < many < 10
+    norms = functions.profile(
+        functions.matmul, device, x, small, norm=(x[0], EPS), residual=small[:1, :32]
+    )
+    assert [label.split()[0] for label in norms] == ["rmsnorm", "matmul"]
+
+
+def test_profile_keeps_the_order_of_dispatches(device: Device) -> None:
+    with device.scope():
+        source, target = device.buffer(1 << 24), device.buffer(1 << 24)
+        spec = KernelSpec.of("copy", VECTORS=1 << 20)
+        items = [
+            dispatch(device, spec, [source, target], (count, 1, 1)) for count in (1024, 1, 1024, 1)
+        ]
+        assert profile_dispatches(device, []) == []
+        times = profile_dispatches(device, items, repeats=3)
+    assert min(times[0], times[2]) > max(times[1], times[3])
+
+
+def test_profile_needs_timestamps(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "timestamps", False)
+    with pytest.raises(DeviceError, match="no timestamp queries"):
+        profile_dispatches(device, [])
+
+
+# The check of a user's device
+
+
+def test_check_passes_here(least_device: Device) -> None:
+    seen: list[check.CheckResult] = []
+    results = check_device(least_device, seen.append)
+    assert seen == results
+    assert [result for result in results if not result.ok] == []
+    assert len({(result.kernel, result.case) for result in results}) == len(results)
+    kernels = {result.kernel for result in results}
+    assert kernels >= {*functions.__all__} - {"profile", "rope_table", "validate"}
+
+
+WRONG_SILU = """
+@group(0) @binding(0) var<storage, read> x: array<f32>;
+@group(0) @binding(1) var<storage, read_write> y: array<f32>;
+@compute @workgroup_size(1)
+fn main() {
+  y[0] = x[0]"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [(";\n}", ""), (" + 1u;\n}", "silu.wgsl:6:10: "), ("\n}", "silu.wgsl:7:1: ")],
+)
+def test_check_finds_a_broken_kernel(
+    monkeypatch: pytest.MonkeyPatch, ending: str, message: str
+) -> None:
+    """One that computes something else, and two that do not compile."""
+
+    def broken(spec: KernelSpec) -> Shader:
+        if spec.name != "silu":
+            return render(spec)
+        return render_text(WRONG_SILU + ending, "silu.wgsl")
+
+    wanted = [case for case in check.cases() if case.kernel in ("silu", "elementwise_add")]
+    monkeypatch.setattr(check, "cases", lambda: iter(wanted))
+    monkeypatch.setattr("infer.kernels.device.render", broken)
+    with Device.open() as device:  # of its own: the others have compiled the kernel
+        results = check_device(device)
+    assert [result.kernel for result in results if not result.ok] == ["silu", "silu"]
+    assert [result.kernel for result in results if result.ok] == ["elementwise_add"]
+    assert all(message in result.message for result in results if not result.ok)
+
+
+# The reference itself
+
+
+@pytest.mark.live
+def test_the_reference_is_torchs(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+
+    def tensor(values: Array) -> Any:
+        return torch.from_numpy(np.asarray(values, np.float64))
+
+    def close(ours: Array, theirs: Any) -> bool:
+        return nmse(ours, theirs.numpy()) < 1e-28
+
+    x, weight = rng.standard_normal((5, 48)), rng.standard_normal(48)
+    norm = torch.nn.functional.rms_norm(tensor(x), [48], tensor(weight), 1e-3)
+    assert close(reference.rmsnorm(x, weight, 1e-3), norm)
+    assert close(reference.silu(x), torch.nn.functional.silu(tensor(x)))
+    assert close(reference.softmax(x), torch.softmax(tensor(x), -1))
+    assert close(reference.matmul(x, x), torch.nn.functional.linear(tensor(x), tensor(x)))
+
+    frequencies, positions = 100.0 ** -(np.arange(4) / 4), np.arange(7, 12)
+    angle = tensor(np.concatenate([positions[:, None] * frequencies] * 2, axis=1))[None]
+    heads = tensor(x).reshape(1, 5, 6, 8).transpose(1, 2)
+    turned, _ = modeling.apply_rotary_pos_emb(heads, heads, angle.cos(), angle.sin())
+    expected = turned.transpose(1, 2).reshape(5, 48)
+    assert close(reference.rope(x, positions, frequencies, 8), expected)
+
+    q, k, v = (rng.standard_normal((n, w)) for n, w in ((5, 48), (12, 16), (12, 16)))
+    for window in (0, 4):
+        heads = [tensor(p).reshape(1, len(p), -1, 8).transpose(1, 2) for p in (q, k, v)]
+        mask = torch.ones(5, 12, dtype=torch.bool).tril(7)
+        mask &= torch.ones(5, 12, dtype=torch.bool).triu(8 - window) | (window == 0)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=mask, scale=0.3, enable_gqa=True
+        )
+        expected = attended.transpose(1, 2).reshape(5, 48)
+        assert close(reference.attention(q, k, v, 6, 0.3, window), expected)

@@ -1,0 +1,364 @@
+"""From ops to dispatches: fusing changes nothing, and no activation is lost before its last use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infer.kernels.arrays import Array, to_gpu
+from infer.kernels.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
+from infer.kernels.forward import Forward
+from infer.kernels.kv_cache import KVCache, LayerCache
+from infer.kernels.lower import MAX_VEC_ROWS, Arena, Kernel, Lowering, Scratch, StepKind
+from infer.kernels.ops import Ops, Rope, Value, stride
+from infer.kernels.plan import DispatchPlan, linear_grid
+from infer.kernels.reference import nmse
+from infer.kernels.shader import KernelSpec, render
+from infer.kernels.tensor import GpuTensor
+from infer.kernels.tuning import AttentionVariant
+
+# A model of two layers with all that the architectures have: biases, norms of heads, a window.
+HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 40, 56, 61, 4, 2, 16
+EPS = 1e-5
+
+
+class Weights:
+    """Random weights by name, the same for every device and forward."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def __call__(self, *shape: int, seed: int = 0) -> GpuTensor:
+        rng = np.random.default_rng([seed, *shape])
+        values = rng.standard_normal(shape, np.float32)
+        return to_gpu(self.device, values / np.sqrt(shape[-1]), "bf16")
+
+
+def model(ops: Ops, device: Device, caches: Sequence[LayerCache], *, heads_normed: bool) -> Value:
+    """The logits of a decoder."""
+    weight = Weights(device)
+    angles = np.arange(600)[:, None] * 0.1 ** np.arange(HEAD_DIM // 2)
+    table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+    rope = Rope(device.upload(table), HEAD_DIM)
+    q_width, kv_width = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    h = ops.embedding(weight(VOCAB, HIDDEN))
+    for i, cache in enumerate(caches):
+        x = ops.rmsnorm(h, weight(HIDDEN, seed=i), EPS)
+        width = q_width + 2 * kv_width
+        qkv = ops.linear(x, weight(width, HIDDEN, seed=i), weight(width, seed=i))
+        q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
+        if heads_normed:
+            q = ops.rmsnorm(q, weight(HEAD_DIM, seed=i), EPS)
+            k = ops.rmsnorm(k, weight(HEAD_DIM, seed=i + 9), EPS)
+        q, k = ops.rope(q, rope, HEAD_DIM), ops.rope(k, rope, HEAD_DIM)
+        y = ops.attention(q, k, v, cache, scale=0.25, window=3 * i)
+        h = h + ops.linear(y, weight(HIDDEN, q_width, seed=i))
+        x = ops.rmsnorm(h, weight(HIDDEN, seed=i + 5), EPS)
+        gate, up = ops.split(ops.linear(x, weight(2 * INNER, HIDDEN, seed=i)), INNER, INNER)
+        down = ops.linear(ops.silu(gate) * up, weight(HIDDEN, INNER, seed=i))
+        h = h + down
+    h = ops.rmsnorm(ops.logits_rows(h), weight(HIDDEN), EPS)
+    return ops.linear(h, weight(VOCAB, HIDDEN))
+
+
+def logits(
+    device: Device, chunks: Sequence[int], last_only: bool, *, fuse: bool, heads_normed: bool
+) -> Array:
+    """The logits after a prompt that is computed in chunks of so many rows."""
+    with device.scope():
+        caches = KVCache(device, 2, KV_HEADS, HEAD_DIM, 600, dtype="f32").layers
+        results, position = [], 0
+        tokens = np.random.default_rng(1).integers(0, VOCAB, sum(chunks))
+        for rows in chunks:
+            own = [rows - 1] if last_only else None
+            forward = Forward(device, rows, logits_rows=own, fuse=fuse)
+            output = model(forward.ops, device, caches, heads_normed=heads_normed)
+            part = tokens[position : position + rows]
+            results.append(forward.run(output, position=position, tokens=part))
+            position += rows
+    return np.concatenate(results)
+
+
+@pytest.mark.parametrize("heads_normed", [False, True])
+@pytest.mark.parametrize("last_only", [False, True])
+@pytest.mark.parametrize("settings", [Settings(), Settings(subgroups=False)])
+def test_fusing_changes_nothing(
+    open_device: Any, settings: Settings, last_only: bool, heads_normed: bool
+) -> None:
+    device = open_device(settings)
+    chunks = [20, 1, 5, 1]
+    fused, plain = (
+        logits(device, chunks, last_only, fuse=fuse, heads_normed=heads_normed)
+        for fuse in (True, False)
+    )
+    assert np.isfinite(plain).all()
+    assert nmse(fused, plain) <= 1e-10
+
+
+def test_chunks_change_nothing(device: Device) -> None:
+    """Prefill, a few rows and single rows are different kernels with the same result."""
+    expected = logits(device, [1] * 19, False, fuse=True, heads_normed=True)
+    for chunks in ([19], [8, 8, 3], [9, 10], [2] * 9 + [1]):
+        y = logits(device, chunks, False, fuse=True, heads_normed=True)
+        assert nmse(y, expected) <= 1e-10
+
+
+# What is fused
+
+
+def kernels_of(rows: int, *, fuse: bool = True, heads_normed: bool = True) -> Counter[str]:
+    """How often each kernel is in the plan of a two-layer model on an adapter with subgroups."""
+    dry = DryDevice(Limits(workgroup_storage=32768))
+    dry.subgroup_size = 32
+    ops = Ops()
+    caches = KVCache(dry, 2, KV_HEADS, HEAD_DIM, 600).layers
+    output = model(ops, dry, caches, heads_normed=heads_normed)
+    lowering = Lowering(
+        dry,
+        ops,
+        StepKind(rows, logits=1),
+        dry.buffer(16),
+        output=output,
+        output_buffer=dry.buffer(16),
+        fuse=fuse,
+    )
+    return Counter(kernel.spec.name for kernel in lowering.kernels)
+
+
+@pytest.mark.parametrize("heads_normed", [False, True])
+def test_a_layer_of_decode_is_seven_kernels(heads_normed: bool) -> None:
+    layer = Counter(matmul_vec=4, rope_kv_write=1, attention=1, attention_combine=1)
+    found = kernels_of(1, heads_normed=heads_normed)
+    assert found == layer + layer + Counter(embedding=1, matmul_vec=1)
+
+
+def test_a_layer_of_prefill_is_nine_kernels() -> None:
+    layer = Counter(rmsnorm=2, matmul=4, rope_kv_write=1, attention_tiled=1, silu=1)
+    rest = Counter(embedding=1, take_rows=1, rmsnorm=1, matmul_vec=1)
+    assert kernels_of(512) == layer + layer + rest
+
+
+def test_without_fusing_every_op_has_its_kernel() -> None:
+    attention = Counter(kv_write=1, attention_scores=1, softmax=1, weighted_sum=1)
+    layer = attention + Counter(
+        rmsnorm=4, matmul_vec=4, rope=2, silu=1, elementwise_mul=1, elementwise_add=2
+    )
+    rest = Counter(embedding=1, rmsnorm=1, matmul_vec=1)
+    assert kernels_of(1, fuse=False) == layer + layer + rest
+
+
+# Random graphs
+
+
+class Recorder(DryDevice):
+    """Allocates and compiles nothing; notes what is bound."""
+
+    def __init__(self) -> None:
+        super().__init__(Limits(max_binding=1 << 30))
+        self.subgroup_size = 32
+        self.bound: list[tuple[Pipeline, list[Buffer]]] = []
+        self.rendered: dict[KernelSpec, Pipeline] = {}
+
+    def pipeline(self, spec: KernelSpec) -> Pipeline:
+        if spec not in self.rendered:
+            self.rendered[spec] = Pipeline(spec, render(spec), None, None)
+        return self.rendered[spec]
+
+    def pipelines(self, specs: Iterable[KernelSpec]) -> None:
+        pass
+
+    def bind(self, pipeline: Pipeline, buffers: Sequence[Buffer]) -> None:
+        self.bound.append((pipeline, list(buffers)))
+
+
+def random_graph(
+    ops: Ops, device: Device, rng: np.random.Generator, cache: LayerCache, x: Value, size: int
+) -> Value:
+    """`size` ops on values of some widths, with whatever uses of them come up, fusable or not."""
+    weight = Weights(device)
+    widths = (16, 48, 52, 96)
+    values = [x]
+    table = np.random.default_rng(2).standard_normal((64, 8, 2)).astype(np.float32)
+    rope = Rope(device.upload(table), 16)
+    for i in range(size):
+        x = values[rng.integers(max(0, len(values) - 4), len(values))]  # mostly recent ones
+        kind = rng.choice(
+            ["norm", "linear", "linear", "residual", "gated", "rope", "attend", "add"]
+        )
+        same = [value for value in values if value.width == x.width]
+        other = same[rng.integers(len(same))]
+        if kind == "norm":
+            x = ops.rmsnorm(x, weight(x.width, seed=i), EPS)
+        elif kind in ("linear", "residual"):
+            n = x.width if kind == "residual" else int(rng.choice(widths))
+            bias = weight(n, seed=i) if rng.random() < 0.5 else None
+            y = ops.linear(x, weight(n, x.width, seed=i), bias)
+            if kind == "residual":
+                y = other + y if rng.random() < 0.5 else y + other
+            x = y
+        elif kind == "gated":
+            both = ops.linear(x, weight(2 * 48, x.width, seed=i))
+            gate, up = ops.split(both, 48, 48)
+            if rng.random() < 0.3:  # a second use: cannot be fused away
+                values.append(ops.silu(up))
+            x = ops.silu(gate) * up if rng.random() < 0.8 else up * ops.silu(gate)
+        elif kind == "rope" and x.width % 16 == 0:
+            x = ops.rope(x, rope, 16)
+        elif kind == "attend":
+            qkv = ops.linear(x, weight(96, x.width, seed=i))
+            q, k, v = ops.split(qkv, 64, 16, 16)
+            if rng.random() < 0.5:
+                norm = weight(16, seed=i)
+                q, k = ops.rmsnorm(q, norm, EPS), ops.rmsnorm(k, norm, EPS)
+            if rng.random() < 0.8:
+                q, k = ops.rope(q, rope, 16), ops.rope(k, rope, 16)
+            if rng.random() < 0.2:
+                values.append(ops.silu(q))
+            x = ops.attention(q, k, v, cache, scale=0.25)
+        else:
+            x = x + other if x is not other else x * other
+        values.append(x)
+    # Everything that nobody has used, so that nothing is dead.
+    total = ops.linear(values[0], weight(24, values[0].width))
+    for value in values[1:]:
+        if not any(value in later.inputs for later in ops.values):
+            total = total + ops.linear(value, weight(24, value.width, seed=7))
+    return total
+
+
+def check_lifetimes(
+    kernels: Sequence[Kernel], bound: Sequence[tuple[Pipeline, list[Buffer]]], rows: int
+) -> None:
+    """Follow what each buffer holds: every read finds what was written for it."""
+    holds: dict[Buffer, Any] = {}
+    for kernel, (pipeline, buffers) in zip(kernels, bound, strict=True):
+        label = kernel.spec.label
+        bindings = [binding.access for binding in pipeline.shader.bindings]
+        read = {b for b, access in zip(buffers, bindings, strict=True) if access == "read"}
+        written = [b for b, access in zip(buffers, bindings, strict=True) if access != "read"]
+        assert not read & {*written}, f"{label} reads and writes one buffer"
+        assert len(written) == len({*written}), f"{label} writes one buffer twice"
+        for operand, buffer in zip(kernel.operands, buffers, strict=True):
+            if isinstance(operand, Buffer):
+                assert buffer is operand
+            elif buffer in written:
+                holds[buffer] = operand
+                assert buffer.nbytes >= needed(operand, rows)
+            else:
+                given = isinstance(operand, Value) and operand.op == "input"
+                assert given or holds[buffer] is operand, f"{label} reads what has been lost"
+
+
+def needed(operand: Value | Scratch, rows: int) -> int:
+    """Bytes of an activation: matmul writes whole tiles."""
+    if isinstance(operand, Scratch):
+        return operand.nbytes
+    padded = rows if rows <= MAX_VEC_ROWS else -(-rows // 128) * 128
+    return 4 * padded * stride(operand.width)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_no_live_activation_is_overwritten(rows: int, fuse: bool) -> None:
+    for seed in range(60):
+        device, ops = Recorder(), Ops()
+        cache = KVCache(device, 1, 1, 16, 64, dtype="f32").layers[0]
+        x = ops.input(device.buffer(4 * 128 * 48), 48)
+        rng = np.random.default_rng(seed)
+        output = random_graph(ops, device, rng, cache, x, size=int(rng.integers(1, 25)))
+        lowering = Lowering(
+            device,
+            ops,
+            StepKind(rows),
+            device.buffer(1024),
+            output=output,
+            output_buffer=device.buffer(4 * 128 * 24),
+            fuse=fuse,
+        )
+        lowering.place(Arena(device))
+        check_lifetimes(lowering.kernels, device.bound, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_fusing_a_random_graph_changes_nothing(device: Device, rows: int) -> None:
+    for seed in range(8):
+        results = []
+        for fuse in (True, False):
+            with device.scope():
+                rng = np.random.default_rng(seed)
+                cache = KVCache(device, 1, 1, 16, 64, dtype="f32").layers[0]
+                forward = Forward(device, rows, fuse=fuse)
+                x = forward.input(np.random.default_rng(3).standard_normal((rows, 48)))
+                results.append(
+                    forward.run(random_graph(forward.ops, device, rng, cache, x, size=8))
+                )
+        fused, plain = results
+        assert np.isfinite(plain).all()
+        assert nmse(fused, plain) <= 1e-10, seed
+
+
+# Arenas, plans, grids
+
+
+def test_an_arena_grows_and_serves_smaller_plans() -> None:
+    device = Recorder()
+    arena = Arena(device)
+    arena.reserve([100, 200])
+    first, second = arena.slots
+    arena.reserve([50, 300, 20])
+    assert arena.slots[0] is first
+    assert arena.slots[1] is not second
+    assert [slot.nbytes >= size for slot, size in zip(arena.slots, (100, 300, 20), strict=True)]
+
+
+def test_the_head_is_what_only_rows_with_logits_need(device: Device) -> None:
+    """So that prefill can leave it out for all chunks but the last."""
+    with device.scope():
+        caches = KVCache(device, 2, KV_HEADS, HEAD_DIM, 600, dtype="f32").layers
+        forward = Forward(device, 20, logits_rows=[19])
+        lowering, _ = forward.lower(model(forward.ops, device, caches, heads_normed=False))
+        plan: DispatchPlan = lowering.place(Arena(device))
+    assert [item.pipeline.spec.name for item in plan.head][:1] == ["take_rows"]
+    names = {item.pipeline.spec.name for item in plan.body}
+    assert {"rope_kv_write", "attention_tiled"} <= names
+    assert "take_rows" not in names
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 63, 64, 65, 511])
+def test_a_linear_grid_covers_its_count_within_the_limit(count: int) -> None:
+    x, y, z = linear_grid(count, limit=8)
+    assert max(x, y, z) <= max(8, -(-count // 8))
+    assert x <= 8
+    assert z == 1
+    assert count <= x * y < max(count, 1) + 8
+
+
+@pytest.mark.parametrize("positions", [1, 31, 32, 33, 255, 256, 257, 4095, 4096, 100_000])
+def test_splits_cover_the_context(positions: int) -> None:
+    """As attention_split.wgsl does it: lengths from the number of positions alone."""
+    for splits in (1, 3, 16, 256):
+        variant = AttentionVariant(256, 1, 1, 1, 1, splits, 32, 256)
+        count = variant.count(positions)
+        length = min(max(-(-positions // splits), 32), 256)
+        assert (count - 1) * length < positions <= count * length
+
+
+def test_misfitting_widths_are_refused_while_tracing() -> None:
+    device, ops = Recorder(), Ops()
+    weight = Weights(device)
+    x = ops.input(device.buffer(64), 16)
+    y = ops.input(device.buffer(64), 12)
+    with pytest.raises(ValueError, match="rows of 16 and 12 do not fit"):
+        x + y
+    with pytest.raises(ValueError, match="rows of 16 and 12 do not fit"):
+        x * y
+    with pytest.raises(ValueError, match="do not fit a weight"):
+        ops.linear(x, weight(4, 15))
+    with pytest.raises(ValueError, match="do not add up to 16"):
+        ops.split(x, 8, 7)
+    with pytest.raises(ValueError, match="cannot cover rows of 16"):
+        ops.rmsnorm(x, weight(12), EPS)

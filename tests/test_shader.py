@@ -1,0 +1,401 @@
+"""The preprocessor: what it makes of a kernel file, and what it says about a wrong one."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from infer.kernels.device import Device, DryDevice, Limits
+from infer.kernels.errors import ShaderError
+from infer.kernels.functions import validate
+from infer.kernels.kv_cache import KVCache
+from infer.kernels.lower import Lowering, StepKind
+from infer.kernels.ops import Ops, Rope
+from infer.kernels.sampler import Sampler, SamplerChain
+from infer.kernels.shader import (
+    WGSL_FOLDER,
+    Binding,
+    KernelSpec,
+    Shader,
+    Value,
+    render,
+    render_text,
+)
+from infer.kernels.tensor import allocate
+from infer.models import build_model
+from infer.models.shapes import SHAPES, shape_config
+
+
+def rendered(text: str, **params: Value) -> str:
+    return render_text(textwrap.dedent(text), **params).code
+
+
+def body(text: str, **params: Value) -> list[str]:
+    """The lines that are not empty, without the parameters' own."""
+    lines = [line.strip() for line in rendered(text, **params).splitlines()]
+    return [line for line in lines if line and not line.startswith("const ")]
+
+
+def error_of(text: str, **params: Value) -> str:
+    with pytest.raises(ShaderError) as caught:
+        rendered(text, **params)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "constant"),
+    [
+        ("u32", 7, "const A: u32 = 7u;"),
+        ("u32", 2**32 - 1, "const A: u32 = 4294967295u;"),
+        ("i32", -7, "const A: i32 = -7i;"),
+        ("f32", 1e-06, "const A: f32 = 1e-06f;"),
+        ("f32", 2, "const A: f32 = 2.0f;"),
+        ("bool", True, "const A: bool = true;"),
+        ("bool", False, "const A: bool = false;"),
+    ],
+)
+def test_a_parameter_becomes_a_constant(kind: str, value: Value, constant: str) -> None:
+    code = rendered(f"// @param A {kind}   what it is\nlet x = A;", A=value)
+    assert code.splitlines()[0] == constant
+
+
+def test_a_word_is_only_for_conditions() -> None:
+    text = "// @param T f16|f32\n#if T == f16\nhalf\n#else\nfull\n#endif"
+    assert body(text, T="f16") == ["half"]
+    assert body(text, T="f32") == ["full"]
+    assert "const" not in rendered(text, T="f16")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("u32", -1),
+        ("u32", 2**32),
+        ("u32", 1.0),
+        ("u32", True),
+        ("u32", "1"),
+        ("i32", 2**31),
+        ("f32", "1"),
+        ("f32", False),
+        ("bool", 1),
+        ("f16|f32", "f64"),
+        ("f16|f32", 16),
+    ],
+)
+def test_a_value_must_be_of_the_declared_type(kind: str, value: Value) -> None:
+    message = error_of(f"// @param A {kind}\n#if A\n#endif", A=value)
+    assert message == f"shader: parameter A is {kind}, not {value!r}"
+
+
+def test_unknown_missing_and_unused_parameters_are_errors() -> None:
+    assert error_of("", B=1, A=1) == "shader declares no parameter A, B"
+    assert error_of("// @param A u32\nA") == "shader needs the parameter A"
+    unused = "// @param A u32\n// A in a comment is no use, nor in BA or A_\nBA A_"
+    assert error_of(unused, A=1) == "shader: parameter A is declared but never used"
+
+
+def test_declarations_must_agree_and_be_of_known_types() -> None:
+    twice = "// @param A u32\n// @param A f32\nA"
+    assert error_of(twice, A=1) == "shader:2: parameter A was declared as u32"
+    assert body("// @param A u32\n// @param A u32\nA", A=1) == ["A"]
+    assert "shader:1" in error_of("// @param A f64\nA", A=1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"), [(1, 5, "one"), (2, 5, "two five"), (2, 6, "two"), (3, 5, "other")]
+)
+def test_the_first_branch_that_holds_is_taken(a: int, b: int, expected: str) -> None:
+    text = """
+    // @param A u32
+    // @param B u32
+    #if A == 1
+    one
+    #elif A == 2
+      #if B == 5
+    two five
+      #else
+    two
+      #endif
+    #else
+    other
+    #endif
+    """
+    assert body(text, A=a, B=b) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("expression", "holds"),
+    [
+        ("7 / 2 == 3", True),
+        ("(A + 7) / 8 % 3 != 1", False),
+        ("A + 2 * 3 - 1 == 10", True),
+        ("A > 4 and not B", True),
+        ("A < 4 or B", False),
+        ("A >= 5 and A <= 5", True),
+        ("W == red", True),
+        ("W != red", False),
+        ("A + B == 5", True),
+        ("A == 5   // not 6", True),
+    ],
+)
+def test_expressions_are_pythons(expression: str, holds: bool) -> None:
+    declared = "// @param A u32\n// @param B bool\n// @param W red|blue\n#if A or B or W\n#endif\n"
+    text = f"{declared}#if {expression}\nyes\n#else\nno\n#endif"
+    assert body(text, A=5, B=False, W="red") == ["yes" if holds else "no"]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["X", "A.real", "A()", "[A]", "A if A else 0", "0 < A < 9", "~A", "A **", "A << 1"],
+)
+def test_nothing_else_is_evaluated(expression: str) -> None:
+    message = error_of(f"// @param A u32\nA\n#if {expression}\n#endif", A=5)
+    assert message.startswith("shader:3: cannot")
+
+
+def test_for_repeats_lines() -> None:
+    text = """
+    // @param N u32
+    #for i in 0..N
+    a$i = b[$iu] + $(2 * $i + N);
+    #for j in 1..N
+    c$i_$j
+    #endfor
+    #endfor
+    #for i in N..N
+    never
+    #endfor
+    """
+    assert body(text, N=2) == ["a0 = b[0u] + 2;", "c0_1", "a1 = b[1u] + 4;", "c1_1"]
+
+
+def test_conditions_may_depend_on_the_repetition() -> None:
+    text = "#for i in 0..4\n#if $i % 2 == 0\neven$i\n#endif\n#endfor"
+    assert body(text) == ["even0", "even2"]
+
+
+def test_extensions_are_moved_to_the_top_once() -> None:
+    text = "// @param A bool\nx\n#if A\n#enable f16\n#endif\n#enable f16\n#enable other"
+    assert rendered(text, A=True).splitlines()[:2] == ["enable f16;", "enable other;"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x\n#if 1\ny", "shader:2: #if without #endif"),
+        ("x\n#for i in 0..2\ny", "shader:2: #for without #endfor"),
+        ("x\n#endif", "shader:2: unexpected #endif"),
+        ("x\n#else", "shader:2: unexpected #else"),
+        ("x\n#unknown", "shader:2: unexpected #unknown"),
+        ("#if 0\n#else\n#elif 1\n#endif", "shader:3: a branch after #else"),
+        ("#if 0\n#else\n#else\n#endif", "shader:3: a branch after #else"),
+        ("x\n\n#for i from 0..2\n#endfor", "shader:3: write #for LETTER in FIRST..END"),
+        ("x$i", "shader:1: $i is not the name of an enclosing #for"),
+        ("#for i in 0..2\n#endfor\nx$i", "shader:3: $i is not the name of an enclosing #for"),
+        ("#include grid.wgsl", 'shader:1: write #include "name.wgsl"'),
+    ],
+)
+def test_wrong_directives_are_placed(text: str, message: str) -> None:
+    assert error_of(text) == message
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Kernel files that include one another."""
+    files = {
+        "main.wgsl": """
+            // the kernel
+            #include "left.wgsl"
+            #include "right.wgsl"
+            fn main() {
+              $(A)
+            }
+        """,
+        "left.wgsl": '#include "common.wgsl"\nleft A',
+        "right.wgsl": '#include "common.wgsl"\n#include "main.wgsl"\nright\nA $',
+        "common.wgsl": "// @param A u32\n#if A > 3\nbig\n#endif\ncommon",
+        "lost.wgsl": '\n#include "nowhere.wgsl"',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+def test_an_include_comes_once_with_its_parameters(folder: Path) -> None:
+    shader = render(KernelSpec.of("main", A=5), folder)
+    lines = [line.strip() for line in shader.code.splitlines() if line.strip()]
+    assert lines == [
+        "const A: u32 = 5u;",
+        "// the kernel",
+        "big",
+        "common",
+        "left A",
+        "right",
+        "A $",
+        "fn main() {",
+        "5",
+        "}",
+    ]
+
+
+def test_every_line_knows_its_source(folder: Path) -> None:
+    shader = render(KernelSpec.of("main", A=5), folder)
+    places = {line.strip(): shader.place(i) for i, line in enumerate(shader.code.splitlines(), 1)}
+    assert places["big"] == "common.wgsl:3"
+    assert places["left A"] == "left.wgsl:2"
+    assert places["right"] == "right.wgsl:3"
+    assert places["5"] == "main.wgsl:6"
+    assert places["const A: u32 = 5u;"] == "main (parameters):1"
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    with pytest.raises(ShaderError, match=r"no kernel file nowhere\.wgsl"):
+        render(KernelSpec.of("lost"), folder)
+    with pytest.raises(ShaderError, match=r"no kernel file missing\.wgsl"):
+        render(KernelSpec.of("missing"))
+
+
+def test_bindings_are_read() -> None:
+    shader = render_text(
+        """
+        @group(0) @binding(1) var<storage, read_write> y: array<f32>;
+        @group(0) @binding(0) var<storage, read> x: array<f32>;
+        @group(0) @binding(2) var<uniform> z: vec4<f32>;
+        """
+    )
+    assert shader.bindings == (
+        Binding(0, "x", "read"),
+        Binding(1, "y", "read_write"),
+        Binding(2, "z", "uniform"),
+    )
+
+
+def test_bindings_have_no_gap() -> None:
+    text = "@group(0) @binding(1) var<storage, read> x: array<f32>;"
+    assert "without a gap" in error_of(text)
+
+
+def test_a_spec_is_a_key_and_a_label() -> None:
+    spec = KernelSpec.of("silu", WIDTH=4, GATED=True)
+    assert spec == KernelSpec.of("silu", GATED=True, WIDTH=4)
+    assert hash(spec) == hash(KernelSpec.of("silu", GATED=True, WIDTH=4))
+    assert spec != KernelSpec.of("silu", GATED=False, WIDTH=4)
+    assert spec.label == "silu GATED=True WIDTH=4"
+
+
+# With a compiler
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("fn main() {\n  let x = y;\n}", "shader:2:11: "),
+        (
+            "// @param A u32\nfn f() -> u32 {\n  return A;\n}\nfn main() {\n  let = 1;\n}",
+            "shader:6:7: ",
+        ),
+        ("fn main() {\n  let x = 1u;\n  let z = x + 1f;\n}", "shader:3:11: "),
+        ("fn main() {\n#for i in 0..3\n  let a$i = 1;\n#endfor\n  b();\n}", "shader:5:3: "),
+        ("\nfn main() -> u32 {\n}", "shader:2:1: "),
+    ],
+)
+def test_compiler_messages_are_placed(device: Device, text: str, place: str) -> None:
+    params: dict[str, Value] = {"A": 1} if "@param" in text else {}
+    (message,) = validate(text, device, **params)
+    assert message.startswith(place)
+
+
+def test_messages_are_placed_in_the_included_file(device: Device, folder: Path) -> None:
+    (folder / "top.wgsl").write_text('// first\n#include "wrong.wgsl"\nfn main() {}\n')
+    (folder / "wrong.wgsl").write_text("#if 1\n\nfn g() { let a = unknown; }\n#endif\n")
+    (message,) = device.validate(render(KernelSpec.of("top"), folder))
+    assert message.startswith("wrong.wgsl:3:18: ")
+    assert "unknown" in message
+
+
+def test_validate_says_what_is_wrong_before_the_compiler(device: Device) -> None:
+    assert validate("fn f() {}", device) == []
+    assert validate("fn f() {}", device, name="mine", A=1) == ["mine declares no parameter A"]
+    assert validate("#if 1", device, name="mine") == ["mine:1: #if without #endif"]
+
+
+def test_a_kernel_that_does_not_compile_is_an_error(device: Device) -> None:
+    spec = KernelSpec.of("broken")
+    shader = render_text("fn main() { nonsense }", "broken")
+    with pytest.raises(ShaderError, match=r"broken does not compile:\nbroken:1:\d+: "):
+        device.compile(spec, shader)
+    no_entry: Shader = render_text("fn other() {}", "broken")
+    with pytest.raises(ShaderError, match="main"):
+        device.compile(spec, no_entry)
+
+
+# Every kernel file
+
+SAMPLERS = [
+    SamplerChain(noise, penalties, bias, top_k, top_p, min_p)
+    for noise, penalties, bias, top_k, top_p, min_p in product((False, True), repeat=6)
+    if noise or not (top_k or top_p or min_p)
+]
+
+
+def model_specs(shape: str, limits: Limits, subgroups: bool, dtype: str) -> Iterator[KernelSpec]:
+    """The kernels of the steps of a real model, of which nothing is allocated."""
+    raw = shape_config(shape)
+    raw.values["num_hidden_layers"] = 1
+    model = build_model(raw)
+    c = model.config
+    dry = DryDevice(limits)
+    dry.subgroups = subgroups
+    weights = {spec.name: allocate(dry, spec.shape, dtype) for spec in model.weights()}
+    for kv_dtype, fuse, (rows, logits) in product(
+        ("f16", "f32"), (True, False), ((1, 1), (8, 1), (512, 1), (128, None))
+    ):
+        cache = KVCache(dry, 1, c.num_key_value_heads, c.head_dim, 4096, dtype=kv_dtype)
+        ops = Ops()
+        rope = Rope(dry.buffer(1), c.rope.rotary_dim, interleaved=kv_dtype == "f32")
+        output = model.forward(ops, weights, rope, cache.layers)
+        lowering = Lowering(
+            dry,
+            ops,
+            StepKind(rows, logits),
+            dry.buffer(1),
+            output=output,
+            output_buffer=dry.buffer(1),
+            fuse=fuse,
+        )
+        yield from (kernel.spec for kernel in lowering.kernels)
+
+
+def sampler_specs(device: Device) -> Iterator[KernelSpec]:
+    with device.scope():
+        logits, step = device.buffer(8 * 4 * 5000), device.buffer(4096)
+        sampler = Sampler(device, 5000, logits, step, max_rows=8)
+        for chain, gather in product(SAMPLERS, (False, True)):
+            yield from (item.pipeline.spec for item in sampler.dispatches(chain, gather))
+
+
+def test_every_kernel_compiles_for_real_models(device: Device) -> None:
+    few = Limits()
+    many = Limits(1 << 31, 1 << 32, 49152, 1024)
+    specs = {KernelSpec.of("fill_random", DTYPE=dtype) for dtype in ("f32", "f16", "bf16")}
+    specs |= {KernelSpec.of("copy", VECTORS=1024)}
+    specs |= set(sampler_specs(device))
+    for shape, dtype, (limits, subgroups) in product(
+        SHAPES, ("bf16", "f16", "f32"), ((few, False), (many, True))
+    ):
+        specs |= set(model_specs(shape, limits, subgroups, dtype))
+    files = {file.stem for file in WGSL_FOLDER.glob("*.wgsl") if "@compute" in file.read_text()}
+    assert {spec.name for spec in specs} == files
+    assert [message for spec in specs for message in device.validate(render(spec))] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", SHAPES)
+def test_real_models_need_no_more_than_every_device_has(least_device: Device, shape: str) -> None:
+    """The driver compiles too, and the limits of workgroups are checked."""
+    for dtype in ("bf16", "f16", "f32"):
+        least_device.pipelines(model_specs(shape, Limits(), False, dtype))
