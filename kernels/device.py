@@ -25,8 +25,6 @@ _USAGE = {
     "write": wgpu.BufferUsage.MAP_WRITE | wgpu.BufferUsage.COPY_SRC,
     "query": wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC,
 }
-# Kernels that gain from running without wgpu's own bounds checks (10-25 %); others gain nothing.
-_TRUSTED = ("matmul", "attention", "attention_combine", "attention_tiled")
 _LIMITS = (
     "max-storage-buffer-binding-size",
     "max-buffer-size",
@@ -43,8 +41,9 @@ class Settings:
     """What of an adapter to use: for tests, for weak adapters, to work round a driver's bug.
 
     None leaves a limit (bytes, or invocations) as the adapter has it. Every kernel has a path for
-    each of these switched off or set to the least that WebGPU guarantees. bounds_checks keeps wgpu's
-    run-time checks in the kernels that are faster without.
+    each of these switched off or set to the least that WebGPU guarantees. bounds_checks keeps the
+    run-time checks that wgpu adds to kernels, which check by themselves what they read: 3 % slower
+    in decode, 20 % in prefill.
     """
 
     subgroups: bool = True
@@ -159,7 +158,9 @@ class Device:
         compute.end()
         self.handle.queue.submit([encoder.finish()])
         lanes = int(self.read(size, np.uint32)[0])
-        self.destroy([size])
+        self.destroy([size, *(buffer for free in self._pool.values() for buffer in free)])
+        self._pool.clear()
+        self._peak = self._hits = self._misses = 0
         return lanes
 
     def _required_limits(self) -> dict[str, int]:
@@ -305,12 +306,13 @@ class Device:
         return len(self._pipelines)
 
     def compile(self, spec: KernelSpec, shader: Shader) -> Pipeline:
-        """A pipeline of rendered WGSL with the entry point `main`."""
+        """A pipeline of rendered WGSL with the entry point `main`. It runs as it is written,
+        without wgpu's own bounds checks unless the settings ask for them."""
         messages = self.validate(shader, spec.label)
         if messages:
             raise ShaderError(f"{spec.label} does not compile:\n" + "\n".join(messages))
-        trusted = spec.name in _TRUSTED and not self.settings.bounds_checks
-        module = (self._trusted_module if trusted else self._module)(shader, spec.label)
+        checked = self.settings.bounds_checks
+        module = (self._module if checked else self._trusted_module)(shader, spec.label)
         layout = self._layout(tuple(binding.access for binding in shader.bindings))
         try:
             handle = self.handle.create_compute_pipeline(

@@ -62,7 +62,8 @@ class AttentionVariant:
         return -(-positions // min(max(even, self.min_split), self.max_split))
 
 
-_BUSY = 100  # workgroups of the larger tile below which the smaller one keeps more of a GPU busy
+_BUSY = 96  # workgroups of a tile below which a smaller tile keeps more of a GPU busy
+_MANY_OUTPUTS = 65536  # a vocabulary: workgroups so many that starting them costs
 
 
 def power_of_two(value: int) -> int:
@@ -82,20 +83,24 @@ class Tuning:
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
     def matmul_vec(self, k: int, n: int, rows: int, gated: bool) -> VecVariant:
+        """Each invocation has one or two groups of eight columns in flight for two outputs."""
         groups = -(-k // 8)
-        workgroup = max(32, min(256, self.limits.max_invocations, power_of_two(groups) // 2))
-        outputs = 1 if gated else 2
-        unroll = min(-(-groups // workgroup), 4 if rows == 1 else 1)
-        return VecVariant(workgroup, outputs, unroll)
+        workgroup = 64 if groups <= 128 else 256 if k >= 4 * n else 128
+        workgroup = max(32, min(workgroup, self.limits.max_invocations, power_of_two(groups)))
+        outputs = 8 if n >= _MANY_OUTPUTS and rows == 1 else 1 if n < 1536 and not gated else 2
+        unroll = 2 if groups >= 2 * workgroup and outputs < 8 and not gated else 1
+        return VecVariant(workgroup, outputs, unroll if rows == 1 else 1)
 
     def matmul(self, rows: int, n: int) -> TileVariant:
-        variants = [TileVariant(8, 8, True), TileVariant(8, 8, False), TileVariant(4, 4, True)]
-        for variant in variants:
-            tiles = -(-rows // variant.rows) * -(-n // variant.columns)
-            fills = rows > variant.rows // 2 and (variant.m_tile == 4 or tiles >= _BUSY)
-            if variant.storage <= self.limits.workgroup_storage and fills:
-                return variant
-        return TileVariant(4, 4, False)
+        """The largest tile of which there are enough to keep a GPU busy."""
+        for m_tile, n_tile in ((8, 8), (4, 8)):
+            for double in (True, False):
+                tile = TileVariant(m_tile, n_tile, double)
+                tiles = -(-rows // tile.rows) * -(-n // tile.columns)
+                if tiles >= _BUSY and tile.storage <= self.limits.workgroup_storage:
+                    return tile
+        small = TileVariant(4, 4, True)
+        return small if small.storage <= self.limits.workgroup_storage else TileVariant(4, 4, False)
 
     def attention(self, group: int, n_kv_heads: int, head_dim: int) -> AttentionVariant | None:
         """None without subgroups: then attention_scores, softmax and weighted_sum do it."""
@@ -107,13 +112,14 @@ class Tuning:
         # A lane keeps heads * per_lane groups of queries and of outputs in registers.
         most = max(1, 8 // per_lane)
         heads = next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
-        workgroup = min(256, self.limits.max_invocations)
+        workgroup = 128
         while workgroup * per_lane * 32 + 2048 > self.limits.workgroup_storage:
             workgroup //= 2
-        at_once = 2 * workgroup // cluster
+        batch = 4 if cluster * per_lane >= 16 else 2
+        at_once = batch * workgroup // cluster
         splits = max(1, (8 if self.software else 256) // (n_kv_heads * group // heads))
         return AttentionVariant(
-            workgroup, heads, cluster, per_lane, 2, splits, at_once, max(256, at_once)
+            workgroup, heads, cluster, per_lane, batch, splits, at_once, max(256, at_once)
         )
 
     def lanes(self, head_dim: int) -> int:

@@ -50,7 +50,8 @@ def depends_on_prompt(rope: RopeConfig, prompt_length: int) -> bool:
 def _base(rope: RopeConfig, theta: float | None = None) -> NDArray[np.float32]:
     """theta^(2i / dim), the wavelengths over 2 pi (Su et al. 2021)."""
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=F32) / F32(rope.rotary_dim)
-    return np.power(F32(rope.theta if theta is None else theta), exponent, dtype=F32)
+    wavelengths: NDArray[np.float32] = np.power(F32(theta or rope.theta), exponent, dtype=F32)
+    return wavelengths
 
 
 def _default(rope: RopeConfig) -> NDArray[np.float32]:
@@ -85,7 +86,8 @@ def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
     smooth = (F32(original) / wavelength - F32(low)) / F32(high - low)
     ramp = (1 - smooth) * (frequencies / F32(factor)) + smooth * frequencies
     slowed = np.where(wavelength > original / low, frequencies / F32(factor), ramp)
-    return np.where(wavelength < original / high, frequencies, slowed).astype(F32)
+    result: NDArray[np.float32] = np.where(wavelength < original / high, frequencies, slowed)
+    return result.astype(F32)
 
 
 def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import wgpu
+from conftest import OpenDevice
 
 from infer.kernels import adapters, functions
 from infer.kernels.adapters import (
@@ -21,6 +23,7 @@ from infer.kernels.adapters import (
 from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import ClosedError, DeviceError, OutOfMemoryError, ShaderError
 from infer.kernels.shader import KernelSpec, render_text
+from infer.kernels.tensor import allocate
 
 
 @pytest.fixture
@@ -141,24 +144,26 @@ def test_settings_limit_the_device(device: Device, least_device: Device) -> None
     )
     assert not least_device.subgroups
     assert not least_device.f16
-    wide = """
-    var<workgroup> memory: array<f32, 5000>;
-    @group(0) @binding(0) var<storage, read_write> y: array<f32>;
-    @compute @workgroup_size(1)
-    fn main() { memory[1] = 1; workgroupBarrier(); y[0] = memory[1]; }
-    """
-    many = """
+    text = """
     @group(0) @binding(0) var<storage, read_write> y: array<f32>;
     @compute @workgroup_size(257)
     fn main(@builtin(local_invocation_index) i: u32) { y[i] = 1; }
     """
-    for text in (wide, many):
-        shader = render_text(text)
-        with pytest.raises(ShaderError, match=least_device.adapter.name.split()[0]):
-            least_device.compile(KernelSpec.of("wide"), shader)
-    if device.limits.workgroup_storage >= 20000 and device.limits.max_invocations > 256:
-        for text in (wide, many):
-            device.compile(KernelSpec.of("wide"), render_text(text))
+    with pytest.raises(ShaderError, match="257"):
+        least_device.compile(KernelSpec.of("wide"), render_text(text))
+    if device.limits.max_invocations > 256:
+        device.compile(KernelSpec.of("wide"), render_text(text))
+
+
+def test_bindings_end_at_the_limit(open_device: OpenDevice) -> None:
+    small = open_device(Settings(max_binding=1 << 20))
+    pipeline = small.pipeline(KernelSpec.of("copy", VECTORS=1 << 16))
+    with small.scope():
+        large, fits = small.buffer((1 << 20) + 16), small.buffer(1 << 20)
+        small.bind(pipeline, [fits, fits])
+        with pytest.raises(wgpu.GPUError, match="1048576"):
+            small.bind(pipeline, [large, fits])
+        assert [shard.rows for shard in allocate(small, (600, 512), "f32").shards] == [512, 88]
 
 
 def test_features_that_are_off_are_refused(least_device: Device) -> None:
@@ -199,29 +204,40 @@ def test_what_is_written_is_read(device: Device, rng: np.random.Generator) -> No
         assert not device.read(device.buffer(100)).any()
 
 
+def in_use(device: Device) -> int:
+    """Bytes of buffers that somebody holds."""
+    stats = device.memory_stats()
+    return stats.allocated - stats.pooled
+
+
 def test_statistics_count_every_buffer(own: Device) -> None:
-    assert own.memory_stats().allocated == 0
+    before = own.memory_stats()
+    assert in_use(own) == 0
     first, second = own.buffer(1), own.buffer(1000)
     assert (first.nbytes, second.nbytes) == (16, 1008)
-    assert own.memory_stats().allocated == 1024
+    assert in_use(own) == 1024
     own.destroy([first])
     own.destroy([first])  # twice does no harm
     stats = own.memory_stats()
-    assert (stats.allocated, stats.peak, stats.pooled) == (1008, 1024, 0)
+    assert in_use(own) == 1008
+    assert stats.peak == before.allocated + 1024
+    own.destroy([second])
+    assert own.memory_stats().allocated == before.allocated
 
 
 def test_the_pool_gives_back_what_was_released(own: Device) -> None:
+    before = own.memory_stats()
     first = own.acquire(1000)
     assert first.nbytes >= 1000
     second = own.acquire(1000)
     assert second is not first
     own.release(first)
-    assert own.memory_stats().pooled == first.nbytes
+    assert own.memory_stats().pooled == before.pooled + first.nbytes
     assert own.acquire(1000, "read") is not first
     assert own.acquire(first.nbytes + 1) is not first
     assert own.acquire(900) is first
     stats = own.memory_stats()
-    assert (stats.hits, stats.misses, stats.pooled) == (1, 4, 0)
+    assert (stats.hits, stats.misses) == (before.hits + 1, before.misses + 4)
 
 
 def test_a_scope_frees_what_was_made_in_it_by_this_thread(own: Device) -> None:
@@ -230,39 +246,42 @@ def test_a_scope_frees_what_was_made_in_it_by_this_thread(own: Device) -> None:
     def elsewhere() -> None:
         kept.append(own.buffer(160))
 
-    before = own.buffer(16)
+    own.buffer(16)
     with own.scope():
         own.buffer(32)
         with own.scope():
             own.buffer(64)
-        assert own.memory_stats().allocated == 48
+        assert in_use(own) == 48
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-        pooled = own.acquire(256)
+        pooled = own.acquire(5000)
         own.release(pooled)
-    assert own.memory_stats().allocated == 16 + 160 + 256
-    own.destroy([before, *kept])
-    assert own.memory_stats().allocated == own.memory_stats().pooled == 256
+    assert in_use(own) == 16 + 160
+    assert own.acquire(5000) is pooled
 
 
 def test_a_scope_frees_after_an_error_too(own: Device) -> None:
-    with pytest.raises(KeyError), own.scope():
-        own.buffer(64)
-        raise KeyError
-    assert own.memory_stats().allocated == 0
+    def fail() -> None:
+        with own.scope():
+            own.buffer(64)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert in_use(own) == 0
 
 
 def test_out_of_memory_leaves_the_device_usable(
     own: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(OutOfMemoryError, match="weights needs .* one buffer of"):
+    with pytest.raises(OutOfMemoryError, match=r"weights needs .* one buffer of"):
         own.buffer(own.limits.max_buffer + 16, label="weights")
-    # No driver has so much in all. What it was asked for may differ from what it notices.
+    # Beyond the limit of a buffer it is the driver that refuses.
     monkeypatch.setattr(own, "limits", replace(own.limits, max_buffer=1 << 62))
     with pytest.raises(OutOfMemoryError, match="no room for weights of"):
         own.buffer(1 << 60, label="weights")
-    assert own.memory_stats().allocated == 0
+    assert in_use(own) == 0
     x = np.ones((1, 4))
     assert (functions.elementwise_add(own, x, x) == 2).all()
 
@@ -271,8 +290,7 @@ def test_memory_that_submitted_work_uses_may_be_destroyed(own: Device) -> None:
     x = np.ones((2, 64))
     for _ in range(3):  # each call frees its buffers as soon as it has read the result
         assert (functions.elementwise_add(own, x, x) == 2).all()
-    stats = own.memory_stats()
-    assert stats.allocated == stats.pooled
+    assert in_use(own) == 0
 
 
 def test_a_closed_device_says_so(own: Device) -> None:
@@ -307,7 +325,7 @@ def test_a_dry_device_counts_what_a_device_would_allocate(own: Device) -> None:
         assert dry.buffer(nbytes).nbytes == own.buffer(nbytes).nbytes
     dry.upload(np.zeros(9))
     own.upload(np.zeros(9))
-    assert dry.allocated == own.memory_stats().allocated
+    assert dry.allocated == in_use(own)
 
 
 # Pipelines

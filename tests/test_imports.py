@@ -51,7 +51,8 @@ def test_imports_go_one_way(folder: str) -> None:
         for name in imported(path):
             top = name.split(".")[0]
             if top == "infer":
-                assert name.startswith(tuple(f"{part}." for part in ALLOWED[folder])), (path, name)
+                allowed = any(f"{name}.".startswith(f"{part}.") for part in ALLOWED[folder])
+                assert allowed, f"{path} imports {name}"
             else:
                 known = top in sys.stdlib_module_names or top in THIRD_PARTY[folder]
                 assert known, f"{path} imports {name}"
@@ -101,10 +102,3 @@ def test_lazy_names_are_typed(name: str) -> None:
         source, _, attribute = origin.rpartition(".")
         parent = importlib.import_module(source)
         assert getattr(module, public) is getattr(parent, attribute)
-
-
-@pytest.mark.parametrize("module", [path.stem for path in (ROOT / "kernels").glob("[a-z]*.py")])
-def test_kernel_modules_export_what_they_have(module: str) -> None:
-    loaded = importlib.import_module(f"infer.kernels.{module}")
-    for public in getattr(loaded, "__all__", ()):
-        assert hasattr(loaded, public)

@@ -182,6 +182,18 @@ def random_graph(
     weight = Weights(device)
     widths = (16, 48, 52, 96)
     values = [x]
+
+    def seen(value: Value) -> Value:
+        """Now and then something else uses it as well, so that it cannot be fused away."""
+        if rng.random() < 0.15:
+            values.append(value)
+        return value
+
+    def linear(value: Value, n: int, seed: int, bias: GpuTensor | None = None) -> Value:
+        """A projection; they read whole rows."""
+        whole = ops.silu(value) if value.op == "slice" else value
+        return ops.linear(whole, weight(n, value.width, seed=seed), bias)
+
     table = np.random.default_rng(2).standard_normal((64, 8, 2)).astype(np.float32)
     rope = Rope(device.upload(table), 16)
     for i in range(size):
@@ -196,37 +208,40 @@ def random_graph(
         elif kind in ("linear", "residual"):
             n = x.width if kind == "residual" else int(rng.choice(widths))
             bias = weight(n, seed=i) if rng.random() < 0.5 else None
-            y = ops.linear(x, weight(n, x.width, seed=i), bias)
+            y = linear(x, n, i, bias)
             if kind == "residual":
-                y = other + y if rng.random() < 0.5 else y + other
+                y = other + seen(y) if rng.random() < 0.5 else seen(y) + other
             x = y
         elif kind == "gated":
-            both = ops.linear(x, weight(2 * 48, x.width, seed=i))
-            gate, up = ops.split(both, 48, 48)
-            if rng.random() < 0.3:  # a second use: cannot be fused away
-                values.append(ops.silu(up))
-            x = ops.silu(gate) * up if rng.random() < 0.8 else up * ops.silu(gate)
+            both = seen(linear(x, 2 * 48, i))
+            gate, up = map(seen, ops.split(both, 48, 48))
+            if rng.random() < 0.2:  # the other way round is not what the kernel computes
+                gate, up = up, gate
+            silu = seen(ops.silu(gate))
+            x = silu * up if rng.random() < 0.8 else up * silu
         elif kind == "rope" and x.width % 16 == 0:
             x = ops.rope(x, rope, 16)
         elif kind == "attend":
-            qkv = ops.linear(x, weight(96, x.width, seed=i))
-            q, k, v = ops.split(qkv, 64, 16, 16)
-            if rng.random() < 0.5:
-                norm = weight(16, seed=i)
-                q, k = ops.rmsnorm(q, norm, EPS), ops.rmsnorm(k, norm, EPS)
-            if rng.random() < 0.8:
-                q, k = ops.rope(q, rope, 16), ops.rope(k, rope, 16)
+            qkv = seen(linear(x, 96, i))
+            q, k, v = map(seen, ops.split(qkv, 64, 16, 16))
             if rng.random() < 0.2:
-                values.append(ops.silu(q))
+                k, v = v, k
+            for turned, chance in ((False, 0.5), (True, 0.8)):
+                if rng.random() < chance:
+                    norm = weight(16, seed=i)
+                    q, k = (
+                        seen(ops.rope(y, rope, 16) if turned else ops.rmsnorm(y, norm, EPS))
+                        for y in (q, k)
+                    )
             x = ops.attention(q, k, v, cache, scale=0.25)
         else:
             x = x + other if x is not other else x * other
         values.append(x)
     # Everything that nobody has used, so that nothing is dead.
-    total = ops.linear(values[0], weight(24, values[0].width))
+    total = linear(values[0], 24, 0)
     for value in values[1:]:
         if not any(value in later.inputs for later in ops.values):
-            total = total + ops.linear(value, weight(24, value.width, seed=7))
+            total = total + linear(value, 24, 7)
     return total
 
 
@@ -285,7 +300,7 @@ def test_no_live_activation_is_overwritten(rows: int, fuse: bool) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_fusing_a_random_graph_changes_nothing(device: Device, rows: int) -> None:
-    for seed in range(8):
+    for seed in range(6):
         results = []
         for fuse in (True, False):
             with device.scope():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import textwrap
 from collections.abc import Iterator
 from itertools import product
@@ -150,7 +152,7 @@ def test_expressions_are_pythons(expression: str, holds: bool) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["X", "A.real", "A()", "[A]", "A if A else 0", "0 < A < 9", "~A", "A **", "A << 1"],
+    ["X", "A.real", "A()", "[A]", "A if A else 0", "0 < A < 9", "~A", "A **", "A @ 1"],
 )
 def test_nothing_else_is_evaluated(expression: str) -> None:
     message = error_of(f"// @param A u32\nA\n#if {expression}\n#endif", A=5)
@@ -382,7 +384,7 @@ def test_every_kernel_compiles_for_real_models(device: Device) -> None:
     few = Limits()
     many = Limits(1 << 31, 1 << 32, 49152, 1024)
     specs = {KernelSpec.of("fill_random", DTYPE=dtype) for dtype in ("f32", "f16", "bf16")}
-    specs |= {KernelSpec.of("copy", VECTORS=1024)}
+    specs |= {KernelSpec.of("copy", VECTORS=1024), KernelSpec.of("subgroup_size")}
     specs |= set(sampler_specs(device))
     for shape, dtype, (limits, subgroups) in product(
         SHAPES, ("bf16", "f16", "f32"), ((few, False), (many, True))
@@ -395,7 +397,86 @@ def test_every_kernel_compiles_for_real_models(device: Device) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES)
-def test_real_models_need_no_more_than_every_device_has(least_device: Device, shape: str) -> None:
-    """The driver compiles too, and the limits of workgroups are checked."""
+def test_drivers_compile_the_kernels_of_real_models(least_device: Device, shape: str) -> None:
     for dtype in ("bf16", "f16", "f32"):
         least_device.pipelines(model_specs(shape, Limits(), False, dtype))
+
+
+def type_bytes(kind: str, constants: dict[str, int], structs: dict[str, str]) -> int:
+    """Bytes of a WGSL type in workgroup memory (WGSL 14.4.1), in which nothing is of 16 bits."""
+    if kind.startswith("array<"):
+        element, count = outer_split(kind.removeprefix("array<").removesuffix(">"))
+        return type_bytes(element, constants, structs) * number(count, constants)
+    if kind in structs:
+        fields = re.findall(r"\w+: ([^,]+),", structs[kind])
+        return sum(type_bytes(field, constants, structs) for field in fields)
+    sizes = {"vec2": 8, "vec3": 16, "vec4": 16}  # three are aligned like four
+    return sizes.get(kind.partition("<")[0], 4)
+
+
+def outer_split(text: str) -> tuple[str, str]:
+    """At the first comma that is in no brackets."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter in "<(") - (letter in ">)")
+        if letter == "," and depth == 0:
+            return text[:i].strip(), text[i + 1 :].strip()
+    raise ValueError(text)
+
+
+def number(expression: str, constants: dict[str, int]) -> int:
+    """The value of a WGSL const-expression of integers."""
+    text = re.sub(r"\b(\d+)[ui]\b", r"\1", expression).replace("/", "//")
+    return int(eval(text, {"min": min, "max": max}, constants))
+
+
+def workgroup_memory(code: str) -> tuple[int, int]:
+    """Bytes of workgroup memory and invocations of a workgroup."""
+    code = re.sub(r"//.*", "", code)
+    constants: dict[str, int] = {}
+    for name, kind, value in re.findall(r"^const (\w+)(?:: (\w+))? = ([^;]+);", code, re.M):
+        if kind in ("", "u32", "i32") and "." not in value:
+            constants[name] = number(value, constants)
+    declared = re.findall(r"^var<workgroup> \w+: ([^;]+);", code, re.M)
+    (shape,) = re.findall(r"@workgroup_size\(([^)]+)\)", code)
+    invocations = math.prod(number(side, constants) for side in shape.split(","))
+    structs = dict(re.findall(r"^struct (\w+) \{(.*?)\}", code, re.M | re.S))
+    sizes = [type_bytes(kind, constants, structs) for kind in declared]
+    return sum(-(-size // 16) * 16 for size in sizes), invocations
+
+
+def test_workgroup_memory_is_counted() -> None:
+    code = """const A: u32 = 6u;
+const B = A / 4u;  // 1
+const C: f32 = 0.5f;
+var<workgroup> x: array<vec4<f32>, 2u * A>;
+var<workgroup> y: array<array<f32, max(A, 3u)>, B + 1u>;
+var<workgroup> z: Both;
+struct Both {
+  a: atomic<u32>,
+  b: vec2<f32>,
+}
+@compute @workgroup_size(A, 4)
+fn main() {}
+"""
+    assert workgroup_memory(code) == (12 * 16 + 2 * 6 * 4 + 16, 24)
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(), Limits(workgroup_storage=32768), Limits(max_invocations=1024)]
+)
+@pytest.mark.parametrize("subgroups", [False, True])
+def test_kernels_keep_to_the_limits_of_workgroups(limits: Limits, subgroups: bool) -> None:
+    """wgpu refuses too many invocations, but not too much memory: a driver may crash instead."""
+    for shape, dtype in product(SHAPES, ("bf16", "f32")):
+        for spec in set(model_specs(shape, limits, subgroups, dtype)):
+            memory, invocations = workgroup_memory(render(spec).code)
+            assert memory <= limits.workgroup_storage, spec.label
+            assert invocations <= limits.max_invocations, spec.label
+
+
+def test_the_sampler_keeps_to_the_least_limits(device: Device) -> None:
+    for spec in set(sampler_specs(device)):
+        memory, invocations = workgroup_memory(render(spec).code)
+        assert memory <= 16384, spec.label
+        assert invocations <= 256, spec.label

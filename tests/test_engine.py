@@ -1,0 +1,450 @@
+"""The decode loop: the same answers on every path, and what a token costs in calls to WebGPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import Answer, answer, build_engine, scores
+from numpy.typing import NDArray
+from reference_models import load, relative_error
+from wgpu.backends.wgpu_native import ffi, lib
+
+from infer.engine import Engine
+from infer.kernels.device import Device
+from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.step import NO_TOKEN
+from infer.sampling import SamplingParams
+
+TOLERANCE = 1e-4
+CASES = ["llama", "mistral_sliding", "qwen3"]
+STEPS = 32
+
+Build = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def own_device() -> Iterator[Device]:
+    """For engines that several tests use."""
+    with Device.open() as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def build(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The engine of a case with some options: made when first asked for, then kept."""
+    folders: dict[str, Path] = {}
+    engines: dict[tuple[Any, ...], Engine] = {}
+
+    def build_once(case: str, **options: Any) -> Engine:
+        key = (case, *sorted(options.items()))
+        if case not in folders:
+            folders[case] = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
+        if key not in engines:
+            engines[key] = build_engine(own_device, folders[case], **options)
+        engines[key].tokens.clear()  # what the last test has left in the cache
+        return engines[key]
+
+    return build_once
+
+
+def prompt_of(case: str) -> list[int]:
+    ids: list[int] = load(case).prompt_ids.tolist()
+    return ids
+
+
+def assert_same(actual: Answer, expected: Answer) -> None:
+    assert actual.token_ids == expected.token_ids
+    assert relative_error(actual.logits, expected.logits) <= TOLERANCE
+
+
+# The same on every path. test_models.py holds the first of them to transformers.
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse": False},
+        {"raw": False},
+        {"ahead": 1},
+        {"ahead": 3},
+        {"prefill_chunk": 16},
+        {"context": 600},
+        {"fuse": False, "raw": False, "ahead": 1, "prefill_chunk": 16},
+    ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_options_do_not_change_the_answer(
+    build: Build, case: str, options: dict[str, Any]
+) -> None:
+    prompt_ids = prompt_of(case)
+    usual, other = build(case), build(case, **options)
+    assert other.options != usual.options
+    assert_same(answer(other, prompt_ids, STEPS), answer(usual, prompt_ids, STEPS))
+    assert relative_error(scores(other, prompt_ids), load(case).logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 8, 9, 40])
+@pytest.mark.parametrize("case", CASES)
+def test_decode_is_prefill(build: Build, case: str, chunk: int) -> None:
+    """The prompt in pieces of 1 (decode), up to 8 (few rows) and more (prefill), each after what
+    the cache holds, gives the logits that transformers gives for it in one pass."""
+    reference, prompt_ids = load(case), prompt_of(case)
+    engine, rows, ends = build(case), [], [*range(chunk, len(prompt_ids), chunk), len(prompt_ids)]
+    for end in ends:
+        rows.append(answer(engine, prompt_ids[:end], 1).logits[0])
+        assert engine.timings.reused_tokens == (end - 1) // chunk * chunk
+        assert engine.timings.prefilled_tokens == end - engine.timings.reused_tokens
+    expected = reference.logits[[end - 1 for end in ends]]
+    assert relative_error(np.stack(rows), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shared", [0, 1, 30, 44, 45])
+def test_reusing_a_prefix_changes_nothing(build: Build, shared: int) -> None:
+    prompt_ids = prompt_of("qwen3")
+    other_ids = [*prompt_ids[:shared], *(i - 1 for i in prompt_ids[shared:])]
+    engine = build("qwen3")
+    expected = answer(engine, prompt_ids, STEPS)
+    answer(engine, other_ids, 8)
+    assert_same(answer(engine, prompt_ids, STEPS), expected)
+    assert engine.timings.reused_tokens == min(shared, len(prompt_ids) - 1)
+
+
+def test_a_chat_goes_on_from_its_own_answer(build: Build) -> None:
+    """The next turn's prompt holds the last answer, whose keys and values are there already."""
+    prompt_ids, engine = prompt_of("llama"), build("llama")
+    first = answer(engine, prompt_ids, 9)
+    turn_ids = [*prompt_ids, *first.token_ids, 5, 6, 7]
+    second = answer(engine, turn_ids, 9)
+    # All but the last token of the answer had been put into the cache to find the next.
+    assert engine.timings.reused_tokens == len(prompt_ids) + 8
+    engine.tokens.clear()
+    assert_same(answer(engine, turn_ids, 9), second)
+
+
+@pytest.mark.parametrize("left", [1, 2, 20])
+def test_an_abandoned_generation_leaves_a_good_cache(build: Build, left: int) -> None:
+    """Steps that had been submitted ahead when the reader went away do no harm."""
+    prompt_ids, engine = prompt_of("mistral_sliding"), build("mistral_sliding")
+    expected = answer(engine, prompt_ids, STEPS)
+    engine.tokens.clear()
+    steps = engine.generate(prompt_ids, SamplingParams(max_tokens=STEPS).resolved({}))
+    got = [next(steps).token for _ in range(left)]
+    steps.close()  # type: ignore[attr-defined]
+    assert got == expected.token_ids[:left]
+    assert_same(answer(engine, prompt_ids, STEPS), expected)
+
+
+def test_what_lies_beyond_the_cache_is_never_read(build: Build) -> None:
+    engine, prompt_ids = build("llama", context=600), prompt_of("llama")
+    expected = answer(engine, prompt_ids, STEPS)
+    for layer in engine.cache.layers:
+        for buffer in (layer.keys, layer.values):
+            engine.device.write(buffer, np.full(buffer.nbytes // 4, np.nan, np.float32))
+    engine.tokens.clear()
+    assert_same(answer(engine, prompt_ids, STEPS), expected)
+    assert np.isfinite(scores(engine, prompt_ids)).all()
+
+
+# Where it ends
+
+
+def test_ends_at_any_stop_id_with_that_id(build: Build) -> None:
+    engine, prompt_ids = build("llama"), prompt_of("llama")
+    greedy = answer(engine, prompt_ids, STEPS).token_ids
+    params = SamplingParams(max_tokens=STEPS).resolved({})
+    for stop in (greedy[0], greedy[12]):
+        steps = engine.generate(prompt_ids, params, stop_ids=[0, stop])
+        assert [step.token for step in steps] == greedy[: greedy.index(stop) + 1]
+
+
+def test_a_row_that_has_stopped_stays_so(build: Build) -> None:
+    """What was submitted ahead of a stop samples nothing and writes nothing to the cache."""
+    engine, prompt_ids = build("llama", ahead=3), prompt_of("llama")
+    stop = answer(engine, prompt_ids, 1).token_ids[0]
+    before = cache_bytes(engine)
+    steps = engine.generate(
+        prompt_ids, SamplingParams(max_tokens=STEPS).resolved({}), stop_ids=[stop]
+    )
+    assert [step.token for step in steps] == [stop]
+    assert engine.device.read(engine.sampler.sampled, np.uint32, 1)[0] == NO_TOKEN
+    assert cache_bytes(engine) == before
+
+
+def cache_bytes(engine: Engine) -> list[bytes]:
+    return [engine.device.read(buffer, np.uint8).tobytes() for buffer in engine.cache.buffers]
+
+
+def test_the_context_is_used_to_its_end(build: Build) -> None:
+    """The last token needs no position of its own."""
+    prompt_ids = prompt_of("llama")
+    engine = build("llama", context=len(prompt_ids) + 3)
+    params = SamplingParams().resolved({})
+    tokens = [step.token for step in engine.generate(prompt_ids, params)]
+    assert tokens == answer(build("llama"), prompt_ids, 3).token_ids
+    assert len(list(engine.generate([*prompt_ids, 1, 2], params))) == 1
+    with pytest.raises(RequestError, match="has 48 tokens, and the context holds 48"):
+        next(engine.generate([*prompt_ids, 1, 2, 3], params))
+    assert scores(engine, [*prompt_ids, 1, 2, 3]).shape == (48, engine.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([], "prompt is empty"), ([3, -1], "Token -1 is not"), ([331], "Token 331 is not")],
+)
+def test_prompts_that_cannot_be_served(build: Build, ids: list[int], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        next(build("llama").generate(ids, SamplingParams().resolved({})))
+    with pytest.raises(RequestError, match=message):
+        next(build("llama").score(ids))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_logits_that_are_not_finite_end_it(
+    device: Device, tmp_path: Path, ahead: int
+) -> None:
+    folder = load("llama").write_checkpoint(tmp_path / "llama")
+    with device.scope():
+        engine = build_engine(device, folder, ahead=ahead)
+        norm = engine.weights["norm"].shards[0].buffer
+        good = device.read(norm)
+        device.write(norm, np.full_like(good, np.nan))
+        for _ in range(2):  # the second time too
+            with pytest.raises(ModelError, match="not finite"):
+                answer(engine, prompt_of("llama"), STEPS)
+        device.write(norm, good)
+        assert answer(engine, prompt_of("llama"), 8).token_ids == greedy_ids("llama")[:8]
+
+
+def greedy_ids(case: str) -> list[int]:
+    ids: list[int] = load(case).greedy_ids.tolist()
+    return ids
+
+
+# What a token costs
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to the C library: its name, its arguments and what it returned. `index` is what a
+    poll waits for: a submission's index, None for everything."""
+
+    name: str
+    args: tuple[Any, ...]
+    result: Any
+    index: int | None
+
+
+class CountingLib:
+    """Stands in for the C library and writes down every call to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(lib, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any) -> Any:
+            index = None
+            if name == "wgpuDevicePoll" and args[2] != ffi.NULL:
+                index = args[2][0]
+            result = value(*args)
+            self.calls.append(Call(name, args, result, index))
+            return result
+
+        return call
+
+    def count(self) -> Counter[str]:
+        return Counter(call.name for call in self.calls)
+
+    def named(self, name: str) -> list[Call]:
+        return [call for call in self.calls if call.name == name]
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> CountingLib:
+    """Sees all calls to WebGPU in this process: infer's own, and those of the Python API."""
+    counting = CountingLib()
+    for module in list(sys.modules.values()):
+        if module is not sys.modules[__name__] and getattr(module, "lib", None) is lib:
+            monkeypatch.setattr(module, "lib", counting)
+    # The Python API calls copies of the functions.
+    from wgpu.backends.wgpu_native import _api
+
+    for name, function in vars(_api.libf).items():
+        if name.startswith("wgpu"):
+            monkeypatch.setattr(_api.libf, name, _counted(counting, name, function))
+    return counting
+
+
+def _counted(counting: CountingLib, name: str, function: Callable[..., Any]) -> Any:
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        counting.calls.append(Call(name, args, result, None))
+        return result
+
+    return call
+
+
+# What one decode step calls, and how often; besides, one of three for each dispatch.
+STEP = {
+    "wgpuDeviceCreateCommandEncoder": 1,
+    "wgpuCommandEncoderBeginComputePass": 1,
+    "wgpuComputePassEncoderEnd": 1,
+    "wgpuComputePassEncoderRelease": 1,
+    "wgpuCommandEncoderCopyBufferToBuffer": 1,
+    "wgpuCommandEncoderFinish": 1,
+    "wgpuQueueSubmitForIndex": 1,
+    "wgpuCommandBufferRelease": 1,
+    "wgpuCommandEncoderRelease": 1,
+    "wgpuBufferMapAsync": 1,
+    "wgpuDevicePoll": 1,
+    "wgpuBufferGetConstMappedRange": 1,
+    "wgpuBufferUnmap": 1,
+}
+PER_DISPATCH = {
+    "wgpuComputePassEncoderSetPipeline",
+    "wgpuComputePassEncoderSetBindGroup",
+    "wgpuComputePassEncoderDispatchWorkgroups",
+}
+TOKENS = 20
+
+FILTERED: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {7: 1.0},
+    "seed": 1,
+}
+
+
+@pytest.mark.parametrize("sampling", [{}, FILTERED], ids=["greedy", "all filters"])
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_calls_of_a_token(
+    build: Build, counting: CountingLib, sampling: dict[str, Any], with_logits: bool
+) -> None:
+    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")
+    engine.compile()  # a queue that knows the counting library
+    # The end is so far away that every step counted has one after it.
+    params = SamplingParams(max_tokens=2 * TOKENS, **sampling).resolved({})
+    for _ in range(2):  # the first compiles the sampler
+        steps = engine.generate(prompt_ids, params, with_logits=with_logits)
+        for _ in range(3):
+            next(steps)
+        allocated = engine.device.memory_stats()
+        counting.calls.clear()
+        tokens = [next(steps) for _ in range(TOKENS)]
+        calls, names = counting.calls.copy(), counting.count()
+        steps.close()  # type: ignore[attr-defined]
+    assert all((step.logits is not None) == with_logits for step in tokens)
+    assert engine.device.memory_stats() == allocated
+
+    # One encoder, one command buffer, one submission, one map, and nothing that is not here.
+    reads = 2 if with_logits else 1
+    twice = {"Copy": reads, "Map": reads, "Poll": reads, "Unmap": reads}
+    expected = {
+        name: TOKENS * next((n for part, n in twice.items() if part in name), count)
+        for name, count in STEP.items()
+    }
+    dispatches = names["wgpuComputePassEncoderDispatchWorkgroups"]
+    assert {name: names[name] for name in names.keys() - PER_DISPATCH} == expected
+    assert dispatches % TOKENS == 0
+    assert names["wgpuComputePassEncoderSetBindGroup"] == dispatches
+    assert 0 < names["wgpuComputePassEncoderSetPipeline"] <= dispatches
+
+    # Ids, and the logits if they were asked for, are all that is copied.
+    copied = [call.args[-1] for call in calls if call.name.endswith("CopyBufferToBuffer")]
+    assert copied == [4, 4 * engine.vocab_size][:reads] * TOKENS
+
+
+def test_the_next_step_is_submitted_before_an_id_is_read(
+    build: Build, counting: CountingLib
+) -> None:
+    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")
+    engine.compile()
+    answer(engine, prompt_ids, 2)
+    counting.calls.clear()
+    steps = engine.generate(prompt_ids, SamplingParams(max_tokens=TOKENS).resolved({}))
+    assert len(list(steps)) == TOKENS
+    submitted: list[int] = []
+    staging: dict[int, Any] = {}  # submission -> the buffer that its id was copied to
+    polls = 0
+    copied_to = mapped = None
+    for call in counting.calls:
+        match call.name:
+            case "wgpuCommandEncoderCopyBufferToBuffer":
+                copied_to = call.args[3]
+            case "wgpuQueueSubmitForIndex":
+                submitted.append(call.result)
+                staging[call.result] = copied_to
+            case "wgpuBufferMapAsync":
+                mapped = call.args[0]
+            case "wgpuDevicePoll":
+                # For one submission, of which this maps the id, while the next is on its way.
+                assert call.index == submitted[polls]
+                assert mapped == staging[call.index]
+                assert len(submitted) == min(polls + 2, TOKENS)
+                polls += 1
+    assert polls == TOKENS
+
+
+def test_a_generation_creates_nothing(build: Build, counting: CountingLib) -> None:
+    """Once its kernels have been compiled, from the prompt on: neither on the GPU nor for it."""
+    engine, prompt_ids = build("qwen3", prefill_chunk=16), prompt_of("qwen3")
+    engine.compile()
+    for _ in range(2):
+        engine.tokens.clear()
+        counting.calls.clear()
+        answer(engine, prompt_ids, STEPS, **FILTERED)
+    created = {name for name in counting.count() if "Create" in name}
+    assert created == {"wgpuDeviceCreateCommandEncoder"}
+    chunks = -(-len(prompt_ids) // 16)
+    assert counting.count()["wgpuQueueSubmitForIndex"] == chunks + STEPS - 1
+    assert counting.count()["wgpuQueueSubmit"] == 0
+
+
+def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np.int64]:
+    """Workgroups of each dispatch of the decode step after so many positions."""
+    engine.compile()
+    rng = np.random.default_rng(0)
+    prompt_ids = rng.integers(3, engine.vocab_size, length).tolist()
+    steps = engine.generate(prompt_ids, SamplingParams(max_tokens=3).resolved({}))
+    next(steps)
+    counting.calls.clear()
+    next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    dispatches = counting.named("wgpuComputePassEncoderDispatchWorkgroups")
+    return np.array([np.prod(call.args[1:]) for call in dispatches])
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_attention_costs_what_is_in_the_cache(
+    build: Build, counting: CountingLib, fuse: bool
+) -> None:
+    small = build("llama", context=128, fuse=fuse)
+    large = build("llama", context=2048, fuse=fuse)
+    # The capacity does not count …
+    expected = workgroups(small, counting, 100)
+    assert workgroups(large, counting, 100).tolist() == expected.tolist()
+    # … the length does, in the dispatches of attention and nowhere else.
+    short, long = workgroups(large, counting, 20), workgroups(large, counting, 1500)
+    grown = short < long
+    assert short.shape == long.shape
+    assert grown.any()
+    assert (short[~grown] == long[~grown]).all()
+    n_layers = large.model.config.num_hidden_layers
+    assert grown.sum() % n_layers == 0
+    assert grown.sum() / n_layers <= (1 if fuse else 3)

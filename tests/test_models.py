@@ -1,0 +1,133 @@
+"""The four architectures, on tiny random models, against transformers' float32 answers.
+
+The default run compares with stored answers; the live one with transformers itself, on new models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import runpy
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from engines import answer, build_engine, scores
+from reference_models import CONFIG_FILES, Spelling, cases, load, relative_error
+
+from infer.kernels.device import Device
+from infer.models import ARCHITECTURES
+
+TOLERANCE = 1e-4
+
+
+def assert_agrees(device: Device, folder: Path, reference: dict[str, Any], **options: Any) -> None:
+    """reference: the arrays of reference_models.Reference."""
+    prompt_ids, greedy_ids = reference["prompt_ids"].tolist(), reference["greedy_ids"].tolist()
+    with device.scope():
+        engine = build_engine(device, folder, **options)
+        greedy = answer(engine, prompt_ids, len(greedy_ids))
+        assert greedy.token_ids == greedy_ids
+        assert relative_error(greedy.logits[0], reference["logits"][-1]) <= TOLERANCE
+        assert relative_error(greedy.logits[-1], reference["final_logits"]) <= TOLERANCE
+        assert relative_error(scores(engine, prompt_ids), reference["logits"]) <= TOLERANCE
+
+
+def test_every_architecture_has_a_case() -> None:
+    assert {case.split("_")[0] for case in cases()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("spelling", get_args(Spelling))
+@pytest.mark.parametrize("case", cases())
+def test_agrees_with_transformers(
+    device: Device, case: str, spelling: Spelling, tmp_path: Path
+) -> None:
+    reference = load(case)
+    folder = reference.write_checkpoint(tmp_path / case, spelling)
+    assert_agrees(device, folder, vars(reference))
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral_sliding", "qwen2", "qwen3"])
+def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
+    """No subgroups, no shader-f16, the smallest limits."""
+    reference = load(case)
+    assert_agrees(least_device, reference.write_checkpoint(tmp_path / case), vars(reference))
+
+
+def test_f16_cache_costs_little(device: Device, tmp_path: Path) -> None:
+    reference = load("llama")
+    folder = reference.write_checkpoint(tmp_path / "llama")
+    with device.scope():
+        engine = build_engine(device, folder, kv_dtype="f16")
+        error = relative_error(scores(engine, reference.prompt_ids.tolist()), reference.logits)
+    # test_f16_cache_rounds_keys_and_values says what exactly; less would not have been f16.
+    assert 1e-4 < error < 5e-3
+
+
+def test_dynamic_rope_follows_the_prompt(device: Device, tmp_path: Path) -> None:
+    """A cache that was computed with the frequencies of one length serves no other length."""
+    reference = load("llama_rope_dynamic")
+    prompt_ids, steps = reference.prompt_ids.tolist(), len(reference.greedy_ids)
+    folder = reference.write_checkpoint(tmp_path / "llama")
+    own = json.loads((folder / CONFIG_FILES["transformers5"]).read_text())
+    short_ids, longer_ids = prompt_ids[: own["max_position_embeddings"] - 8], [*prompt_ids, 7]
+    with device.scope():
+        fresh = build_engine(device, folder)
+        short = answer(fresh, short_ids, steps)
+        engine = build_engine(device, folder)
+        for before in (short_ids, longer_ids):
+            answer(engine, before, 4)
+            long = answer(engine, prompt_ids, steps)
+            assert long.token_ids == reference.greedy_ids.tolist()
+            assert relative_error(long.logits[-1], reference.final_logits) <= TOLERANCE
+        again = answer(engine, short_ids, steps)
+        assert again.token_ids == short.token_ids
+        assert relative_error(again.logits, short.logits) <= TOLERANCE
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", cases())
+def test_agrees_with_transformers_on_a_new_model(
+    device: Device, case: str, tmp_path: Path
+) -> None:
+    """Weights and prompt from seeds that the stored references do not use."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    root = Path(__file__).resolve().parent.parent
+    script = runpy.run_path(str(root / "scripts" / "make_references.py"))
+    own = script["CASES"][case]
+    for seed in itertools.count(10_000):
+        rng = np.random.default_rng(seed)
+        prompt_ids = rng.integers(3, own.config["vocab_size"], script["PROMPT_TOKENS"])
+        model = script["random_model"](own, rng)
+        reference = script["answers"](model, prompt_ids)
+        if script["is_fair"](reference):
+            break
+    model.to(getattr(torch, own.dtype)).save_pretrained(tmp_path / case)
+    assert_agrees(device, tmp_path / case, reference)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
+def test_f16_cache_rounds_keys_and_values(device: Device, case: str, tmp_path: Path) -> None:
+    """And nothing else: transformers agrees once its own keys and values are rounded."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    class RoundingCache(transformers.DynamicCache):  # type: ignore[misc, name-defined]
+        def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().update(keys.half().float(), values.half().float(), *args, **kwargs)
+
+    reference = load(case)
+    folder = reference.write_checkpoint(tmp_path / case)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        ids = torch.from_numpy(reference.prompt_ids)[None]
+        expected = model(ids, past_key_values=RoundingCache(), use_cache=True).logits[0].numpy()
+    with device.scope():
+        engine = build_engine(device, folder, kv_dtype="f16")
+        actual = scores(engine, reference.prompt_ids.tolist())
+    assert relative_error(actual, expected) <= TOLERANCE
