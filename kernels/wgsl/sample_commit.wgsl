@@ -28,7 +28,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
     best = best_of_workgroup(li, best);
     if (li == 0u) { winners[i] = best; }
     if (row < n_rows) {
-      let sequence = step.rows[step_row(row)].sequence;
+      let sequence = sequence_of(step_row(row));
       if (li < sampling[sequence].n_stop_ids && sampling[sequence].stop_ids[li] == best.y) {
         atomicStore(&stops[i], 1u);
       }
@@ -49,7 +49,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
       token = select(INVALID_TOKEN, best.y, valid);
       next.token = select(0u, token, valid);
       next.position += 1u;
-      let in_reach = next.position < sampling[next.sequence].max_position;
+      let in_reach = next.position < sampling[sequence_of(step_row(row))].max_position;
       next.alive = u32(valid && in_reach && atomicLoad(&stops[li]) == 0u);
 #if PENALTIES
       if (valid) { atomicAdd(&counts[next.sequence * VOCAB + token], 1u); }

@@ -49,7 +49,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
   if (step.rows[source].alive == 0u) { return; }
-  let sequence = step.rows[source].sequence;
+  let sequence = sequence_of(source);
 
   // WGSL promises zeros, but wgpu-native leaves workgroup memory as it was.
 #for i in 0..4

@@ -27,7 +27,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   }
 #endif
   let first = id.x * BLOCK + 4u * li;
-  let score4 = scores(id.y, step.rows[source].sequence, first);
+  let score4 = scores(id.y, sequence_of(source), first);
   if (first < STRIDE) { z[(id.y * STRIDE + first) / 4u] = score4; }
 
   let top = max(max(max(score4.x, score4.y), max(score4.z, score4.w)), LOWEST);

@@ -1,6 +1,7 @@
 // What every sampling kernel shares: how a sequence is sampled, which rows are, and the order of scores.
 // kernels/step.py is the host side of Sampling; kernels/sampler.py says how the kernels play together.
 // @param GATHER bool    logits row i is step row step.logits_rows[i] (prefill), or step row i (decode)
+// @param SEQUENCES u32  with one, nothing has to wait for a row to say which it is
 #include "step.wgsl"
 
 struct Sampling {
@@ -37,6 +38,14 @@ fn n_sampled_rows() -> u32 {
   return min(step.n_logits, 8u);
 #else
   return step.n_rows;
+#endif
+}
+
+fn sequence_of(row: u32) -> u32 {
+#if SEQUENCES == 1
+  return 0u;
+#else
+  return step.rows[row].sequence;
 #endif
 }
 

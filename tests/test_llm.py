@@ -1,0 +1,546 @@
+"""The API, on the model that is included: results, ends, streams, threads, memory, errors."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import load_file, save_file
+
+import infer
+import infer.llm
+import infer.memory
+from infer import LLM
+from infer.hub import DEMO, resolve
+from infer.kernels.adapters import AdapterInfo, MemoryInfo
+from infer.kernels.device import Device
+from infer.models.weights import load_weights
+
+DEMO_FOLDER = resolve(DEMO).folder
+STORY = "Once upon a time"
+# Its greedy answer's best tokens lead by far: rounding does not change it.
+COUNT = [{"role": "user", "content": "Count from 1 to 15."}]
+COUNTED = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15."
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with infer.load(DEMO) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def backend() -> tokenizers.Tokenizer:
+    """The demo's tokenizer by its own library alone."""
+    backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_file(
+        str(DEMO_FOLDER / "tokenizer.json")
+    )
+    return backend
+
+
+@pytest.fixture
+def no_kept_model() -> Iterator[None]:
+    """Module-level generate starts, and leaves, without a model."""
+
+    def forget() -> None:
+        if infer.llm._last is not None:
+            infer.llm._last[1].close()
+            infer.llm._last = None
+
+    forget()
+    yield
+    forget()
+
+
+def forbidden(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this must not be called")
+
+
+# Texts that somebody else has computed
+
+
+def card_samples() -> list[tuple[str, str]]:
+    """(prompt, answer) of the table on the model's card, which its training script has made."""
+    card = (DEMO_FOLDER / "README.md").read_text(encoding="utf-8")
+    table = card.partition("| prompt | answer |\n| --- | --- |\n")[2].partition("\n\n")[0]
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table.splitlines()]
+    assert len(rows) > 3
+    return [(prompt, answer) for prompt, answer in rows]
+
+
+@pytest.mark.parametrize(("prompt", "expected"), card_samples())
+def test_demo_answers_as_its_card_says(llm: LLM, prompt: str, expected: str) -> None:
+    result = llm.chat(prompt)
+    assert result.text == expected
+    assert result.finish_reason == "stop"
+
+
+def test_demo_counts(llm: LLM) -> None:
+    assert llm.generate(COUNT).text == COUNTED
+
+
+@pytest.mark.live
+def test_demo_agrees_with_transformers() -> None:
+    """The stored answers, and that they are clear enough to be compared."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    for prompt, expected in [*card_samples(), (COUNT[0]["content"], COUNTED)]:
+        messages = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        output = model.generate(
+            ids,
+            do_sample=False,
+            max_new_tokens=100,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        text = tokenizer.decode(output.sequences[0, ids.shape[1] :], skip_special_tokens=True)
+        assert text == expected
+        logits = torch.cat(output.logits)
+        best = logits.topk(2).values
+        margin = ((best[:, 0] - best[:, 1]) / logits.norm(dim=1)).min()
+        assert margin > (1e-2 if messages == COUNT else 1e-4)
+
+
+@pytest.mark.skipif("INFER_TEST_MODELS" not in os.environ, reason="INFER_TEST_MODELS is not set")
+@pytest.mark.parametrize("options", [{}, {"fuse": False, "raw": False, "ahead": 1}])
+def test_trained_model_continues_as_its_origin_says(options: dict[str, Any]) -> None:
+    folder = Path(os.environ["INFER_TEST_MODELS"]) / "stories260k"
+    quoted = re.findall(r"^> (.*)$", (folder / "ORIGIN.md").read_text(encoding="utf-8"), re.M)
+    expected = " ".join(quoted).split()  # the file wraps lines, at the text's own line end too
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with infer.load(folder, kv_dtype="f32", engine=options) as llm:
+        prompt_ids = llm.encode(STORY)
+        result = llm.generate(STORY, max_tokens=120)
+        text = STORY + result.text
+        assert text.split()[: len(expected)] == expected
+        # Token for token: the greedy text is what its tokenizer makes of it.
+        assert backend.encode(text).ids == prompt_ids + result.token_ids
+
+
+# Results
+
+
+def test_result_is_complete(llm: LLM, backend: tokenizers.Tokenizer) -> None:
+    result = llm.generate(STORY, max_tokens=30)
+    prompt_ids = backend.encode(STORY).ids
+    assert result.prompt_tokens == len(prompt_ids)
+    assert result.completion_tokens == len(result.token_ids) == 30
+    assert backend.decode(prompt_ids + result.token_ids) == STORY + result.text
+    assert result.finish_reason == "length"
+    assert result.logprobs is None
+    timings = result.timings
+    assert timings.reused_tokens + timings.prefilled_tokens == result.prompt_tokens
+    assert timings.decoded_tokens == 29
+    assert timings.prefill_seconds > 0
+    assert timings.decode_seconds > 0
+    assert result.prompt_tps == timings.prefilled_tokens / timings.prefill_seconds
+    assert result.generation_tps == 29 / timings.decode_seconds
+
+
+def test_a_result_that_has_not_begun_has_no_rates() -> None:
+    assert infer.Result().prompt_tps == infer.Result().generation_tps == 0.0
+
+
+@pytest.mark.parametrize(
+    "prompt", [STORY, COUNT, [1, 33, 44], np.array([1, 33, 44]), ({"role": "user", "content": "é"},)]
+)
+def test_every_kind_of_prompt(llm: LLM, prompt: Any) -> None:
+    with llm.stream(prompt, max_tokens=12) as stream:
+        chunks = list(stream)
+    result = llm.generate(prompt, max_tokens=12)
+    assert stream.result.token_ids == result.token_ids != []
+    assert "".join(chunk.text for chunk in chunks) == stream.result.text == result.text
+    tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+    assert tokens == result.token_ids
+
+
+def test_chat_takes_text_for_a_message(llm: LLM) -> None:
+    assert llm.chat(COUNT[0]["content"]).text == llm.chat(COUNT).text == COUNTED
+    assert llm.generate(COUNT[0]["content"], max_tokens=20).text != COUNTED[:20]
+
+
+def test_text_is_streamed_as_it_comes(llm: LLM) -> None:
+    stream = llm.stream(STORY, max_tokens=30)
+    seen = ""
+    for chunk in stream:
+        seen += chunk.text
+        assert stream.result.text == seen
+        assert stream.result.finish_reason == "cancelled" or chunk.token_id is None
+    assert stream.result.finish_reason == "length"
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    """Whatever the filters: numpy's log-softmax of the logits of every position."""
+    prompt_ids = llm.encode(STORY)
+    result = llm.generate(
+        prompt_ids, max_tokens=12, logprobs=3, temperature=1.5, top_k=40, min_p=0.01, seed=5
+    )
+    assert result.logprobs is not None
+    assert [entry.token_id for entry in result.logprobs] == result.token_ids
+    logits = llm.logits(prompt_ids + result.token_ids).astype(np.float64)
+    assert logits.shape == (len(prompt_ids) + 12, llm.config.vocab_size)
+    expected = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    for entry, row in zip(result.logprobs, expected[len(prompt_ids) - 1 :], strict=False):
+        assert entry.logprob == pytest.approx(row[entry.token_id], abs=2e-3)  # a cache in f16
+        assert [i for i, _ in entry.top] == np.argsort(-row)[:3].tolist()
+        assert [value for _, value in entry.top] == pytest.approx(np.sort(row)[:-4:-1], abs=2e-3)
+
+
+def test_logprobs_come_with_the_chunks(llm: LLM) -> None:
+    with llm.stream(COUNT, logprobs=0, max_tokens=5) as stream:
+        own = [chunk.logprob for chunk in stream if chunk.token_id is not None]
+    assert own == stream.result.logprobs
+    assert all(entry is not None and entry.top == () for entry in own)
+
+
+# Where it ends
+
+
+def test_a_stop_string_spans_tokens(llm: LLM, backend: tokenizers.Tokenizer) -> None:
+    stop = "5, 6, 7"
+    assert len(backend.encode(stop).ids) > 4
+    with llm.stream(COUNT, stop=[stop, "nowhere"]) as stream:
+        seen = "".join(chunk.text for chunk in stream)
+    result = stream.result
+    assert seen == result.text == "1, 2, 3, 4, "
+    assert result.finish_reason == "stop"
+    # The tokens that made the stop string are among those generated.
+    prompt_ids = llm.encode(COUNT)
+    assert backend.decode(prompt_ids + result.token_ids).endswith(result.text + stop)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ("1", ""),
+        (["9, 10", ", 8"], "1, 2, 3, 4, 5, 6, 7"),
+        (["7, 8, 9, 11", "15."], COUNTED[:-3]),  # what only looked like a stop string comes out
+        ("15.!", COUNTED),
+    ],
+)
+def test_the_text_ends_before_a_stop_string(llm: LLM, stop: Any, expected: str) -> None:
+    result = llm.generate(COUNT, stop=stop)
+    assert result.text == expected
+    assert result.finish_reason == "stop"
+
+
+def test_every_end_of_turn_id_ends_it(llm: LLM) -> None:
+    ids = json.loads((DEMO_FOLDER / "generation_config.json").read_text())["eos_token_id"]
+    assert len(ids) > 1
+    for i in ids:
+        result = llm.generate(STORY, logit_bias={i: 100}, max_tokens=5)
+        assert (result.text, result.token_ids, result.finish_reason) == ("", [], "stop")
+
+
+def test_max_tokens_and_the_end_of_the_context(llm: LLM) -> None:
+    assert llm.generate(STORY, max_tokens=1).completion_tokens == 1
+    with infer.load(DEMO, context=20) as small:
+        assert small.context == 20
+        result = small.generate(STORY)
+    assert result.finish_reason == "length"
+    assert result.prompt_tokens + result.completion_tokens == 20 + 0
+    assert result.text == llm.generate(STORY, max_tokens=result.completion_tokens).text
+
+
+# Sampling
+
+
+def test_same_seed_same_text(llm: LLM) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.2, "max_tokens": 25}
+    one, again, other = (llm.generate(STORY, seed=seed, **sampling) for seed in (1, 1, 2))
+    assert one.token_ids == again.token_ids != other.token_ids
+    unseeded = {tuple(llm.generate(STORY, **sampling).token_ids) for _ in range(3)}
+    assert len(unseeded) > 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 0.9, "min_p": 0.05, "presence_penalty": 0.5, "logit_bias": {100: 2.0}},
+    ],
+)
+def test_a_logits_processor_samples_as_the_gpu_does(llm: LLM, sampling: dict[str, Any]) -> None:
+    on_gpu = llm.generate(STORY, seed=3, max_tokens=25, **sampling)
+    on_host = llm.generate(
+        STORY, seed=3, max_tokens=25, logits_processor=lambda ids, logits: logits, **sampling
+    )
+    assert on_host.token_ids == on_gpu.token_ids
+    assert on_host.text == on_gpu.text
+
+
+def test_a_logits_processor_decides(llm: LLM) -> None:
+    seen: list[list[int]] = []
+
+    def only_even(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        seen.append(ids.tolist())
+        logits[1::2] = -np.inf
+        return logits
+
+    prompt_ids = llm.encode(STORY)
+    result = llm.generate(prompt_ids, max_tokens=8, logits_processor=only_even)
+    assert all(i % 2 == 0 for i in result.token_ids)
+    assert seen == [prompt_ids + result.token_ids[:n] for n in range(len(seen))]
+
+
+def test_a_logits_processor_that_fails_leaves_the_model_usable(llm: LLM) -> None:
+    with pytest.raises(ZeroDivisionError):
+        llm.generate(STORY, logits_processor=lambda ids, logits: 1 / 0)
+    assert llm.generate(COUNT).text == COUNTED
+
+
+def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": True, "top_k": 1}))
+    with infer.load(folder) as llm:
+        assert llm.generate(COUNT).text == COUNTED
+        texts = {llm.generate(STORY, top_k=0, temperature=2, max_tokens=8).text for _ in range(3)}
+        assert len(texts) > 1
+
+
+# Streams
+
+
+def test_a_second_stream_of_the_same_thread_is_refused(llm: LLM) -> None:
+    first = llm.stream(COUNT)
+    next(first)
+    with pytest.raises(infer.RequestError, match="in the middle of another stream"):
+        llm.generate(STORY)
+    with pytest.raises(infer.RequestError, match="in the middle of another stream"):
+        llm.logits(STORY)
+    rest = "".join(chunk.text for chunk in first)
+    assert COUNTED.endswith(rest)
+    assert first.result.text == COUNTED
+
+
+def test_a_stream_that_has_not_begun_takes_nothing(llm: LLM) -> None:
+    stream = llm.stream(COUNT)
+    assert llm.generate(COUNT).text == COUNTED
+    assert "".join(chunk.text for chunk in stream) == COUNTED
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "with"])
+def test_an_abandoned_stream_frees_the_model(llm: LLM, end: str) -> None:
+    stream = llm.stream(COUNT)
+    result = stream.result
+    first = next(stream)
+    if end == "close":
+        stream.close()
+        stream.close()
+        assert list(stream) == []
+    elif end == "with":
+        with stream:
+            pass
+    del stream
+    gc.collect()
+    assert result.finish_reason == "cancelled"
+    assert result.text == first.text
+    assert llm.generate(COUNT).text == COUNTED
+
+
+def test_an_interrupt_frees_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream(COUNT)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine._queue, "read", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert list(stream) == []
+    assert stream.result.finish_reason == "cancelled"
+    assert llm.generate(COUNT).text == COUNTED
+
+
+def _interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_close_in_mid_stream() -> None:
+    llm = infer.load(DEMO)
+    stream = llm.stream(COUNT)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert list(stream) == []
+    assert stream.result.finish_reason == "cancelled"
+    assert llm.memory_stats().allocated == 0
+    for use in (llm.generate, llm.stream, llm.chat, llm.logits):
+        with pytest.raises(infer.ClosedError, match="has been closed"):
+            use(STORY)
+
+
+def test_close_from_another_thread() -> None:
+    llm = infer.load(DEMO)
+    stream = llm.stream(COUNT)
+    next(stream)
+    closer = threading.Thread(target=llm.close)
+    closer.start()
+    with pytest.raises(infer.ClosedError, match="in the middle of this stream"):
+        for _ in range(1000):  # until the closer has begun; then it waits for this stream
+            next(stream)
+    closer.join(timeout=60)
+    assert not closer.is_alive()
+    assert llm.memory_stats().allocated == 0
+
+
+def test_two_models_at_once(llm: LLM) -> None:
+    with infer.load(DEMO, kv_dtype="f32", dtype="f32") as other:
+        streams = [llm.stream(COUNT), other.stream(COUNT)]
+        texts = ["", ""]
+        while any(stream.result.finish_reason == "cancelled" for stream in streams):
+            for i, stream in enumerate(streams):
+                texts[i] += next(stream, infer.Chunk("", None)).text
+    assert texts == [COUNTED, COUNTED]
+
+
+def test_calls_from_several_threads(llm: LLM) -> None:
+    prompts = [COUNT, "One day", STORY]
+    expected = [llm.generate(prompt, max_tokens=15).token_ids for prompt in prompts]
+    found: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        found[i] = llm.generate(prompts[i % 3], max_tokens=15).token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert found == {i: expected[i % 3] for i in range(6)}
+
+
+def test_a_thread_waits_for_the_stream_of_another(llm: LLM) -> None:
+    stream = llm.stream(STORY, max_tokens=12)
+    next(stream)
+    texts: list[str] = []
+    other = threading.Thread(target=lambda: texts.append(llm.generate(COUNT).text))
+    other.start()
+    rest = list(stream)
+    other.join(timeout=60)
+    assert texts == [COUNTED]
+    assert len(rest) >= 11
+    assert stream.result.text == llm.generate(STORY, max_tokens=12).text
+
+
+# The module's own functions
+
+
+@pytest.mark.usefixtures("no_kept_model")
+def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[LLM] = []
+    monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
+    assert infer.generate(DEMO, COUNT).text == COUNTED
+    assert infer.generate(DEMO, COUNT, max_tokens=5, seed=1).completion_tokens == 5
+    chunks = infer.stream(DEMO, COUNT)
+    assert "".join(chunk.text for chunk in chunks) == COUNTED
+    assert len(loaded) == 1
+    assert infer.generate(DEMO, COUNT, context=200).text == COUNTED
+    assert [llm.context for llm in loaded] == [1024, 200]
+    assert loaded[0].memory_stats().allocated == 0
+    loaded[1].close()
+    assert infer.generate(DEMO, COUNT, context=200).text == COUNTED
+    assert len(loaded) == 3
+
+
+def _recording(load: Callable[..., LLM], loaded: list[LLM]) -> Callable[..., LLM]:
+    def recording(*args: Any, **options: Any) -> LLM:
+        loaded.append(load(*args, **options))
+        return loaded[-1]
+
+    return recording
+
+
+@pytest.mark.usefixtures("no_kept_model")
+def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer.llm, "load", forbidden)
+    assert infer.generate(llm, COUNT).text == COUNTED
+    with pytest.raises(infer.RequestError, match="go to load"):
+        infer.generate(llm, COUNT, context=100)
+
+
+# What cannot be served
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_kk": 3}, r"top_kk is not a sampling option.*top_k"),
+        ({"top_p": 1.5}, r"top_p must be .*, not 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"stop": [""]}, "stop must be"),
+        ({"logit_bias": {2048: 1.0}}, "from 0 to 2047, not 2048"),
+        ({"params": infer.SamplingParams(), "seed": 1}, "not both"),
+    ],
+)
+def test_options_that_cannot_be_served(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(infer.RequestError, match=message):
+        llm.stream(STORY, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ([1, "two"], "list of token ids"),
+        ([1, 2048], "Token 2048 is not in the model's vocabulary of 2048"),
+        ([5] * 1024, "has 1024 tokens, and the context holds 1024"),
+        ([{"role": "king", "content": "Hi"}], "king"),
+    ],
+)
+def test_prompts_that_cannot_be_served(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(infer.InferError, match=message):
+        llm.stream(prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"context": 1025}, infer.RequestError, "1025 .* positions up to 1024"),
+        ({"context": 1}, infer.RequestError, "at least 2 positions, not 1"),
+        ({"dtype": "f8"}, infer.UnsupportedError, "f32, f16, bf16, not 'f8'"),
+        ({"kv_dtype": "bf16"}, infer.UnsupportedError, "f16, f32, not 'bf16'"),
+        ({"device": "no such card"}, infer.DeviceError, "No adapter matches 'no such card'"),
+    ],
+)
+def test_loads_that_cannot_be_served(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        infer.load(DEMO, **options)
+
+
+def copy_of_demo(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "demo"))
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_damaged_weights_are_found_out(tmp_path: Path, processed: bool) -> None:
+    folder = copy_of_demo(tmp_path)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8 : 8 + size])["model.norm.weight"]["data_offsets"]
+    content[8 + size + begin : 8 + size + end] = b"\xff\x7f" * ((end - begin) // 2)  # NaN in bf16
+    path.write_bytes(content)
+    options = {"logits_processor": lambda ids, logits: logits} if processed else {}
+    with infer.load(folder) as llm:
+        for _ in range(2):
+            with pytest.raises(infer.InferError, match=r"not finite|NaN"):
+                llm.generate(STORY, **options)
