@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.kernels.arena import Arena
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.kv_cache import KVCache
-from infer.kernels.lower import MAX_VEC_ROWS, Arena, Lowering, StepKind
+from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
 from infer.kernels.ops import Ops, Rope, stride
 from infer.kernels.plan import DispatchPlan
 from infer.kernels.record import PublicQueue, RawQueue, Recording, StepQueue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -193,12 +193,13 @@ class LLM:
         """The token ids of a prompt, as `generate` takes it."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat(prompt, **template_args)  # type: ignore[arg-type]
-        ids = [int(i) for i in prompt if isinstance(i, int | np.integer)]
-        if len(ids) != len(prompt):
-            raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
-        return ids
+        if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes):
+            items: list[Any] = list(prompt)
+            if items and all(isinstance(item, Mapping) for item in items):
+                return self.tokenizer.encode_chat(items, **template_args)
+            if all(isinstance(item, int | np.integer) for item in items):
+                return [int(item) for item in items]
+        raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
 
     def logits(self, prompt: Prompt) -> NDArray[np.float32]:
         """The logits after every token of a prompt, [tokens, vocab_size]: for scoring."""

@@ -9,10 +9,11 @@ from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.kernels.arena import Arena
 from infer.kernels.arrays import Array, from_rows, to_rows
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ShaderError
-from infer.kernels.lower import MAX_VEC_ROWS, Arena, Lowering, StepKind
+from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
 from infer.kernels.ops import Ops, Value
 from infer.kernels.plan import Dispatch, dispatch
 from infer.kernels.profile import profile_dispatches

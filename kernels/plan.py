@@ -12,6 +12,7 @@ from infer.kernels.shader import KernelSpec
 Size = tuple[int, int, int]
 # Workgroups as a function of (rows, kv_len): attention costs what is in the cache, no more.
 Grid = Size | Callable[[int, int], Size]
+Count = Callable[[int, int], int]  # the same of bytes or operations
 
 
 @dataclass(frozen=True, eq=False)

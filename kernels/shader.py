@@ -291,7 +291,6 @@ _OPERATORS: dict[type, Any] = {
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
     ast.Div: lambda a, b: a // b,
-    ast.FloorDiv: lambda a, b: a // b,
     ast.Mod: lambda a, b: a % b,
     ast.LShift: lambda a, b: a << b,
     ast.Eq: lambda a, b: a == b,

@@ -81,9 +81,7 @@ def assert_same(actual: Answer, expected: Answer) -> None:
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
-def test_options_do_not_change_the_answer(
-    build: Build, case: str, options: dict[str, Any]
-) -> None:
+def test_options_do_not_change_the_answer(build: Build, case: str, options: dict[str, Any]) -> None:
     prompt_ids = prompt_of(case)
     usual, other = build(case), build(case, **options)
     assert other.options != usual.options
@@ -208,9 +206,7 @@ def test_prompts_that_cannot_be_served(build: Build, ids: list[int], message: st
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_logits_that_are_not_finite_end_it(
-    device: Device, tmp_path: Path, ahead: int
-) -> None:
+def test_logits_that_are_not_finite_end_it(device: Device, tmp_path: Path, ahead: int) -> None:
     folder = load("llama").write_checkpoint(tmp_path / "llama")
     with device.scope():
         engine = build_engine(device, folder, ahead=ahead)

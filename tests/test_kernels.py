@@ -17,13 +17,14 @@ import pytest
 from conftest import LEAST, OpenDevice
 
 from infer.kernels import check, functions, reference
+from infer.kernels.arena import Arena
 from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
 from infer.kernels.check import check_device
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
 from infer.kernels.kv_cache import PAGE, KVCache
-from infer.kernels.lower import Arena, Lowering, StepKind
+from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops
 from infer.kernels.plan import dispatch
 from infer.kernels.profile import profile_dispatches

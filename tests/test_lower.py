@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infer.kernels.arena import Arena, Kernel, Scratch
 from infer.kernels.arrays import Array, to_gpu
 from infer.kernels.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.kv_cache import KVCache, LayerCache
-from infer.kernels.lower import MAX_VEC_ROWS, Arena, Kernel, Lowering, Scratch, StepKind
+from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import DispatchPlan, linear_grid
 from infer.kernels.reference import nmse

@@ -88,9 +88,7 @@ def test_dynamic_rope_follows_the_prompt(device: Device, tmp_path: Path) -> None
 
 @pytest.mark.live
 @pytest.mark.parametrize("case", cases())
-def test_agrees_with_transformers_on_a_new_model(
-    device: Device, case: str, tmp_path: Path
-) -> None:
+def test_agrees_with_transformers_on_a_new_model(device: Device, case: str, tmp_path: Path) -> None:
     """Weights and prompt from seeds that the stored references do not use."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")

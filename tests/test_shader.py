@@ -344,14 +344,15 @@ SAMPLERS = [
 ]
 
 
-def model_specs(shape: str, limits: Limits, subgroups: bool, dtype: str) -> Iterator[KernelSpec]:
-    """The kernels of the steps of a real model, of which nothing is allocated."""
+def model_specs(shape: str, limits: Limits, lanes: int, dtype: str) -> Iterator[KernelSpec]:
+    """The kernels of the steps of a real model, of which nothing is allocated, on an adapter with
+    so many lanes in a subgroup, or 0 for none."""
     raw = shape_config(shape)
     raw.values["num_hidden_layers"] = 1
     model = build_model(raw)
     c = model.config
     dry = DryDevice(limits)
-    dry.subgroups = subgroups
+    dry.subgroups, dry.subgroup_size = lanes > 0, lanes
     weights = {spec.name: allocate(dry, spec.shape, dtype) for spec in model.weights()}
     for kv_dtype, fuse, (rows, logits) in product(
         ("f16", "f32"), (True, False), ((1, 1), (8, 1), (512, 1), (128, None))
@@ -386,10 +387,10 @@ def test_every_kernel_compiles_for_real_models(device: Device) -> None:
     specs = {KernelSpec.of("fill_random", DTYPE=dtype) for dtype in ("f32", "f16", "bf16")}
     specs |= {KernelSpec.of("copy", VECTORS=1024), KernelSpec.of("subgroup_size")}
     specs |= set(sampler_specs(device))
-    for shape, dtype, (limits, subgroups) in product(
-        SHAPES, ("bf16", "f16", "f32"), ((few, False), (many, True))
+    for shape, dtype, (limits, lanes) in product(
+        SHAPES, ("bf16", "f16", "f32"), ((few, 0), (few, 8), (many, 32), (many, 64))
     ):
-        specs |= set(model_specs(shape, limits, subgroups, dtype))
+        specs |= set(model_specs(shape, limits, lanes, dtype))
     files = {file.stem for file in WGSL_FOLDER.glob("*.wgsl") if "@compute" in file.read_text()}
     assert {spec.name for spec in specs} == files
     assert [message for spec in specs for message in device.validate(render(spec))] == []
@@ -399,7 +400,7 @@ def test_every_kernel_compiles_for_real_models(device: Device) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drivers_compile_the_kernels_of_real_models(least_device: Device, shape: str) -> None:
     for dtype in ("bf16", "f16", "f32"):
-        least_device.pipelines(model_specs(shape, Limits(), False, dtype))
+        least_device.pipelines(model_specs(shape, Limits(), 0, dtype))
 
 
 def type_bytes(kind: str, constants: dict[str, int], structs: dict[str, str]) -> int:
@@ -465,11 +466,11 @@ fn main() {}
 @pytest.mark.parametrize(
     "limits", [Limits(), Limits(workgroup_storage=32768), Limits(max_invocations=1024)]
 )
-@pytest.mark.parametrize("subgroups", [False, True])
-def test_kernels_keep_to_the_limits_of_workgroups(limits: Limits, subgroups: bool) -> None:
+@pytest.mark.parametrize("lanes", [0, 8, 32])
+def test_kernels_keep_to_the_limits_of_workgroups(limits: Limits, lanes: int) -> None:
     """wgpu refuses too many invocations, but not too much memory: a driver may crash instead."""
     for shape, dtype in product(SHAPES, ("bf16", "f32")):
-        for spec in set(model_specs(shape, limits, subgroups, dtype)):
+        for spec in set(model_specs(shape, limits, lanes, dtype)):
             memory, invocations = workgroup_memory(render(spec).code)
             assert memory <= limits.workgroup_storage, spec.label
             assert invocations <= limits.max_invocations, spec.label
