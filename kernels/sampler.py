@@ -122,7 +122,7 @@ class Sampler:
         self.device.write(
             self._buffer("sampling"), np.atleast_1d(record), sequence * SAMPLING.itemsize
         )
-        offset = sequence * self.vocab_size * 4
+        offset = sequence * self._stride * 4
         off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
         if any(record[name].item() != value for name, value in off.items()):
             counts = np.zeros(self.vocab_size, np.uint32)
@@ -181,8 +181,9 @@ class Sampler:
             kernels.append((spec, (*inputs, "bests")))
         spec = KernelSpec.of(
             "sample_commit",
-            **sizes,
             **gathers,
+            BLOCKS=self._blocks,
+            STRIDE=self._stride,
             ROWS=rows if gather else 1,
             PENALTIES=chain.penalties,
         )
@@ -220,8 +221,8 @@ class Sampler:
             }
             per_sequence = {
                 "sampling": SAMPLING.itemsize,
-                "counts": self.vocab_size * 4,
-                "biases": self.vocab_size * 4,
+                "counts": self._stride * 4,
+                "biases": self._stride * 4,
             }
             nbytes = self.max_rows * per_row.get(name, 0)
             nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: a stand-in

@@ -1,5 +1,5 @@
 // The end of sampling: each row's token, and the row of the next step that embeds it.
-// @param VOCAB u32
+// @param STRIDE u32     counts of a sequence: VOCAB rounded up to a multiple of 8
 // @param BLOCKS u32     blocks of a row
 // @param ROWS u32       rows of a workgroup: with GATHER all of them, else 1
 // @param PENALTIES bool
@@ -9,7 +9,7 @@
 @group(0) @binding(0) var<storage, read_write> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
 @group(0) @binding(2) var<storage, read> bests: array<vec2<u32>>;            // [row][BLOCKS]
-@group(0) @binding(3) var<storage, read_write> counts: array<atomic<u32>>;   // [sequence][VOCAB]
+@group(0) @binding(3) var<storage, read_write> counts: array<atomic<u32>>;   // [sequence][STRIDE]
 @group(0) @binding(4) var<storage, read_write> sampled: array<u32>;          // [row]
 
 const INVALID_TOKEN: u32 = 0xfffffffe;
@@ -52,7 +52,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
       let in_reach = next.position < sampling[sequence_of(step_row(row))].max_position;
       next.alive = u32(valid && in_reach && atomicLoad(&stops[li]) == 0u);
 #if PENALTIES
-      if (valid) { atomicAdd(&counts[next.sequence * VOCAB + token], 1u); }
+      if (valid) { atomicAdd(&counts[next.sequence * STRIDE + token], 1u); }
 #endif
     }
   }

@@ -9,8 +9,8 @@
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
 @group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;        // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> counts: array<u32>;              // [sequence][VOCAB]
-@group(0) @binding(4) var<storage, read> biases: array<f32>;              // [sequence][VOCAB]
+@group(0) @binding(3) var<storage, read> counts: array<vec4<u32>>;              // [sequence][STRIDE / 4]
+@group(0) @binding(4) var<storage, read> biases: array<vec4<f32>>;              // [sequence][STRIDE / 4]
 @group(0) @binding(5) var<storage, read_write> z: array<vec4<f32>>;       // [row][STRIDE / 4]
 @group(0) @binding(6) var<storage, read_write> stats: array<vec2<f32>>;   // [row][BLOCKS]
 @group(0) @binding(7) var<storage, read_write> histograms: array<u32>;    // [row][ROW_BINS]
@@ -19,6 +19,8 @@
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
+  let first = id.x * BLOCK + 4u * li;
+  let score4 = scores(id.y, sequence_of(source), first);  // under way while the row is read
   if (step.rows[source].alive == 0u) { return; }
 
 #if CLEAR
@@ -26,8 +28,6 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
     histograms[id.y * ROW_BINS + i] = 0u;
   }
 #endif
-  let first = id.x * BLOCK + 4u * li;
-  let score4 = scores(id.y, sequence_of(source), first);
   if (first < STRIDE) { z[(id.y * STRIDE + first) / 4u] = score4; }
 
   let top = max(max(max(score4.x, score4.y), max(score4.z, score4.w)), LOWEST);

@@ -9,19 +9,19 @@
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
 @group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;       // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> counts: array<u32>;             // [sequence][VOCAB]
-@group(0) @binding(4) var<storage, read> biases: array<f32>;             // [sequence][VOCAB]
+@group(0) @binding(3) var<storage, read> counts: array<vec4<u32>>;             // [sequence][STRIDE / 4]
+@group(0) @binding(4) var<storage, read> biases: array<vec4<f32>>;             // [sequence][STRIDE / 4]
 @group(0) @binding(5) var<storage, read_write> bests: array<vec2<u32>>;  // [row][BLOCKS]
 
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
-  if (step.rows[source].alive == 0u) { return; }
   let sequence = sequence_of(source);
-
   let first = id.x * BLOCK + 4u * li;
-  let score4 = scores(id.y, sequence, first);
+  let score4 = scores(id.y, sequence, first);  // under way while the row is read
+  if (step.rows[source].alive == 0u) { return; }
+
   var best = vec2<u32>(0u, NOTHING);
 #for c in 0..4
   {
