@@ -152,7 +152,7 @@ class Engine:
 
     def compile(self) -> None:
         """Compile, in threads, what every generation needs. Before the first one."""
-        self._queue: StepQueue = (RawQueue if self.options.raw else PublicQueue)(self.device)
+        self.queue: StepQueue = (RawQueue if self.options.raw else PublicQueue)(self.device)
         self.device.pipelines(
             kernel.spec for lowering in self._lowered.values() for kernel in lowering.kernels
         )
@@ -229,7 +229,7 @@ class Engine:
         self, prompt_ids: Sequence[int], chain: SamplerChain, limit: int, with_logits: bool
     ) -> Iterator[Step]:
         self._prefill(prompt_ids, chain, with_logits)
-        decode = self._recording("decode", True, chain)
+        decode = self.recording("decode", True, chain)
         submitted, token = 1, -1
         for done in range(limit):
             while submitted < limit and len(self._in_flight) < self.options.ahead:
@@ -282,19 +282,19 @@ class Engine:
         """Append ids to the cache, in steps of the kinds that fit, and submit the head (and, with
         a chain, the sampler) after the last."""
         before: Any = None
-        for start, count, kind in self._chunks(len(ids)):
+        for start, count, kind in self.chunks(len(ids)):
             last = start + count == len(ids)
             rows = (count - 1,) if last else ()
             position = len(self.tokens)
             part = ids[start : start + count]
             self.device.write(self.step, pack_step(part, position, logits_rows=rows))
-            recording = self._recording(kind, last, chain if last else None)
+            recording = self.recording(kind, last, chain if last else None)
             if before is not None:  # one step ahead is enough to keep the GPU busy
-                self._queue.wait(before)
+                self.queue.wait(before)
             before = self._submit(recording, count, position + count, with_logits, read=last)
             self.tokens.extend(part)
 
-    def _chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
+    def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids."""
         start = 0
         while start < length:
@@ -304,7 +304,7 @@ class Engine:
             yield start, count, kind
             start += count
 
-    def _recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
+    def recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
         key = (kind, head, chain)
         if key not in self._recordings:
             plan = self._plans[kind]
@@ -318,23 +318,23 @@ class Engine:
         self, recording: Recording, rows: int, kv_len: int, with_logits: bool, read: bool = True
     ) -> Any:
         if not read:
-            return self._queue.submit(recording, rows, kv_len, ())
+            return self.queue.submit(recording, rows, kv_len, ())
         ids, logits = self._staging[self._reads % len(self._staging)]
         self._reads += 1
         copies = [(self.sampler.sampled, ids, 4)]
         if with_logits:
             copies.append((self.logits, logits, 4 * self.vocab_size))
-        submission = self._queue.submit(recording, rows, kv_len, copies)
+        submission = self.queue.submit(recording, rows, kv_len, copies)
         self._in_flight.append(_InFlight(submission, ids, logits if with_logits else None))
         return submission
 
     def _read(self) -> Step:
         """The oldest step in flight, once it is done."""
         step = self._in_flight.popleft()
-        token = int(self._queue.read(step.ids, 4, step.submission)[0])
+        token = int(self.queue.read(step.ids, 4, step.submission)[0])
         if step.logits is None:
             return Step(token)
-        logits = self._queue.read(step.logits, 4 * self.vocab_size, step.submission)
+        logits = self.queue.read(step.logits, 4 * self.vocab_size, step.submission)
         return Step(token, logits.view(np.float32))
 
     # Scoring
@@ -354,7 +354,7 @@ class Engine:
             for start in range(0, len(ids), rows):
                 part = ids[start : start + rows]
                 self.device.write(self.step, pack_step(part, start))
-                self._queue.submit(recording, len(part), start + len(part), ())
+                self.queue.submit(recording, len(part), start + len(part), ())
                 self.tokens.extend(part)
                 values = self.device.read(logits, np.float32, len(part) * row // 4)
                 yield values.reshape(len(part), -1)[:, : self.vocab_size]

@@ -41,9 +41,8 @@ class DispatchPlan:
 def linear_grid(count: int, limit: int = 65535) -> Size:
     """`count` workgroups as a grid whose sides keep the limit; kernels find their index with
     `workgroup_index` of grid.wgsl and skip what is beyond their own count."""
-    if count <= limit:
-        return (max(count, 1), 1, 1)
-    return (limit, -(-count // limit), 1)
+    rows = max(1, -(-count // limit))
+    return (max(1, -(-count // rows)), rows, 1)  # even rows: few surplus workgroups
 
 
 def dispatch(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from infer import bench
+from infer import bench_measure as measure
 from infer.bench_report import (
     BenchReport,
     KernelTime,
@@ -169,7 +170,7 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     """As deep as the real model, which is what makes values grow, but narrow."""
     narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    params = replace(bench.GREEDY, max_tokens=129)
+    params = replace(measure.GREEDY, max_tokens=129)
     with device.scope():
         engine = make_engine(device, SHAPES[name] | narrow | heads)
         steps = list(engine.generate([1, 2, 3], params, with_logits=True))
@@ -186,21 +187,21 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
 def test_bytes_of_a_token(device: Device, tied: bool) -> None:
     with device.scope():
         engine = make_engine(device, TINY | {"tie_word_embeddings": tied})
-        assert bench.weight_bytes_per_token(engine) == 2 * (LAYERS + 64 * 32)
+        assert measure.weight_bytes_per_token(engine) == 2 * (LAYERS + 64 * 32)
         # Four steps after a prompt of one see 2, 3, 4 and 5 positions.
-        assert bench.kv_bytes_per_token(engine.model, "f16", 1, 4) == 3.5 * KV_BYTES
-        assert bench.kv_bytes_per_token(engine.model, "f32", 100, 1) == 101 * 2 * KV_BYTES
+        assert measure.kv_bytes_per_token(engine.model, "f16", 1, 4) == 3.5 * KV_BYTES
+        assert measure.kv_bytes_per_token(engine.model, "f32", 100, 1) == 101 * 2 * KV_BYTES
 
 
 def test_windows_bound_what_attention_reads() -> None:
     model = build_model(RawConfig(TINY | {"model_type": "mistral", "sliding_window": 3}))
-    assert bench.kv_bytes_per_token(model, "f16", 1, 4) == (2 + 3 + 3 + 3) / 4 * KV_BYTES
-    assert bench.prefill_flops(model, 5) == 2 * (5 * LAYERS + 64 * 32) + 4 * 32 * 2 * 12
+    assert measure.kv_bytes_per_token(model, "f16", 1, 4) == (2 + 3 + 3 + 3) / 4 * KV_BYTES
+    assert measure.prefill_flops(model, 5) == 2 * (5 * LAYERS + 64 * 32) + 4 * 32 * 2 * 12
 
 
 def test_flops_of_a_prefill() -> None:
     model = build_model(RawConfig(TINY))
-    assert bench.prefill_flops(model, 5) == 2 * (5 * 15360 + 2048) + 4 * 32 * 2 * (
+    assert measure.prefill_flops(model, 5) == 2 * (5 * 15360 + 2048) + 4 * 32 * 2 * (
         1 + 2 + 3 + 4 + 5
     )
 
@@ -210,26 +211,27 @@ def test_flops_of_a_prefill() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_WARM_UP_SECONDS", 0.0)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
 
 
 @pytest.mark.usefixtures("short")
 def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
-    row = bench._Bench(engine, 1e9, 2, lambda message: None).prefill(20)
+    row = measure.EngineBench(engine, 1e9, 2, lambda message: None).prefill(20)
     assert (row.test, row.tokens, len(row.seconds)) == ("pp20", 20, 2)
     assert (engine.timings.prefilled_tokens, engine.timings.reused_tokens) == (20, 0)
     speeds = [20 / seconds for seconds in row.seconds]
     assert row.tps == pytest.approx(np.mean(speeds))
     assert row.tps_deviation == pytest.approx(np.std(speeds, ddof=1))
-    assert row.flops == bench.prefill_flops(engine.model, 20)
+    assert row.flops == measure.prefill_flops(engine.model, 20)
     assert row.flops_per_second == pytest.approx(row.flops / np.mean(row.seconds))
 
 
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("depth", "prompt", "test"), [(0, 1, "tg6"), (40, 40, "tg6 @ d40")])
 def test_decode_times_only_its_steps(engine: Engine, depth: int, prompt: int, test: str) -> None:
-    row = bench._Bench(engine, 1e9, 1, lambda message: None).decode(6, depth, bench.GREEDY)
+    measured = measure.EngineBench(engine, 1e9, 1, lambda message: None)
+    (row,) = measured.decode(6, depth, measure.GREEDY)
     assert row.test == test
     assert engine.timings.reused_tokens == prompt - 1
     assert engine.timings.decoded_tokens == 6
@@ -241,9 +243,9 @@ def test_decode_times_only_its_steps(engine: Engine, depth: int, prompt: int, te
 
 
 def test_sampled_test_uses_every_stage() -> None:
-    chain = bench.SAMPLED.chain()
+    chain = measure.SAMPLED.chain()
     assert all(vars(chain).values())
-    assert not any(vars(bench.GREEDY.chain()).values())
+    assert not any(vars(measure.GREEDY.chain()).values())
 
 
 @pytest.mark.usefixtures("short")
@@ -279,10 +281,13 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
-    params = replace(bench.GREEDY, max_tokens=5)
+    params = replace(measure.GREEDY, max_tokens=5)
     before = [step.token for step in engine.generate([5, 6, 7], params)]
-    measured = bench._Bench(engine, 1e9, 1, lambda message: None)
-    prefill, decode = measured.prefill(12), measured.decode(4, 0, bench.SAMPLED)
+    measured = measure.EngineBench(engine, 1e9, 1, lambda message: None)
+    prefill, (decode, _) = (
+        measured.prefill(12),
+        measured.decode(4, 0, measure.GREEDY, measure.SAMPLED),
+    )
     measured.host_seconds()
     measured.profiles(prefill, {0: decode})
     assert [step.token for step in engine.generate([5, 6, 7], params)] == before
@@ -295,6 +300,7 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "shape": "smollm2-135m"}, "either a model or a shape"),
         ({"model": "demo", "repeats": 0}, "at least 1"),
         ({"model": "demo", "depths": [100, 0]}, "at least 1"),
+        ({"shape": "smollm2-135m", "dtype": "int4"}, "f32, f16 or bf16"),
         ({"model": "demo", "json_path": Path("/no/such/folder/x.json")}, "no folder"),
     ],
 )
@@ -366,7 +372,7 @@ def test_format_report_names_what_and_where() -> None:
 
 def test_kernel_label_tells_shapes_apart() -> None:
     spec = KernelSpec.of("matmul_vec", K=64, N=32, NORM=True, GATED=False, WG=128)
-    assert bench.kernel_label(spec) == "matmul_vec K=64 N=32 norm"
+    assert measure.kernel_label(spec) == "matmul_vec K=64 N=32 norm"
 
 
 def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:

@@ -515,7 +515,8 @@ def test_gather_reads_all_rows_before_it_writes(device: Device, settings: dict[s
     assert after["position"].tolist() == [23, 21, 23, 22]
     assert after["alive"].tolist() == [0, 1, 0, 1]
     assert bench.device.read(bench.step, np.uint32, 1).tolist() == [4]
-    counts = bench.device.read(bench.sampler._buffers["counts"], np.uint32, 192).reshape(6, 32)[:, :30]
+    counts = bench.device.read(bench.sampler._buffers["counts"], np.uint32, 6 * 32)
+    counts = counts.reshape(6, 32)[:, :30]
     in_output = counts & 0x7FFFFFFF
     expected = np.zeros((6, 30), int)
     expected[[2, 0, 1], [11, 12, 14]] = 1

@@ -1,0 +1,275 @@
+"""What a benchmark measures on one engine: its tests, its host's part, its kernels."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+from infer.bench_report import KernelTime, Profile, Row
+from infer.engine import Engine
+from infer.kernels.plan import Dispatch
+from infer.kernels.profile import profile_dispatches
+from infer.kernels.shader import KernelSpec
+from infer.kernels.step import pack_step
+from infer.memory import kv_bytes_per_position
+from infer.models.llama import Llama
+from infer.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, seed=0).resolved({})
+SAMPLED = SamplingParams(
+    temperature=0.8,
+    top_k=50,
+    top_p=0.95,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    seed=0,
+).resolved({})
+
+_WARM_UP_SECONDS = 0.3  # a GPU that was idle needs work before its clock is up
+_HOST_STEPS = 32
+
+Progress = Callable[[str], None]
+
+
+# What a step has to read and to compute
+
+
+def weight_bytes_per_token(engine: Engine) -> int:
+    """Bytes of the matrices that decode multiplies with: all but an embedding that is not also the
+    head, of which it looks up one row."""
+    tied = engine.model.config.tie_word_embeddings
+    return sum(
+        weight.nbytes
+        for name, weight in engine.weights.items()
+        if len(weight.shape) == 2 and (tied or name != "embed_tokens")
+    )
+
+
+def kv_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
+    """Bytes of keys and values that a decode step reads, mean over `tokens` steps after a prompt:
+    step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them."""
+    c = model.config
+    lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
+    positions = sum(min(length, window or length) for window in c.windows for length in lengths)
+    per_layer = kv_bytes_per_position(model, kv_dtype) / c.num_hidden_layers
+    return positions * per_layer / tokens
+
+
+def prefill_flops(model: Llama, tokens: int) -> int:
+    """Operations of a prefill: 2 for every value of a layer's matrices and token, and of the head
+    for the last token; 4 in attention for every query value and position that it attends to."""
+    c = model.config
+    head = c.vocab_size * c.hidden_size
+    layers = sum(
+        prod(spec.shape)
+        for spec in model.weights()
+        if len(spec.shape) == 2 and spec.name not in ("embed_tokens", "lm_head")
+    )
+    lengths = range(1, tokens + 1)
+    positions = sum(min(length, window or length) for window in c.windows for length in lengths)
+    attention = 4 * c.num_attention_heads * c.head_dim * positions
+    return 2 * (layers * tokens + head) + attention
+
+
+# Measuring
+
+
+class EngineBench:
+    """The tests of one engine. bandwidth: bytes per second that a copy reads and writes. Each test
+    runs `repeats` times after a warm-up, and progress is told its name."""
+
+    def __init__(self, engine: Engine, bandwidth: float, repeats: int, progress: Progress) -> None:
+        self.engine, self.bandwidth = engine, bandwidth
+        self.repeats, self.progress = repeats, progress
+
+    def prefill(self, tokens: int) -> Row:
+        ids = self._ids(tokens)
+
+        def run() -> float:
+            self.engine.tokens.clear()  # nothing may be reused
+            return self._generate(ids, replace(GREEDY, max_tokens=1))[0]
+
+        test = f"pp{tokens}"
+        (seconds,) = self._repeat(test, run)
+        flops = prefill_flops(self.engine.model, tokens)
+        mean = statistics.fmean(seconds)
+        return Row(
+            test,
+            tokens,
+            seconds,
+            *_tps(tokens, seconds),
+            flops=flops,
+            flops_per_second=flops / mean,
+        )
+
+    def decode(self, tokens: int, depth: int, *ways: SamplingParams) -> list[Row]:
+        """The decode test for each way to sample. Their runs alternate, so that what slows the
+        machine down for a while slows down all of them."""
+        # Decode needs a token to begin with. A longer prompt is in the cache after the warm-up.
+        ids = self._ids(max(depth, 1))
+        test = f"tg{tokens} @ d{depth}" if depth else f"tg{tokens}"
+        names = [test if way.greedy else f"{test} sampled" for way in ways]
+        params = [replace(way, max_tokens=tokens + 1) for way in ways]
+        runs = [partial(self._decode_seconds, ids, way) for way in params]
+        kv_dtype = self.engine.options.kv_dtype
+        nbytes = kv_bytes_per_token(self.engine.model, kv_dtype, len(ids), tokens)
+        nbytes += weight_bytes_per_token(self.engine)
+        times = self._repeat(", ".join(names), *runs)
+        return [
+            self._decode_row(name, tokens, seconds, nbytes)
+            for name, seconds in zip(names, times, strict=True)
+        ]
+
+    def _decode_row(self, test: str, tokens: int, seconds: tuple[float, ...], nbytes: float) -> Row:
+        tps, deviation = _tps(tokens, seconds)
+        return Row(
+            test,
+            tokens,
+            seconds,
+            tps,
+            deviation,
+            bytes_per_token=nbytes,
+            bandwidth=nbytes * tps,
+            share=nbytes * tps / self.bandwidth,
+        )
+
+    def _ids(self, count: int) -> list[int]:
+        return random.Random(0).choices(range(self.engine.vocab_size), k=count)
+
+    def _generate(self, ids: Sequence[int], params: SamplingParams) -> tuple[float, float]:
+        """Seconds to the first token, and from there to the last."""
+        begin = first = last = time.perf_counter()
+        for index, _ in enumerate(self.engine.generate(ids, params)):
+            last = time.perf_counter()
+            first = last if index == 0 else first
+        return first - begin, last - first
+
+    def _decode_seconds(self, ids: Sequence[int], params: SamplingParams) -> float:
+        return self._generate(ids, params)[1]
+
+    def _repeat(self, tests: str, *runs: Callable[[], float]) -> list[tuple[float, ...]]:
+        """What each of the runs returns, time after time, after a warm-up."""
+        self.progress(tests)
+        end = time.perf_counter() + _WARM_UP_SECONDS
+        for run in runs:
+            run()
+        while time.perf_counter() < end:
+            runs[0]()
+        return list(zip(*([run() for run in runs] for _ in range(self.repeats)), strict=True))
+
+    # One step on its own
+
+    def host_seconds(self) -> float:
+        """The host's part of a greedy decode step, median: to record and submit it, and to read its
+        id when that is there."""
+        engine, queue = self.engine, self.engine.queue
+        recording = engine.recording("decode", True, GREEDY.chain())
+        self._place([0], 0, GREEDY)
+        seconds = []
+        with engine.device.scope():
+            staging = engine.device.buffer(16, "read", "id")
+            for _ in range(_HOST_STEPS):
+                begin = time.perf_counter()
+                submission = queue.submit(recording, 1, 1, [(engine.sampler.sampled, staging, 4)])
+                submitted = time.perf_counter()
+                queue.wait(submission)
+                waited = time.perf_counter()
+                queue.read(staging, 4, submission)
+                seconds.append(time.perf_counter() - waited + submitted - begin)
+        return statistics.median(seconds)
+
+    def profiles(self, prefill: Row, decode: dict[int, Row]) -> list[Profile]:
+        """The kernels of the prefill's first chunk, of a decode step in the middle of each test
+        (by depth), and of the full sampler."""
+        engine = self.engine
+        chunks = list(engine.chunks(prefill.tokens))
+        _, rows, kind = chunks[0]
+        self._place(self._ids(rows), 0, GREEDY)
+        plan = engine.recording(kind, True, None).dispatches
+        whole = statistics.fmean(prefill.seconds) if len(chunks) == 1 else None
+        profiles = [self._profile(f"prefill of {prefill.test}", [plan], rows, rows, whole)]
+        plan = engine.recording("decode", True, None).dispatches
+        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+        for depth, row in decode.items():
+            kv_len = max(depth, 1) + (row.tokens + 1) // 2
+            self._place([0], kv_len - 1, GREEDY)
+            name = f"decode of {row.test}"
+            profiles.append(self._profile(name, [plan, sampler], 1, kv_len, 1 / row.tps))
+        self._place([0], 0, SAMPLED)
+        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=False)
+        profiles.append(self._profile("full sampler", [sampler], 1, 1, None))
+        return profiles
+
+    def _place(self, ids: Sequence[int], position: int, params: SamplingParams) -> None:
+        """Write a step of these rows, alive to the end of the context, into the step buffer."""
+        engine = self.engine
+        record = params.record(
+            vocab_size=engine.vocab_size,
+            prompt_tokens=position + len(ids),
+            context=engine.context,
+            stop_ids=(),
+        )
+        engine.sampler.begin(0, record[0], ids, params.logit_bias)
+        engine.device.write(engine.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
+        engine.tokens.clear()  # what is submitted now overwrites the cache
+
+    def _profile(
+        self,
+        step: str,
+        parts: Sequence[Sequence[Dispatch]],
+        rows: int,
+        kv_len: int,
+        step_seconds: float | None,
+    ) -> Profile:
+        """The parts are timed apart: with every run, a sampler moves the step a position on."""
+        self.progress(f"profile: {step}")
+        device = self.engine.device
+        repeats = 3 if device.software else 20
+        timed = [
+            (item, seconds)
+            for part in parts
+            for item, seconds in zip(
+                part, profile_dispatches(device, part, rows, kv_len, repeats), strict=True
+            )
+        ]
+        kernels: dict[str, KernelTime] = {}
+        for item, seconds in timed:
+            label = kernel_label(item.pipeline.spec)
+            so_far = kernels.get(label, KernelTime(label, 0, 0.0, 0, 0))
+            kernels[label] = KernelTime(
+                label,
+                so_far.calls + 1,
+                so_far.seconds + seconds,
+                so_far.nbytes + item.moved(rows, kv_len),
+                so_far.flops + item.flops(rows, kv_len),
+            )
+        slowest_first = sorted(kernels.values(), key=lambda kernel: -kernel.seconds)
+        return Profile(step, rows, kv_len, step_seconds, tuple(slowest_first))
+
+
+def kernel_label(spec: KernelSpec) -> str:
+    """A kernel's name with its sizes and with what is fused into it."""
+    params = dict(spec.params)
+    sizes = ("K", "N", "WIDTH", "HEAD_DIM", "GROUP", "WINDOW")
+    words = [f"{name}={params[name]}" for name in sizes if params.get(name)]
+    fused = ("NORM", "GATED", "BIAS", "RESIDUAL", "PENALTIES")
+    words += [name.lower() for name in fused if params.get(name) is True]
+    return " ".join([spec.name, *words])
+
+
+def _tps(tokens: int, seconds: Sequence[float]) -> tuple[float, float]:
+    """Tokens per second, mean of the runs and standard deviation."""
+    speeds = [tokens / second for second in seconds]
+    return statistics.fmean(speeds), deviation(speeds)
+
+
+def deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

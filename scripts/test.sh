@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Lint, types and the whole test suite, in .venv; arguments go to pytest. The package registry is
+# asked for what is installed, here and by the tests of the packages; no other test needs a network.
+set -euo pipefail
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+make_venv
+install_package '[test]'
+ensure_adapter
+.venv/bin/python -m ruff check
+.venv/bin/python -m ruff format --check
+.venv/bin/python -m mypy
+.venv/bin/python -m pytest -m "not live and not full" "$@"

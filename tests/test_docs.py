@@ -1,0 +1,220 @@
+"""The documents: their examples run, their commands parse, what they name is there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+import infer.llm
+from infer import bench
+from infer.bench_report import BenchReport
+from infer.cli import app
+from infer.engine import Engine, EngineOptions
+from infer.hub import DEMO, resolve
+from infer.kernels import errors
+from infer.kernels.device import DryDevice, Limits
+from infer.kernels.tensor import allocate
+from infer.models import ARCHITECTURES, build_model
+from infer.models.config import RawConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/decisions.md")
+FOLDERS = ("infer", "models", "kernels")
+FENCE = re.compile(r"^( *)```(\S+) ?(\S*)\n(.*?)^ *```$", re.M | re.S)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(document: str, language: str) -> list[tuple[str, str]]:
+    """(what follows the language, text) of each fenced block of a language."""
+    return [
+        (after, "".join(line[len(indent) :] or "\n" for line in text.splitlines(keepends=True)))
+        for indent, name, after, text in FENCE.findall(read(document))
+        if name == language
+    ]
+
+
+# Examples
+
+
+@pytest.fixture
+def no_kept_model() -> Iterator[None]:
+    """An example may leave the model that module-level generate keeps."""
+    yield
+    if infer.llm._last is not None:
+        infer.llm._last[1].close()
+        infer.llm._last = None
+
+
+@pytest.mark.usefixtures("no_kept_model")
+@pytest.mark.parametrize("code", [code for _, code in blocks("README.md", "python")])
+def test_an_example_runs_and_prints_what_it_says(
+    code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert printed.strip()
+    for said in re.findall(r"^ *print\(.*\)  # (.*)$", code, re.M):
+        assert said in printed
+
+
+def test_the_forbidden_word_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (code for _, code in blocks("README.md", "python") if "without_rosa" in code)
+    plain = code.replace(", logits_processor=without_rosa", "")
+    exec(compile(plain, "README.md", "exec"), {})
+    assert "Rosa" in capsys.readouterr().out
+    exec(compile(code, "README.md", "exec"), {})
+    assert "Rosa" not in capsys.readouterr().out
+
+
+def test_the_session_looks_like_a_session() -> None:
+    """Of what a run prints, all but the story and the numbers."""
+    ((_, session),) = blocks("README.md", "text")
+    command, *lines = session.splitlines()
+    arguments = shlex.split(command.removeprefix("$ infer "))
+    done = CliRunner().invoke(app, [*arguments, "--max-tokens", "16"])
+    assert done.exit_code == 0
+    # Adapters round differently, so the story may go on differently; it begins the same.
+    assert done.stdout[:40] in session
+    printed = done.stderr.splitlines()[-3:]
+    assert [re.split(r"\d", line)[0] for line in lines[-3:]] == [
+        re.split(r"\d", line)[0] for line in printed
+    ]
+
+
+# Commands
+
+
+def commands() -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def named_commands() -> Iterator[list[str]]:
+    """The arguments of every `infer …` in shell blocks and in the text of the documents."""
+    for document in DOCUMENTS:
+        text = read(document)
+        inline = re.findall(r"(?<!`)`(infer [^`]+)`", FENCE.sub("", text))
+        shown = [line for _, block in blocks(document, "sh") for line in block.splitlines()]
+        shown += [line[2:] for _, b in blocks(document, "text") for line in b.splitlines()[:1]]
+        for line in [*inline, *shown]:
+            words = shlex.split(line, comments=True)
+            if "infer" in words:
+                yield words[words.index("infer") + 1 :]
+
+
+@pytest.mark.parametrize("words", list(named_commands()), ids=" ".join)
+def test_a_command_parses(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, *arguments = words
+    if name == "COMMAND":
+        assert arguments == ["--help"]
+        return
+    command = commands()[name]
+    if name == "bench":
+        monkeypatch.setattr(bench, "run_bench", lambda *_, **__: SimpleNamespace())
+        monkeypatch.setattr(bench, "print_report", lambda _: None)
+        assert bench.main(arguments) == 0
+    elif arguments:
+        command.make_context(name, list(arguments))
+
+
+def test_the_script_of_the_benchmark_takes_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run_bench", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(bench, "print_report", lambda _: None)
+    lines = [line for _, block in blocks("CONTRIBUTING.md", "sh") for line in block.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines if "scripts/bench.py" in line]
+    assert len(words) == 3
+    for _, _, *arguments in words:
+        assert bench.main(arguments) == 0
+
+
+def test_every_command_is_in_the_readme() -> None:
+    named = set(re.findall(r"^\| `infer (\w+)", read("README.md"), re.M))
+    assert named == set(commands())
+
+
+def test_every_option_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    known = set(re.findall(r"--[a-z][\w-]*", capsys.readouterr().out))
+    for command in commands().values():
+        known.update(name for parameter in command.params for name in parameter.opts)
+    named = set(re.findall(r"`(--[a-z][\w-]*)", read("README.md")))
+    assert named
+    assert named <= known
+
+
+# What is named
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_and_paths_lead_somewhere(document: str) -> None:
+    text = read(document)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    links = [link.partition("#")[0] for link in links if "://" not in link]
+    paths = re.findall(r"(?:scripts|tests|docs)/[\w/]+\.\w+", text)
+    folder = (ROOT / document).parent
+    missing = [link for link in links if not (folder / link).exists()]
+    assert not missing + [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("language", ["python", "wgsl"])
+def test_what_contributing_quotes_is_in_the_file(language: str) -> None:
+    quoted = blocks("CONTRIBUTING.md", language)
+    assert quoted
+    for name, text in quoted:
+        assert text in read(name)
+
+
+def test_the_architecture_names_every_module() -> None:
+    text = read("ARCHITECTURE.md").partition("## From a name")[0]
+    _, *tables = re.split(r"^\| `(\w+)/` \|.*\n\| ---", text, flags=re.M)
+    assert tables[::2] == list(FOLDERS)
+    for folder, table in zip(tables[::2], tables[1::2], strict=True):
+        named = re.findall(r"`(\w+\.py)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+        files = {path.name for path in (ROOT / folder).glob("[!_]*.py")}
+        assert sorted(named) == sorted(files)
+
+
+def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:
+    text = read("ARCHITECTURE.md").partition("| decode | prefill |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    model = build_model(RawConfig.open(resolve(DEMO).folder))
+    device = DryDevice(Limits(workgroup_storage=32768))
+    weights = {spec.name: allocate(device, spec.shape, "bf16") for spec in model.weights()}
+    engine = Engine(device, model, weights, EngineOptions(context=1024))
+    layers = model.config.num_hidden_layers
+    for column, kind in enumerate(("decode", "prefill")):
+        layer = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
+        kernels = [k.spec.name for k in engine._lowered[kind].kernels if not k.head]
+        assert kernels == ["embedding", *layer * layers]
+
+
+def test_every_architecture_is_in_the_readme() -> None:
+    table = read("README.md").partition("| `model_type` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(ARCHITECTURES)
+
+
+def test_quantised_checkpoints_are_refused_by_name() -> None:
+    values = RawConfig.open(resolve(DEMO).folder).values | {"quantization_config": {"bits": 4}}
+    with pytest.raises(errors.UnsupportedError, match="quantization_config"):
+        build_model(RawConfig(values))
+
+
+def test_the_benchmarks_are_those_of_the_results() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "bench_table.py"))
+    files = sorted((ROOT / "scripts" / "results").glob("*.json"))
+    reports = [BenchReport.from_json(file.read_text(encoding="utf-8")) for file in files]
+    table: Any = script["table"](script["newest"](reports))
+    assert f"{script['BEGIN']}\n{table}\n{script['END']}" in read("README.md")

@@ -1,0 +1,142 @@
+"""The package: from a clone, installed as editable, and as a wheel in a clean environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"infer": "infer", "infer/kernels": "kernels", "infer/models": "models"}
+STORY = "Once upon a time"
+
+
+def packaged(*patterns: str) -> dict[str, Path]:
+    """The files of the three packages: their names in the wheel, and where they come from."""
+    return {
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}": path
+        for package, folder in FOLDERS.items()
+        for pattern in patterns
+        for path in (ROOT / folder).glob(pattern)
+    }
+
+
+WANTED = packaged("*.py", "py.typed", "wgsl/*.wgsl", "demo/*")
+
+
+def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
+    """Standard output of a command that knows nothing of this process."""
+    mine = ("PYTHONPATH", "INFER_DEVICE", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in mine}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment | variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """What a clone would hold, the links as links."""
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
+    names = [line.strip("/") for line in ignored]
+    keep = shutil.ignore_patterns(".git", *names)
+    return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=keep))
+
+
+def test_there_are_kernels_and_a_model() -> None:
+    """Or the lists below would prove nothing."""
+    wgsl, python = (
+        ("infer/kernels/wgsl/matmul_vec.wgsl",),
+        ("infer/cli.py", "infer/models/llama.py"),
+    )
+    assert {*wgsl, *python, "infer/py.typed", "infer/demo/model.safetensors"} <= WANTED.keys()
+
+
+def test_a_clone_runs_as_it_is() -> None:
+    code = "import infer.kernels, infer.models.llama; print(infer.__file__)"
+    assert run(sys.executable, "-c", code, PYTHONPATH=str(ROOT)) == f"{ROOT}/infer/__init__.py\n"
+    for link, folder in FOLDERS.items():
+        if link != folder:
+            assert (ROOT / link).readlink() == Path("..") / folder
+
+
+def test_version_is_the_same_everywhere() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    stated = re.search(r'^version = "(.*)"$', project, re.M)
+    assert stated is not None
+    code = "import infer; print(infer.__version__)"
+    assert run(sys.executable, "-c", code, PYTHONPATH=str(ROOT)).strip() == stated[1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it."""
+    tree = copy_of_the_tree(tmp_path_factory.mktemp("build") / "tree")
+    run(sys.executable, "-m", "build", "--outdir", tree / "dist", tree)
+    return tree / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (wheel,) = built.glob("infer_wgpu-*-py3-none-any.whl")
+    return wheel
+
+
+def environment(folder: Path) -> Path:
+    """The programs of a new virtual environment."""
+    venv.create(folder, with_pip=True)
+    return folder / ("Scripts" if os.name == "nt" else "bin")
+
+
+@pytest.fixture(scope="module")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the wheel and what it asks for."""
+    programs = environment(tmp_path_factory.mktemp("clean") / "environment")
+    run(programs / "python", "-m", "pip", "install", "--quiet", wheel)
+    return programs
+
+
+@pytest.mark.packaging
+def test_the_wheel_holds_infer_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert names == WANTED.keys()
+        assert all(archive.read(name) == path.read_bytes() for name, path in WANTED.items())
+
+
+@pytest.mark.packaging
+def test_the_sdist_holds_what_the_wheel_is_made_of(built: Path) -> None:
+    (sdist,) = built.glob("infer_wgpu-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {path.relative_to(ROOT).as_posix() for path in WANTED.values()}
+    assert wanted | {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+@pytest.mark.packaging
+def test_the_wheel_runs_anywhere(clean: Path) -> None:
+    text = run(clean / "infer", "run", "demo", "--prompt", STORY)
+    assert text.startswith(f"{STORY}, there was a ")
+    where = run(clean / "python", "-c", "import infer.kernels; print(infer.kernels.__file__)")
+    assert Path(where.strip()).is_relative_to(clean.parent)
+    # Nothing that the package needs is there by chance, from the tests' own environment.
+    run(clean / "python", "-m", "pip", "check")
+
+
+@pytest.mark.packaging
+def test_an_editable_install_follows_the_tree(tmp_path: Path) -> None:
+    tree = copy_of_the_tree(tmp_path / "tree")
+    python = environment(tmp_path / "environment") / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", tree)
+    for package, folder in FOLDERS.items():
+        (tree / folder / "added.py").write_text(f"NAME = {folder!r}\n")
+        code = f"from {package.replace('/', '.')}.added import NAME; print(NAME)"
+        assert run(python, "-c", code) == f"{folder}\n"
