@@ -68,23 +68,24 @@ class Fusion:
         return linear if halves and alone and both and linear.op == "linear" else None
 
     def projection(self, value: Value) -> Value | None:
-        """The q, k, v projection whose slices attention takes, turned and perhaps normed."""
-        (q, q_norm, q_rope), (k, k_norm, k_rope), v = (
-            self.head_chain(value.inputs[0]),
-            self.head_chain(value.inputs[1]),
-            value.inputs[2],
-        )
-        parts = (q, k, v)
-        if any(part.op != "slice" for part in parts) or q_rope is None or k_rope is None:
+        """The q, k, v projection that attention takes apart, its heads turned and perhaps normed."""
+        q, q_norm, q_rope = self.head_chain(value.inputs[0])
+        k, k_norm, k_rope = self.head_chain(value.inputs[1])
+        parts = (q, k, value.inputs[2])
+        if q_rope is None or q_rope is not k_rope or (q_norm is None) != (k_norm is None):
             return None
-        starts = [part.attrs["offset"] for part in parts]
-        fits = starts == [0, q.width, q.width + k.width] and q_rope is k_rope
-        fits = fits and (q_norm is None) == (k_norm is None)
-        fits = fits and all(part.inputs[0] is q.inputs[0] for part in parts)
-        if q_norm is not None and k_norm is not None:
-            fits = fits and q_norm.attrs["eps"] == k_norm.attrs["eps"]
-        alone = all(len(self.consumers[turned]) == 1 for turned in self._turned(value))
-        return q.inputs[0] if fits and alone else None
+        if any(part.op != "slice" or part.inputs[0] is not q.inputs[0] for part in parts):
+            return None
+        if [part.attrs["offset"] for part in parts] != [0, q.width, q.width + k.width]:
+            return None
+        if q_norm and k_norm and q_norm.attrs["eps"] != k_norm.attrs["eps"]:
+            return None
+        head_dim = value.attrs["cache"].head_dim
+        for step in self._turned(value):
+            width = step.attrs["head_dim"] if step.op == "rope" else step.attrs["weight"].shape[0]
+            if width != head_dim or len(self.consumers[step]) != 1:
+                return None
+        return q.inputs[0]
 
     @staticmethod
     def _turned(value: Value) -> list[Value]:

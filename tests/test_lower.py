@@ -13,6 +13,7 @@ from infer.kernels.arena import Arena, Kernel, Scratch
 from infer.kernels.arrays import Array, to_gpu
 from infer.kernels.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
 from infer.kernels.forward import Forward
+from infer.kernels.functions import rope_table
 from infer.kernels.kv_cache import KVCache, LayerCache
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
 from infer.kernels.ops import Ops, Rope, Value, stride
@@ -106,6 +107,27 @@ def test_chunks_change_nothing(device: Device) -> None:
     for chunks in ([19], [8, 8, 3], [9, 10], [2] * 9 + [1]):
         y = logits(device, chunks, False, fuse=True, heads_normed=True)
         assert nmse(y, expected) <= 1e-10
+
+
+def test_a_norm_over_all_heads_is_not_taken_for_one_of_each(
+    device: Device, rng: np.random.Generator
+) -> None:
+    x, w = rng.standard_normal((3, 32)), rng.standard_normal((8 * 16, 32))
+    results = []
+    for fuse in (True, False):
+        with device.scope():
+            forward = Forward(device, 3, fuse=fuse)
+            ops = forward.ops
+            q, k, v = ops.split(ops.linear(forward.input(x), to_gpu(device, w)), 64, 32, 32)
+            q, k = (
+                ops.rmsnorm(part, to_gpu(device, np.linspace(0.5, 1.5, part.width)), 1e-6)
+                for part in (q, k)
+            )
+            rope = Rope(device.upload(rope_table(1e4 ** -np.arange(0, 1, 1 / 8), 300)), 16)
+            q, k = ops.rope(q, rope, 16), ops.rope(k, rope, 16)
+            cache = KVCache(device, 1, 2, 16, 300, dtype="f32").layers[0]
+            results.append(forward.run(ops.attention(q, k, v, cache, scale=0.25)))
+    assert nmse(*results) <= 1e-10
 
 
 # What is fused

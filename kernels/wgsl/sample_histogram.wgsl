@@ -11,9 +11,12 @@
 @group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;      // [row][ROW_BINS]
 @group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                    // [row][SLOTS]
 
-// Of this block. The counts of places p and p + BINS / 2 share a word: a block has 1024 tokens.
+#if LEVEL == 0
+// Of this block: the first digits of scores are few, so that all blocks would meet in memory. The
+// counts of places p and p + BINS / 2 share a word: a block has 1024 tokens.
 var<workgroup> block_counts: array<atomic<u32>, BINS / 2u>;
 var<workgroup> block_masses: array<atomic<u32>, BINS>;
+#endif
 
 // Does the token belong to this level? What top-k removes would come last, but overflow the masses.
 fn belongs(key: u32, cut: Cut, top_k: bool) -> bool {
@@ -51,6 +54,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   if (step.rows[source].alive == 0u) { return; }
   let sequence = sequence_of(source);
 
+#if LEVEL == 0
   // WGSL promises zeros, but wgpu-native leaves workgroup memory as it was.
 #for i in 0..4
   atomicStore(&block_counts[li + $iu * WG_SIZE], 0u);
@@ -58,6 +62,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
 #for i in 0..8
   atomicStore(&block_masses[li + $iu * WG_SIZE], 0u);
 #endfor
+#endif
   let cut = next_cut(li, sequence);
   if (id.x == 0u && li == 0u) { cuts[id.y * SLOTS + SLOT] = cut; }
   let top_k = wants_top_k(sequence);
@@ -69,6 +74,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   if (!wants_top_p(sequence)) { return; }
 #endif
 
+  let base = id.y * ROW_BINS + LEVEL * LEVEL_BINS;
+#if LEVEL == 0
   workgroupBarrier();
   if (first < STRIDE) {
 #for c in 0..4
@@ -83,7 +90,6 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
 #endfor
   }
   workgroupBarrier();
-  let base = id.y * ROW_BINS + LEVEL * LEVEL_BINS;
 #for i in 0..4
   let counts_$i = atomicLoad(&block_counts[li + $iu * WG_SIZE]);
   let mass_$i = atomicLoad(&block_masses[li + $iu * WG_SIZE]);
@@ -93,6 +99,19 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   add(base + li + $iu * WG_SIZE, counts_$i & 0xffffu, mass_$i);
   add(base + li + $iu * WG_SIZE + BINS / 2u, counts_$i >> 16u, upper_$i);
 #endfor
+#else
+  // Few tokens share the digits so far.
+  if (first < STRIDE) {
+#for c in 0..4
+    {
+      let key = key_of(score4[$c]);
+      if (belongs(key, cut, top_k)) {
+        add(base + bin_place(digit(key)), 1u, mass_of(score4[$c], cut));
+      }
+    }
+#endfor
+  }
+#endif
 }
 
 fn add(place: u32, count: u32, mass: u32) {
