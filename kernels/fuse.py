@@ -68,7 +68,7 @@ class Fusion:
         return linear if halves and alone and both and linear.op == "linear" else None
 
     def projection(self, value: Value) -> Value | None:
-        """The q, k, v projection that attention takes apart, its heads turned and perhaps normed."""
+        """The q, k, v projection that attention takes apart, heads turned and perhaps normed."""
         q, q_norm, q_rope = self.head_chain(value.inputs[0])
         k, k_norm, k_rope = self.head_chain(value.inputs[1])
         parts = (q, k, value.inputs[2])
