@@ -5,7 +5,9 @@ Nothing heavy is imported before a command runs, so that `infer --help` answers 
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +42,7 @@ from infer.terminal import (
     note,
     read_prompt,
     show,
+    uninterrupted,
     write,
     write_json,
 )
@@ -60,6 +63,8 @@ app = typer.Typer(
 def main() -> None:
     """The program `infer`."""
     never_fail_to_encode()
+    # Without it the Vulkan loader's search for a display complains on stderr, in containers mostly.
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
     app(prog_name="infer")
 
 
@@ -318,9 +323,10 @@ def generate(
     with llm.stream(prompt, params=params, template_args=template_args) as stream:
         try:
             for chunk in stream:
-                if streamed:
-                    write(chunk.text)
-                written += len(chunk.text)
+                with uninterrupted():
+                    if streamed:
+                        write(chunk.text)
+                    written += len(chunk.text)
         except KeyboardInterrupt:
             if streamed:
                 write(stream.result.text[written:])

@@ -6,7 +6,9 @@ import io
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -40,6 +42,27 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
         # Python flushes at its exit too; what is still buffered must have somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(NOBODY_READS) from None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C in the block takes effect at its end, so that what it does is done once and wholly."""
+    if threading.current_thread() is not threading.main_thread():  # gets no signals
+        yield
+        return
+    pending = False
+
+    def note_it(*_: object) -> None:
+        nonlocal pending
+        pending = True
+
+    before = signal.signal(signal.SIGINT, note_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+    if pending:
+        raise KeyboardInterrupt
 
 
 def never_fail_to_encode() -> None:
