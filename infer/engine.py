@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from infer.kernels.arena import Arena
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ModelError, RequestError
-from infer.kernels.kv_cache import KVCache
+from infer.kernels.kv_cache import PAGE, KVCache
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
 from infer.kernels.ops import Ops, Rope, stride
 from infer.kernels.plan import DispatchPlan
@@ -132,8 +132,9 @@ class Engine:
         """Rows of a prefill step: within the options and what one binding holds."""
         c = self.model.config
         widest = max(2 * c.intermediate_size, c.hidden_size)
-        if not self.options.fuse:  # the score matrix is written
-            widest = max(widest, c.num_attention_heads * self.context)
+        if not self.options.fuse:  # the score matrix is written, for whole pages
+            positions = -(-self.context // PAGE) * PAGE
+            widest = max(widest, c.num_attention_heads * positions)
         rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
         return max(16, min(self.options.prefill_chunk, rows, self.context))
 
