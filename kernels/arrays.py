@@ -15,8 +15,11 @@ Array = NDArray[Any]  # of any float type
 
 def to_bf16(values: Array) -> NDArray[np.uint16]:
     """The upper halves of f32 values, rounded to nearest even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    exact = np.ascontiguousarray(values, np.float32)
+    bits = exact.view(np.uint32)
+    halves = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    quiet = bits >> 16 | 0x40  # rounding could carry a NaN into the sign bit
+    return np.where(np.isnan(exact), quiet, halves).astype(np.uint16)
 
 
 def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.kernels.arrays import from_bf16, to_bf16
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.plan import Dispatch, dispatch, linear_grid
@@ -72,16 +73,6 @@ def stored_dtype(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = N
         return dtype
     dtypes = {checkpoint.tensors[source.key].dtype for source in spec.sources}
     return dtypes.pop() if len(dtypes) == 1 else "f32"
-
-
-def plan_bytes(specs: Sequence[WeightSpec], dtype_of: Callable[[WeightSpec], str]) -> int:
-    """The bytes of GPU memory that the weights take, of which dtype_of says the dtype on the GPU
-    (a vector takes f32 whatever it says)."""
-    total = 0
-    for spec in specs:
-        *rows, columns = spec.shape
-        total += row_bytes(columns, dtype_of(spec)) * rows[0] if rows else row_bytes(columns, "f32")
-    return total
 
 
 def load_weights(
@@ -274,16 +265,14 @@ class _Transfer:
         if source == target:
             return values
         with np.errstate(over="ignore", invalid="ignore"):
-            exact = (
-                _widen_bf16(values) if source == "bf16" else values.astype(np.float32, copy=False)
-            )
+            exact = from_bf16(values) if source == "bf16" else values.astype(np.float32, copy=False)
             if target == "f32":
                 return exact
             if target == "f16":
                 rounded: NDArray[Any] = exact.astype(np.float16)
                 overflow = np.isinf(rounded)
             else:
-                rounded = _round_to_bf16(exact)
+                rounded = to_bf16(exact)
                 overflow = (rounded & 0x7FFF) == 0x7F80
         overflow &= np.isfinite(exact)
         if overflow.any():
@@ -316,17 +305,6 @@ def _transfers(spec: WeightSpec, tensor: GpuTensor, checkpoint: Checkpoint) -> I
                     stride,
                 )
         top = bottom
-
-
-def _widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _round_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    quiet = bits >> 16 | 0x40  # rounding could carry a NaN into the sign bit
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
 
 
 # From the random generator
