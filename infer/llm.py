@@ -18,7 +18,7 @@ from infer.hub import ResolvedModel, resolve
 from infer.kernels.adapters import choose_adapter
 from infer.kernels.device import Device, MemoryStats, Settings
 from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
-from infer.memory import default_context, fitting_options
+from infer.memory import checked_context, fitting_options
 from infer.models import build_model
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
@@ -358,8 +358,6 @@ def load(
     """
     _check_choice("dtype", dtype, (None, *DTYPES))
     _check_choice("kv_dtype", kv_dtype, ("f16", "f32"))
-    if context is not None and (not isinstance(context, int) or context < 2):
-        raise RequestError(f"context must be a count of at least 2 positions, not {context!r}.")
     resolved = resolve(str(model), revision=revision, offline=offline, progress=download_progress)
     adapter = choose_adapter(device)
     return _load(
@@ -383,11 +381,7 @@ def _load(
         tokenizer = Tokenizer.from_folder(folder)
         checkpoint = Checkpoint.open(folder)
         check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
-        own = model.config.max_position_embeddings
-        if context is not None and context > own and model.config.rope.kind != "dynamic":
-            raise RequestError(
-                f"A context of {context} was asked for; {resolved.name} has positions up to {own}."
-            )
+        positions = checked_context(model, resolved.name, context)
 
         def dtype_of(spec: WeightSpec) -> str:
             return stored_dtype(spec, checkpoint, dtype)
@@ -395,9 +389,7 @@ def _load(
         options = fitting_options(
             model,
             dtype_of,
-            EngineOptions(
-                context=context or default_context(model), kv_dtype=kv_dtype, **engine_options
-            ),
+            EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
             device.limits,
             device.adapter,
             may_shrink=context is None,

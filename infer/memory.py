@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from infer.engine import Engine, EngineOptions
 from infer.kernels.adapters import AdapterInfo, memory_info
 from infer.kernels.device import DryDevice, Limits
-from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.kv_cache import kv_cache_bytes
 from infer.kernels.tensor import allocate
 from infer.models.llama import Llama
@@ -57,6 +57,21 @@ def kv_bytes_per_position(model: Llama, dtype: str) -> int:
 def default_context(model: Llama) -> int:
     """Positions when nobody asks for a number."""
     return min(model.config.max_position_embeddings, DEFAULT_CONTEXT)
+
+
+def checked_context(model: Llama, name: str, context: int | None) -> int:
+    """The positions asked for, or the default. Raises RequestError for what the model `name` has
+    no positions for."""
+    if context is None:
+        return default_context(model)
+    if not isinstance(context, int) or context < 2:
+        raise RequestError(f"context must be a count of at least 2 positions, not {context!r}.")
+    own = model.config.max_position_embeddings
+    if context > own and model.config.rope.kind != "dynamic":
+        raise RequestError(
+            f"A context of {context} was asked for; {name} has positions up to {own}."
+        )
+    return context
 
 
 def fitting_options(

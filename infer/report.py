@@ -18,10 +18,10 @@ from infer.engine import EngineOptions
 from infer.hub import resolve
 from infer.kernels.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.device import Device, Limits
-from infer.kernels.errors import OutOfMemoryError, RequestError
+from infer.kernels.errors import OutOfMemoryError
 from infer.llm import LLM, Result
 from infer.memory import (
-    default_context,
+    checked_context,
     fitting_options,
     kv_bytes_per_position,
     memory_needed,
@@ -268,14 +268,7 @@ def inspect_model(
     def dtype_of(spec: WeightSpec) -> str:
         return stored_dtype(spec, checkpoint, dtype)
 
-    own = llama.config.max_position_embeddings
-    if context is not None and context < 2:
-        raise RequestError(f"context must be a count of at least 2 positions, not {context}.")
-    if context is not None and context > own and llama.config.rope.kind != "dynamic":
-        raise RequestError(
-            f"A context of {context} was asked for; {found.name} has positions up to {own}."
-        )
-    options = EngineOptions(context=context or default_context(llama), kv_dtype=kv_dtype)
+    options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
     adapter = choose_adapter(device) if device is not None or list_adapters() else None
     limits = Limits() if adapter is None else Limits.of(adapter.limits)
     fits: bool | None = None
@@ -305,7 +298,7 @@ def inspect_model(
         parameters=sum(prod(spec.shape) for spec in specs),
         dtypes=sorted({dtype_of(spec) for spec in specs if len(spec.shape) > 1}),
         disk_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-        max_context=own,
+        max_context=llama.config.max_position_embeddings,
         context=options.context,
         kv_dtype=kv_dtype,
         kv_bytes_per_token=kv_bytes_per_position(llama, kv_dtype),
