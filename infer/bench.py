@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -32,15 +32,16 @@ import infer
 from infer.bench_measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
 from infer.bench_report import BenchReport, format_report
 from infer.engine import Engine, EngineOptions
-from infer.kernels.adapters import AdapterInfo, choose_adapter
+from infer.kernels.adapters import choose_adapter
 from infer.kernels.bandwidth import copy_bandwidth
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError, RequestError
-from infer.llm import DTYPES, load
+from infer.kernels.tensor import QUANTIZED
+from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, fitting_options
 from infer.models import build_model
 from infer.models.shapes import SHAPES, shape_config
-from infer.models.weights import random_weights
+from infer.models.weights import converted_dtype, random_weights
 
 
 def run_bench(
@@ -50,6 +51,7 @@ def run_bench(
     device: str | int | None = None,
     context: int | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     kv_dtype: str = "f16",
     prompt_tokens: int = 512,
     decode_tokens: int = 128,
@@ -61,17 +63,18 @@ def run_bench(
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, context, dtype, kv_dtype: as for `load`; a shape's weights are bf16 where dtype
-    is None. prompt_tokens of the prefill test; decode_tokens of every decode test, of which there
-    is one more for each of `depths`, the tokens that are in the cache before it. Each test runs
-    `repeats` times after a warm-up. profile: time every kernel. json_path: a file to write the
-    report to, or a folder, for a file named after date, adapter and model. progress is told what
-    runs. Raises RequestError and whatever `load` raises.
+    model, device, context, dtype, quantize, kv_dtype: as for `load`; a shape's weights are bf16
+    where dtype and quantize are None. prompt_tokens of the prefill test; decode_tokens of every
+    decode test, of which there is one more for each of `depths`, the tokens that are in the cache
+    before it. Each test runs `repeats` times after a warm-up. profile: time every kernel.
+    json_path: a file to write the report to, or a folder, for a file named after date, adapter and
+    model. progress is told what runs. Raises RequestError and whatever `load` raises.
     """
     if min(prompt_tokens, decode_tokens, repeats, *depths, 1) < 1:
         raise RequestError("Counts of tokens, depths and repeats must be at least 1.")
     if dtype not in (None, *DTYPES) or kv_dtype not in ("f16", "f32"):
         raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16 or f32.")
+    weight_dtype(dtype, quantize)
     if json_path is not None and not json_path.parent.is_dir():
         raise RequestError(f"There is no folder {json_path.parent} to write the report to.")
     needed = max(prompt_tokens, max(depths, default=1) + decode_tokens) + 1
@@ -80,12 +83,7 @@ def run_bench(
     adapter = choose_adapter(device)
     if profile and "timestamp-query" not in adapter.features:
         raise RequestError(f"{adapter} has no timestamp queries: leave out --profile.")
-    if model is not None and shape is None:
-        opened = _loaded(model, device, context, dtype, kv_dtype)
-    elif shape is not None and model is None:
-        opened = _random(shape, adapter, context, dtype or "bf16", kv_dtype)
-    else:
-        raise RequestError("Give either a model or a shape.")
+    opened = open_engine(model, shape, device, context, dtype, kv_dtype, quantize)
     progress(f"copy bandwidth of {adapter}")
     with Device(adapter) as own:
         bandwidth = copy_bandwidth(own)
@@ -102,17 +100,19 @@ def run_bench(
         prefill = bench.prefill(prompt_tokens)
         greedy, sampled = bench.decode(decode_tokens, 0, GREEDY, SAMPLED)
         deep = {depth: bench.decode(decode_tokens, depth, GREEDY)[0] for depth in depths}
-        progress("host")
-        host_seconds = bench.host_seconds()
+        progress("host and GPU of a step")
+        submit_seconds, read_seconds = bench.host_seconds()
+        host_seconds = submit_seconds + read_seconds
+        gpu_seconds = bench.gpu_seconds(greedy)
         profiles = []
         if profile:
-            profiles = bench.profiles(prefill, {0: greedy, **deep})
+            profiles = bench.profiles(prefill, {0: greedy, **deep}, host_seconds)
         c, weights = engine.model.config, engine.weights.values()
         report = BenchReport(
             model=name,
             random_weights=shape is not None,
             architecture=c.model_type,
-            dtype="+".join(sorted({w.dtype for w in weights if len(w.shape) == 2})),
+            dtype=quantize or "+".join(sorted({w.dtype for w in weights if len(w.shape) == 2})),
             kv_dtype=engine.options.kv_dtype,
             parameters=sum(prod(weight.shape) for weight in weights),
             weight_bytes=sum(weight.nbytes for weight in weights),
@@ -131,6 +131,9 @@ def run_bench(
             host_seconds=host_seconds,
             peak_bytes=engine.device.memory_stats().peak,
             load_seconds=load_seconds,
+            dispatches=len(engine.recording("decode", True, GREEDY.chain()).dispatches),
+            submit_seconds=submit_seconds,
+            gpu_seconds=gpu_seconds,
             profiles=tuple(profiles),
         )
     if json_path is not None:
@@ -161,6 +164,7 @@ def main(
         "--context", type=int, help="positions of the KV cache (default: as for infer run)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights")
+    parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
     parser.add_argument(
         "--kv-dtype", choices=("f16", "f32"), default="f16", help="of the KV cache (default: f16)"
     )
@@ -195,6 +199,7 @@ def main(
             device=options.device,
             context=options.context,
             dtype=options.dtype,
+            quantize=options.quantize,
             kv_dtype=options.kv_dtype,
             prompt_tokens=options.prompt_tokens,
             decode_tokens=options.decode_tokens,
@@ -220,24 +225,52 @@ def _depths(text: str) -> list[int]:
 # The model
 
 
+def open_engine(
+    model: str | None,
+    shape: str | None,
+    device: str | int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+    kv_dtype: str = "f16",
+    quantize: str | None = None,
+) -> AbstractContextManager[tuple[str, Engine]]:
+    """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
+
+    As for `run_bench`. Raises RequestError unless one of model and shape is given.
+    """
+    if model is not None and shape is None:
+        return _loaded(model, device, context, dtype, kv_dtype, quantize)
+    if shape is not None and model is None:
+        return _random(shape, device, context, weight_dtype(dtype, quantize) or "bf16", kv_dtype)
+    raise RequestError("Give either a model or a shape.")
+
+
 @contextmanager
 def _loaded(
-    model: str, device: str | int | None, context: int | None, dtype: str | None, kv_dtype: str
+    model: str,
+    device: str | int | None,
+    context: int | None,
+    dtype: str | None,
+    kv_dtype: str,
+    quantize: str | None,
 ) -> Iterator[tuple[str, Engine]]:
-    with load(model, device=device, context=context, dtype=dtype, kv_dtype=kv_dtype) as llm:
+    with load(
+        model, device=device, context=context, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype
+    ) as llm:
         yield llm.name, llm.engine
 
 
 @contextmanager
 def _random(
-    shape: str, adapter: AdapterInfo, context: int | None, dtype: str, kv_dtype: str
+    shape: str, selector: str | int | None, context: int | None, dtype: str, kv_dtype: str
 ) -> Iterator[tuple[str, Engine]]:
     """An engine of that shape on random weights."""
     model = build_model(shape_config(shape))
+    adapter = choose_adapter(selector)
     with Device(adapter) as device:
         options = fitting_options(
             model,
-            lambda spec: dtype,
+            lambda spec: converted_dtype(spec, dtype),
             EngineOptions(context=context or DEFAULT_CONTEXT, kv_dtype=kv_dtype),
             device.limits,
             adapter,

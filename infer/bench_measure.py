@@ -10,10 +10,12 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+import numpy as np
+
 from infer.bench_report import KernelTime, Profile, Row
 from infer.engine import Engine
 from infer.kernels.plan import Dispatch
-from infer.kernels.profile import profile_dispatches
+from infer.kernels.profile import profile_passes
 from infer.kernels.shader import KernelSpec
 from infer.kernels.step import pack_step
 from infer.memory import kv_bytes_per_position
@@ -35,6 +37,7 @@ SAMPLED = SamplingParams(
 
 _WARM_UP_SECONDS = 0.3  # a GPU that was idle needs work before its clock is up
 _HOST_STEPS = 32
+LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself costs some 3 µs
 
 Progress = Callable[[str], None]
 
@@ -167,92 +170,133 @@ class EngineBench:
 
     # One step on its own
 
-    def host_seconds(self) -> float:
-        """The host's part of a greedy decode step, median: to record and submit it, and to read its
-        id when that is there."""
+    def host_seconds(self) -> tuple[float, float]:
+        """The host's part of a greedy decode step, medians: to record and submit it, and to read
+        its id when that is there."""
         engine, queue = self.engine, self.engine.queue
         recording = engine.recording("decode", True, GREEDY.chain())
-        self._place([0], 0, GREEDY)
-        seconds = []
+        place_step(engine, [0], 0)
+        submits, reads = [], []
         with engine.device.scope():
             staging = engine.device.buffer(16, "read", "id")
             for _ in range(_HOST_STEPS):
                 begin = time.perf_counter()
                 submission = queue.submit(recording, 1, 1, [(engine.sampler.sampled, staging, 4)])
-                submitted = time.perf_counter()
+                submits.append(time.perf_counter() - begin)
                 queue.wait(submission)
-                waited = time.perf_counter()
+                begin = time.perf_counter()
                 queue.read(staging, 4, submission)
-                seconds.append(time.perf_counter() - waited + submitted - begin)
-        return statistics.median(seconds)
+                reads.append(time.perf_counter() - begin)
+        return statistics.median(submits), statistics.median(reads)
 
-    def profiles(self, prefill: Row, decode: dict[int, Row]) -> list[Profile]:
+    def gpu_seconds(self, test: Row) -> float | None:
+        """The GPU's part of a step in the middle of a greedy decode test of no depth; None without
+        timestamps."""
+        if not self.engine.device.timestamps:
+            return None
+        kv_len = _middle(test, 0)
+        place_step(self.engine, [0], kv_len - 1)
+        step = self.engine.recording("decode", True, GREEDY.chain()).dispatches
+        return self._time([step], 1, kv_len)[0]
+
+    def profiles(
+        self, prefill: Row, decode: dict[int, Row], host_seconds: float | None = None
+    ) -> list[Profile]:
         """The kernels of the prefill's first chunk, of a decode step in the middle of each test
-        (by depth), and of the full sampler."""
+        (by depth), and of the full sampler. host_seconds: the host's part of a decode step."""
         engine = self.engine
         chunks = list(engine.chunks(prefill.tokens))
         _, rows, kind = chunks[0]
-        self._place(self._ids(rows), 0, GREEDY)
+        place_step(engine, self._ids(rows), 0)
         plan = engine.recording(kind, True, None).dispatches
         whole = statistics.fmean(prefill.seconds) if len(chunks) == 1 else None
-        profiles = [self._profile(f"prefill of {prefill.test}", [plan], rows, rows, whole)]
+        profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
+        profiles = [replace(profile, step_seconds=whole)]
         plan = engine.recording("decode", True, None).dispatches
         sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
         for depth, row in decode.items():
-            kv_len = max(depth, 1) + (row.tokens + 1) // 2
-            self._place([0], kv_len - 1, GREEDY)
-            name = f"decode of {row.test}"
-            profiles.append(self._profile(name, [plan, sampler], 1, kv_len, 1 / row.tps))
-        self._place([0], 0, SAMPLED)
+            kv_len = _middle(row, depth)
+            place_step(engine, [0], kv_len - 1)
+            profile = self._profile(f"decode of {row.test}", plan, sampler, 1, kv_len)
+            profiles.append(replace(profile, step_seconds=1 / row.tps, host_seconds=host_seconds))
+        place_step(engine, [0], 0, SAMPLED)
         sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=False)
-        profiles.append(self._profile("full sampler", [sampler], 1, 1, None))
+        profiles.append(self._profile("full sampler", (), sampler, 1, 1))
         return profiles
-
-    def _place(self, ids: Sequence[int], position: int, params: SamplingParams) -> None:
-        """Write a step of these rows, alive to the end of the context, into the step buffer."""
-        engine = self.engine
-        record = params.record(
-            vocab_size=engine.vocab_size,
-            prompt_tokens=position + len(ids),
-            context=engine.context,
-            stop_ids=(),
-        )
-        engine.sampler.begin(0, record[0], ids, params.logit_bias)
-        engine.device.write(engine.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
-        engine.tokens.clear()  # what is submitted now overwrites the cache
 
     def _profile(
         self,
         step: str,
-        parts: Sequence[Sequence[Dispatch]],
+        plan: Sequence[Dispatch],
+        sampler: Sequence[Dispatch],
         rows: int,
         kv_len: int,
-        step_seconds: float | None,
     ) -> Profile:
-        """The parts are timed apart: with every run, a sampler moves the step a position on."""
+        """A kernel of the plan is timed by all its calls in one pass; one of the sampler, which
+        needs what those before it have left, by what it adds to a pass of them."""
         self.progress(f"profile: {step}")
-        device = self.engine.device
-        repeats = 3 if device.software else 20
-        timed = [
-            (item, seconds)
-            for part in parts
-            for item, seconds in zip(
-                part, profile_dispatches(device, part, rows, kv_len, repeats), strict=True
-            )
+        calls: dict[str, list[Dispatch]] = {}
+        for item in plan:
+            calls.setdefault(kernel_label(item.pipeline.spec), []).append(item)
+        chains = [sampler[:end] for end in range(1, len(sampler) + 1)]
+        passes = [[*plan, *sampler], *calls.values(), *chains]
+        whole, *seconds = self._time(passes, rows, kv_len)
+        timed = list(zip(calls.values(), seconds, strict=False))
+        sums = [0.0, *seconds[len(calls) :]]
+        timed += [
+            ([item], max(0.0, after - before))
+            for item, before, after in zip(sampler, sums, sums[1:], strict=False)
         ]
         kernels: dict[str, KernelTime] = {}
-        for item, seconds in timed:
-            label = kernel_label(item.pipeline.spec)
+        for items, total in timed:
+            label = kernel_label(items[0].pipeline.spec)
             so_far = kernels.get(label, KernelTime(label, 0, 0.0, 0, 0))
             kernels[label] = KernelTime(
                 label,
-                so_far.calls + 1,
-                so_far.seconds + seconds,
-                so_far.nbytes + item.moved(rows, kv_len),
-                so_far.flops + item.flops(rows, kv_len),
+                so_far.calls + len(items),
+                so_far.seconds + total,
+                so_far.nbytes + sum(item.moved(rows, kv_len) for item in items),
+                so_far.flops + sum(item.flops(rows, kv_len) for item in items),
             )
         slowest_first = sorted(kernels.values(), key=lambda kernel: -kernel.seconds)
-        return Profile(step, rows, kv_len, step_seconds, tuple(slowest_first))
+        return Profile(step, rows, kv_len, tuple(slowest_first), whole)
+
+    def _time(self, passes: Sequence[Sequence[Dispatch]], rows: int, kv_len: int) -> list[float]:
+        """Seconds of each pass on the GPU, with what is now in the step buffer."""
+        device, step = self.engine.device, self.engine.step
+        repeats = 3 if device.software else 20 if rows == 1 else 5
+        with device.scope():
+            saved = device.upload(device.read(step, np.uint32))
+            return profile_passes(
+                device,
+                passes,
+                rows,
+                kv_len,
+                repeats,
+                least_seconds=LEAST_PASS,
+                before=[(saved, step, step.nbytes)],
+            )
+
+
+def place_step(
+    engine: Engine, ids: Sequence[int], position: int, params: SamplingParams = GREEDY
+) -> None:
+    """Write a step of these rows, alive to the end of the context, into the step buffer. The
+    engine's cache holds nothing any more: what is submitted now overwrites it."""
+    record = params.record(
+        vocab_size=engine.vocab_size,
+        prompt_tokens=position + len(ids),
+        context=engine.context,
+        stop_ids=(),
+    )
+    engine.sampler.begin(0, record[0], ids, params.logit_bias)
+    engine.device.write(engine.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
+    engine.tokens.clear()
+
+
+def _middle(row: Row, depth: int) -> int:
+    """Positions that the step in the middle of a decode test attends to."""
+    return max(depth, 1) + (row.tokens + 1) // 2
 
 
 def kernel_label(spec: KernelSpec) -> str:
@@ -260,7 +304,7 @@ def kernel_label(spec: KernelSpec) -> str:
     params = dict(spec.params)
     sizes = ("K", "N", "WIDTH", "HEAD_DIM", "GROUP", "WINDOW")
     words = [f"{name}={params[name]}" for name in sizes if params.get(name)]
-    fused = ("NORM", "GATED", "BIAS", "RESIDUAL", "PENALTIES")
+    fused = ("NORM", "GATED", "BIAS", "RESIDUAL", "ROPE", "QUANTIZE", "PENALTIES")
     words += [name.lower() for name in fused if params.get(name) is True]
     return " ".join([spec.name, *words])
 

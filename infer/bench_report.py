@@ -34,8 +34,8 @@ class Row:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Dispatches of one kernel and shape in a step: how many, and their seconds, bytes of memory
-    and operations together."""
+    """Dispatches of one kernel and shape in a step: how many, and their seconds (in a pass of their
+    own, one after another), bytes of memory and operations together."""
 
     kernel: str
     calls: int
@@ -55,14 +55,20 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """The kernels of one step, slowest first. step_seconds: what the whole step took in the
-    benchmark, None where no test had just this step."""
+    """The kernels of one step, slowest first.
+
+    gpu_seconds: of the whole step in one pass. step_seconds: what the step took in the benchmark,
+    None where no test had just this step. host_seconds: of BenchReport, None where no step is ahead
+    of another.
+    """
 
     step: str
     rows: int
     kv_len: int
-    step_seconds: float | None
     kernels: tuple[KernelTime, ...]
+    gpu_seconds: float
+    step_seconds: float | None = None
+    host_seconds: float | None = None
 
     @property
     def kernel_seconds(self) -> float:
@@ -75,8 +81,10 @@ class BenchReport:
 
     dtype: of the matrices. copy_bandwidth: bytes read and written per second. ttft_seconds: time to
     the first token of the prefill test's prompt, mean and deviation. sampled_share: speed with the
-    full sampler chain over greedy speed. host_seconds: of one token, to record and submit its step
-    and to read its id. peak_bytes: of GPU memory. load_seconds: until the model was ready.
+    full sampler chain over greedy speed. host_seconds: of one greedy token, to record and submit
+    its step and to read its id, while the GPU runs the step before; submit_seconds: the part of it
+    to record and submit; dispatches: of the step; gpu_seconds: of the step on the GPU, None without
+    timestamps. peak_bytes: of GPU memory. load_seconds: until the model was ready.
     """
 
     model: str
@@ -101,6 +109,9 @@ class BenchReport:
     host_seconds: float
     peak_bytes: int
     load_seconds: float
+    dispatches: int | None = None  # None, and the next, in reports from before they were measured
+    submit_seconds: float | None = None
+    gpu_seconds: float | None = None
     profiles: tuple[Profile, ...] = ()
 
     def to_json(self) -> str:
@@ -124,8 +135,8 @@ class BenchReport:
 
     @property
     def file_name(self) -> str:
-        """<date>-<adapter>-<model>.json, of letters, digits, points and dashes."""
-        words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}".lower()
+        """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes."""
+        words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
         kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
         return "-".join(part for part in kept.split("-") if part) + ".json"
 
@@ -149,7 +160,8 @@ def format_report(report: BenchReport) -> str:
         f"copy bandwidth       {r.copy_bandwidth / 1e9:,.1f} GB/s (read + written)",
         f"time to first token  {1e3 * ttft:,.2f} ± {1e3 * deviation:,.2f} ms ({r.rows[0].test})",
         f"sampler chain        {100 * r.sampled_share:.1f} % of greedy speed",
-        f"host                 {1e6 * r.host_seconds:,.0f} µs per token",
+        f"host                 {_host(r)}",
+        f"GPU                  {_gpu(r)}",
         f"peak GPU memory      {r.peak_bytes / 2**30:.2f} GiB",
         f"load                 {r.load_seconds:.2f} s",
     ]
@@ -175,12 +187,12 @@ def results_table(reports: Sequence[BenchReport], *, adapters: bool = False) -> 
         for report in reports
         for row in report.rows
     ]
-    return _table(header, rows, left=5)
+    return markdown_table(header, rows, left=5)
 
 
 def profile_table(profile: Profile, copy_bandwidth: float) -> str:
     """The kernels of a step, and what of the step's time is in none of them."""
-    whole = profile.step_seconds or profile.kernel_seconds
+    whole = profile.step_seconds or profile.gpu_seconds
     header = ["kernel", "calls", "µs each", "µs", "of step", "GB/s", "share", "TFLOP/s"]
     rows = [
         [
@@ -193,13 +205,36 @@ def profile_table(profile: Profile, copy_bandwidth: float) -> str:
         for kernel in profile.kernels
     ]
     calls = sum(kernel.calls for kernel in profile.kernels)
-    rows.append(["all kernels", f"{calls}", "", *_time(profile.kernel_seconds, whole), "", "", ""])
+    sums = [("all kernels", f"{calls}", profile.kernel_seconds)]
+    sums.append(("order of kernels, caches", "", profile.gpu_seconds - profile.kernel_seconds))
+    sums.append(("step on the GPU", "", profile.gpu_seconds))
     if profile.step_seconds is not None:
-        rest = profile.step_seconds - profile.kernel_seconds
-        rows.append(["rest: gaps, host", "", "", *_time(rest, whole), "", "", ""])
-        rows.append(["step", "", "", *_time(profile.step_seconds, whole), "", "", ""])
+        slow = profile.host_seconds is not None and profile.host_seconds > profile.gpu_seconds
+        rest = "waiting for the host" if slow else "submitting, reading back"
+        sums.append((rest, "", profile.step_seconds - profile.gpu_seconds))
+        sums.append(("step", "", profile.step_seconds))
+    rows += [[name, count, "", *_time(t, whole), "", "", ""] for name, count, t in sums]
     title = f"{profile.step}: rows {profile.rows}, positions {profile.kv_len}"
-    return f"{title}\n\n{_table(header, rows, left=1)}"
+    if profile.host_seconds is not None:
+        title += f"; meanwhile the host takes {1e6 * profile.host_seconds:,.0f} µs"
+    return f"{title}\n\n{markdown_table(header, rows, left=1)}"
+
+
+def _host(r: BenchReport) -> str:
+    text = f"{1e6 * r.host_seconds:,.0f} µs per token"
+    if r.dispatches is None or r.submit_seconds is None:
+        return text
+    submit, each = 1e6 * r.submit_seconds, 1e6 * r.submit_seconds / r.dispatches
+    read = 1e6 * (r.host_seconds - r.submit_seconds)
+    text += f": {submit:,.0f} to record and submit {r.dispatches} dispatches ({each:.2f} each)"
+    return f"{text}, {read:,.0f} to read the id"
+
+
+def _gpu(r: BenchReport) -> str:
+    if r.gpu_seconds is None:
+        return "not measured: no timestamps"
+    hidden = "hides the host's part" if r.gpu_seconds > r.host_seconds else "waits for the host"
+    return f"{1e6 * r.gpu_seconds:,.0f} µs per token: {hidden}"
 
 
 def _time(seconds: float, whole: float) -> list[str]:
@@ -220,7 +255,7 @@ def _scaled(value: int, large: tuple[int, str], small: tuple[int, str]) -> str:
     return f"{value / unit:.2f} {name}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """A markdown table whose columns also line up as text; the first `left` are left-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 

@@ -7,6 +7,7 @@ dispatches. Step n + 1 is submitted before the id of step n is read.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from infer.models.rope import depends_on_prompt, rope_table
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded
+SUBMISSION_SECONDS = 0.1  # of prefill at most: a display on the same GPU must get its turn
+FIRST_ROWS = 64  # of prefill, while it is not known how fast the adapter is
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,10 @@ class Engine:
         self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
         self.sampler = Sampler(device, c.vocab_size, self.logits, self.step)
         self.arena = Arena(device)
-        self._rows = {"prefill": self._chunk(), "few": MAX_VEC_ROWS, "decode": 1}
+        self.rows = {"prefill": self._chunk(), "few": MAX_VEC_ROWS, "decode": 1}
         self._lowered = {
             kind: self._lower(StepKind(rows, logits=1), self.logits)
-            for kind, rows in self._rows.items()
+            for kind, rows in self.rows.items()
         }
         for lowering in self._lowered.values():
             lowering.reserve(self.arena)
@@ -124,6 +127,7 @@ class Engine:
             for _ in range(options.ahead)
         ]
         self._in_flight: deque[_InFlight] = deque()
+        self._row_seconds = 0.0  # of prefill, as it went last; 0: not known
         self._reads = 0
         self.tokens: list[int] = []  # those whose keys and values are in the cache
         self.timings = Timings()
@@ -216,6 +220,8 @@ class Engine:
                 now = time.perf_counter()
                 if self.timings.prefill_seconds == 0.0:
                     self.timings.prefill_seconds = now - begin
+                    if self.timings.prefilled_tokens > MAX_VEC_ROWS and not self._row_seconds:
+                        self._row_seconds = (now - begin) / self.timings.prefilled_tokens
                 else:
                     self.timings.decode_seconds = now - begin - self.timings.prefill_seconds
                     self.timings.decoded_tokens += 1
@@ -283,6 +289,7 @@ class Engine:
         """Append ids to the cache, in steps of the kinds that fit, and submit the head (and, with
         a chain, the sampler) after the last."""
         before: Any = None
+        since, known = time.perf_counter(), self._row_seconds > 0.0
         for start, count, kind in self.chunks(len(ids)):
             last = start + count == len(ids)
             rows = (count - 1,) if last else ()
@@ -290,20 +297,49 @@ class Engine:
             part = ids[start : start + count]
             self.device.write(self.step, pack_step(part, position, logits_rows=rows))
             recording = self.recording(kind, last, chain if last else None)
-            if before is not None:  # one step ahead is enough to keep the GPU busy
-                self.queue.wait(before)
-            before = self._submit(recording, count, position + count, with_logits, read=last)
+            if before is not None and known:  # one step ahead is enough to keep the GPU busy
+                since = self._measure(before, since)
+            *first, rest = recording.parts(self._submissions(count))
+            for piece in first:
+                self.queue.submit(piece, count, position + count, ())
+            submission = self._submit(rest, count, position + count, with_logits, read=last)
             self.tokens.extend(part)
+            before = (submission, count)
+            if not known and not last:  # find out
+                since, known = self._measure(before, since), True
+
+    def _measure(self, before: tuple[Any, int], since: float) -> float:
+        """Wait for a submission of so many rows, the GPU having been free for it since then."""
+        submission, rows = before
+        self.queue.wait(submission)
+        now = time.perf_counter()
+        self._row_seconds = (now - since) / rows
+        return now
+
+    def _submissions(self, rows: int) -> int:
+        """Into how many submissions a step is cut, so that none takes too long."""
+        layers = self.model.config.num_hidden_layers
+        if rows <= MAX_VEC_ROWS:
+            return 1
+        if self._row_seconds == 0.0:
+            return layers
+        return min(layers, math.ceil(rows * self._row_seconds / SUBMISSION_SECONDS))
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
-        """(start, rows, kind of step) of the steps that take so many ids."""
+        """(start, rows, kind of step) of the steps that take so many ids. Those of prefill have so
+        many rows that a layer is done in SUBMISSION_SECONDS, or 16."""
         start = 0
         while start < length:
             left = length - start
             kind = "decode" if left == 1 else "few" if left <= MAX_VEC_ROWS else "prefill"
-            count = min(left, self._rows[kind])
-            yield start, count, kind
-            start += count
+            most = self.rows[kind]
+            if kind == "prefill" and self._row_seconds == 0.0:
+                most = min(most, FIRST_ROWS)
+            elif kind == "prefill":
+                seconds = self._row_seconds / self.model.config.num_hidden_layers
+                most = min(most, max(16, int(SUBMISSION_SECONDS / seconds) // 16 * 16))
+            yield start, min(left, most), kind
+            start += min(left, most)
 
     def recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
         key = (kind, head, chain)
@@ -346,7 +382,7 @@ class Engine:
         self.check_prompt(ids, room=0)
         self._turn_for(len(ids))
         row = 4 * stride(self.vocab_size)
-        rows = min(self._rows["prefill"], self.device.limits.max_binding // row, 128)
+        rows = min(self.rows["prefill"], self.device.limits.max_binding // row, 128)
         with self.device.scope():
             logits = self.device.buffer(-(-rows // 128) * 128 * row, label="logits of all rows")
             plan = self._lower(StepKind(rows), logits).place(Arena(self.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from infer.hub import ResolvedModel, resolve
 from infer.kernels.adapters import choose_adapter
 from infer.kernels.device import Device, MemoryStats, Settings
 from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
+from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.memory import checked_context, fitting_options
 from infer.models import build_model
 from infer.models.checkpoint import Checkpoint
@@ -337,6 +339,7 @@ def load(
     device: str | int | None = None,
     context: int | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     kv_dtype: str = "f16",
     revision: str | None = None,
     offline: bool = False,
@@ -351,17 +354,18 @@ def load(
     device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
     context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
     or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
-    keeps them as they are. kv_dtype: "f16" or "f32". revision, offline: see `infer.hub.resolve`.
-    progress: called with bytes loaded and bytes in all. engine: other fields of EngineOptions.
+    keeps them as they are. quantize: "q8" or "q4" instead, to quantise them to 8 or 4 bits.
+    kv_dtype: "f16" or "f32". revision, offline: see `infer.hub.resolve`. progress: called with
+    bytes loaded and bytes in all. engine: other fields of EngineOptions.
 
-    Raises ModelError, TokenizerError, DeviceError, OutOfMemoryError.
+    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
     """
-    _check_choice("dtype", dtype, (None, *DTYPES))
+    stored = weight_dtype(dtype, quantize)
     _check_choice("kv_dtype", kv_dtype, ("f16", "f32"))
     resolved = resolve(str(model), revision=revision, offline=offline, progress=download_progress)
     adapter = choose_adapter(device)
     return _load(
-        resolved, Device(adapter, settings), context, dtype, kv_dtype, progress, engine or {}
+        resolved, Device(adapter, settings), context, stored, kv_dtype, progress, engine or {}
     )
 
 
@@ -394,23 +398,43 @@ def _load(
             device.adapter,
             may_shrink=context is None,
         )
-        engines = []
-        load_weights(
-            device,
-            list(model.weights()),
-            checkpoint,
-            ignorable=model.ignorable,
-            dtype=dtype,
-            allocated=lambda weights: engines.append(Engine(device, model, weights, options)),
-            progress=progress,
-        )
-        (engine,) = engines
-        engine.compile()
+        started: list[tuple[Engine, Future[None]]] = []
+        # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
+        with ThreadPoolExecutor(1) as thread:
+
+            def allocated(weights: dict[str, GpuTensor]) -> None:
+                engine = Engine(device, model, weights, options)
+                started.append((engine, thread.submit(engine.compile)))
+
+            load_weights(
+                device,
+                list(model.weights()),
+                checkpoint,
+                ignorable=model.ignorable,
+                dtype=dtype,
+                allocated=allocated,
+                progress=progress,
+            )
+        ((engine, compiled),) = started
+        compiled.result()
         defaults = read_json(folder / "generation_config.json")
         return LLM(resolved.name, engine, tokenizer, defaults)
     except BaseException:
         device.close()
         raise
+
+
+def weight_dtype(dtype: str | None, quantize: str | None) -> str | None:
+    """What matrices are converted or quantised to; None: nothing. Raises UnsupportedError for a
+    word that is neither, and RequestError where both are given."""
+    _check_choice("dtype", dtype, (None, *DTYPES))
+    _check_choice("quantize", quantize, (None, *QUANTIZED))
+    if dtype is not None and quantize is not None:
+        raise RequestError(
+            f"Weights are either converted (dtype {dtype}) or quantised (quantize {quantize}). "
+            "Give one of the two."
+        )
+    return dtype or quantize
 
 
 def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -441,7 +465,7 @@ def _model(model: str | Path | LLM, options: Mapping[str, Any]) -> LLM:
         return _last[1]
 
 
-_LOAD_OPTIONS = ("device", "context", "dtype", "kv_dtype", "revision", "offline")
+_LOAD_OPTIONS = ("device", "context", "dtype", "quantize", "kv_dtype", "revision", "offline")
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -453,8 +477,8 @@ def generate(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Result:
     """The answer of a model to a prompt: `load` and `LLM.generate` in one.
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
-    asked for. options: those of `LLM.stream`, and of `load`: device, context, dtype, kv_dtype,
-    revision, offline.
+    asked for. options: those of `LLM.stream`, and of `load`: device, context, dtype, quantize,
+    kv_dtype, revision, offline.
     """
     given, options = _split(options)
     return _model(model, given).generate(prompt, **options)

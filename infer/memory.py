@@ -10,7 +10,8 @@ from infer.kernels.adapters import AdapterInfo, memory_info
 from infer.kernels.device import DryDevice, Limits
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.kv_cache import kv_cache_bytes
-from infer.kernels.tensor import allocate
+from infer.kernels.quantize import buffer_bytes
+from infer.kernels.tensor import QUANTIZED, allocate
 from infer.models.llama import Llama
 from infer.models.weights import WeightSpec
 
@@ -20,7 +21,8 @@ _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes on the GPU: weights, KV cache, and everything else (activations, tables, staging)."""
+    """Bytes on the GPU: weights, KV cache, and everything else (activations, tables, staging, and
+    what quantising needs while it lasts)."""
 
     weights: int
     kv_cache: int
@@ -38,10 +40,13 @@ def memory_needed(
     limits: Limits,
     adapter: AdapterInfo | None = None,
 ) -> MemoryNeed:
-    """What the engine would allocate: it is built on a device that only counts."""
+    """What loading would allocate: the engine is built on a device that only counts."""
     device = DryDevice(limits, adapter)
     weights = {spec.name: allocate(device, spec.shape, dtype_of(spec)) for spec in model.weights()}
     weight_bytes = device.allocated
+    quantized = [weight.shape for weight in weights.values() if weight.dtype in QUANTIZED]
+    if quantized:
+        device.buffer(buffer_bytes(quantized, limits))
     Engine(device, model, weights, options)
     kv_bytes = kv_bytes_per_position(model, options.kv_dtype) * options.context
     return MemoryNeed(weight_bytes, kv_bytes, device.allocated - weight_bytes - kv_bytes)
@@ -104,9 +109,11 @@ def fitting_options(
             f"layer; one binding of {adapter.name} holds {limits.max_binding:,}. "
             f"Ask for at most {limits.max_binding // per_position} (--context)."
         )
+    quantized = any(dtype_of(spec) in QUANTIZED for spec in model.weights())
     raise OutOfMemoryError(
         f"The model needs {need.total:,} bytes ({need.weights:,} of weights, {need.kv_cache:,} of "
         f"KV cache for {options.context} positions, {need.other:,} besides); {adapter.name} has "
-        f"{free:,} free. A smaller context (--context), a smaller model or another device "
-        "(--device) would help."
+        f"{free:,} free. A smaller context (--context), "
+        f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
+        "device (--device) would help."
     )

@@ -18,6 +18,13 @@ class Dtype(StrEnum):
     BF16 = "bf16"
 
 
+class Quantize(StrEnum):
+    """What weight matrices can be quantised to."""
+
+    Q8 = "q8"
+    Q4 = "q4"
+
+
 class KVDtype(StrEnum):
     """What keys and values can be stored as."""
 
@@ -80,6 +87,14 @@ DtypeOption = Annotated[
         "--dtype",
         help="Convert the weight matrices while they are loaded. Without it they stay as the files "
         "have them.",
+    ),
+]
+QuantizeOption = Annotated[
+    Quantize | None,
+    loading_option(
+        "--quantize",
+        help="Quantise the weight matrices while they are loaded, to 8 or 4 bits. With q4, "
+        "embeddings and output projection take 8.",
     ),
 ]
 KVDtypeOption = Annotated[

@@ -19,7 +19,7 @@ from infer.hub import resolve
 from infer.kernels.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.device import Device, Limits
 from infer.kernels.errors import OutOfMemoryError
-from infer.llm import LLM, Result
+from infer.llm import LLM, Result, weight_dtype
 from infer.memory import (
     checked_context,
     fitting_options,
@@ -248,6 +248,7 @@ def inspect_model(
     device: str | None = None,
     context: int | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
     kv_dtype: str = "f16",
     revision: str | None = None,
     offline: bool = False,
@@ -258,6 +259,7 @@ def inspect_model(
 
     Raises ModelError, DeviceError, TokenizerError, RequestError.
     """
+    stored = weight_dtype(dtype, quantize)
     found = resolve(model, revision=revision, offline=offline, progress=download_progress)
     raw = RawConfig.open(found.folder)
     llama = build_model(raw)
@@ -266,7 +268,7 @@ def inspect_model(
     check_checkpoint(specs, checkpoint, llama.ignorable)
 
     def dtype_of(spec: WeightSpec) -> str:
-        return stored_dtype(spec, checkpoint, dtype)
+        return stored_dtype(spec, checkpoint, stored)
 
     options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
     adapter = choose_adapter(device) if device is not None or list_adapters() else None

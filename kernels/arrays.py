@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.device import Device
-from infer.kernels.tensor import GpuTensor, allocate, row_bytes
+from infer.kernels.quantize import Quantizer
+from infer.kernels.record import run
+from infer.kernels.tensor import QUANTIZED, GpuTensor, allocate, row_bytes
 
 Array = NDArray[Any]  # of any float type
 
@@ -38,6 +40,9 @@ def to_gpu(device: Device, values: Array, dtype: str = "f32", label: str = "") -
     tensor = allocate(device, values.shape, dtype, label)
     matrix = values.reshape(1, -1) if values.ndim == 1 else values
     stored = tensor.dtype
+    if stored in QUANTIZED:
+        _quantize(device, tensor, matrix)
+        return tensor
     width = row_bytes(matrix.shape[1], stored)
     for shard in tensor.shards:
         part = np.ascontiguousarray(matrix[shard.start : shard.start + shard.rows])
@@ -51,15 +56,26 @@ def to_gpu(device: Device, values: Array, dtype: str = "f32", label: str = "") -
     return tensor
 
 
+def _quantize(device: Device, tensor: GpuTensor, matrix: Array) -> None:
+    with Quantizer(device, {"": tensor}) as quantizer:
+        step = quantizer.rows_at_once(matrix.shape[1], "f32")
+        for shard in tensor.shards:
+            for first in range(0, shard.rows, step):
+                rows = matrix[shard.start + first : shard.start + min(first + step, shard.rows)]
+                device.write(quantizer.buffer, to_rows(rows, len(rows), padding=0.0))
+                run(device, [quantizer.quantize("", shard, first, len(rows), "f32")])
+        quantizer.check()
+
+
 def from_rows(flat: Array, rows: int, width: int) -> Array:
     """The [rows, width] of an activation's buffer, whose rows are padded to eight values."""
     stride = -(-width // 8) * 8
     return flat[: rows * stride].reshape(rows, stride)[:, :width]
 
 
-def to_rows(values: Array, rows: int) -> NDArray[np.float32]:
+def to_rows(values: Array, rows: int, padding: float = np.nan) -> NDArray[np.float32]:
     """An activation's buffer: padded rows, and NaN wherever no kernel may read a meaning."""
     stride = -(-values.shape[1] // 8) * 8
-    padded = np.full((rows, stride), np.nan, np.float32)
+    padded = np.full((rows, stride), padding, np.float32)
     padded[: values.shape[0], : values.shape[1]] = values
     return padded

@@ -20,6 +20,7 @@ from infer.kernels.arrays import Array, rounded
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError
 from infer.kernels.sampler import INVALID_TOKEN
+from infer.kernels.tensor import BLOCK, QUANTIZED
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
 EPS = 1e-6
@@ -76,6 +77,33 @@ class Inputs:
         return self.rng.standard_normal(shape, np.float32)
 
 
+def int8_rows(rng: np.random.Generator, rows: int, columns: int) -> tuple[Array, Array]:
+    """Activations of which it is known how they round to int8, and what they are then."""
+    q = _integers(rng, rows, columns, -127)
+    near = q + np.where(q > -127, rng.uniform(-0.4, 0.4, q.shape), 0)
+    scales = rng.lognormal(-6, 0.5, (*q.shape[:2], 1)) * rng.choice([-1, 1], (*q.shape[:2], 1))
+    x, exact = ((scales * blocks).reshape(rows, -1)[:, :columns] for blocks in (near, q))
+    return x.astype(np.float32), exact
+
+
+def exact_weight(rng: np.random.Generator, rows: int, columns: int, dtype: str) -> Array:
+    """An f32 matrix that a weight of that dtype holds exactly."""
+    if dtype not in QUANTIZED:
+        return rounded(rng.standard_normal((rows, columns), np.float32), dtype)
+    q = _integers(rng, rows, columns, {"q8": -127, "q4": -8}[dtype])
+    scales = rng.lognormal(-4, 0.5, (*q.shape[:2], 1)).astype(np.float16).astype(np.float32)
+    weight: Array = (scales * q).astype(np.float32).reshape(rows, -1)[:, :columns]
+    return weight
+
+
+def _integers(rng: np.random.Generator, rows: int, columns: int, least: int) -> Array:
+    """[rows, blocks, BLOCK] from `least` to -1 - least; the first of a block, which is never
+    padding, is the least."""
+    q = rng.integers(least, -least, (rows, -(-columns // BLOCK), BLOCK))
+    q[..., 0] = least
+    return q
+
+
 def check_device(
     device: Device, progress: Callable[[CheckResult], None] | None = None
 ) -> list[CheckResult]:
@@ -94,7 +122,7 @@ def check_device(
 def cases() -> Iterator[Case]:
     """All of them, kernel by kernel."""
     weights, kv_types = ("f32", "f16", "bf16"), ("f32", "f16")
-    for dtype in weights:
+    for dtype in weights + QUANTIZED:
         yield Case("embedding", dtype, partial(_embedding, dtype=dtype))
     yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
     yield Case("rmsnorm", "per head", partial(_rmsnorm, rows=3, parts=5, width=24))
@@ -108,8 +136,11 @@ def cases() -> Iterator[Case]:
     ):
         run = partial(_linear, functions.matmul_vec, dtype=dtype, rows=rows, k=131, n=37, form=form)
         yield Case("matmul_vec", f"{dtype}, {rows} rows, {form}", run)
+    for dtype, rows, form in product(QUANTIZED, (1, 3, 8), ("plain", "bias gated", "residual")):
+        run = partial(_linear, functions.matmul_vec, dtype=dtype, rows=rows, k=131, n=37, form=form)
+        yield Case("matmul_vec", f"{dtype}, {rows} rows, {form}", run)
     for dtype, (rows, k, n, form) in product(
-        weights, ((9, 37, 21, "plain"), (130, 72, 134, "bias residual"))
+        weights + QUANTIZED, ((9, 37, 21, "plain"), (130, 72, 134, "bias residual"))
     ):
         run = partial(_linear, functions.matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
         yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
@@ -128,9 +159,9 @@ def cases() -> Iterator[Case]:
 
 
 def _embedding(device: Device, inputs: Inputs, dtype: str) -> Outcome:
-    weight, ids = inputs(37, 67), np.array([36, 0, 5, 5])
+    weight, ids = exact_weight(inputs.rng, 37, 67, dtype), np.array([36, 0, 5, 5])
     y = functions.embedding(device, ids, weight, dtype=dtype, scale=0.5)
-    return y, 0.5 * rounded(weight, dtype)[ids]
+    return y, 0.5 * weight[ids]
 
 
 def _rmsnorm(device: Device, inputs: Inputs, rows: int, parts: int, width: int) -> Outcome:
@@ -173,15 +204,17 @@ def _linear(
     n: int,
     form: str,
 ) -> Outcome:
-    """form: any of the words "norm", "bias", "gated" and "residual"."""
+    """form: any of the words "norm" (of float weights), "bias", "gated" and "residual"."""
     gated = "gated" in form
-    x, weight = inputs(rows, k), inputs(2 * n if gated else n, k)
+    x = expected = inputs(rows, k)
+    if dtype in QUANTIZED:
+        x, expected = int8_rows(inputs.rng, rows, k)
+    weight = exact_weight(inputs.rng, 2 * n if gated else n, k, dtype)
     options: dict[str, Any] = {"dtype": dtype, "gated": gated}
-    expected = x
     if "norm" in form:
         options["norm"] = inputs(k), EPS
         expected = reference.rmsnorm(x, *options["norm"])
-    expected = reference.matmul(expected, rounded(weight, dtype))
+    expected = reference.matmul(expected, weight)
     if "bias" in form:
         options["bias"] = inputs(len(weight))
         expected = expected + options["bias"]
@@ -307,33 +340,71 @@ def _kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: s
 
 
 def _rope_kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
-    """Shapes with groups have norms; those with odd groups are interleaved."""
-    d, q_width, at = shape.head_dim, shape.n_heads * shape.head_dim, shape.rows(rows)
-    x, q_norm, k_norm = inputs(rows, q_width + 2 * shape.kv_width), inputs(d), inputs(d)
-    interleaved, normed = shape.group % 2 == 1, shape.group > 1
+    normed = shape.group > 1 and device.limits.storage_buffers > 8
+    at, heads = shape.rows(rows), _Heads(inputs, shape, rows, normed)
     y, keys, values = functions.rope_kv_write(
-        device,
-        x,
-        functions.rope_table(_frequencies(d), shape.kv_len),
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        position=at.start,
-        interleaved=interleaved,
-        norms=(q_norm, k_norm, EPS) if normed else None,
-        kv_dtype=dtype,
+        device, heads.x, heads.table, position=at.start, kv_dtype=dtype, **heads.options
     )
-    q, k, v = np.split(x, [q_width, q_width + shape.kv_width], axis=1)
-    if normed:
-        q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
-    positions = np.arange(at.start, at.stop)
-    q = reference.rope(q, positions, _frequencies(d), d, interleaved)
-    exact = reference.rope(k, positions, _frequencies(d), d, interleaved)
-    k = _of_positions(keys, at).astype(np.float64)
-    if dtype == "f16":  # f32 arithmetic may turn a rounding to f16 the other way
-        one_off = abs(k - exact) <= np.spacing(abs(exact).astype(np.float16))
-        exact = np.where(one_off, k, exact)
+    k, exact = heads.keys(keys, dtype)
     result = np.concatenate([y, k, _of_positions(values, at)], axis=1)
-    return result, np.concatenate([q, exact, rounded(v, dtype)], axis=1)
+    return result, np.concatenate([heads.q, exact, rounded(heads.v, dtype)], axis=1)
+
+
+def _rope_attention(
+    device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str
+) -> Outcome:
+    at, heads = shape.rows(rows), _Heads(inputs, shape, rows, normed=shape.group > 1)
+    past_k, past_v = inputs(at.start, shape.kv_width), inputs(at.start, shape.kv_width)
+    y, keys, values = functions.rope_attention(
+        device,
+        heads.x,
+        heads.table,
+        past_k,
+        past_v,
+        scale=shape.scale,
+        window=shape.window,
+        kv_dtype=dtype,
+        **heads.options,
+    )
+    k, exact = heads.keys(keys, dtype)
+    all_k, all_v = (_of_positions(part, slice(0, at.stop)) for part in (keys, values))
+    expected = reference.attention(heads.q, all_k, all_v, shape.n_heads, shape.scale, shape.window)
+    result = np.concatenate([y, k, _of_positions(values, at)], axis=1)
+    return result, np.concatenate([expected, exact, rounded(heads.v, dtype)], axis=1)
+
+
+class _Heads:
+    """A projection x of rows at the end of a context, and its queries, keys and values as they
+    should become. Shapes with odd groups are interleaved."""
+
+    def __init__(self, inputs: Inputs, shape: _Shape, rows: int, normed: bool) -> None:
+        self.shape, self.at = shape, shape.rows(rows)
+        d, q_width = shape.head_dim, shape.n_heads * shape.head_dim
+        interleaved = shape.group % 2 == 1
+        self.x, q_norm, k_norm = inputs(rows, q_width + 2 * shape.kv_width), inputs(d), inputs(d)
+        self.table = functions.rope_table(_frequencies(d), shape.kv_len)
+        self.options: dict[str, Any] = {
+            "n_heads": shape.n_heads,
+            "n_kv_heads": shape.n_kv_heads,
+            "interleaved": interleaved,
+            "norms": (q_norm, k_norm, EPS) if normed else None,
+        }
+        q, k, self.v = np.split(self.x, [q_width, q_width + shape.kv_width], axis=1)
+        if normed:
+            q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
+        positions = np.arange(self.at.start, self.at.stop)
+        self.q, self.k = (
+            reference.rope(part, positions, _frequencies(d), d, interleaved) for part in (q, k)
+        )
+
+    def keys(self, cached: Array, dtype: str) -> Outcome:
+        """The keys that were cached and those that should be."""
+        k = _of_positions(cached, self.at).astype(np.float64)
+        if dtype == "f32":
+            return k, self.k
+        # f32 arithmetic may turn a rounding to f16 the other way
+        one_off = abs(k - self.k) <= np.spacing(abs(self.k).astype(np.float16))
+        return k, np.where(one_off, k, self.k)
 
 
 def _of_positions(cached: Array, at: slice) -> Array:
@@ -347,6 +418,7 @@ _ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...]]] = {
     "weighted_sum": (_weighted_sum, (3,)),
     "kv_write": (_kv_write, (3,)),
     "rope_kv_write": (_rope_kv_write, (3,)),
+    "rope_attention": (_rope_attention, (1, 3)),
     "attention": (partial(_attend, functions.attention), (1, 5)),
     "attention_tiled": (partial(_attend, functions.attention_tiled), (70,)),
 }

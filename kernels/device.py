@@ -40,10 +40,10 @@ _LIMITS = (
 class Settings:
     """What of an adapter to use: for tests, for weak adapters, to work round a driver's bug.
 
-    None leaves a limit (bytes, or invocations) as the adapter has it. Every kernel has a path for
-    each of these switched off or set to the least that WebGPU guarantees. bounds_checks keeps the
-    run-time checks that wgpu adds to kernels, which check by themselves what they read: 3 % slower
-    in decode, 20 % in prefill.
+    None leaves a limit (bytes, invocations, bindings) as the adapter has it. Every kernel has a
+    path for each of these switched off or set to the least that WebGPU guarantees. bounds_checks
+    keeps the run-time checks that wgpu adds to kernels, which check by themselves what they read:
+    3 % slower in decode, 20 % in prefill.
     """
 
     subgroups: bool = True
@@ -51,12 +51,14 @@ class Settings:
     max_binding: int | None = None
     workgroup_storage: int | None = None
     max_invocations: int | None = None
+    storage_buffers: int | None = None
     bounds_checks: bool = False
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes of one binding, one buffer and a workgroup's memory; invocations; workgroups a side.
+    """Bytes of one binding, one buffer and a workgroup's memory; invocations; workgroups a side;
+    storage buffers that a kernel can bind.
 
     The defaults are what every WebGPU device has.
     """
@@ -66,6 +68,7 @@ class Limits:
     workgroup_storage: int = 16384
     max_invocations: int = 256
     max_workgroups: int = 65535
+    storage_buffers: int = 8
 
     @classmethod
     def of(cls, limits: Mapping[str, int]) -> Limits:
@@ -76,6 +79,7 @@ class Limits:
             workgroup_storage=limits["max-compute-workgroup-storage-size"],
             max_invocations=limits["max-compute-invocations-per-workgroup"],
             max_workgroups=limits["max-compute-workgroups-per-dimension"],
+            storage_buffers=limits["max-storage-buffers-per-shader-stage"],
         )
 
 
@@ -172,6 +176,7 @@ class Device:
             "max-compute-workgroup-storage-size": self.settings.workgroup_storage,
             "max-compute-invocations-per-workgroup": self.settings.max_invocations,
             "max-compute-workgroup-size-x": self.settings.max_invocations,
+            "max-storage-buffers-per-shader-stage": self.settings.storage_buffers,
         }
         return limits | {name: value for name, value in own.items() if value is not None}
 

@@ -44,6 +44,7 @@ __all__ = [
     "profile",
     "rmsnorm",
     "rope",
+    "rope_attention",
     "rope_kv_write",
     "rope_table",
     "sample",
@@ -185,8 +186,8 @@ def matmul(
     residual: Array | None = None,
     **options: Unpack[Options],
 ) -> Floats:
-    """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; norm and
-    the gate are kernels beside it."""
+    """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
+    is a kernel beside it."""
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1, **options)
     return forward.run(_linear(forward, x, weight, dtype, norm, bias, gated, residual))
 
@@ -409,23 +410,68 @@ def rope_kv_write(
 ) -> tuple[Floats, Array, Array]:
     """All from a projection x [rows, (n_heads + 2 n_kv_heads) * head_dim] of queries, keys and
     values to attention, in one kernel: the queries normed and turned, and the cache (see kv_write)
-    with keys likewise and values written. norms: (q weight, k weight, eps); table: as in `rope`."""
+    with keys likewise and values written. norms: (q weight, k weight, eps), where the device's
+    limits allow nine storage buffers; table: as in `rope`."""
+    if norms is not None and device.limits.storage_buffers < 9:
+        raise ShaderError("rope_kv_write with norms needs nine storage buffers: use rope_attention")
     head_dim = x.shape[1] // (n_heads + 2 * n_kv_heads)
-    q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
-    empty = np.zeros((0, kv_width))
+    empty = np.zeros((0, n_kv_heads * head_dim))
     cache = _cache(device, empty, empty, n_kv_heads, kv_dtype, position + len(x))
     rotary = _rope(device, table, position + len(x), interleaved)
-    forward = Forward(device, len(x), **options)
-    ops = forward.ops
-    q, k, v = ops.split(forward.input(x), q_width, kv_width, kv_width)
-    if norms is not None:
-        q = ops.rmsnorm(q, to_gpu(device, norms[0]), norms[2])
-        k = ops.rmsnorm(k, to_gpu(device, norms[1]), norms[2])
-    q, k = ops.rope(q, rotary, head_dim), ops.rope(k, rotary, head_dim)
-    output = ops.attention(q, k, v, cache.layers[0], scale=1.0)
-    y = unwritten(device, len(x), q_width)
+    forward = Forward(device, len(x), plan_rows=2, **options)  # alone, one row has no such kernel
+    output = _turned_attention(forward, x, rotary, cache, n_heads, norms)
+    y = unwritten(device, len(x), n_heads * head_dim)
     forward.run_alone("rope_kv_write", output, position, y=y)
-    return from_rows(device.read(y), len(x), q_width).copy(), *_cached(device, cache)
+    return from_rows(device.read(y), len(x), n_heads * head_dim).copy(), *_cached(device, cache)
+
+
+@scoped_function
+def rope_attention(
+    device: Device,
+    x: Array,
+    table: Array,
+    k: Array,
+    v: Array,
+    *,
+    n_heads: int,
+    n_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    interleaved: bool = False,
+    norms: tuple[Array, Array, float] | None = None,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> tuple[Floats, Array, Array]:
+    """All from a projection x (see rope_kv_write) to the output of attention, [rows, n_heads *
+    head_dim], and the cache after it. k and v [past, n_kv_heads * head_dim] are in the cache
+    already, and x follows them. One row is what attention does by itself; more rows go through
+    rope_kv_write."""
+    cache = _cache(device, k, v, n_kv_heads, kv_dtype, len(k) + len(x))
+    rotary = _rope(device, table, len(k) + len(x), interleaved)
+    forward = Forward(device, len(x), **options)
+    output = _turned_attention(forward, x, rotary, cache, n_heads, norms, scale, window)
+    return forward.run(output, position=len(k)), *_cached(device, cache)
+
+
+def _turned_attention(
+    forward: Forward,
+    x: Array,
+    rope: Rope,
+    cache: KVCache,
+    n_heads: int,
+    norms: tuple[Array, Array, float] | None,
+    scale: float = 1.0,
+    window: int = 0,
+) -> Value:
+    """Attention on a projection x of queries, keys and values, the first two normed and turned."""
+    ops, layer = forward.ops, cache.layers[0]
+    widths = [heads * layer.head_dim for heads in (n_heads, layer.n_kv_heads, layer.n_kv_heads)]
+    q, k, v = ops.split(forward.input(x), *widths)
+    if norms is not None:
+        q = ops.rmsnorm(q, to_gpu(forward.device, norms[0]), norms[2])
+        k = ops.rmsnorm(k, to_gpu(forward.device, norms[1]), norms[2])
+    q, k = ops.rope(q, rope, layer.head_dim), ops.rope(k, rope, layer.head_dim)
+    return ops.attention(q, k, v, layer, scale=scale, window=window)
 
 
 def _alone(options: Options) -> Options:
@@ -461,17 +507,17 @@ def _cache(
     cache = KVCache(device, 1, n_kv_heads, head_dim, positions, dtype=dtype)
     layer = cache.layers[0]
     for buffer, part in ((layer.keys, k), (layer.values, v)):
-        stored = np.full((n_kv_heads, layer.slots, head_dim), np.nan, _KV_TYPES[dtype])
-        stored[:, : len(part)] = part.reshape(len(part), n_kv_heads, head_dim).swapaxes(0, 1)
+        stored = np.full((layer.slots, n_kv_heads, head_dim), np.nan, _KV_TYPES[dtype])
+        stored[: len(part)] = part.reshape(len(part), n_kv_heads, head_dim)
         device.write(buffer, stored)
     return cache
 
 
 def _cached(device: Device, cache: KVCache) -> tuple[Array, Array]:
     layer = cache.layers[0]
-    shape = (layer.n_kv_heads, layer.slots, layer.head_dim)
+    shape = (layer.slots, layer.n_kv_heads, layer.head_dim)
     keys, values = (
-        device.read(buffer, _KV_TYPES[layer.dtype]).reshape(shape)
+        device.read(buffer, _KV_TYPES[layer.dtype]).reshape(shape).swapaxes(0, 1)
         for buffer in (layer.keys, layer.values)
     )
     return keys, values

@@ -2,15 +2,27 @@
 
 rmsnorm -> linear                     the norm goes into matmul_vec (decode)
 linear -> + residual                  the sum goes into the projection
-silu(gate) * up                       one kernel; into the gate/up projection (decode)
+silu(gate) * up                       into the gate/up projection, or one kernel
 norm, rope of q and k, cache write    rope_kv_write
+activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from infer.kernels.ops import Rope, Value
+from infer.kernels.tensor import QUANTIZED
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a projection reads an activation: after a norm, as int8; alone: nothing else reads it."""
+
+    norm: Value | None
+    int8: bool
+    alone: bool = False
 
 
 class Fusion:
@@ -40,7 +52,7 @@ class Fusion:
             linear = self._gated(value)
             if linear is not None:
                 self.absorbed.update(value.inputs)
-                if self.vec and len(linear.attrs["weight"].shards) == 1:
+                if len(linear.attrs["weight"].shards) == 1:
                     self.absorbed.add(linear)
         elif value.op == "attention" and self.projection(value) is not None:
             self.absorbed.update(self._turned(value))
@@ -66,6 +78,28 @@ class Fusion:
         alone = [self.consumers[v] for v in (gate, silu, up)] == [[silu], [value], [value]]
         both = linear is up.inputs[0] and self.consumers[linear] == [gate, up]
         return linear if halves and alone and both and linear.op == "linear" else None
+
+    def next_form(self, value: Value) -> Form | None:
+        """The one form, if there is one, in which projections want to read an activation that is
+        made for them: int8, or multiplied by the weights of the norm that goes into them."""
+        forms: set[Form] = set()
+        others = False
+        for user in self._readers(value):
+            norm = user if user.op == "rmsnorm" and user in self.absorbed else None
+            linears = self.consumers[user] if norm else [user]
+            int8 = {linear.op == "linear" and _quantized(linear) for linear in linears}
+            if int8 == {True} or (norm and int8 == {False}):
+                forms.add(Form(norm, int8.pop()))
+            else:
+                others = True
+        return replace(forms.pop(), alone=not others) if len(forms) == 1 else None
+
+    def _readers(self, value: Value) -> list[Value]:
+        """Its consumers; a choice of rows for the logits is none where there is one row."""
+        found: list[Value] = []
+        for user in self.consumers[value]:
+            found += self.consumers[user] if user.op == "logits_rows" else [user]
+        return found
 
     def projection(self, value: Value) -> Value | None:
         """The q, k, v projection that attention takes apart, heads turned and perhaps normed."""
@@ -105,3 +139,7 @@ class Fusion:
         if value.op == "rmsnorm":
             norm, value = value, value.inputs[0]
         return value, norm, rope
+
+
+def _quantized(linear: Value) -> bool:
+    return linear.attrs["weight"].dtype in QUANTIZED

@@ -13,9 +13,10 @@ PAGE = 256  # positions; a multiple of every attention tile
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """Keys and values of one layer, [kv head][slot][head_dim], and where positions lie in them.
+    """Keys and values of one layer, [slot][kv head][head_dim], and where positions lie in them.
 
-    dtype is "f16" or "f32"; slots is a multiple of PAGE.
+    dtype is "f16" or "f32"; slots is a multiple of PAGE. paged: kernels ask the page table; else
+    they take it for the identity.
     """
 
     keys: Buffer
@@ -26,6 +27,7 @@ class LayerCache:
     head_dim: int
     slots: int
     pages_per_sequence: int
+    paged: bool = False
 
 
 def kv_cache_bytes(
@@ -53,6 +55,7 @@ class KVCache:
         *,
         sequences: int = 1,
         dtype: str = "f16",
+        paged: bool = False,
     ) -> None:
         pages = -(-positions // PAGE)
         slots = pages * PAGE * sequences
@@ -68,6 +71,7 @@ class KVCache:
                 head_dim,
                 slots,
                 pages,
+                paged,
             )
             for layer in range(n_layers)
         )

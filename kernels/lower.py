@@ -12,13 +12,13 @@ from typing import Any
 
 from infer.kernels.arena import Arena, Kernel, Operand, Scratch, colour
 from infer.kernels.device import Buffer, Device
-from infer.kernels.fuse import Fusion
+from infer.kernels.fuse import Form, Fusion
 from infer.kernels.lower_attention import lower_attention
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import ITEMSIZE, GpuTensor
-from infer.kernels.tuning import Tuning
+from infer.kernels.tensor import BLOCK, QUANTIZED, GpuTensor
+from infer.kernels.tuning import Tuning, VecShape
 
 MAX_VEC_ROWS = 8
 
@@ -59,6 +59,7 @@ class Lowering:
         self.fusion = Fusion(ops.values, vec=kind.vec) if fuse else None
         self.absorbed = self.fusion.absorbed if self.fusion else set()
         self.same: dict[Value, Value] = {}  # ops that turn out to be their input
+        self.prepared: dict[tuple[Value, Value | None], list[Operand]] = {}
         self.kernels: list[Kernel] = []
         for value in ops.values:
             if value not in self.absorbed:
@@ -123,7 +124,7 @@ class Lowering:
         for shard in weight.shards:
             self.emit(
                 "embedding",
-                (self.step, shard.buffer, value),
+                (self.step, *shard.buffers, value),
                 self.row_grid(value, -(-groups // 64)),
                 {
                     "WIDTH": value.width,
@@ -169,58 +170,155 @@ class Lowering:
         x, _, offset = self.source(source)
         if offset:
             raise ValueError("a projection reads whole rows")
-        k = weight.shape[1]
         rows = self.rows(value)
-        after: list[Operand] = []
-        if norm is not None:
-            after.append(norm.attrs["weight"].buffer)
-        if bias is not None:
-            after.append(bias.buffer)
+        inputs: list[Operand] = [x]
+        scaled = (x, norm) in self.prepared
+        if weight.dtype in QUANTIZED:
+            inputs = self._int8(value, x, norm)
+        elif scaled:
+            inputs += self.prepared[x, norm]
+        elif norm is not None:
+            inputs.append(norm.attrs["weight"].buffer)
+        added: list[Operand] = [] if bias is None else [bias.buffer]
         if residual is not None:
-            after.append(self.source(residual)[0])
+            added.append(self.source(residual)[0])
+        params = {
+            "WEIGHT": weight.dtype,
+            "K": weight.shape[1],
+            "Y_STRIDE": stride(result.width),
+            "BIAS": bias is not None,
+            "RESIDUAL": residual is not None,
+        }
+        if rows > MAX_VEC_ROWS:
+            self._matmul(weight, rows, inputs, [result, *added], gated, params)
+            return
+        params["NORM"], params["SCALED"] = norm is not None, scaled
+        params["EPS"] = float(norm.attrs["eps"]) if norm is not None else 0.0
+        self._matmul_vec(weight, rows, inputs, added, result, gated, params)
+
+    def _matmul(
+        self,
+        weight: GpuTensor,
+        rows: int,
+        inputs: Sequence[Operand],
+        rest: Sequence[Operand],
+        gated: bool,
+        params: dict[str, Any],
+    ) -> None:
+        k = weight.shape[1]
+        quantized = weight.dtype in QUANTIZED
+        for shard in weight.shards:
+            n = shard.rows
+            tile = self.tuning.matmul_int8(rows, n) if quantized else self.tuning.matmul(rows, n)
+            operands = [shard.buffer, inputs[0]]
+            if shard.scales is not None:
+                operands += [shard.scales, inputs[1]]
+            self.emit(
+                "matmul_int8" if quantized else "matmul",
+                [*operands, *rest],
+                tile_grid(-(-n // tile.columns), tile.rows),
+                params
+                | {"N": n // 2 if gated else n, "START": shard.start, "GATED": gated}
+                | {"M_TILE": tile.m_tile, "N_TILE": tile.n_tile, "DOUBLE": tile.double}
+                | {"M_SIZE": tile.m_size, "N_SIZE": tile.n_size},
+                moved=shard.nbytes,
+                flops=per_row(2 * n * k),
+            )
+
+    def _matmul_vec(
+        self,
+        weight: GpuTensor,
+        rows: int,
+        inputs: Sequence[Operand],
+        added: Sequence[Operand],
+        result: Value,
+        gated: bool,
+        params: dict[str, Any],
+    ) -> None:
+        k = weight.shape[1]
+        form = self.next_form(result)
+        whole_blocks = all(shard.rows % (2 * BLOCK) == 0 for shard in weight.shards)
+        if form and form.int8 and not (whole_blocks and self.tuning.subgroup_size):
+            form = None
+        int8 = form is not None and form.int8
+        variant = self.tuning.matmul_vec(
+            VecShape(k, result.width, rows, weight.dtype, gated, quantize=int8)
+        )
+        keep = not (int8 and form is not None and form.alone)
+        outputs: list[Operand] = [result] if keep else []
+        next_norm = form.norm if form else None
+        if form is not None:
+            outputs += self.prepare(result, form, rows)
+        if next_norm is not None:
+            outputs.append(next_norm.attrs["weight"].buffer)
         for shard in weight.shards:
             n = shard.rows // 2 if gated else shard.rows
-            params = {
-                "WEIGHT": weight.dtype,
-                "K": k,
-                "N": n,
-                "START": shard.start,
-                "Y_STRIDE": stride(result.width),
-                "BIAS": bias is not None,
-                "RESIDUAL": residual is not None,
-            }
-            weight_bytes = shard.rows * stride(k) * ITEMSIZE[weight.dtype]
-            operands = (shard.buffer, x, result, *after)
-            if rows <= MAX_VEC_ROWS:
-                variant = self.tuning.matmul_vec(k, n, rows, gated)
-                self.emit(
-                    "matmul_vec",
-                    operands,
-                    linear_grid(-(-n // variant.outputs), self.device.limits.max_workgroups),
-                    params
-                    | {
-                        "WG": variant.workgroup,
-                        "SUBGROUPS": self.device.subgroups,
-                        "ROWS": rows,
-                        "OUTPUTS": variant.outputs,
-                        "UNROLL": variant.unroll,
-                        "NORM": norm is not None,
-                        "EPS": float(norm.attrs["eps"]) if norm is not None else 0.0,
-                        "GATED": gated,
-                    },
-                    moved=weight_bytes,
-                    flops=2 * rows * shard.rows * k,
-                )
-            else:
-                tile = self.tuning.matmul(rows, n)
-                self.emit(
-                    "matmul",
-                    operands,
-                    tile_grid(-(-n // tile.columns), tile.rows),
-                    params | {"M_TILE": tile.m_tile, "N_TILE": tile.n_tile, "DOUBLE": tile.double},
-                    moved=weight_bytes,
-                    flops=per_row(2 * shard.rows * k),
-                )
+            operands = [shard.buffer, inputs[0]]
+            if shard.scales is not None:
+                operands.append(shard.scales)
+            self.emit(
+                "matmul_vec",
+                [*operands, *inputs[1:], self.step, *added, *outputs],
+                linear_grid(-(-n // variant.per_workgroup), self.device.limits.max_workgroups),
+                params
+                | {
+                    "N": n,
+                    "START": shard.start,
+                    "WG": variant.workgroup,
+                    "TEAM": variant.team,
+                    "SUBGROUPS": self.device.subgroups,
+                    "ROWS": rows,
+                    "OUTPUTS": variant.outputs,
+                    "UNROLL": variant.unroll,
+                    "GATED": gated,
+                    "KEEP": keep,
+                    "QUANTIZE": int8,
+                    "NEXT_NORM": next_norm is not None,
+                },
+                moved=shard.nbytes,
+                flops=2 * rows * shard.rows * k,
+            )
+
+    # Activations as projections want to read them
+
+    def next_form(self, value: Value) -> Form | None:
+        """The form of an activation that the kernel which makes it also writes."""
+        form = self.fusion.next_form(value) if self.fusion else None
+        if form is None or (form.norm and form.norm.of_logits and self.kind.rows > 1):
+            return None  # the logits' rows are copied first
+        if form.int8 and (self.kind.rows > 1 or value.width % BLOCK):
+            return None
+        return form
+
+    def prepare(self, x: Value, form: Form, rows: int) -> list[Operand]:
+        """Where a form of x goes: its values times the norm's weights; or, as int8, integers, and
+        the scale and the sum of squares of every block."""
+        if form.int8:
+            blocks = -(-x.width // BLOCK) * padded_rows(rows)
+            operands: list[Operand] = [Scratch(blocks * BLOCK), Scratch(blocks * 8)]
+        else:
+            operands = [Scratch(4 * rows * stride(x.width))]
+        self.prepared[x, form.norm] = operands
+        return operands
+
+    def _int8(self, value: Value, x: Value, norm: Value | None) -> list[Operand]:
+        """The int8 form of x that the projection `value` reads, made here unless x came with it."""
+        if (x, norm) in self.prepared:
+            return self.prepared[x, norm]
+        operands = self.prepare(x, Form(norm, int8=True), self.rows(value))
+        norms = [] if norm is None else [norm.attrs["weight"].buffer]
+        self.emit(
+            "quantize",
+            (x, *operands, *norms),
+            self.row_grid(value, -(-x.width // (8 * BLOCK))),
+            {
+                "K": x.width,
+                "X_STRIDE": stride(x.width),
+                "NORM": norm is not None,
+                "QUANTIZE": True,
+            },
+        )
+        return operands
 
     def _lower_add(self, value: Value) -> None:
         a, b = value.inputs
@@ -353,10 +451,12 @@ class Lowering:
             return operand.nbytes
         if operand is self.output or operand.op == "input":
             return None
-        rows = self.rows(operand)
-        if rows > MAX_VEC_ROWS:  # matmul reads and writes whole tiles
-            rows = -(-rows // 128) * 128
-        return 4 * rows * stride(operand.width)
+        return 4 * padded_rows(self.rows(operand)) * stride(operand.width)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that the buffer of an activation has: matmul reads and writes whole tiles."""
+    return rows if rows <= MAX_VEC_ROWS else -(-rows // 128) * 128
 
 
 def tile_grid(x: int, rows_per_tile: int) -> Grid:

@@ -1,17 +1,21 @@
 """The kernels of attention: rope and the cache write, then one of three forms.
 
 A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled.
-Without fusing, or without subgroups: attention_scores, softmax, weighted_sum.
+Without fusing, or without subgroups: attention_scores, softmax, weighted_sum. With one row,
+attention does rope and the cache write as well.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from infer.kernels.arena import Operand, Scratch
+from infer.kernels.device import Buffer
+from infer.kernels.errors import ShaderError
 from infer.kernels.fuse import Fusion
 from infer.kernels.kv_cache import PAGE, LayerCache
-from infer.kernels.ops import Value, stride
+from infer.kernels.ops import Rope, Value, stride
 from infer.kernels.tuning import AttentionVariant, power_of_two
 
 if TYPE_CHECKING:
@@ -21,57 +25,108 @@ if TYPE_CHECKING:
 def lower_attention(low: Lowering, value: Value) -> None:
     """Emit the kernels of the attention op `value`."""
     cache: LayerCache = value.attrs["cache"]
-    projection = low.fusion.projection(value) if low.fusion else None
-    if projection is not None:
-        query: Value = _rope_kv_write(low, value, projection)
-    else:
-        query = value.inputs[0]
-        _kv_write(low, value)
-    q, q_stride, q_offset = low.source(query)
     group = value.width // (cache.n_kv_heads * cache.head_dim)
     common = {
         **_kv_params(cache),
         "WINDOW": value.attrs["window"],
         "GROUP": group,
         "SCALE": float(value.attrs["scale"]),
-        "Q_STRIDE": q_stride,
-        "Q_OFFSET": q_offset,
     }
-    variant = low.tuning.attention(group, cache.n_kv_heads, cache.head_dim)
-    if low.fusion and not low.kind.vec:
-        _attention_tiled(low, value, q, common)
-    elif low.fusion and variant is not None:
-        _attention_split(low, value, q, common, variant)
+    split = low.tuning.attention(group, cache.n_kv_heads, cache.head_dim) if low.fusion else None
+    projection = low.fusion.projection(value) if low.fusion else None
+    heads = _Heads.of(value, projection) if projection is not None else None
+    if heads is not None and split is not None and _turns_in_registers(low, cache, heads):
+        _attention_split(low, value, heads.projection, common, split, heads)
+        return
+    if heads is not None and low.device.limits.storage_buffers >= 7 + len(heads.weights):
+        query = _rope_kv_write(low, value, heads)
     else:
-        _attention_chain(low, value, q, common)
+        if heads is not None:  # too many bindings for this adapter: one kernel after the other
+            _turn_apart(low, value)
+        query = value.inputs[0]
+        _kv_write(low, value)
+    if low.fusion and not low.kind.vec:
+        _attention_tiled(low, value, query, common)
+    elif split is not None:
+        _attention_split(low, value, query, common, split)
+    else:
+        _attention_chain(low, value, query, common)
 
 
-def _rope_kv_write(low: Lowering, value: Value, projection: Value) -> Value:
+@dataclass(frozen=True)
+class _Heads:
+    """A q, k, v projection, and what becomes of its heads: how queries and keys turn, and the
+    weights of their norms (none, or of queries and of keys)."""
+
+    projection: Value
+    rope: Rope
+    weights: tuple[Buffer, ...]
+    eps: float
+
+    @classmethod
+    def of(cls, value: Value, projection: Value) -> _Heads:
+        _, q_norm, rope = Fusion.head_chain(value.inputs[0])
+        _, k_norm, _ = Fusion.head_chain(value.inputs[1])
+        assert rope is not None  # Fusion.projection found it
+        if q_norm is None or k_norm is None:
+            return cls(projection, rope, (), 0.0)
+        weights = (q_norm.attrs["weight"].buffer, k_norm.attrs["weight"].buffer)
+        return cls(projection, rope, weights, float(q_norm.attrs["eps"]))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {
+            "ROTARY_DIM": self.rope.rotary_dim,
+            "INTERLEAVED": self.rope.interleaved,
+            "NORM": bool(self.weights),
+            "EPS": self.eps,
+        }
+
+
+_UNTURNED = {"ROTARY_DIM": 0, "INTERLEAVED": False, "NORM": False, "EPS": 0.0}
+
+
+def _turns_in_registers(low: Lowering, cache: LayerCache, heads: _Heads) -> bool:
+    """Whether attention can do the work of rope_kv_write: rows do not wait for each other's keys,
+    groups of eight dimensions have their partners in one group, and the bindings suffice."""
+    pairs = heads.rope.rotary_dim if heads.rope.interleaved else heads.rope.rotary_dim // 2
+    bindings = 7 + len(heads.weights)
+    return (
+        low.kind.rows == 1
+        and pairs % 8 == 0
+        and cache.head_dim % 8 == 0
+        and low.device.limits.storage_buffers >= bindings
+    )
+
+
+def _turn_apart(low: Lowering, value: Value) -> None:
+    """The norms and ropes of queries and keys as kernels of their own."""
+    for source in value.inputs[:2]:
+        chain = []
+        while source in low.absorbed:
+            chain.append(source)
+            source = source.inputs[0]
+        for step in reversed(chain):
+            getattr(low, f"_lower_{step.op}")(step)
+
+
+def _rope_kv_write(low: Lowering, value: Value, heads: _Heads) -> Value:
     cache: LayerCache = value.attrs["cache"]
-    _, q_norm, rope = Fusion.head_chain(value.inputs[0])
-    _, k_norm, _ = Fusion.head_chain(value.inputs[1])
-    assert rope is not None  # Fusion.projection found it
-    x, x_stride, _ = low.source(projection)
+    x, x_stride, _ = low.source(heads.projection)
     query = Value(value.ops, "query", value.width)
-    operands: list[Operand] = [low.step, cache.pages, rope.table, x, query]
-    operands += [cache.keys, cache.values]
-    if q_norm is not None and k_norm is not None:
-        operands += [q_norm.attrs["weight"].buffer, k_norm.attrs["weight"].buffer]
+    operands: list[Operand] = [low.step, cache.pages, heads.rope.table, x, query]
     n_heads = value.width // cache.head_dim
     low.emit(
         "rope_kv_write",
-        operands,
+        [*operands, cache.keys, cache.values, *heads.weights],
         low.row_grid(value, n_heads + 2 * cache.n_kv_heads),
         {
             **_kv_params(cache),
+            **heads.params,
             "WG": max(32, min(128, cache.head_dim // 2)) if cache.head_dim % 64 == 0 else 32,
             "SUBGROUPS": low.device.subgroups,
-            "ROTARY_DIM": rope.rotary_dim,
-            "INTERLEAVED": rope.interleaved,
             "N_HEADS": n_heads,
             "N_KV_HEADS": cache.n_kv_heads,
-            "NORM": q_norm is not None,
-            "EPS": float(q_norm.attrs["eps"]) if q_norm is not None else 0.0,
             "X_STRIDE": x_stride,
             "Y_STRIDE": stride(value.width),
         },
@@ -96,9 +151,10 @@ def _kv_write(low: Lowering, value: Value) -> None:
     )
 
 
-def _attention_chain(low: Lowering, value: Value, q: Value, common: dict[str, Any]) -> None:
+def _attention_chain(low: Lowering, value: Value, query: Value, common: dict[str, Any]) -> None:
     """attention_scores, softmax, weighted_sum."""
     cache: LayerCache = value.attrs["cache"]
+    q, q_stride, q_offset = low.source(query)
     n_heads = value.width // cache.head_dim
     scores_stride = cache.pages_per_sequence * PAGE
     scores = Scratch(4 * low.kind.rows * n_heads * scores_stride)
@@ -108,7 +164,7 @@ def _attention_chain(low: Lowering, value: Value, q: Value, common: dict[str, An
         "attention_scores",
         (low.step, cache.pages, q, cache.keys, scores),
         lambda rows, kv_len: (-(-kv_len // 64), n_heads, rows),
-        common | {"SCORES_STRIDE": scores_stride},
+        common | {"Q_STRIDE": q_stride, "Q_OFFSET": q_offset, "SCORES_STRIDE": scores_stride},
     )
     low.emit(
         "softmax",
@@ -136,64 +192,124 @@ def _attention_chain(low: Lowering, value: Value, q: Value, common: dict[str, An
 
 
 def _attention_split(
-    low: Lowering, value: Value, q: Value, common: dict[str, Any], variant: AttentionVariant
+    low: Lowering,
+    value: Value,
+    source: Value,
+    common: dict[str, Any],
+    variant: AttentionVariant,
+    heads: _Heads | None = None,
 ) -> None:
+    """attention and attention_combine. source: the queries, or, with heads, the projection."""
     cache: LayerCache = value.attrs["cache"]
+    x, x_stride, x_offset = low.source(source)
     n_heads = value.width // cache.head_dim
-    stored = variant.count(cache.pages_per_sequence * PAGE)
+    count = variant.count(cache.pages_per_sequence * PAGE)
+    at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
+    stored = -(-count // at_once) * at_once
+    window = common["WINDOW"]
     split = {
-        "WINDOW": common["WINDOW"],
+        "HEAD_DIM": cache.head_dim,
+        "WINDOW": window,
         "SPLITS": variant.splits,
         "MIN_SPLIT": variant.min_split,
         "MAX_SPLIT": variant.max_split,
         "STORED_SPLITS": stored,
     }
-    partial = Scratch(4 * low.kind.rows * n_heads * stored * cache.head_dim)
-    weights = Scratch(8 * low.kind.rows * n_heads * stored)
-    window = common["WINDOW"]
+    partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
+    operands: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values, partial]
+    if heads is not None:
+        operands += [heads.rope.table, *heads.weights]
 
     def splits(kv_len: int) -> int:
         return variant.count(min(kv_len, window) if window else kv_len)
 
     low.emit(
         "attention",
-        (low.step, cache.pages, q, cache.keys, cache.values, partial, weights),
+        operands,
         lambda rows, kv_len: (splits(kv_len), n_heads // variant.heads, rows),
         common
         | split
-        | {
-            "WG": variant.workgroup,
-            "HEADS": variant.heads,
-            "CLUSTER": variant.cluster,
-            "CLUSTER_BITS": variant.cluster.bit_length() - 1,
-            "PER_LANE": variant.per_lane,
-            "BATCH": variant.batch,
-        },
+        | _variant_params(low, variant)
+        | (heads.params if heads is not None else _UNTURNED)
+        | {"ROPE": heads is not None, "X_STRIDE": x_stride, "X_OFFSET": x_offset},
         moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
     )
+    workgroups = -(-value.width // (4 * _COMBINE_WORKGROUP))
+    outputs: list[Operand] = [value]
+    form = low.next_form(value)
+    quantize = form is not None and form.int8 and form.norm is None and form.alone
+    if form is not None and quantize:
+        outputs = low.prepare(value, form, low.kind.rows)
     low.emit(
         "attention_combine",
-        (low.step, partial, weights, value),
-        lambda rows, kv_len: (n_heads, rows, 1),
+        (low.step, partial, *outputs),
+        (workgroups, 1, 1) if low.kind.rows == 1 else low.row_grid(value, workgroups),
         split
         | {
-            "WG": max(32, min(128, power_of_two(cache.head_dim))),
-            "SUBGROUPS": low.device.subgroups,
-            "HEAD_DIM": cache.head_dim,
+            "WG": _COMBINE_WORKGROUP,
+            "N_HEADS": n_heads,
+            "AT_ONCE": at_once,
             "Y_STRIDE": stride(value.width),
+            "QUANTIZE": quantize,
         },
     )
 
 
-def _attention_tiled(low: Lowering, value: Value, q: Value, common: dict[str, Any]) -> None:
+_COMBINED_AT_ONCE = 8  # splits: four registers each
+_COMBINE_WORKGROUP = 32  # small: a row is only so many vec4s, and every multiprocessor can help
+
+
+def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:
+    """The variant, and how its scores are dealt out to the lanes (see attention.wgsl)."""
+    lanes, storage = low.tuning.subgroup_size, low.device.limits.workgroup_storage
+    merged = variant.merged(storage, lanes)
+    if not merged:
+        raise ShaderError(
+            f"{variant} needs {variant.storage(1, lanes)} bytes of workgroup memory; "
+            f"{storage} are allowed. Take fewer invocations."
+        )
+    scores = variant.batch * power_of_two(variant.heads)
+    kept = max(1, scores // variant.cluster)
+    kept_heads = max(1, kept // variant.batch)
+    return {
+        "WG": variant.workgroup,
+        "HEADS": variant.heads,
+        "CLUSTER": variant.cluster,
+        "CLUSTER_BITS": variant.cluster.bit_length() - 1,
+        "PER_LANE": variant.per_lane,
+        "BATCH": variant.batch,
+        "SCORES": scores,
+        "KEPT": kept,
+        "FOLDS": (scores // kept).bit_length() - 1,
+        "KEPT_HEADS": kept_heads,
+        "HEAD_BITS": (variant.batch * kept_heads // kept).bit_length() - 1,
+        "SUBGROUPS": max(1, variant.workgroup // lanes),
+        "MERGED": merged,
+    }
+
+
+def _attention_tiled(low: Lowering, value: Value, query: Value, common: dict[str, Any]) -> None:
     cache: LayerCache = value.attrs["cache"]
+    q, q_stride, q_offset = low.source(query)
     n_heads = value.width // cache.head_dim
-    lanes = min(64, 256 // (cache.head_dim // 8))
+    variant = low.tuning.attention_tiled(cache.head_dim)
     low.emit(
         "attention_tiled",
         (low.step, cache.pages, q, cache.keys, cache.values, value),
-        lambda rows, kv_len: (-(-rows // 64), n_heads, 1),
-        common | {"Y_STRIDE": stride(value.width), "ROWS_PER_LANE": -(-64 // lanes)},
+        lambda rows, kv_len: (n_heads, -(-rows // variant.rows), 1),
+        common
+        | {
+            "Q_STRIDE": q_stride,
+            "Q_OFFSET": q_offset,
+            "Y_STRIDE": stride(value.width),
+            "M_SIZE": variant.m_size,
+            "N_SIZE": variant.n_size,
+            "M_TILE": variant.m_tile,
+            "N_TILE": variant.n_tile,
+            "DEPTH": variant.depth,
+            "V_DEPTH": variant.v_depth(cache.head_dim),
+            "DOUBLE": variant.double,
+        },
         flops=lambda rows, kv_len: 2 * rows * value.width * (2 * kv_len - rows),
     )
 
@@ -202,9 +318,10 @@ def _kv_params(cache: LayerCache) -> dict[str, Any]:
     return {
         "KV": cache.dtype,
         "HEAD_DIM": cache.head_dim,
-        "KV_SLOTS": cache.slots,
+        "KV_HEADS": cache.n_kv_heads,
         "PAGE": PAGE,
         "PAGES_PER_SEQUENCE": cache.pages_per_sequence,
+        "PAGED": cache.paged,
     }
 
 

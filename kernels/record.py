@@ -30,6 +30,7 @@ class Recording:
 
     def __init__(self, dispatches: Sequence[Dispatch]) -> None:
         self.dispatches = tuple(dispatches)  # also keeps the handles alive
+        self._parts: dict[int, list[Recording]] = {}
         self.grids: list[SizeAt] = []
         self.items: list[tuple[Any, Any, Size | None, int]] = []
         for item in self.dispatches:
@@ -40,6 +41,16 @@ class Recording:
             if item.grid not in self.grids:
                 self.grids.append(item.grid)
             self.items.append((pipeline, group, None, self.grids.index(item.grid)))
+
+    def parts(self, count: int) -> list[Recording]:
+        """The same cut into at most so many recordings, to be submitted one after the other."""
+        if count == 1:
+            return [self]
+        if count not in self._parts:
+            size = -(-len(self.dispatches) // count)
+            starts = range(0, len(self.dispatches), size)
+            self._parts[count] = [Recording(self.dispatches[i : i + size]) for i in starts]
+        return self._parts[count]
 
 
 class StepQueue(Protocol):

@@ -6,6 +6,7 @@ A kernel file is WGSL plus:
     #include "name.wgsl"                       another file's text, with its parameters
     #if EXPR / #elif EXPR / #else / #endif     EXPR over parameters: Python's operators and words
     #for i in A..B / #endfor                   the lines between, once for each i with $i replaced
+    #let NAME = EXPR                           a parameter more, from here on
     $(EXPR)                                    its value
     #enable f16                                a WGSL extension, moved to the top
 
@@ -238,6 +239,11 @@ def _expand(
             first, end = (_evaluate(line, part, params) for part in match.group(2, 3))
             for i in range(int(first), int(end)):
                 yield from _expand(_Source(block), params, enables, {**repeats, match[1]: i})
+        elif text.startswith("#let "):
+            name, equals, value = (part.strip() for part in text[len("#let ") :].partition("="))
+            if not (name.isidentifier() and equals) or name in params:
+                raise ShaderError(f"{line.place}: write #let NAME = EXPR with a new name")
+            params[name] = _evaluate(line, value, params)
         elif text.startswith("#enable "):
             extension = text[len("#enable ") :].strip()
             if all(extension != other.text for other in enables):

@@ -1,33 +1,66 @@
-"""Weights on the GPU."""
+"""Weights on the GPU.
+
+A float matrix is rows of values. A quantised one is blocks of 32 consecutive columns of a row, the
+last block padded with zeros. A weight is scale * q, with an f16 scale for each block. Two buffers:
+
+* blocks, array<vec4<u32>>, KB = ceil(columns / 32) blocks a row. q4, -8 to 7: unit k of a row is
+  block k; its byte i holds value i in the low nibble and value 16 + i in the high one, both in
+  two's complement. q8, -127 to 127: int8 in two planes, units [0, KB) the first 16 values of each
+  block, units [KB, 2 KB) the other 16.
+* scales, f16, [rows][KB rounded up to a multiple of eight], padding zero.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from infer.kernels.device import Buffer, Device
-from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
+QUANTIZED = ("q8", "q4")
+BLOCK = 32  # columns that share a scale
+_UNITS = {"q8": 2, "q4": 1}  # of 16 bytes, in a block
+_SHARD_ROWS = 32  # shards of quantised weights start at a multiple of this
 
 
 def row_bytes(columns: int, dtype: str) -> int:
-    """Bytes of one row of a weight, padded to groups of eight values."""
+    """Bytes of one row of a weight, padded to groups of eight values, or to whole blocks (without
+    their scales)."""
+    if dtype in QUANTIZED:
+        return -(-columns // BLOCK) * 16 * _UNITS[dtype]
     return -(-columns // 8) * 8 * ITEMSIZE[dtype]
+
+
+def scale_row_bytes(columns: int) -> int:
+    """Bytes of the scales of one row of a quantised weight, padded to groups of eight scales."""
+    return -(-columns // (8 * BLOCK)) * 16
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Rows [start, start + rows) of a weight, in a buffer of their own."""
+    """Rows [start, start + rows) of a weight, in a buffer of their own, or two if quantised."""
 
     buffer: Buffer
     start: int
     rows: int
+    scales: Buffer | None = None
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """What a kernel binds: values or blocks, then scales if there are any."""
+        return (self.buffer,) if self.scales is None else (self.buffer, self.scales)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
 
 
 @dataclass(frozen=True, eq=False)
 class GpuTensor:
-    """A weight: dtype "f32", "f16" or "bf16"; shape (rows, columns), or (columns,) for a vector,
-    which is always f32. A tensor larger than one binding lies in several shards of whole rows."""
+    """A weight: dtype "f32", "f16", "bf16", "q8" or "q4"; shape (rows, columns), or (columns,) for
+    a vector, which is always f32. A tensor larger than one binding lies in several shards of whole
+    rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +68,7 @@ class GpuTensor:
 
     @property
     def nbytes(self) -> int:
-        return sum(shard.buffer.nbytes for shard in self.shards)
+        return sum(shard.nbytes for shard in self.shards)
 
     @property
     def buffer(self) -> Buffer:
@@ -47,20 +80,36 @@ class GpuTensor:
 def allocate(device: Device, shape: tuple[int, ...], dtype: str, label: str = "") -> GpuTensor:
     """A zero-filled weight of (rows, columns), or an f32 vector (columns,).
 
-    Raises OutOfMemoryError.
+    Raises OutOfMemoryError, and UnsupportedError where a row is too long to be quantised.
     """
     if len(shape) == 1:
         buffer = device.buffer(row_bytes(shape[0], "f32"), label=label)
         return GpuTensor("f32", shape, (Shard(buffer, 0, 1),))
     rows, columns = shape
-    stride = row_bytes(columns, dtype)
+    quantized = dtype in QUANTIZED
+    stride, scale_stride = row_bytes(columns, dtype), scale_row_bytes(columns) if quantized else 0
     per_shard = min(device.limits.max_binding, device.limits.max_buffer) // stride
+    if quantized:
+        per_shard = per_shard // _SHARD_ROWS * _SHARD_ROWS  # a row of scales is no longer
+        if per_shard == 0:
+            raise UnsupportedError(
+                f"{label or 'A weight'} of {columns} columns cannot be quantised for "
+                f"{device.adapter.name}: {_SHARD_ROWS} rows do not fit in one binding."
+            )
+    buffers: list[Buffer] = []
+
+    def new(nbytes: int, label: str) -> Buffer:
+        buffers.append(device.buffer(nbytes, label=label))
+        return buffers[-1]
+
     shards: list[Shard] = []
     try:
         for start in range(0, rows, per_shard):
             count = min(per_shard, rows - start)
-            shards.append(Shard(device.buffer(count * stride, label=label), start, count))
+            blocks = new(count * stride, label)
+            scales = new(count * scale_stride, f"{label} scales") if quantized else None
+            shards.append(Shard(blocks, start, count, scales))
     except OutOfMemoryError:
-        device.destroy(shard.buffer for shard in shards)
+        device.destroy(buffers)
         raise
     return GpuTensor(dtype, shape, tuple(shards))

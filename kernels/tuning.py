@@ -5,35 +5,63 @@ docs/decisions.md has the measurements behind them. Nothing here changes a resul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from infer.kernels.device import Device
+from infer.kernels.errors import ShaderError
+from infer.kernels.tensor import BLOCK, QUANTIZED
+
+
+@dataclass(frozen=True)
+class VecShape:
+    """What matmul_vec is asked for: columns and outputs, rows of activations, the weights' dtype,
+    whether outputs are pairs of rows (gated), and go out in blocks of int8 (quantize)."""
+
+    k: int
+    n: int
+    rows: int
+    dtype: str
+    gated: bool
+    quantize: bool
 
 
 @dataclass(frozen=True)
 class VecVariant:
-    """matmul_vec: invocations and outputs of a workgroup, loads in flight per row of weights."""
+    """matmul_vec: invocations of a workgroup and of each of its teams, outputs of a team, loads in
+    flight per row of weights."""
 
     workgroup: int
+    team: int
     outputs: int
     unroll: int
+
+    @property
+    def per_workgroup(self) -> int:
+        """Outputs of a workgroup."""
+        return self.workgroup // self.team * self.outputs
 
 
 @dataclass(frozen=True)
 class TileVariant:
-    """matmul: outputs per invocation (a workgroup has 16 times that each way), double buffer."""
+    """matmul: rows and outputs per invocation, double buffer, invocations of a workgroup along the
+    rows and along the outputs."""
 
     m_tile: int
     n_tile: int
     double: bool
+    m_size: int = 16
+    n_size: int = 16
 
     @property
     def rows(self) -> int:
-        return 16 * self.m_tile
+        """Of a workgroup."""
+        return self.m_size * self.m_tile
 
     @property
     def columns(self) -> int:
-        return 16 * self.n_tile
+        """Outputs of a row in a workgroup."""
+        return self.n_size * self.n_tile
 
     @property
     def storage(self) -> int:
@@ -41,11 +69,23 @@ class TileVariant:
         return (1 + self.double) * (self.rows + self.columns) * 5 * 16
 
 
+class Int8TileVariant(TileVariant):
+    """The same of matmul_int8."""
+
+    @property
+    def storage(self) -> int:
+        return (1 + self.double) * (self.rows + self.columns) * (3 * 16 + 4)
+
+
 @dataclass(frozen=True)
 class AttentionVariant:
     """attention of a few rows: invocations and query heads of a workgroup, lanes per position and
     groups of eight dimensions per lane, positions that a lane loads at once, and how the context is
-    split."""
+    split.
+
+    workgroup, cluster and batch are powers of two, a cluster is at most a subgroup and that at most
+    a workgroup, heads divides the query heads of a KV head, and cluster * per_lane * 8 is head_dim.
+    """
 
     workgroup: int
     heads: int
@@ -61,9 +101,58 @@ class AttentionVariant:
         even = -(-positions // self.splits)
         return -(-positions // min(max(even, self.min_split), self.max_split))
 
+    def storage(self, merged: int, lanes: int) -> int:
+        """Bytes of workgroup memory, in which so many heads of each subgroup are merged at once."""
+        subgroups = max(1, self.workgroup // lanes)
+        return subgroups * (8 * self.heads + 32 * merged * self.cluster * self.per_lane)
 
-_BUSY = 96  # workgroups of a tile below which a smaller tile keeps more of a GPU busy
-_MANY_OUTPUTS = 65536  # a vocabulary: workgroups so many that starting them costs
+    def merged(self, storage: int, lanes: int) -> int:
+        """The most heads that fit into that memory; 0: not even one."""
+        fitting = (n for n in range(self.heads, 0, -1) if self.storage(n, lanes) <= storage)
+        return next((n for n in fitting if self.heads % n == 0), 0)
+
+
+@dataclass(frozen=True)
+class TiledVariant:
+    """attention_tiled: invocations of a workgroup along the rows and along the positions, rows and
+    positions per invocation, dimensions of a slice of queries and keys, double buffer."""
+
+    m_size: int
+    n_size: int
+    m_tile: int
+    n_tile: int
+    depth: int
+    double: bool
+
+    @property
+    def rows(self) -> int:
+        """Of a workgroup."""
+        return self.m_size * self.m_tile
+
+    @property
+    def columns(self) -> int:
+        """Positions of a tile."""
+        return self.n_size * self.n_tile
+
+    def v_depth(self, head_dim: int) -> int:
+        """Positions of a slice of values: as many as take no more room than queries and keys."""
+        fitting = (self.rows + self.columns) * (self.depth + 4) // head_dim
+        return max(4, min(32, self.columns, power_of_two(fitting + 1) // 2))
+
+    def storage(self, head_dim: int) -> int:
+        """Bytes of workgroup memory."""
+        queries_keys = (self.rows + self.columns) * (self.depth + 4)
+        slices = max(queries_keys, self.v_depth(head_dim) * head_dim)
+        exchange = self.rows * (self.columns + 4 + self.n_size)
+        return 4 * ((1 + self.double) * slices + exchange)
+
+
+_MULTIPROCESSORS = 132
+_THREADS = 1 << 18  # invocations that fill a large GPU
+_SMALL = 1 << 26  # values of a matrix
+
+
+Tile = TypeVar("Tile", bound=TileVariant)
 
 
 def power_of_two(value: int) -> int:
@@ -82,25 +171,63 @@ class Tuning:
         """Invocations for a kernel that reduces `width` values."""
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
-    def matmul_vec(self, k: int, n: int, rows: int, gated: bool) -> VecVariant:
-        """Each invocation has one or two groups of eight columns in flight for two outputs."""
-        groups = -(-k // 8)
-        workgroup = 64 if groups <= 128 else 256 if k >= 4 * n else 128
-        workgroup = max(32, min(workgroup, self.limits.max_invocations, power_of_two(groups)))
-        outputs = 8 if n >= _MANY_OUTPUTS and rows == 1 else 1 if n < 1536 and not gated else 2
-        unroll = 2 if groups >= 2 * workgroup and outputs < 8 and not gated else 1
-        return VecVariant(workgroup, outputs, unroll if rows == 1 else 1)
+    def matmul_vec(self, shape: VecShape) -> VecVariant:
+        """Teams as small as keeps all multiprocessors of a large GPU busy: the fewer invocations
+        share a row, the more rows are in flight."""
+        int8 = shape.dtype in QUANTIZED
+        blocks = -(-shape.k // (BLOCK if int8 else 8))
+        most = self.limits.max_invocations
+        if not self.subgroup_size:
+            workgroup = max(32, min(128, most, power_of_two(blocks)))
+            return VecVariant(workgroup, workgroup, 2, 1)
+        if shape.quantize:  # a workgroup has a whole block of outputs
+            team = self.subgroup_size
+            workgroup = min(1024, most, BLOCK * team)
+            outputs = BLOCK * team // workgroup
+            return VecVariant(workgroup, team, outputs, 4 if shape.gated and outputs == 1 else 1)
+        # Teams of half a row's blocks keep what is read at one time close together in memory, which
+        # costs few page tables; small matrices and blocks of 32 columns rather want many rows.
+        rows_of_weights = shape.n * (1 + shape.gated)
+        small = shape.gated and rows_of_weights * shape.k <= _SMALL
+        if int8 or small:
+            workgroup, team, outputs = 256, 32, 1
+            if rows_of_weights * team < _THREADS:
+                team = _THREADS // rows_of_weights
+        else:
+            workgroup, team, outputs = 256, blocks // 2, 1 if shape.gated else 2
+        team = max(32, self.subgroup_size, min(workgroup, most, power_of_two(team + 1) // 2))
+        while team > max(32, self.subgroup_size, blocks):
+            team //= 2
+        return VecVariant(max(team, min(workgroup, most)), team, outputs, 1)
 
     def matmul(self, rows: int, n: int) -> TileVariant:
-        """The largest tile of which there are enough to keep a GPU busy."""
-        for m_tile, n_tile in ((8, 8), (4, 8)):
-            for double in (True, False):
-                tile = TileVariant(m_tile, n_tile, double)
-                tiles = -(-rows // tile.rows) * -(-n // tile.columns)
-                if tiles >= _BUSY and tile.storage <= self.limits.workgroup_storage:
-                    return tile
-        small = TileVariant(4, 4, True)
-        return small if small.storage <= self.limits.workgroup_storage else TileVariant(4, 4, False)
+        """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time."""
+        tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
+        return self._fastest(
+            {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}, rows, n
+        )
+
+    def matmul_int8(self, rows: int, n: int) -> Int8TileVariant:
+        """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
+        share a multiprocessor."""
+        wide, square = Int8TileVariant(8, 8, True, 8, 16), Int8TileVariant(4, 8, True, 16, 8)
+        return self._fastest(
+            {wide: 1.0, square: 0.9, Int8TileVariant(4, 4, True, 8, 16): 0.75}, rows, n
+        )
+
+    def _fastest(self, tiles: dict[Tile, float], rows: int, n: int) -> Tile:
+        """Of tiles and their speeds where there are many. WebGPU does not say how many
+        multiprocessors there are: the tiles go in rounds of as many as a large GPU has."""
+
+        def cost(tile: Tile) -> float:
+            count = -(-rows // tile.rows) * -(-n // tile.columns)
+            rounds = -(-count // _MULTIPROCESSORS)
+            return rounds * tile.rows * tile.columns / tiles[tile]
+
+        storage = self.limits.workgroup_storage
+        fitting = [*tiles, *(replace(tile, double=False) for tile in tiles)]
+        tiles |= {replace(tile, double=False): 0.88 * speed for tile, speed in tiles.items()}
+        return min((tile for tile in fitting if tile.storage <= storage), key=cost)
 
     def attention(self, group: int, n_kv_heads: int, head_dim: int) -> AttentionVariant | None:
         """None without subgroups: then attention_scores, softmax and weighted_sum do it."""
@@ -112,15 +239,32 @@ class Tuning:
         # A lane keeps heads * per_lane groups of queries and of outputs in registers.
         most = max(1, 8 // per_lane)
         heads = next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
-        workgroup = 128
-        while workgroup * per_lane * 32 + 2048 > self.limits.workgroup_storage:
+        batch = 2
+        # More splits than that cost more in attention_combine than they gain.
+        splits = max(1, min(64, (8 if self.software else 128) // (n_kv_heads * group // heads)))
+        workgroup = max(128 if chunks <= 8 else 256, self.subgroup_size)
+        while True:
+            at_once = batch * workgroup // cluster
+            variant = AttentionVariant(
+                workgroup, heads, cluster, per_lane, batch, splits, at_once, max(512, at_once)
+            )
+            if variant.merged(self.limits.workgroup_storage, self.subgroup_size):
+                return variant
             workgroup //= 2
-        batch = 4 if cluster * per_lane >= 16 else 2
-        at_once = batch * workgroup // cluster
-        splits = max(1, (8 if self.software else 256) // (n_kv_heads * group // heads))
-        return AttentionVariant(
-            workgroup, heads, cluster, per_lane, batch, splits, at_once, max(256, at_once)
-        )
+
+    def attention_tiled(self, head_dim: int) -> TiledVariant:
+        """64 rows by 64 positions, with as many rows per invocation as registers have room for."""
+        depth = 16 if head_dim % 16 == 0 else 8
+        tiles = [] if self.software else [(16, 8, 4), (16, 4, 4)]
+        tiles += [(8, 4, 4), (8, 2, 4), (8, 1, 4)]  # on a CPU: short code, little that is masked
+        for n_size, m_tile, n_tile in tiles:
+            for double in (True, False):
+                variant = TiledVariant(8, n_size, m_tile, n_tile, depth, double)
+                # An invocation keeps up to 64 outputs in registers.
+                small = m_tile * -(-head_dim // (4 * n_size)) <= 16
+                if small and variant.storage(head_dim) <= self.limits.workgroup_storage:
+                    return variant
+        raise ShaderError(f"attention_tiled has no variant for heads of {head_dim} dimensions.")
 
     def lanes(self, head_dim: int) -> int:
         """weighted_sum: positions that a workgroup adds up at once."""

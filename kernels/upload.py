@@ -20,6 +20,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import DeviceError
+from infer.kernels.plan import Dispatch
 
 RING = 4  # staging buffers
 STAGING_BYTES = 32 << 20  # of each
@@ -47,7 +48,7 @@ class _Staging:
         self.buffer = device.buffer(nbytes, "write", "staging")
         self.used = 0
         self.fills: list[Future[None]] = []
-        self.copies: list[_Copy] = []
+        self.commands: list[_Copy | Dispatch] = []
         self._submission: Any = ffi.NULL
         self._status = -1
         self._error: BaseException | None = None
@@ -87,24 +88,41 @@ class _Staging:
         return memoryview(ffi.buffer(lib.wgpuBufferGetMappedRange(handle, 0, size), size))
 
     def submit(self) -> int:
-        """Once it is filled, copy it to where it belongs. Returns how many bytes that are."""
+        """Once it is filled, copy it to where it belongs, and run the kernels between the copies.
+        Returns how many bytes were copied."""
         for fill in self.fills:
             fill.result()
         queue = self.device.handle.queue
         lib.wgpuBufferUnmap(self.buffer.handle._internal)
         encoder = self.device.handle.create_command_encoder()
-        for copy in self.copies:
+        nbytes = 0
+        for command in self.commands:
+            if isinstance(command, Dispatch):
+                _record(encoder, command)
+                continue
             encoder.copy_buffer_to_buffer(
-                self.buffer.handle, copy.source, copy.buffer.handle, copy.offset, copy.nbytes
+                self.buffer.handle,
+                command.source,
+                command.buffer.handle,
+                command.offset,
+                command.nbytes,
             )
+            nbytes += command.nbytes
         commands = encoder.finish()  # held in a name: wgpu releases what Python has forgotten
         handles = ffi.new("WGPUCommandBuffer[]", [commands._internal])
         index = lib.wgpuQueueSubmitForIndex(queue._internal, 1, handles)
         self._submission = ffi.new("WGPUSubmissionIndex *", index)
         self._map()
-        nbytes = sum(copy.nbytes for copy in self.copies)
-        self.used, self.fills, self.copies = 0, [], []
+        self.used, self.fills, self.commands = 0, [], []
         return nbytes
+
+
+def _record(encoder: Any, item: Dispatch) -> None:
+    compute = encoder.begin_compute_pass()
+    compute.set_pipeline(item.pipeline.handle)
+    compute.set_bind_group(0, item.bind_group)
+    compute.dispatch_workgroups(*item.size(1, 0))
+    compute.end()
 
 
 class Uploader:
@@ -154,12 +172,16 @@ class Uploader:
                 continue
             view = self._view[staging.used : staging.used + size]
             staging.fills.append(self._threads.submit(fill, view, start))
-            staging.copies.append(_Copy(staging.used, buffer, offset + start, size))
+            staging.commands.append(_Copy(staging.used, buffer, offset + start, size))
             staging.used += -(-size // 16) * 16
             start += size
 
+    def run(self, kernel: Dispatch) -> None:
+        """Run a kernel after what has been written so far, and before what will be."""
+        self._ring[0].commands.append(kernel)
+
     def flush(self) -> None:
-        """Wait until everything that was written is in its buffers."""
+        """Wait until everything that was written is in its buffers, and every kernel has run."""
         for _ in self._ring:
             self._next()
         self._device.wait()
@@ -168,7 +190,7 @@ class Uploader:
         """Go on to the staging buffer that was filled the longest ago."""
         self._ring.append(self._ring.pop(0))
         staging = self._ring[0]
-        if staging.copies:
+        if staging.commands:
             self._on_submitted(staging.submit())
         self._view = staging.view()
 

@@ -15,9 +15,10 @@ from infer.kernels.arrays import from_bf16, to_bf16
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.plan import Dispatch, dispatch, linear_grid
+from infer.kernels.quantize import Quantizer
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import ITEMSIZE, GpuTensor, Shard, allocate, row_bytes
+from infer.kernels.tensor import ITEMSIZE, QUANTIZED, GpuTensor, allocate, row_bytes
 from infer.kernels.upload import PIECE_BYTES, Uploader
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
 
@@ -26,6 +27,10 @@ _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uin
 
 # Values converted at a time: their temporaries fit in a core's cache, and cost the host no memory.
 _BLOCK = 1 << 18
+
+# What embeddings and the output projection are stored as in a model quantised to q4.
+EMBEDDING_DTYPE = "q8"
+_EMBEDDINGS = ("embed_tokens", "lm_head")
 
 # The parameters of wgsl/fill_random.wgsl.
 _FILL = np.dtype(
@@ -65,14 +70,20 @@ class WeightSpec:
 
 
 def stored_dtype(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> str:
-    """The dtype of a weight on the GPU: f32 for a vector, else `dtype`, else its sources' own.
-    Sources of different dtypes are widened to f32, which holds each of them exactly."""
-    if len(spec.shape) == 1:
-        return "f32"
-    if dtype is not None:
-        return dtype
+    """The dtype of a weight on the GPU: f32 for a vector, else that of `converted_dtype`, else its
+    sources' own. Sources of different dtypes are widened to f32, which holds each of them exactly.
+    """
+    if dtype is not None or len(spec.shape) == 1:
+        return converted_dtype(spec, dtype or "f32")
     dtypes = {checkpoint.tensors[source.key].dtype for source in spec.sources}
     return dtypes.pop() if len(dtypes) == 1 else "f32"
+
+
+def converted_dtype(spec: WeightSpec, dtype: str) -> str:
+    """The dtype of a weight in a model that is converted to `dtype`."""
+    if len(spec.shape) == 1:
+        return "f32"
+    return EMBEDDING_DTYPE if dtype == "q4" and spec.name in _EMBEDDINGS else dtype
 
 
 def load_weights(
@@ -88,13 +99,14 @@ def load_weights(
     """The weights by name. All are checked, then all are allocated, then the files are read.
     `allocated` is called between: to allocate, or to compile, what else the model needs.
 
-    Vectors become f32. Matrices keep their dtype (see `stored_dtype`) unless `dtype` gives another
-    ("f32", "f16", "bf16"), to which values are rounded to nearest, ties to even. Surplus tensors
-    are errors unless `ignorable` holds for their name. `progress` gets bytes done and bytes in all.
+    Vectors become f32. Matrices keep their dtype (see `stored_dtype`) unless `dtype` gives another:
+    to "f32", "f16" and "bf16" values are rounded to nearest, ties to even; to "q8" and "q4" they
+    are quantised on the GPU, from rows as the files have them. Surplus tensors are errors unless
+    `ignorable` holds for their name. `progress` gets bytes done and bytes in all.
 
-    Raises CheckpointError for tensors that are missing, surplus, of another shape or too large for
-    the dtype; UnsupportedError for a dtype that is not implemented; OutOfMemoryError. Whatever is
-    raised, an interrupt too, nothing stays allocated.
+    Raises CheckpointError for tensors that are missing, surplus, of another shape, too large for
+    the dtype or, if quantised, not finite; UnsupportedError for a dtype that is not implemented;
+    OutOfMemoryError. Whatever is raised, an interrupt too, nothing stays allocated.
     """
     if dtype is not None:
         _check_dtype(dtype)
@@ -102,19 +114,27 @@ def load_weights(
     _check_rows(device, specs)
     with _allocated(device, specs, lambda spec: stored_dtype(spec, checkpoint, dtype)) as weights:
         allocated(weights)
-        transfers = [t for spec in specs for t in _transfers(spec, weights[spec.name], checkpoint)]
-        transfers.sort(key=lambda t: (t.info.file, t.info.offset))  # as the disk has them
-        total, done = sum(t.nbytes for t in transfers), 0
+        with Quantizer(device, weights) as quantizer:
+            transfers = [
+                transfer
+                for spec in specs
+                for transfer in _transfers(spec, weights[spec.name], checkpoint, quantizer)
+            ]
+            transfers.sort(key=lambda t: (t.info.file, t.info.offset))  # as the disk has them
+            total, done = sum(t.nbytes for t in transfers), 0
 
-        def on_submitted(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
+            def on_submitted(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
 
-        with Uploader(device, total, on_submitted) as uploader:
-            for t in transfers:
-                uploader.write(t.buffer, t.offset, t.nbytes, t.fill, t.stride)
+            with Uploader(device, total, on_submitted) as uploader:
+                for t in transfers:
+                    uploader.write(t.buffer, t.offset, t.nbytes, t.fill, t.stride)
+                    if t.then is not None:
+                        uploader.run(t.then)
+            quantizer.check()
         return weights
 
 
@@ -123,21 +143,38 @@ def random_weights(
 ) -> dict[str, GpuTensor]:
     """Weights of the given shapes with random values, made on the GPU: for benchmarks and tests.
 
-    Matrices are of `dtype`, their values uniform with a standard deviation of 1/sqrt(columns).
-    Vectors are within 1 ± 0.1 where the name contains "norm", else within ± 0.02. The values
-    depend on seed, name and place alone. Raises UnsupportedError and OutOfMemoryError.
+    Matrices are of `dtype`, their values uniform with a standard deviation of 1/sqrt(columns);
+    where it is quantised, they are made of those that "bf16" has. Vectors are within 1 ± 0.1 where
+    the name contains "norm", else within ± 0.02. The values depend on seed, name and place alone.
+    Raises UnsupportedError and OutOfMemoryError.
     """
     _check_dtype(dtype)
     _check_rows(device, specs)
-    params: list[Buffer] = []
-    with _allocated(device, specs, lambda spec: dtype) as weights:
+    with (
+        _allocated(device, specs, lambda spec: converted_dtype(spec, dtype)) as weights,
+        Quantizer(device, weights) as quantizer,
+    ):
+        params: list[Buffer] = []
+        kernels: list[Dispatch] = []
+
+        def fill(name: str, dtype: str, buffer: Buffer, first: int, rows: int) -> None:
+            shape = weights[name].shape
+            params.append(device.upload(_fill_params(name, shape, dtype, first, rows, seed)))
+            nbytes = rows * row_bytes(shape[-1], dtype)
+            kernels.append(_fill(device, dtype, params[-1], buffer, nbytes))
+
         try:
-            fills = []
             for name, tensor in weights.items():
                 for shard in tensor.shards:
-                    params.append(device.upload(_fill_params(name, tensor, shard, seed)))
-                    fills.append(_fill(device, tensor.dtype, params[-1], shard.buffer))
-            run(device, fills)
+                    if tensor.dtype not in QUANTIZED:
+                        fill(name, tensor.dtype, shard.buffer, shard.start, shard.rows)
+                        continue
+                    at_once = quantizer.rows_at_once(tensor.shape[1], "bf16")
+                    for first in range(0, shard.rows, at_once):
+                        rows = min(at_once, shard.rows - first)
+                        fill(name, "bf16", quantizer.buffer, shard.start + first, rows)
+                        kernels.append(quantizer.quantize(name, shard, first, rows, "bf16"))
+            run(device, kernels)
             device.wait()
         finally:
             device.destroy(params)
@@ -155,7 +192,8 @@ def _allocated(
             weights[spec.name] = allocate(device, spec.shape, dtype_of(spec), spec.name)
         yield weights
     except BaseException:
-        device.destroy(shard.buffer for tensor in weights.values() for shard in tensor.shards)
+        shards = [shard for tensor in weights.values() for shard in tensor.shards]
+        device.destroy(buffer for shard in shards for buffer in shard.buffers)
         raise
 
 
@@ -204,8 +242,10 @@ def check_checkpoint(
 
 
 def _check_dtype(dtype: str) -> None:
-    if dtype not in ITEMSIZE:
-        raise UnsupportedError(f"Weights cannot be stored as {dtype!r}. Use {listed(ITEMSIZE)}.")
+    if dtype not in (*ITEMSIZE, *QUANTIZED):
+        raise UnsupportedError(
+            f"Weights cannot be stored as {dtype!r}. Use {listed((*ITEMSIZE, *QUANTIZED))}."
+        )
 
 
 def _check_rows(device: Device, specs: Sequence[WeightSpec]) -> None:
@@ -239,6 +279,7 @@ class _Transfer:
     buffer: Buffer
     offset: int
     stride: int
+    then: Dispatch | None = None  # what makes the weight of them, if these are not its rows
 
     @property
     def nbytes(self) -> int:
@@ -283,19 +324,22 @@ class _Transfer:
         return rounded
 
 
-def _transfers(spec: WeightSpec, tensor: GpuTensor, checkpoint: Checkpoint) -> Iterator[_Transfer]:
+def _transfers(
+    spec: WeightSpec, tensor: GpuTensor, checkpoint: Checkpoint, quantizer: Quantizer
+) -> Iterator[_Transfer]:
     """What brings the sources, one below the other, into the shards."""
-    columns = 1 if len(tensor.shape) == 1 else tensor.shape[1]
-    stride = ITEMSIZE["f32"] if len(tensor.shape) == 1 else row_bytes(columns, tensor.dtype)
+    vector = len(tensor.shape) == 1
+    columns = 1 if vector else tensor.shape[1]
+    stride = ITEMSIZE["f32"] if vector else row_bytes(columns, tensor.dtype)
     top = 0
     for source in spec.sources:
-        bottom = top + source.shape[0]
+        bottom, info = top + source.shape[0], checkpoint.tensors[source.key]
         for shard in tensor.shards:
-            count = tensor.shape[0] if len(tensor.shape) == 1 else shard.rows
+            count = tensor.shape[0] if vector else shard.rows
             start, end = max(top, shard.start), min(bottom, shard.start + count)
-            if start < end:
+            if tensor.dtype not in QUANTIZED and start < end:
                 yield _Transfer(
-                    checkpoint.tensors[source.key],
+                    info,
                     (start - top) * columns,
                     end - start,
                     columns,
@@ -304,25 +348,41 @@ def _transfers(spec: WeightSpec, tensor: GpuTensor, checkpoint: Checkpoint) -> I
                     (start - shard.start) * stride,
                     stride,
                 )
+            elif start < end:
+                at_once = quantizer.rows_at_once(columns, info.dtype)
+                for first in range(start, end, at_once):
+                    rows = min(at_once, end - first)
+                    yield _Transfer(
+                        info,
+                        (first - top) * columns,
+                        rows,
+                        columns,
+                        info.dtype,
+                        quantizer.buffer,
+                        0,
+                        row_bytes(columns, info.dtype),
+                        quantizer.quantize(spec.name, shard, first - shard.start, rows, info.dtype),
+                    )
         top = bottom
 
 
 # From the random generator
 
 
-def _fill_params(name: str, tensor: GpuTensor, shard: Shard, seed: int) -> NDArray[Any]:
-    columns = tensor.shape[-1]
-    if len(tensor.shape) == 2:
+def _fill_params(
+    name: str, shape: tuple[int, ...], dtype: str, first: int, rows: int, seed: int
+) -> NDArray[Any]:
+    columns = shape[-1]
+    if len(shape) == 2:
         mean, spread = 0.0, (3 / columns) ** 0.5  # uniform in ± sqrt(3) deviates by 1
     else:
         mean, spread = (1.0, 0.1) if "norm" in name else (0.0, 0.02)
-    stride = row_bytes(columns, tensor.dtype) // ITEMSIZE[tensor.dtype]
+    stride = row_bytes(columns, dtype) // ITEMSIZE[dtype]
     own_seed = zlib.crc32(name.encode(), seed & 0xFFFFFFFF)
-    return np.array((shard.rows, columns, stride, shard.start, own_seed, mean, spread, 0), _FILL)
+    return np.array((rows, columns, stride, first, own_seed, mean, spread, 0), _FILL)
 
 
-def _fill(device: Device, dtype: str, params: Buffer, buffer: Buffer) -> Dispatch:
-    groups = -(-buffer.nbytes // (256 * 16))
+def _fill(device: Device, dtype: str, params: Buffer, buffer: Buffer, nbytes: int) -> Dispatch:
     spec = KernelSpec.of("fill_random", DTYPE=dtype)
-    grid = linear_grid(groups, device.limits.max_workgroups)
+    grid = linear_grid(-(-nbytes // (256 * 16)), device.limits.max_workgroups)
     return dispatch(device, spec, [params, buffer], grid)

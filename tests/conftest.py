@@ -18,6 +18,7 @@ LEAST = Settings(
     max_binding=128 << 20,
     workgroup_storage=16384,
     max_invocations=256,
+    storage_buffers=8,
 )
 """Nothing but what every WebGPU device has."""
 

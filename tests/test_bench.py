@@ -27,6 +27,7 @@ from infer.engine import Engine, EngineOptions
 from infer.kernels.bandwidth import BLOCK, copy, copy_bandwidth
 from infer.kernels.device import Device
 from infer.kernels.errors import ModelNotFoundError, RequestError
+from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
 from infer.models import build_model
@@ -78,16 +79,21 @@ REPORT = BenchReport(
     host_seconds=0.0005,
     peak_bytes=3 * 2**30,
     load_seconds=1.5,
+    dispatches=100,
+    submit_seconds=0.0004,
+    gpu_seconds=0.00065,
     profiles=(
         Profile(
             "decode",
             1,
             65,
-            0.001,
             (
                 KernelTime("matmul_vec", 2, 0.0005, 10**9, 10**9),
                 KernelTime("embedding", 1, 0.0001, 0, 0),
             ),
+            gpu_seconds=0.00065,
+            step_seconds=0.001,
+            host_seconds=0.0005,
         ),
     ),
 )
@@ -140,6 +146,26 @@ def test_copy_bandwidth_frees_its_buffers(device: Device) -> None:
     after = device.memory_stats()
     assert after.allocated - after.pooled == before.allocated - before.pooled
     assert after.peak >= before.allocated + 8 * BLOCK
+
+
+def test_a_pass_is_timed_by_the_round(device: Device) -> None:
+    """A kernel of some µs, many times over in a pass of 50 ms."""
+    with device.scope():
+        item = copy(device, device.buffer(BLOCK), device.buffer(BLOCK))
+        alone, twice = profile_passes(device, [[item], [item, item]], least_seconds=0.05)
+    assert 0 < alone < 0.02
+    assert 0 < twice < 0.02
+
+
+def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
+    values = np.arange(BLOCK // 4, dtype=np.uint32)
+    with device.scope():
+        saved, source, target = (device.upload(values * i) for i in (1, 0, 0))
+        zero = device.upload(values * 0)
+        passes = [[copy(device, source, target)], [copy(device, zero, source)]]
+        profile_passes(device, passes, repeats=2, before=[(saved, source, saved.nbytes)])
+        assert np.array_equal(device.read(target, np.uint32), values)
+        assert not device.read(source, np.uint32).any()
 
 
 # Shapes
@@ -256,7 +282,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (path,) = tmp_path.iterdir()
     report = BenchReport.from_json(path.read_text(encoding="utf-8"))
     assert path.name == report.file_name
-    assert path.name.endswith("-tiny.json")
+    assert path.name.endswith("-tiny-bf16.json")
     assert captured.out == format_report(report) + "\n"
     assert [row.test for row in report.rows] == ["pp20", "tg4", "tg4 sampled", "tg4 @ d30"]
     assert all(len(row.seconds) == 2 for row in report.rows)
@@ -265,14 +291,24 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.parameters == LAYERS + 64 * 32 + 5 * 32
     assert report.dtype == "bf16"
     assert 2 * (LAYERS + 64 * 32) < report.weight_bytes < report.peak_bytes
-    assert report.host_seconds > 0
+    assert report.dispatches is not None
+    assert report.submit_seconds is not None
+    assert report.gpu_seconds is not None
+    assert 0 < report.submit_seconds < report.host_seconds
+    assert report.gpu_seconds > 0
     for row in report.rows[1:]:
         assert row.share is not None
         assert row.bytes_per_token is not None
         assert row.share == pytest.approx(row.tps * row.bytes_per_token / report.copy_bandwidth)
     steps = [profile.step for profile in report.profiles]
     assert steps == ["prefill of pp20", "decode of tg4", "decode of tg4 @ d30", "full sampler"]
-    decode = report.profiles[1]
+    prefill, decode, deep, sampler = report.profiles
+    assert sum(kernel.calls for kernel in decode.kernels) == report.dispatches
+    assert [p.host_seconds for p in report.profiles] == [None, *[report.host_seconds] * 2, None]
+    assert prefill.step_seconds == pytest.approx(report.ttft_seconds[0])
+    assert deep.step_seconds == 1 / report.rows[3].tps
+    assert sampler.step_seconds is None
+    assert min(profile.gpu_seconds for profile in report.profiles) > 0
     assert decode.kv_len == 3
     assert sum(k.nbytes for k in decode.kernels if k.kernel.startswith("matmul")) == 2 * (
         LAYERS + 64 * 32
@@ -289,6 +325,7 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         measured.decode(4, 0, measure.GREEDY, measure.SAMPLED),
     )
     measured.host_seconds()
+    measured.gpu_seconds(decode)
     measured.profiles(prefill, {0: decode})
     assert [step.token for step in engine.generate([5, 6, 7], params)] == before
 
@@ -324,7 +361,7 @@ def test_json_holds_everything() -> None:
     assert values["rows"][0]["seconds"] == [0.01, 0.03]
     assert values["versions"] == {"infer": "0.1.0", "wgpu": "0.32.0"}
     assert BenchReport.from_json(REPORT.to_json()) == REPORT
-    assert REPORT.file_name == "2026-01-02-a-gpu-x-tiny-model.json"
+    assert REPORT.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16.json"
     with pytest.raises(ValueError, match="schema 1"):
         BenchReport.from_json(json.dumps(values | {"schema": 2}))
 
@@ -344,16 +381,38 @@ def test_results_table() -> None:
 
 def test_profile_table() -> None:
     assert profile_table(REPORT.profiles[0], REPORT.copy_bandwidth).splitlines() == [
-        "decode: rows 1, positions 65",
+        "decode: rows 1, positions 65; meanwhile the host takes 500 µs",
         "",
-        "| kernel           | calls | µs each |      µs | of step |    GB/s |  share | TFLOP/s |",
-        "| ---------------- | ----: | ------: | ------: | ------: | ------: | -----: | ------: |",
-        "| matmul_vec       |     2 |  250.00 |   500.0 |  50.0 % | 2,000.0 | 50.0 % |    2.00 |",
-        "| embedding        |     1 |  100.00 |   100.0 |  10.0 % |         |        |         |",
-        "| all kernels      |     3 |         |   600.0 |  60.0 % |         |        |         |",
-        "| rest: gaps, host |       |         |   400.0 |  40.0 % |         |        |         |",
-        "| step             |       |         | 1,000.0 | 100.0 % |         |        |         |",
+        "| kernel                   | calls | µs each |      µs | of step "
+        "|    GB/s |  share | TFLOP/s |",
+        "| ------------------------ | ----: | ------: | ------: | ------: "
+        "| ------: | -----: | ------: |",
+        "| matmul_vec               |     2 |  250.00 |   500.0 |  50.0 % "
+        "| 2,000.0 | 50.0 % |    2.00 |",
+        "| embedding                |     1 |  100.00 |   100.0 |  10.0 % "
+        "|         |        |         |",
+        "| all kernels              |     3 |         |   600.0 |  60.0 % "
+        "|         |        |         |",
+        "| order of kernels, caches |       |         |    50.0 |   5.0 % "
+        "|         |        |         |",
+        "| step on the GPU          |       |         |   650.0 |  65.0 % "
+        "|         |        |         |",
+        "| submitting, reading back |       |         |   350.0 |  35.0 % "
+        "|         |        |         |",
+        "| step                     |       |         | 1,000.0 | 100.0 % "
+        "|         |        |         |",
     ]
+
+
+def test_profile_says_what_a_step_waited_for() -> None:
+    def last_rows(profile: Profile) -> list[str]:
+        table = profile_table(profile, 1e9).splitlines()
+        return [row.split(" | ")[0].strip("| ") for row in table[-3:]]
+
+    profile = REPORT.profiles[0]
+    assert last_rows(replace(profile, host_seconds=0.0009))[1] == "waiting for the host"
+    assert last_rows(replace(profile, host_seconds=None))[1] == "submitting, reading back"
+    assert last_rows(replace(profile, step_seconds=None))[2] == "step on the GPU"
 
 
 def test_format_report_names_what_and_where() -> None:
@@ -364,7 +423,8 @@ def test_format_report_names_what_and_where() -> None:
         "4,000.0 GB/s",
         "20.00 ± 14.14 ms (pp512)",
         "97.5 % of greedy",
-        "500 µs per token",
+        "500 µs per token: 400 to record and submit 100 dispatches (4.00 each), 100 to read the id",
+        "650 µs per token: hides the host's part",
         "3.00 GiB",
     ):
         assert part in text
@@ -391,3 +451,80 @@ def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
     readme.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match="has no lines"):
         tables.write(readme, "text")
+
+
+# The sweep
+
+
+def sweep(*arguments: str, shape: str = "tiny") -> int:
+    code: int = script("tune").main(["--shape", shape, "--repeats", "1", *arguments])
+    return code
+
+
+@pytest.mark.usefixtures("short")
+def test_sweep_times_every_variant_on_every_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sweep.json"
+    grid = ["--workgroup", "32", "--team", "32", "--outputs", "1,2", "--unroll", "1"]
+    assert sweep(*grid, "--depth", "20", "--json", str(path)) == 0
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    nbytes = {  # of the weights: q, k and v, and the head; o; gate and up; down
+        "matmul_vec K=32 N=64 norm": 2 * 64 * 32,
+        "matmul_vec K=32 N=32 residual": 2 * 32 * 32,
+        "matmul_vec K=32 N=48 norm gated": 2 * 96 * 32,
+        "matmul_vec K=48 N=32 residual": 2 * 48 * 32,
+    }
+    labels = {result["kernel"] for result in results}
+    assert labels == nbytes.keys()
+    for label in labels:
+        same = [result for result in results if result["kernel"] == label]
+        assert {result["variant"]["outputs"] for result in same} == {1, 2}
+        assert sum(result["chosen"] for result in same) == 1
+        assert min(result["seconds"] for result in same) > 0
+        assert {result["kv_len"] for result in same} == {21}
+        assert {result["nbytes"] for result in same} == {nbytes[label]}
+    out = capsys.readouterr().out
+    assert all(f"{label}: 21 positions" in out for label in labels)
+
+
+@pytest.mark.usefixtures("short")
+def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> None:
+    splits = ["--workgroup", "64", "--heads", "1", "--batch", "2", "--splits", "4"]
+    splits += ["--min-split", "32", "--max-split", "256"]
+    assert sweep("--kernel", "attention", *splits, "--depth", "20,100") == 0
+    out = capsys.readouterr().out
+    assert "101 positions" in out
+    assert "21 positions" in out
+    tiles = ["--m-tile", "4", "--n-tile", "4", "--m-size", "16", "--n-size", "16"]
+    tiles += ["--only", "K=48"]
+    assert sweep("--kernel", "matmul", *tiles) == 0
+    assert "matmul K=48 N=32 residual: 512 positions, 2 variants" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("short")
+def test_sweep_goes_on_after_a_variant_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tune = script("tune")
+    monkeypatch.setattr(tune, "valid", lambda *arguments: True)
+    tiles = ["--m-tile", "0,8", "--n-tile", "4", "--double", "1", "--m-size", "16"]
+    tiles += ["--n-size", "16", "--only", "K=48", "--repeats", "1"]
+    assert tune.main(["--shape", "tiny", "--kernel", "matmul", *tiles]) == 0
+    out = capsys.readouterr().out
+    assert any("m_tile=0" in line and "does not compile" in line for line in out.splitlines())
+    assert "K=48 N=32 residual: 512 positions, 2 variants" in out
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--splits", "4"], "VecVariant has no splits"),
+        (["--only", "K=5"], "No shape matches --only"),
+        (["--model", "demo"], "either a model or a shape"),
+    ],
+)
+def test_bad_sweeps(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(*arguments) == 1
+    assert message in capsys.readouterr().err

@@ -445,8 +445,8 @@ def test_a_dtype_that_is_needed_but_not_implemented_is_named(device: Device, sma
 def test_a_dtype_to_convert_to_must_exist(device: Device, small: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'f8'.*f32, f16, bf16"):
         load_weights(device, [], Checkpoint.open(small), dtype="f8")
-    with pytest.raises(UnsupportedError, match="'q4'"):
-        random_weights(device, [], "q4")
+    with pytest.raises(UnsupportedError, match=r"'int4'.*bf16, q8, q4"):
+        random_weights(device, [], "int4")
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0,), (2, 20_000), (20_000,)])

@@ -297,6 +297,8 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("run", "org/name", "-p", "x", *flags) == "error: seen enough"
     given = {"model": "org/name", "device": "1", "dtype": "f16", "revision": "v2", "offline": True}
     assert seen.items() >= given.items()
+    refused("run", "demo", "-p", "x", "--quantize", "q4")
+    assert (seen["dtype"], seen["quantize"]) == (None, "q4")
     assert seen["download_progress"] is False  # standard error is no terminal
 
 
@@ -515,6 +517,7 @@ def test_bad_models(case: str, tmp_path: Path) -> None:
         (("-p", "x", "--context", "1"), "at least 2 positions, not 1"),
         (("-p", "x", "--context", "5000"), "A context of 5000 was asked for; demo has"),
         (("-p", "x", "--revision", "v2"), "has no revisions"),
+        (("-p", "x", "--dtype", "f16", "--quantize", "q4"), "Give one of the two"),
         (("-p", "x", "--temperature", "-1"), "temperature must be a number from 0"),
         (("-p", "x", "--temperature", "nan"), "temperature must be a number from 0"),
         (("-p", "x", "--top-k", "-1"), "top_k must be an integer from 0"),
@@ -538,6 +541,7 @@ def test_bad_values(flags: tuple[str, ...], message: str) -> None:
     ("flags", "message"),
     [
         (("--dtype", "q4"), "'q4' is not one of"),
+        (("--quantize", "q5"), "'q5' is not one of"),
         (("--kv-dtype", "bf16"), "'bf16' is not one of"),
         (("--raw", "--system", "x"), "no chat template"),
         (("--raw", "--template-arg", "a=1"), "no chat template"),
@@ -647,6 +651,19 @@ def test_info_counts_what_is_there(llm: LLM) -> None:
     assert got["total_bytes"] == pytest.approx(llm.memory_stats().allocated, rel=0.01)
     assert (got["chat_template"], got["tokenizer"], got["fits"]) == (True, True, True)
     assert got["adapter"]["name"] == llm.device.adapter.name
+
+
+@pytest.mark.parametrize(("dtype", "dtypes"), [("q8", ["q8"]), ("q4", ["q4", "q8"])])
+def test_info_counts_quantised_weights(dtype: str, dtypes: list[str]) -> None:
+    whole = json.loads(invoke("info", "demo", "--json").stdout)
+    got = json.loads(invoke("info", "demo", "--quantize", dtype, "--json").stdout)
+    assert got["dtypes"] == dtypes
+    assert got["parameters"] == whole["parameters"]
+    bits = {"q8": 8 + 16 / 32, "q4": 4 + 16 / 32}
+    assert got["weight_bytes"] < whole["weight_bytes"] * bits["q8"] / 16 * 1.1
+    assert got["weight_bytes"] > whole["weight_bytes"] * bits[dtype] / 16
+    # The rows that are quantised at a time, in f32, are counted too.
+    assert got["other_bytes"] - whole["other_bytes"] > 1 << 20
 
 
 def test_info_text(monkeypatch: pytest.MonkeyPatch) -> None:

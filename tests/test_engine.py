@@ -19,6 +19,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 from infer.engine import Engine
 from infer.kernels.device import Device
 from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.record import Recording
 from infer.kernels.step import NO_TOKEN
 from infer.sampling import SamplingParams
 
@@ -445,3 +446,29 @@ def test_attention_costs_what_is_in_the_cache(
     n_layers = large.model.config.num_hidden_layers
     assert grown.sum() % n_layers == 0
     assert grown.sum() / n_layers <= (1 if fuse else 3)
+
+
+def test_long_steps_are_cut_into_short_submissions(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow an adapter is: the same tokens, from fewer rows and fewer kernels at a time."""
+    engine = build("llama", context=500, prefill_chunk=64)
+    ids = [i % engine.vocab_size for i in range(7, 407)]
+    expected = answer(engine, ids, 4)
+    submitted: list[tuple[int, int]] = []
+    submit = engine.queue.submit
+
+    def noting(recording: Recording, rows: int, *rest: Any) -> Any:
+        submitted.append((rows, len(recording.dispatches)))
+        return submit(recording, rows, *rest)
+
+    seconds = iter(range(1_000_000))  # each look at the clock is a second later
+    monkeypatch.setattr(engine.queue, "submit", noting)
+    monkeypatch.setattr("infer.engine.time.perf_counter", lambda: float(next(seconds)))
+    engine.tokens.clear()
+    assert_same(answer(engine, ids, 4), expected)
+    layers = engine.model.config.num_hidden_layers
+    prefill = [(rows, kernels) for rows, kernels in submitted if rows > 8]
+    whole = len(engine.recording("prefill", False, None).dispatches)
+    assert sum(rows == 16 for rows, _ in prefill) > len(prefill) / 2
+    assert max(kernels for rows, kernels in prefill if rows == 16) <= -(-(whole + 8) // layers)

@@ -19,13 +19,13 @@ from conftest import LEAST, OpenDevice
 from infer.kernels import check, functions, reference
 from infer.kernels.arena import Arena
 from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
-from infer.kernels.check import check_device
+from infer.kernels.check import check_device, exact_weight, int8_rows
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
 from infer.kernels.kv_cache import PAGE, KVCache
 from infer.kernels.lower import Lowering, StepKind
-from infer.kernels.ops import Ops
+from infer.kernels.ops import Ops, Rope
 from infer.kernels.plan import dispatch
 from infer.kernels.profile import profile_dispatches
 from infer.kernels.record import run
@@ -33,7 +33,14 @@ from infer.kernels.reference import nmse
 from infer.kernels.sampler import INVALID_TOKEN
 from infer.kernels.shader import KernelSpec, Shader, render, render_text
 from infer.kernels.step import HEADER, ROW, pack_step
-from infer.kernels.tuning import AttentionVariant, TileVariant, Tuning, VecVariant
+from infer.kernels.tuning import (
+    AttentionVariant,
+    Int8TileVariant,
+    TileVariant,
+    Tuning,
+    VecShape,
+    VecVariant,
+)
 from infer.models.config import RawConfig, RopeConfig
 from infer.models.rope import rope_table
 
@@ -190,6 +197,136 @@ def test_weights_larger_than_a_binding(
     with small.scope():
         assert len(to_gpu(small, np.zeros((300, 300))).shards) == 3
     assert linear_error(small, rng, rows, (300, n), "f32", form) <= LIMIT
+
+
+# Quantised projections. Weights are such that their blocks hold them exactly, and activations such
+# that it is known how they round.
+
+QUANTIZED_LINEAR: Factors = SETTINGS | {
+    "rows": (1, 7, 9, 40, 130),
+    "shape": ((1, 1), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
+    "dtype": ("q8", "q4"),
+    "form": ("", "bias", "residual", "bias gated"),
+}
+INT8_LIMIT = 1e-12  # dot products are exact: only scales, and sums of blocks, round
+
+
+def quantized_error(
+    device: Device,
+    rng: np.random.Generator,
+    rows: int,
+    shape: tuple[int, int],
+    dtype: str,
+    form: str,
+    **options: Any,
+) -> float:
+    k, n = shape
+    x, exact = int8_rows(rng, rows, k)
+    weight = exact_weight(rng, 2 * n if "gated" in form else n, k, dtype)
+    values: dict[str, Any] = {"dtype": dtype, "gated": "gated" in form}
+    expected = reference.matmul(exact, weight)
+    if "bias" in form:
+        values["bias"] = normal(rng, len(weight))
+        expected = expected + values["bias"]
+    if "gated" in form:
+        expected = reference.silu(expected[:, :n]) * expected[:, n:]
+    if "residual" in form:
+        values["residual"] = normal(rng, rows, n)
+        expected = expected + values["residual"]
+    function = functions.matmul_vec if rows <= 8 else functions.matmul
+    return nmse(function(device, x, weight, **values, **options), expected)
+
+
+@covering(QUANTIZED_LINEAR)
+def test_quantized_linear(
+    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+) -> None:
+    for case in cases:
+        own = {name: value for name, value in case.items() if name not in SETTINGS}
+        assert quantized_error(open_device(settings_of(case)), rng, **own) <= INT8_LIMIT, case
+
+
+@pytest.mark.parametrize("dtype", ["q8", "q4"])
+def test_both_kernels_of_quantized_weights_agree(
+    device: Device, rng: np.random.Generator, dtype: str
+) -> None:
+    x, weight, bias, added = (normal(rng, *s) for s in ((40, 331), (70, 331), (70,), (40, 70)))
+    options: dict[str, Any] = {"dtype": dtype, "bias": bias}
+    y = functions.matmul(device, x, weight, residual=added, **options)
+    for few in np.split(np.arange(40), 5):
+        z = functions.matmul_vec(device, x[few], weight, residual=added[few], **options)
+        assert nmse(y[few], z) <= INT8_LIMIT
+
+
+@pytest.mark.parametrize("rows", [5, 9])
+@pytest.mark.parametrize(("dtype", "size"), [("q8", 700), ("q4", 1100)])
+def test_quantized_weights_larger_than_a_binding(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, size: int
+) -> None:
+    small = open_device(Settings(max_binding=568 * size))
+    with small.scope():
+        assert len(to_gpu(small, np.zeros((size, size)), dtype).shards) == 2
+    assert quantized_error(small, rng, rows, (size, size), dtype, "bias residual") <= INT8_LIMIT
+
+
+def chain_error(
+    device: Device, rng: np.random.Generator, dtype: str, gated: bool, rows: int, **options: Any
+) -> float:
+    """Of two projections, of which the first prepares its result for the second: times the weights
+    of a norm, or as int8."""
+    k, n = 96, 64
+    x, exact = int8_rows(rng, rows, k)
+    shapes = ((2 * n, k), (n, n)) if gated else ((n, k), (n, n))
+    if dtype in ("q8", "q4"):
+        first, second = (exact_weight(rng, *shape, dtype) for shape in shapes)
+    else:
+        exact = x.astype(np.float64)
+        first, second = (rounded(normal(rng, *shape), dtype) for shape in shapes)
+    added, norm = normal(rng, rows, n), normal(rng, n)
+    forward = Forward(device, rows, **options)
+    ops, y = forward.ops, reference.matmul(exact, first)
+    both = ops.linear(forward.input(x), to_gpu(device, first, dtype))
+    if gated:
+        gate, up = ops.split(both, n, n)
+        value = ops.silu(gate) * up
+        y = reference.silu(y[:, :n]) * y[:, n:]
+        expected = reference.matmul(prepared(y, dtype), second)
+        output = ops.linear(value, to_gpu(device, second, dtype))
+    else:
+        value = forward.input(added) + both
+        y = y + added
+        scale = 1 / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + EPS)
+        expected = y + scale * reference.matmul(prepared(y * norm, dtype), second)
+        normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
+        output = value + ops.linear(normed, to_gpu(device, second, dtype))
+    return nmse(forward.run(output), expected)
+
+
+def prepared(y: Array, dtype: str) -> Array:
+    """As a projection reads it: in int8, in blocks of 32, when its weights are quantised."""
+    if dtype not in ("q8", "q4"):
+        return y
+    blocks = y.reshape(len(y), -1, 32)
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / 127
+    return (np.rint(blocks / scale) * scale).reshape(y.shape)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "q8", "q4"])
+def test_projections_in_a_row(
+    open_device: OpenDevice,
+    rng: np.random.Generator,
+    dtype: str,
+    gated: bool,
+    rows: int,
+    fuse: bool,
+) -> None:
+    for settings in (Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST):
+        device = open_device(settings)
+        with device.scope():
+            assert chain_error(device, rng, dtype, gated, rows, fuse=fuse) <= LIMIT, settings
 
 
 # Embedding, norms, activations
@@ -441,19 +578,21 @@ def test_rope_kv_write(
         frequencies = 100.0 ** (-np.arange(d // 2 // case["rotary"]) / d)
         x = normal(rng, rows, (group + 2) * kv_width)
         q_norm, k_norm = normal(rng, d), normal(rng, d)
+        device = open_device(settings_of(case))
+        normed = case["norms"] and device.limits.storage_buffers > 8
         y, *cached = functions.rope_kv_write(
-            open_device(settings_of(case)),
+            device,
             x,
             functions.rope_table(frequencies, 300),
             n_heads=n_kv_heads * group,
             n_kv_heads=n_kv_heads,
             position=position,
             interleaved=case["interleaved"],
-            norms=(q_norm, k_norm, EPS) if case["norms"] else None,
+            norms=(q_norm, k_norm, EPS) if normed else None,
             kv_dtype=case["kv_dtype"],
         )
         q, k, v = np.split(x, [group * kv_width, (group + 1) * kv_width], axis=1)
-        if case["norms"]:
+        if normed:
             q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
         positions = np.arange(position, position + rows)
         q, k = (
@@ -474,20 +613,154 @@ def test_rope_kv_write(
             assert np.isnan(part[:, position + rows :]).all(), case
 
 
+@covering(
+    SETTINGS
+    | {
+        "heads": ((1, 1), (2, 2), (1, 3), (2, 4), (1, 5), (3, 7), (1, 8)),
+        "head_dim": (8, 16, 24, 64, 80, 128, 256),
+        "past": (0, 1, 31, 32, 255, 256, 700),
+        "window": (0, 1, 33, 300),
+        "norms": (False, True),
+        "rotary": (1, 2),
+        "interleaved": (False, True),
+        "kv_dtype": ("f16", "f32"),
+        "storage_buffers": (None, 8),
+        "rows": (1, 1, 3),
+    }
+)
+def test_rope_attention(
+    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+) -> None:
+    for case in cases:
+        own = {name: value for name, value in case.items() if name not in SETTINGS}
+        bindings = own.pop("storage_buffers")
+        settings = replace(settings_of(case), storage_buffers=bindings)
+        assert rope_attention_error(open_device(settings), rng, **own) <= LIMIT, case
+
+
+def rope_attention_error(
+    device: Device,
+    rng: np.random.Generator,
+    heads: tuple[int, int],
+    head_dim: int,
+    past: int,
+    window: int,
+    kv_dtype: str,
+    norms: bool = False,
+    rotary: int = 1,
+    interleaved: bool = False,
+    rows: int = 1,
+    **options: Any,
+) -> float:
+    """Of the output, given what is now in the cache, which must be right as well."""
+    d, (n_kv_heads, group) = head_dim, heads
+    kv_width, n_heads = n_kv_heads * d, n_kv_heads * group
+    frequencies = 100.0 ** (-np.arange(d // 2 // rotary) / d)
+    x = normal(rng, rows, (group + 2) * kv_width)
+    known = normal(rng, past, kv_width), normal(rng, past, kv_width)
+    q_norm, k_norm = normal(rng, d), normal(rng, d)
+    y, *cached = functions.rope_attention(
+        device,
+        x,
+        functions.rope_table(frequencies, past + rows),
+        *known,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        scale=d**-0.5,
+        window=window,
+        interleaved=interleaved,
+        norms=(q_norm, k_norm, EPS) if norms else None,
+        kv_dtype=kv_dtype,
+        **options,
+    )
+    q, k, v = np.split(x, [group * kv_width, (group + 1) * kv_width], axis=1)
+    if norms:
+        q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
+    positions = np.arange(past, past + rows)
+    q, k = (reference.rope(part, positions, frequencies, d, interleaved) for part in (q, k))
+    total = past + rows
+    keys, values = (part[:, :total].swapaxes(0, 1).reshape(total, kv_width) for part in cached)
+    for part, before in zip((keys, values), known, strict=True):
+        assert (part[:past] == rounded(before, kv_dtype)).all()
+    assert (values[past:] == rounded(v, kv_dtype)).all()
+    if kv_dtype == "f16":  # a rounding may go the other way
+        assert np.all(abs(keys[past:] - k) <= np.spacing(abs(k).astype(np.float16)))
+    else:
+        assert nmse(keys[past:], k) <= LIMIT
+    assert all(np.isnan(part[:, total:]).all() for part in cached)  # nothing else was written
+    return nmse(y, reference.attention(q, keys, values, n_heads, d**-0.5, window))
+
+
+@pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.parametrize("position", [0, 4, 255, 256, 299])
+@pytest.mark.parametrize("group", [1, 16])  # one workgroup for each KV head, several
+def test_one_row_in_scattered_pages(
+    device: Device, rng: np.random.Generator, group: int, position: int, alive: bool
+) -> None:
+    """The row of a sequence turns, is cached and attends in one kernel; a stopped one writes
+    nothing, and nothing reads the place that is written."""
+    d, n_kv_heads, order = 16, 2, rng.permutation(4)
+    keys, values = (normal(rng, 2, 512, n_kv_heads, d) for _ in range(2))
+    x = normal(rng, 1, (group + 2) * n_kv_heads * d)
+    frequencies = 10.0 ** -np.arange(0, 2, 2 / 8)
+    q, k, v = np.split(x, [group * n_kv_heads * d, (group + 1) * n_kv_heads * d], axis=1)
+    at = np.array([position])
+    q, k = (reference.rope(part, at, frequencies, d) for part in (q, k))
+    with device.scope():
+        layer = scattered(device, [7, position], keys, values, order).layers[0]
+        packed = pack_step([0], position, sequence=1)
+        packed[HEADER.itemsize :].view(ROW)["alive"] = alive
+        ops = Ops()
+        widths = [part.shape[1] for part in (q, k, v)]
+        parts = ops.split(ops.input(device.upload(to_rows(x, 1)), x.shape[1]), *widths)
+        rope = Rope(device.upload(functions.rope_table(frequencies, 300)), d)
+        turned = [ops.rope(part, rope, d) for part in parts[:2]]
+        output = ops.attention(*turned, parts[2], layer, scale=0.25)
+        buffer = device.upload(np.full(q.shape, np.nan, np.float32))
+        lowering = Lowering(
+            device,
+            ops,
+            StepKind(1),
+            device.upload(packed),
+            output=output,
+            output_buffer=buffer,
+        )
+        before = [device.read(part) for part in (layer.keys, layer.values)]
+        plan = lowering.place(Arena(device))
+        run(device, [*plan.body, *plan.head], 1, position + 1)
+        y = from_rows(device.read(buffer), 1, q.shape[1])
+        after = [device.read(part) for part in (layer.keys, layer.values)]
+    assert [kernel.spec.name for kernel in lowering.kernels] == ["attention", "attention_combine"]
+    past = [
+        np.concatenate([part[1, :position].reshape(position, n_kv_heads * d), own])
+        for part, own in ((keys, k), (values, v))
+    ]
+    assert nmse(y, reference.attention(q, *past, n_kv_heads * group, 0.25)) <= LIMIT
+    slot = order[2 + position // PAGE] * PAGE + position % PAGE
+    for old, new, own in zip(before, after, (k, v), strict=True):
+        expected, found = (part.reshape(-1, n_kv_heads, d) for part in (old.copy(), new))
+        if alive:
+            assert nmse(found[slot].reshape(1, -1), own) <= LIMIT
+            expected[slot] = found[slot]
+        assert np.array_equal(expected, found, equal_nan=True)
+
+
 def scattered(
     device: Device, lengths: Sequence[int], keys: Array, values: Array, order: Array
 ) -> KVCache:
     """A cache of sequences [sequences, positions, heads, dim] of which `lengths` positions are
     known, in pages in that order."""
     _, positions, n_kv_heads, d = keys.shape
-    cache = KVCache(device, 1, n_kv_heads, d, positions, sequences=len(lengths), dtype="f32")
+    cache = KVCache(
+        device, 1, n_kv_heads, d, positions, sequences=len(lengths), dtype="f32", paged=True
+    )
     layer = cache.layers[0]
     device.write(layer.pages, order.astype(np.uint32))
     for buffer, given in ((layer.keys, keys), (layer.values, values)):
-        stored = np.full((n_kv_heads, layer.slots, d), np.nan, np.float32)
+        stored = np.full((layer.slots, n_kv_heads, d), np.nan, np.float32)
         for sequence, position in ((s, p) for s, n in enumerate(lengths) for p in range(n)):
             page = order[sequence * layer.pages_per_sequence + position // PAGE]
-            stored[:, page * PAGE + position % PAGE] = given[sequence, position]
+            stored[page * PAGE + position % PAGE] = given[sequence, position]
         device.write(buffer, stored)
     return cache
 
@@ -529,10 +802,10 @@ def test_rows_of_several_sequences_in_scattered_pages(
         run(device, [*plan.body, *plan.head], 4, int(positions.max()) + 1)
         y = from_rows(device.read(buffer), 4, q.shape[1])
         layer = cache.layers[0]
-        written = device.read(layer.keys).reshape(n_kv_heads, layer.slots, d)
+        written = device.read(layer.keys).reshape(layer.slots, n_kv_heads, d)
     for row, (s, position) in enumerate(zip(sequences, positions, strict=True)):
         page = order[s * 2 + position // PAGE]
-        key = written[:, page * PAGE + position % PAGE]
+        key = written[page * PAGE + position % PAGE]
         if not alive[row]:
             assert np.isnan(key).all()
             continue
@@ -541,7 +814,7 @@ def test_rows_of_several_sequences_in_scattered_pages(
         k, v = (part[s, past].reshape(position + 1, -1) for part in (keys, values))
         expected = reference.attention(q[row : row + 1], k, v, n_kv_heads * group, 0.25)
         assert nmse(y[row : row + 1], expected) <= LIMIT
-    assert np.count_nonzero(~np.isnan(written[0, :, 0])) == sum(lengths) + 3
+    assert np.count_nonzero(~np.isnan(written[:, 0, 0])) == sum(lengths) + 3
 
 
 def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) -> None:
@@ -575,7 +848,7 @@ class Forced(Tuning):
         self.variant = variant
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("matmul_vec", "matmul", "attention"):
+        if name in ("matmul_vec", "matmul", "matmul_int8", "attention"):
             return lambda *_: self.variant
         return super().__getattribute__(name)
 
@@ -583,18 +856,35 @@ class Forced(Tuning):
 def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator) -> None:
     widths = [8 << i for i in range(12)] + [100, 576, 896, 1536, 4864, 8960, 14336, 18944]
     sizes = list(product(widths, (16, 1000, 30000, 130000), (1, 2, 5, 8), (False, True)))
-    variants = {
-        (tuning.matmul_vec(k, n, rows, gated), rows, gated)
-        for tuning in rules(device)
+    shapes = [
+        VecShape(k, n, rows, dtype, gated, quantize)
         for k, n, rows, gated in sizes
+        for dtype, quantize in (("bf16", False), ("q4", False), ("q4", True))
+        if not quantize or rows == 1
+    ]
+    variants = {
+        (tuning.matmul_vec(shape), shape.rows, shape.gated, shape.dtype, shape.quantize)
+        for tuning in rules(device)
+        for shape in shapes
+        if not shape.quantize or tuning.subgroup_size
     }
     assert len(variants) > 1
-    for variant, rows, gated in sorted(variants, key=repr):
+    for variant, rows, gated, dtype, quantize in variants:
         form = "norm gated" if gated else "norm residual"
-        k = variant.workgroup * variant.unroll * 8 + 61  # more than one round, and a rest
+        k = variant.team * variant.unroll * 8 + 61  # more than one round, and a rest
         tuning = Forced(device, variant)
-        error = linear_error(device, rng, rows, (k, 37), "bf16", form, tuning=tuning)
-        assert error <= LIMIT, (variant, rows, gated)
+        if dtype == "bf16":
+            error = linear_error(device, rng, rows, (k, 37), dtype, form, tuning=tuning)
+            assert error <= LIMIT, variant
+        elif quantize:
+            with device.scope():
+                error = chain_error(device, rng, dtype, gated, 1, tuning=tuning)
+            assert error <= LIMIT, variant
+        else:
+            shape = (min(4 * k, 700), 37)
+            form = "bias gated" if gated else "residual"
+            error = quantized_error(device, rng, rows, shape, dtype, form, tuning=tuning)
+            assert error <= INT8_LIMIT, variant
 
 
 def test_every_variant_of_matmul(device: Device, rng: np.random.Generator) -> None:
@@ -610,6 +900,31 @@ def test_every_variant_of_matmul(device: Device, rng: np.random.Generator) -> No
         assert error <= LIMIT, (variant, shape)
 
 
+def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator) -> None:
+    variants = {
+        tuning.matmul_int8(rows, n)
+        for tuning in rules(device)
+        for rows, n in product((9, 33, 65, 512, 2048), (16, 1024, 30000))
+    }
+    assert len(variants) > 1
+    cases = product(sorted(variants, key=repr), (("q8", (37, 150)), ("q4", (328, 16))))
+    for variant, (dtype, shape) in cases:
+        tuning = Forced(device, variant)
+        error = quantized_error(device, rng, 140, shape, dtype, "", tuning=tuning)
+        assert error <= INT8_LIMIT, (variant, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8), (16, 16)])
+def test_workgroups_of_any_size(
+    device: Device, rng: np.random.Generator, sizes: tuple[int, int]
+) -> None:
+    tiles = Forced(device, TileVariant(4, 4, False, *sizes))
+    assert linear_error(device, rng, 9, (37, 70), "f16", "", tuning=tiles) <= LIMIT
+    for dtype in ("q8", "q4"):
+        tiles = Forced(device, Int8TileVariant(4, 4, False, *sizes))
+        assert quantized_error(device, rng, 9, (37, 70), dtype, "", tuning=tiles) <= INT8_LIMIT
+
+
 def test_every_variant_of_attention(device: Device, rng: np.random.Generator) -> None:
     shapes = product((1, 2, 3, 4, 7, 8), (1, 2, 8), (64, 80, 128, 256))
     found: dict[tuple[AttentionVariant, int], list[tuple[AttentionVariant, int]]] = {}
@@ -617,11 +932,52 @@ def test_every_variant_of_attention(device: Device, rng: np.random.Generator) ->
         variant = tuning.attention(group, n_kv_heads, d)
         if variant is not None:
             found.setdefault((replace(variant, splits=0), d), []).append((variant, group))
-    for (_, d), same in found.items():
+    for index, ((_, d), same) in enumerate(found.items()):
         variant, group = max(same, key=lambda item: item[0].splits)
         tuning = Forced(device, variant)
-        error = attention_error(device, rng, 2, (1, group), d, 530, 0, "f16", tuning=tuning)
+        # Alone a row turns in the kernel, two are turned before it.
+        error = rope_attention_error(
+            device, rng, (1, group), d, 530, 0, "f16", rows=1 + index % 2, tuning=tuning
+        )
         assert error <= LIMIT, (variant, group, d)
+
+
+# For head_dim 64: more scores than lanes of a cluster and fewer, few splits and more than are
+# combined at once.
+ATTENTION_VARIANTS = [
+    AttentionVariant(128, 1, 8, 1, 1, 64, 1, 16),
+    AttentionVariant(128, 2, 8, 1, 1, 8, 32, 64),
+    AttentionVariant(64, 3, 4, 2, 2, 8, 8, 256),
+    AttentionVariant(256, 5, 2, 4, 1, 3, 100, 1000),
+    AttentionVariant(64, 6, 8, 1, 8, 17, 1, 1000),
+    AttentionVariant(128, 7, 8, 1, 4, 33, 8, 1000),
+    AttentionVariant(8, 1, 1, 8, 2, 5, 1, 90),
+    AttentionVariant(256, 2, 8, 1, 8, 2, 1, 1000),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("variant", ATTENTION_VARIANTS, ids=str)
+def test_any_variant_of_attention(
+    device: Device, rng: np.random.Generator, variant: AttentionVariant, rows: int
+) -> None:
+    tuning = Forced(device, variant)
+    for past, window, kv_dtype in ((0, 0, "f16"), (3, 0, "f32"), (530, 0, "f16"), (530, 77, "f16")):
+        shape = (2, variant.heads), 64, past, window, kv_dtype
+        error = rope_attention_error(device, rng, *shape, norms=True, rows=rows, tuning=tuning)
+        assert error <= LIMIT, (past, window)
+
+
+def test_a_variant_of_attention_that_needs_too_much_memory(least_device: Device) -> None:
+    wide = AttentionVariant(256, 4, 1, 64, 1, 8, 32, 256)
+    assert wide.merged(16384, lanes=8) == 0
+    assert replace(wide, workgroup=32).merged(16384, lanes=8) == 1
+    assert replace(wide, workgroup=32).merged(1 << 20, lanes=8) == 4
+    tuning = Forced(least_device, wide)
+    tuning.subgroup_size = 8
+    x, k = np.zeros((1, 4 * 512)), np.zeros((1, 512))
+    with pytest.raises(ShaderError, match="Take fewer invocations"):
+        functions.attention(least_device, x, k, k, n_kv_heads=1, scale=1.0, tuning=tuning)
 
 
 # By hand
@@ -633,7 +989,7 @@ def test_functions_are_all_documented() -> None:
     assert all(getattr(functions, name).__doc__ for name in functions.__all__)
 
 
-def test_wrong_arrays_are_refused(device: Device) -> None:
+def test_wrong_arrays_are_refused(device: Device, least_device: Device) -> None:
     x = np.zeros((3, 16))
     with pytest.raises(ShaderError, match="1 to 8 rows, not 9: use matmul"):
         functions.matmul_vec(device, np.zeros((9, 16)), x)
@@ -645,6 +1001,10 @@ def test_wrong_arrays_are_refused(device: Device) -> None:
         functions.silu(device, x[:0])
     with pytest.raises(ShaderError, match=r"\[kv_len, 3 \* head_dim\]"):
         functions.attention(device, x, x, x, n_kv_heads=3, scale=1.0)
+    with pytest.raises(ShaderError, match="nine storage buffers: use rope_attention"):
+        functions.rope_kv_write(
+            least_device, x, x, n_heads=1, n_kv_heads=1, norms=(x[0], x[0], EPS)
+        )
     with pytest.raises(ShaderError, match=r"table must be \[8 or more, rotary_dim / 2, 2\]"):
         functions.rope(device, x, np.zeros((7, 8, 2)), head_dim=16, position=5)
     with pytest.raises(ValueError, match="do not fit a weight"):

@@ -26,6 +26,7 @@ from infer.engine import Engine
 from infer.hub import DEMO, resolve
 from infer.kernels.adapters import MemoryInfo
 from infer.kernels.device import Buffer, Device
+from infer.kernels.quantize import buffer_bytes
 
 DEMO_FOLDER = resolve(DEMO).folder
 STORY = "Once upon a time"
@@ -481,6 +482,38 @@ def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPat
         infer.generate(llm, COUNT, context=100)
 
 
+# Quantised weights
+
+
+@pytest.mark.usefixtures("no_kept_model")
+@pytest.mark.parametrize(("quantize", "divergence"), [("q8", 2e-4), ("q4", 1e-2)])
+def test_a_quantised_model_answers_nearly_as_before(
+    llm: LLM, quantize: str, divergence: float
+) -> None:
+    ids = llm.encode(llm.generate(STORY, max_tokens=100).text)
+    assert infer.generate(DEMO, COUNT, quantize=quantize).text == COUNTED
+    assert infer.llm._last is not None
+    quantized = infer.llm._last[1]
+    exact, got = (
+        logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        for logits in (model.logits(ids).astype(np.float64) for model in (llm, quantized))
+    )
+    kl = (np.exp(exact) * (exact - got)).sum(axis=1)
+    assert 0 < kl.mean() < divergence
+    assert quantized.memory_stats().allocated < llm.memory_stats().allocated
+
+
+def test_what_quantising_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = bytes_needed(monkeypatch, quantize="q4")
+    report_free(monkeypatch, needed)
+    with infer.load(DEMO, quantize="q4") as llm:
+        shapes = [tensor.shape for tensor in llm.engine.weights.values() if len(tensor.shape) == 2]
+        temporary = buffer_bytes(shapes, llm.device.limits)
+        assert temporary > 0
+        stats = llm.memory_stats()
+        assert stats.allocated - stats.pooled == needed - temporary
+
+
 # What cannot be served
 
 
@@ -525,6 +558,8 @@ def test_prompts_that_cannot_be_served(llm: LLM, prompt: Any, message: str) -> N
         ({"context": 1025}, infer.RequestError, "1025 .* positions up to 1024"),
         ({"context": 1}, infer.RequestError, "at least 2 positions, not 1"),
         ({"dtype": "f8"}, infer.UnsupportedError, "f32, f16, bf16, not 'f8'"),
+        ({"quantize": "q5"}, infer.UnsupportedError, "quantize must be one of q8, q4, not 'q5'"),
+        ({"quantize": "q8", "dtype": "f16"}, infer.RequestError, "Give one of the two"),
         ({"kv_dtype": "bf16"}, infer.UnsupportedError, "f16, f32, not 'bf16'"),
         ({"device": "no such card"}, infer.DeviceError, "No adapter matches 'no such card'"),
     ],

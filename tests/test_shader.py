@@ -383,12 +383,16 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
 
 def test_every_kernel_compiles_for_real_models(device: Device) -> None:
     few = Limits()
-    many = Limits(1 << 31, 1 << 32, 49152, 1024)
+    many = Limits(1 << 31, 1 << 32, 49152, 1024, storage_buffers=9)
     specs = {KernelSpec.of("fill_random", DTYPE=dtype) for dtype in ("f32", "f16", "bf16")}
     specs |= {KernelSpec.of("copy", VECTORS=1024), KernelSpec.of("subgroup_size")}
+    specs |= {
+        KernelSpec.of("quantize_weight", WEIGHT=stored, FORMAT=dtype)
+        for stored, dtype in product(("f32", "f16", "bf16"), ("q8", "q4"))
+    }
     specs |= set(sampler_specs(device))
     for shape, dtype, (limits, lanes) in product(
-        SHAPES, ("bf16", "f16", "f32"), ((few, 0), (few, 8), (many, 32), (many, 64))
+        SHAPES, ("bf16", "f16", "f32", "q8", "q4"), ((few, 0), (few, 8), (many, 32), (many, 64))
     ):
         specs |= set(model_specs(shape, limits, lanes, dtype))
     files = {file.stem for file in WGSL_FOLDER.glob("*.wgsl") if "@compute" in file.read_text()}
@@ -469,7 +473,7 @@ fn main() {}
 @pytest.mark.parametrize("lanes", [0, 8, 32])
 def test_kernels_keep_to_the_limits_of_workgroups(limits: Limits, lanes: int) -> None:
     """wgpu refuses too many invocations, but not too much memory: a driver may crash instead."""
-    for shape, dtype in product(SHAPES, ("bf16", "f32")):
+    for shape, dtype in product(SHAPES, ("bf16", "f32", "q8")):
         for spec in set(model_specs(shape, limits, lanes, dtype)):
             memory, invocations = workgroup_memory(render(spec).code)
             assert memory <= limits.workgroup_storage, spec.label

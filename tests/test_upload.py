@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from infer.kernels import upload
+from infer.kernels.bandwidth import BLOCK, copy
 from infer.kernels.device import Device
 from infer.kernels.errors import DeviceError
 from infer.kernels.upload import Fill, Uploader
@@ -157,3 +158,20 @@ def test_the_ring_is_freed_when_it_cannot_be_allocated(
     with pytest.raises(DeviceError, match="full"):
         Uploader(device, 1 << 14)
     assert device.memory_stats().allocated == allocated
+
+
+def test_a_kernel_runs_between_what_is_written_before_and_after(device: Device) -> None:
+    """Rows go through one buffer, from which a kernel copies them before the next ones come."""
+    nbytes = 3 * BLOCK
+    parts = [random_bytes(nbytes, seed) for seed in range(9)]
+    passed = device.buffer(nbytes)
+    submitted: list[int] = []
+    kept = [device.buffer(nbytes) for _ in parts]
+    with Uploader(device, nbytes * len(parts), submitted.append) as uploader:
+        for data, buffer in zip(parts, kept, strict=True):
+            uploader.write(passed, 0, nbytes, copy_of(data))
+            uploader.run(copy(device, passed, buffer))
+    for data, buffer in zip(parts, kept, strict=True):
+        np.testing.assert_array_equal(device.read(buffer, np.uint8), data)
+    assert sum(submitted) == nbytes * len(parts)
+    device.destroy([passed, *kept])

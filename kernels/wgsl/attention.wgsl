@@ -4,11 +4,26 @@
 //
 // CLUSTER neighbouring lanes of a subgroup share a position. Each cluster goes through its own
 // positions with an online softmax, without a barrier; the clusters are merged at the end.
+//
+// A lane has eight dimensions (PER_LANE times) of the keys, so of every score a part. For BATCH
+// positions and HEADS heads these are SCORES parts, numbered head by head. They are added up and
+// dealt out in one go: in each step a lane sends half of them away and gets the other half of the
+// sums, until it has KEPT whole scores. So it takes one exponential for each, and what the
+// others need of it (the weight of a position, the new scale of a head) they get by a shuffle.
+//
+// With ROPE, for one row, it does the work of rope_kv_write too: x is the q, k, v projection, of
+// which every workgroup norms (NORM) and turns its own queries. The split that ends with the row's
+// own position takes that one's key and value from there and puts them into the cache, where no
+// workgroup may read them yet.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
 #include "attention_range.wgsl"
 #include "attention_split.wgsl"
+#include "kv_store.wgsl"
+#if ROPE
+#include "rotate_group.wgsl"
+#endif
 // @param WG u32
 // @param CLUSTER u32             lanes per position: a power of two, at most a subgroup
 // @param CLUSTER_BITS u32        its logarithm
@@ -16,22 +31,52 @@
 // @param BATCH u32               positions that a cluster loads at once
 // @param HEADS u32               query heads per workgroup
 // @param GROUP u32               query heads per KV head
+// @param SCORES u32              BATCH times HEADS, which is rounded up to a power of two
+// @param KEPT u32                scores that a lane ends up with: SCORES / CLUSTER, at least one
+// @param FOLDS u32               steps to them: the logarithm of SCORES / KEPT
+// @param KEPT_HEADS u32          heads that these belong to
+// @param HEAD_BITS u32           the logarithm of the lanes that share a head's scores
+// @param SUBGROUPS u32           subgroups of a workgroup, at most
+// @param MERGED u32              heads for which workgroup memory has room at once
 // @param SCALE f32
-// @param Q_STRIDE u32
-// @param Q_OFFSET u32
+// @param X_STRIDE u32
+// @param X_OFFSET u32
+// @param ROPE bool
+// @param NORM bool
+// @param EPS f32
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
-@group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;  // queries, or q, k, v heads
+#if ROPE
+@group(0) @binding(3) var<storage, read_write> keys: array<vec4<u32>>;
+@group(0) @binding(4) var<storage, read_write> values: array<vec4<u32>>;
+#else
 @group(0) @binding(3) var<storage, read> keys: array<vec4<u32>>;
 @group(0) @binding(4) var<storage, read> values: array<vec4<u32>>;
-@group(0) @binding(5) var<storage, read_write> y: array<f32>;              // [row][head][split][HEAD_DIM]
-@group(0) @binding(6) var<storage, read_write> weights: array<vec2<f32>>;  // (max, sum) of each split
+#endif
+@group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;  // see attention_split.wgsl
+#if ROPE
+@group(0) @binding(6) var<storage, read> table: array<vec4<f32>>;
+#if NORM
+@group(0) @binding(7) var<storage, read> q_norm: array<vec4<f32>>;
+@group(0) @binding(8) var<storage, read> k_norm: array<vec4<f32>>;
+#endif
+#endif
+
+struct Group {  // eight dimensions of a head
+  low: vec4<f32>,
+  high: vec4<f32>,
+}
 
 const CLUSTERS = WG / CLUSTER;
+const COPIES = CLUSTER * KEPT / SCORES;  // lanes that have the same scores
+const KEPT_BATCH = KEPT / KEPT_HEADS;
+const GROUPS = HEAD_DIM / 8u;  // groups of eight dimensions in a head
 const LOWEST = -3.0e38;
+const LOG2_E = 1.44269504;  // the GPU's exponential is of base two
 
-var<workgroup> parts: array<array<vec2<f32>, CLUSTERS>, HEADS>;  // (max, sum) of each subgroup
-var<workgroup> outputs: array<f32, CLUSTERS * HEAD_DIM>;
+var<workgroup> parts: array<vec2<f32>, HEADS * SUBGROUPS>;  // (max, sum) of each subgroup
+var<workgroup> outputs: array<vec4<f32>, MERGED * SUBGROUPS * GROUPS * 2u>;
 
 // grid (splits, KV heads * GROUP / HEADS, rows)
 @compute @workgroup_size(WG)
@@ -43,137 +88,373 @@ fn main(
   @builtin(subgroup_size) subgroup_size: u32,
   @builtin(subgroup_invocation_id) lane: u32,
 ) {
-  let row = step.rows[id.z];
   let kv_head = id.y * HEADS / GROUP;
   let first_head = id.y * HEADS;
+  let cluster = subgroup * (subgroup_size / CLUSTER) + lane / CLUSTER;
+  let part = lane % CLUSTER;
+  // The first of the lane's scores, as a number of all.
+  let mine = part / COPIES * KEPT;
+
+  // First what does not wait for the row's position.
+  let heads = (id.z * X_STRIDE + X_OFFSET) / 4u;
+#for h in 0..HEADS
+#for e in 0..PER_LANE
+  let raw$h_$e = load_group(heads, (first_head + $hu) * GROUPS + part + $eu * CLUSTER);
+#endfor
+#endfor
+#if ROPE
+  let key_head = (HEADS * size.y + kv_head) * GROUPS;
+  let value_head = key_head + HEADS * size.y / GROUP * GROUPS;
+#for e in 0..PER_LANE
+  let partner$e = partner_of(part + $eu * CLUSTER);
+#for h in 0..HEADS
+  let raw_partner$h_$e = load_group(heads, (first_head + $hu) * GROUPS + partner$e);
+#endfor
+  let raw_key$e = load_group(heads, key_head + part + $eu * CLUSTER);
+  let raw_key_partner$e = load_group(heads, key_head + partner$e);
+  let own_value$e = load_group(heads, value_head + part + $eu * CLUSTER);
+#if NORM
+  let q_weight$e = q_weight(part + $eu * CLUSTER);
+  let q_weight_partner$e = q_weight(partner$e);
+  let k_weight$e = k_weight(part + $eu * CLUSTER);
+  let k_weight_partner$e = k_weight(partner$e);
+#endif
+#endfor
+#endif
+
+  let row = step.rows[id.z];
   let first = first_position(row.position);
   let length = split_length(row.position + 1u - first);
   let start = first + id.x * length;
   if (start > row.position) {
     return;
   }
-  let count = min(length, row.position + 1u - start);
-  let cluster = subgroup * (subgroup_size / CLUSTER) + lane / CLUSTER;
-  let part = lane % CLUSTER;
-
-  let query = (id.z * Q_STRIDE + Q_OFFSET + first_head * HEAD_DIM) / 4u;
-#for h in 0..HEADS
+#if ROPE
+  let count = min(length, row.position - start);  // positions to read from the cache
+  let is_last = row.position - start < length;
 #for e in 0..PER_LANE
-  let q$h_$e_low = SCALE * q[query + $hu * HEAD_DIM / 4u + 2u * (part + $eu * CLUSTER)];
-  let q$h_$e_high = SCALE * q[query + $hu * HEAD_DIM / 4u + 2u * (part + $eu * CLUSTER) + 1u];
+  let turn$e = turn_of(part + $eu * CLUSTER, row.position);
+#endfor
+#else
+  let count = min(length, row.position + 1u - start);
+#endif
+
+  // The first keys and values are on their way while the queries are made.
+#for b in 0..BATCH
+#for e in 0..PER_LANE
+  var key$b_$e = Kv8();
+  var value$b_$e = Kv8();
+#endfor
+#endfor
+  if (count > 0u) {
+#for b in 0..BATCH
+    let place$b = min($bu * CLUSTERS + cluster, count - 1u);
+    let kv$b = kv_index(kv_head, kv_slot(row.sequence, start + place$b)) + part;
+#for e in 0..PER_LANE
+    key$b_$e = load_key(kv$b + $eu * CLUSTER);
+#endfor
+#endfor
+#for b in 0..BATCH
+#for e in 0..PER_LANE
+    value$b_$e = load_value(kv$b + $eu * CLUSTER);
+#endfor
+#endfor
+  }
+
+#for h in 0..HEADS
+  var scale$h = SCALE * LOG2_E;
+#if ROPE and NORM
+  var squares$h = 0.0;
+#for e in 0..PER_LANE
+  squares$h += squared(raw$h_$e);
+#endfor
+#for k in 0..CLUSTER_BITS
+  squares$h += subgroupShuffleXor(squares$h, $(1 << $k)u);
+#endfor
+  scale$h *= inverseSqrt(squares$h / f32(HEAD_DIM) + EPS);
+#endif
+#endfor
+#for e in 0..PER_LANE
+#if ROPE and NORM
+  let q_turn$e = weighted(turn$e, q_weight$e, q_weight_partner$e);
+  let k_turn$e = weighted(turn$e, k_weight$e, k_weight_partner$e);
+#elif ROPE
+  let q_turn$e = turn$e;
+  let k_turn$e = turn$e;
+#endif
+#for h in 0..HEADS
+#if ROPE
+  let turned$h_$e = turned(raw$h_$e, raw_partner$h_$e, q_turn$e);
+  let q$h_$e_low = scale$h * turned$h_$e.low;
+  let q$h_$e_high = scale$h * turned$h_$e.high;
+#else
+  let q$h_$e_low = scale$h * raw$h_$e.low;
+  let q$h_$e_high = scale$h * raw$h_$e.high;
+#endif
   var o$h_$e_low = vec4<f32>();
   var o$h_$e_high = vec4<f32>();
 #endfor
-  var most$h = LOWEST;
-  var sum$h = 0.0;
 #endfor
-  for (var base = 0u; base < count; base += CLUSTERS * BATCH) {
-#for b in 0..BATCH
-    let place$b = base + $bu * CLUSTERS + cluster;
-    let kv$b = kv_index(kv_head, kv_slot(row.sequence, start + min(place$b, count - 1u))) + part;
+  // Of the heads that the lane has scores of: the same maximum in all such lanes, and the sum of
+  // its own weights.
+#for m in 0..KEPT_HEADS
+  var most$m = LOWEST;
+  var sum$m = 0.0;
+#endfor
+#if ROPE
+  if (is_last) {
+    // The row's own position, through the type of the cache.
+    var key_scale = 1.0;
+#if NORM
+    var squares = 0.0;
 #for e in 0..PER_LANE
-    let key$b_$e = load_key(kv$b + $eu * CLUSTER);
-#endfor
-#endfor
-#for b in 0..BATCH
-#for e in 0..PER_LANE
-    let value$b_$e = load_value(kv$b + $eu * CLUSTER);
-#endfor
-#endfor
-#for b in 0..BATCH
-#for h in 0..HEADS
-    var score$b_$h = 0.0;
-#for e in 0..PER_LANE
-    score$b_$h += dot(kv_low(key$b_$e), q$h_$e_low) + dot(kv_high(key$b_$e), q$h_$e_high);
+    squares += squared(raw_key$e);
 #endfor
 #for k in 0..CLUSTER_BITS
-    score$b_$h += subgroupShuffleXor(score$b_$h, $(1 << $k)u);
+    squares += subgroupShuffleXor(squares, $(1 << $k)u);
 #endfor
-    score$b_$h = select(LOWEST, score$b_$h, place$b < count);
+    key_scale = inverseSqrt(squares / f32(HEAD_DIM) + EPS);
+#endif
+#for e in 0..PER_LANE
+    let turned_key$e = turned(raw_key$e, raw_key_partner$e, k_turn$e);
+    let own_key$e = to_kv(key_scale * turned_key$e.low, key_scale * turned_key$e.high);
+    let kept_value$e = to_kv(own_value$e.low, own_value$e.high);
+#endfor
+#for h in 0..HEADS
+    var own$h = 0.0;
+#for e in 0..PER_LANE
+    own$h += dot(kv_low(own_key$e), q$h_$e_low) + dot(kv_high(own_key$e), q$h_$e_high);
+#endfor
+#for k in 0..CLUSTER_BITS
+    own$h += subgroupShuffleXor(own$h, $(1 << $k)u);
+#endfor
+#endfor
+    if (cluster == 0u) {  // the others begin with nothing
+#for m in 0..KEPT_HEADS
+#for h in 0..HEADS
+      most$m = select(most$m, own$h, mine / BATCH + $mu == $hu);
+#endfor
+      sum$m = select(0.0, 1.0, mine % BATCH == 0u);
+#endfor
+#for h in 0..HEADS
+#for e in 0..PER_LANE
+      o$h_$e_low = kv_low(kept_value$e);
+      o$h_$e_high = kv_high(kept_value$e);
+#endfor
+#endfor
+      // Of the workgroups that share a KV head, one writes.
+      if (first_head % GROUP == 0u && row.alive != 0u && id.z < step.n_rows) {
+        let own = kv_index(kv_head, kv_slot(row.sequence, row.position)) + part;
+#for e in 0..PER_LANE
+        store_key(own + $eu * CLUSTER, own_key$e);
+        store_value(own + $eu * CLUSTER, kept_value$e);
+#endfor
+      }
+    }
+  }
+#endif
+  for (var base = 0u; base < count; base += CLUSTERS * BATCH) {
+    // The next keys and values are on their way while these are used.
+    let next = base + CLUSTERS * BATCH;
+#for b in 0..BATCH
+#for e in 0..PER_LANE
+    var next_key$b_$e = Kv8();
+    var next_value$b_$e = Kv8();
+#endfor
+#endfor
+    if (next < count) {
+#for b in 0..BATCH
+      let next_place$b = min(next + $bu * CLUSTERS + cluster, count - 1u);
+      let next_kv$b = kv_index(kv_head, kv_slot(row.sequence, start + next_place$b)) + part;
+#for e in 0..PER_LANE
+      next_key$b_$e = load_key(next_kv$b + $eu * CLUSTER);
+      next_value$b_$e = load_value(next_kv$b + $eu * CLUSTER);
+#endfor
+#endfor
+    }
+#for h in 0..HEADS
+#for b in 0..BATCH
+    var score$($h * BATCH + $b) = 0.0;
+#for e in 0..PER_LANE
+    score$($h * BATCH + $b) += dot(kv_low(key$b_$e), q$h_$e_low);
+    score$($h * BATCH + $b) += dot(kv_high(key$b_$e), q$h_$e_high);
+#endfor
+#endfor
+#endfor
+#for i in HEADS * BATCH..SCORES
+    var score$i = 0.0;
+#endfor
+#for k in 0..FOLDS
+    let upper$k = (part & CLUSTER / $(2 << $k)u) != 0u;
+#for i in 0..SCORES / (2 << $k)
+#for j in $i + SCORES / (2 << $k)..$i + SCORES / (2 << $k) + 1
+    score$i = select(score$i, score$j, upper$k)
+      + subgroupShuffleXor(select(score$j, score$i, upper$k), CLUSTER / $(2 << $k)u);
+#endfor
+#endfor
+#endfor
+#for k in FOLDS..CLUSTER_BITS
+    score0 += subgroupShuffleXor(score0, CLUSTER / $(2 << $k)u);
+#endfor
+#for m in 0..KEPT_HEADS
+    let before$m = most$m;
+#for i in $m * KEPT / KEPT_HEADS..($m + 1) * KEPT / KEPT_HEADS
+    let place_of$i = base + (mine + $iu) % BATCH * CLUSTERS + cluster;
+    score$i = select(LOWEST, score$i, place_of$i < count);
+    most$m = max(most$m, score$i);
+#endfor
+#for k in 0..HEAD_BITS
+    most$m = max(most$m, subgroupShuffleXor(most$m, COPIES * $(1 << $k)u));
+#endfor
+    let rescale$m = exp2(before$m - most$m);
+    sum$m *= rescale$m;
+#for i in $m * KEPT / KEPT_HEADS..($m + 1) * KEPT / KEPT_HEADS
+    let weight$i = exp2(score$i - most$m);
+    sum$m += weight$i;
 #endfor
 #endfor
 #for h in 0..HEADS
-    let before$h = most$h;
-#for b in 0..BATCH
-    most$h = max(most$h, score$b_$h);
+#for m in $h * BATCH % KEPT / BATCH..$h * BATCH % KEPT / BATCH + 1
+    let rescale_of$h = subgroupShuffle(rescale$m, lane - part + $($h * BATCH / KEPT)u * COPIES);
 #endfor
-    let rescale$h = exp(before$h - most$h);
-    sum$h *= rescale$h;
 #for e in 0..PER_LANE
-    o$h_$e_low *= rescale$h;
-    o$h_$e_high *= rescale$h;
+    o$h_$e_low *= rescale_of$h;
+    o$h_$e_high *= rescale_of$h;
 #endfor
 #for b in 0..BATCH
-    let p$b_$h = exp(score$b_$h - most$h);
-    sum$h += p$b_$h;
-#for e in 0..PER_LANE
-    o$h_$e_low += p$b_$h * kv_low(value$b_$e);
-    o$h_$e_high += p$b_$h * kv_high(value$b_$e);
+#for n in $h * BATCH + $b..$h * BATCH + $b + 1
+#for i in $n % KEPT..$n % KEPT + 1
+    let weight_of$n = subgroupShuffle(weight$i, lane - part + $($n / KEPT)u * COPIES);
 #endfor
+#for e in 0..PER_LANE
+    o$h_$e_low += weight_of$n * kv_low(value$b_$e);
+    o$h_$e_high += weight_of$n * kv_high(value$b_$e);
+#endfor
+#endfor
+#endfor
+#endfor
+#for b in 0..BATCH
+#for e in 0..PER_LANE
+    key$b_$e = next_key$b_$e;
+    value$b_$e = next_value$b_$e;
 #endfor
 #endfor
   }
 
   // Merge the clusters of a subgroup. One without a position has the maximum LOWEST: no weight.
+#for m in 0..KEPT_HEADS
+#for k in 0..HEAD_BITS
+  sum$m += subgroupShuffleXor(sum$m, COPIES * $(1 << $k)u);
+#endfor
+  var joint$m = most$m;
+  for (var other = CLUSTER; other < subgroup_size; other *= 2u) {
+    joint$m = max(joint$m, subgroupShuffleXor(joint$m, other));
+  }
+  let share$m = exp2(most$m - joint$m);
+  sum$m *= share$m;
+  for (var other = CLUSTER; other < subgroup_size; other *= 2u) {
+    sum$m += subgroupShuffleXor(sum$m, other);
+  }
+  if (lane < CLUSTER && part % COPIES == 0u && mine % BATCH == 0u && mine / BATCH + $mu < HEADS) {
+    parts[(mine / BATCH + $mu) * SUBGROUPS + subgroup] = vec2<f32>(joint$m, sum$m);
+  }
+#endfor
+#for h in 0..HEADS
+#for m in $h * BATCH % KEPT / BATCH..$h * BATCH % KEPT / BATCH + 1
+  let share_of$h = subgroupShuffle(share$m, lane - part + $($h * BATCH / KEPT)u * COPIES);
+#endfor
+#for e in 0..PER_LANE
+  o$h_$e_low *= share_of$h;
+  o$h_$e_high *= share_of$h;
+#endfor
+#endfor
   for (var other = CLUSTER; other < subgroup_size; other *= 2u) {
 #for h in 0..HEADS
-    {
-      let joint = max(most$h, subgroupShuffleXor(most$h, other));
-      let weight = exp(most$h - joint);
-      most$h = joint;
-      sum$h *= weight;
-      sum$h += subgroupShuffleXor(sum$h, other);
 #for e in 0..PER_LANE
-      o$h_$e_low *= weight;
-      o$h_$e_low += subgroupShuffleXor(o$h_$e_low, other);
-      o$h_$e_high *= weight;
-      o$h_$e_high += subgroupShuffleXor(o$h_$e_high, other);
+    o$h_$e_low += subgroupShuffleXor(o$h_$e_low, other);
+    o$h_$e_high += subgroupShuffleXor(o$h_$e_high, other);
 #endfor
-    }
 #endfor
   }
 
   // Merge the subgroups of the workgroup.
-  let n_subgroups = WG / subgroup_size;
-  if (lane == 0u) {
-#for h in 0..HEADS
-    parts[$h][subgroup] = vec2<f32>(most$h, sum$h);
+  let n_subgroups = max(1u, WG / subgroup_size);
+#for r in 0..HEADS / MERGED
+#if $r > 0
+  workgroupBarrier();
+#endif
+  if (lane < CLUSTER) {
+#for h in $r * MERGED..($r + 1) * MERGED
+#for e in 0..PER_LANE
+    {
+      let out = ($($h % MERGED)u * SUBGROUPS + subgroup) * GROUPS + part + $eu * CLUSTER;
+      outputs[2u * out] = o$h_$e_low;
+      outputs[2u * out + 1u] = o$h_$e_high;
+    }
+#endfor
 #endfor
   }
   workgroupBarrier();
-#for h in 0..HEADS
-  {
-    var all = LOWEST;
-    for (var i = 0u; i < n_subgroups; i++) {
-      all = max(all, parts[$h][i].x);
-    }
-    let weight = exp(most$h - all);
-    if (lane < CLUSTER) {
-#for e in 0..PER_LANE
-      let out$e = subgroup * HEAD_DIM + 8u * (part + $eu * CLUSTER);
-#for i in 0..4
-      outputs[out$e + $iu] = weight * o$h_$e_low[$i];
-      outputs[out$e + 4u + $iu] = weight * o$h_$e_high[$i];
+  for (var i = tid; i < MERGED * GROUPS * 2u; i += WG) {
+    let d = i % (GROUPS * 2u);
+    let h = i / (GROUPS * 2u);
+    var most = LOWEST;
+#for g in 0..SUBGROUPS
+    let part$g = parts[($ru * MERGED + h) * SUBGROUPS + $gu];
+    let most$g = select(LOWEST, part$g.x, $gu < n_subgroups);
+    most = max(most, most$g);
 #endfor
+    var sum = 0.0;
+    var out = vec4<f32>();
+#for g in 0..SUBGROUPS
+    let factor$g = exp2(most$g - most);
+    sum += factor$g * part$g.y;
+    out += factor$g * outputs[(h * SUBGROUPS + $gu) * GROUPS * 2u + d];
 #endfor
+    let stored = stored_head(id.z, HEADS * size.y, first_head + $ru * MERGED + h);
+    y[stored_output(stored, id.x) + d] = out;
+    if (d == 0u) {
+      y[stored + id.x / 2u][id.x % 2u * 2u] = most;
+      y[stored + id.x / 2u][id.x % 2u * 2u + 1u] = sum;
     }
-    workgroupBarrier();
-    let stored = (id.z * HEADS * size.y + first_head + $hu) * STORED_SPLITS + id.x;
-    for (var d = tid; d < HEAD_DIM; d += WG) {
-      var sum = 0.0;
-      for (var i = 0u; i < n_subgroups; i++) {
-        sum += outputs[i * HEAD_DIM + d];
-      }
-      y[stored * HEAD_DIM + d] = sum;
-    }
-    if (tid == WG - 1u - $hu) {
-      var sum = 0.0;
-      for (var i = 0u; i < n_subgroups; i++) {
-        sum += parts[$h][i].y * exp(parts[$h][i].x - all);
-      }
-      weights[stored] = vec2<f32>(all, sum);
-    }
-    workgroupBarrier();
   }
 #endfor
 }
+
+fn load_group(heads: u32, group: u32) -> Group {
+  return Group(x[heads + 2u * group], x[heads + 2u * group + 1u]);
+}
+#if ROPE
+
+fn store_key(i: u32, key: Kv8) {
+#if KV == f32
+  keys[2u * i] = key.low;
+  keys[2u * i + 1u] = key.high;
+#else
+  keys[i] = key;
+#endif
+}
+
+fn store_value(i: u32, value: Kv8) {
+#if KV == f32
+  values[2u * i] = value.low;
+  values[2u * i + 1u] = value.high;
+#else
+  values[i] = value;
+#endif
+}
+#if NORM
+
+fn squared(group: Group) -> f32 {
+  return dot(group.low, group.low) + dot(group.high, group.high);
+}
+
+fn q_weight(i: u32) -> Group {
+  return Group(q_norm[2u * i], q_norm[2u * i + 1u]);
+}
+
+fn k_weight(i: u32) -> Group {
+  return Group(k_norm[2u * i], k_norm[2u * i + 1u]);
+}
+#endif
+#endif

@@ -1,52 +1,90 @@
-// The splits of attention joined: a sum weighted by exp(max of the split - max of all).
-#include "reduce.wgsl"
+// The splits of attention joined: a sum weighted by 2^(max of the split - max of all).
+//
+// One chain of loads: the first AT_ONCE splits are read, with what is left there from other steps,
+// while the row's position is, which says how many there are. QUANTIZE: the result goes out as int8.
 #include "step.wgsl"
 #include "attention_range.wgsl"
 #include "attention_split.wgsl"
-// @param HEAD_DIM u32
+#include "quantize_block.wgsl"
+// @param WG u32
+// @param N_HEADS u32
+// @param AT_ONCE u32             splits whose loads are in flight together: divides STORED_SPLITS
 // @param Y_STRIDE u32
 @group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> x: array<f32>;              // [row][head][split][HEAD_DIM]
-@group(0) @binding(2) var<storage, read> weights: array<vec2<f32>>;  // (max, sum) of each split
-@group(0) @binding(3) var<storage, read_write> y: array<f32>;
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // see attention_split.wgsl
+#if QUANTIZE
+@group(0) @binding(2) var<storage, read_write> x_int8: array<u32>;
+@group(0) @binding(3) var<storage, read_write> x_int8_scales: array<f32>;
 
-var<workgroup> factors: array<f32, STORED_SPLITS>;
+var<workgroup> magnitudes: array<u32, WG>;
+#else
+@group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;
+#endif
 
-// grid (heads, rows)
+const VALUES = N_HEADS * (HEAD_DIM / 4u);  // of a row, as vec4<f32>
+const LOWEST = -3.0e38;
+
+// grid (vec4s of a row / WG, rows)
 @compute @workgroup_size(WG)
-fn main(
-  @builtin(workgroup_id) id: vec3<u32>,
-  @builtin(num_workgroups) size: vec3<u32>,
-  me: Invocation,
-) {
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+  let i = min(id.x * WG + tid, VALUES - 1u);
+  let first = stored_head(id.y, N_HEADS, i / (HEAD_DIM / 4u));
+  let d = i % (HEAD_DIM / 4u);
+#for j in 0..AT_ONCE / 2
+  var weights$j = x[first + $ju];
+#endfor
+#for j in 0..AT_ONCE
+  var x$j = x[stored_output(first, $ju) + d];
+#endfor
   let position = step.rows[id.y].position;
   let positions = position + 1u - first_position(position);
   let length = split_length(positions);
   let n_splits = (positions + length - 1u) / length;
-  let first = (id.y * size.x + id.x) * STORED_SPLITS;
-  var most = weights[first].x;
-  for (var i = me.index; i < n_splits; i += WG) {
-    most = max(most, weights[first + i].x);
-  }
-  most = workgroup_max(most, me);
+  var most = LOWEST;
   var total = 0.0;
-  for (var i = me.index; i < n_splits; i += WG) {
-    let factor = exp(weights[first + i].x - most);
-    factors[i] = factor;
-    total += factor * weights[first + i].y;
-  }
-  total = workgroup_add(total, me);  // its barriers also publish the factors
-  for (var d = me.index; d < HEAD_DIM; d += WG) {
-    var sum = vec4<f32>();
-    for (var i = 0u; i < n_splits; i += 4u) {  // four loads in flight
-#for j in 0..4
-      let split$j = min(i + $ju, n_splits - 1u);
-      let x$j = x[(first + split$j) * HEAD_DIM + d];
+  var sum = vec4<f32>();
+  for (var base = 0u; base < n_splits; base += AT_ONCE) {
+#if STORED_SPLITS > AT_ONCE
+    if (base > 0u) {
+#for j in 0..AT_ONCE / 2
+      weights$j = x[first + base / 2u + $ju];
 #endfor
-#for j in 0..4
-      sum[$j] += select(0.0, x$j * factors[split$j], i + $ju < n_splits);
+#for j in 0..AT_ONCE
+      x$j = x[stored_output(first, base + $ju) + d];
 #endfor
     }
-    y[id.y * Y_STRIDE + id.x * HEAD_DIM + d] = (sum.x + sum.y + sum.z + sum.w) / total;
+#endif
+    let before = most;
+#for j in 0..AT_ONCE
+    let most$j = select(LOWEST, weights$($j / 2)[$($j % 2 * 2)], base + $ju < n_splits);
+    most = max(most, most$j);
+#endfor
+    let rescale = exp2(before - most);
+    total *= rescale;
+    sum *= rescale;
+#for j in 0..AT_ONCE
+    let factor$j = exp2(most$j - most);
+    if (base + $ju < n_splits) {  // not what was left there
+      total += factor$j * weights$($j / 2)[$($j % 2 * 2 + 1)];
+      sum += factor$j * x$j;
+    }
+#endfor
   }
+  let value = sum / total;
+#if QUANTIZE
+  magnitudes[tid] = magnitude(value);
+  workgroupBarrier();
+  var block_most = 0u;
+#for j in 0..8
+  block_most = max(block_most, magnitudes[tid / 8u * 8u + $ju]);
+#endfor
+  if (id.x * WG + tid < VALUES) {
+    store_int8(id.y, VALUES / 8u, i / 8u, i % 8u, value, block_most);
+    if (i % 8u == 0u) {
+      store_scale(id.y, VALUES / 8u, i / 8u, block_most, 0.0);
+    }
+  }
+#else
+  y[id.y * (Y_STRIDE / 4u) + i] = value;
+#endif
 }

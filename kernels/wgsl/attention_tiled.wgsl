@@ -1,5 +1,13 @@
-// Attention of many rows (prefill): 64 queries against tiles of 32 positions with an online softmax,
-// so that the score matrix is never written (FlashAttention, Dao et al. 2022).
+// Attention of many rows (prefill): tiles of queries of one head against tiles of positions, with an
+// online softmax, so that the score matrix is never written (FlashAttention, Dao et al. 2022).
+//
+// For each tile two products as in matmul.wgsl. S = Q K^T, in slices of DEPTH dimensions, leaves
+// M_TILE x N_TILE scores in the registers of an invocation. Their exponentials go through workgroup
+// memory, and O += P V, in slices of V_DEPTH positions, adds to M_TILE x D_TILE vec4 in registers, of
+// the same rows: so nobody has to ask for a row's scale, and only its maximum is exchanged.
+//
+// The next slice is in flight while one is used, across both products: a barrier per slice and one
+// more per tile. Rows of Q, K and P have odd strides of 16 bytes against bank conflicts.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
@@ -9,7 +17,13 @@
 // @param Q_STRIDE u32
 // @param Q_OFFSET u32
 // @param Y_STRIDE u32
-// @param ROWS_PER_LANE u32       rows of 64 that an invocation sums: as HEAD_DIM asks
+// @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
+// @param N_SIZE u32              and along the positions: a multiple of 8
+// @param M_TILE u32              rows per invocation
+// @param N_TILE u32              positions per invocation: a multiple of 4
+// @param DEPTH u32               dimensions of a slice of Q and K: a multiple of 8, divides HEAD_DIM
+// @param V_DEPTH u32             positions of a slice of V: a multiple of 4, divides a tile's
+// @param DOUBLE bool             two buffers of slices: one barrier per slice, not two
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
@@ -17,135 +31,314 @@
 @group(0) @binding(4) var<storage, read> values: array<vec4<u32>>;
 @group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;
 
-const ROWS = 64u;
-const COLUMNS = 32u;
-const WG = 256u;
-const CHUNKS = HEAD_DIM / 8u;
-const LANES = min(ROWS, WG / CHUNKS);               // rows at once in the weighted sum
-const STRIDE = COLUMNS + 1u;                        // odd: no bank conflicts
+const SIZE = M_SIZE * N_SIZE;
+const ROWS = M_SIZE * M_TILE;
+const COLUMNS = N_SIZE * N_TILE;          // positions of a tile: they lie in one page
+const SLICES = HEAD_DIM / DEPTH;
+const V_SLICES = COLUMNS / V_DEPTH;
+const STRIDE = DEPTH / 4u + 1u;
+const P_STRIDE = COLUMNS / 4u + 1u;
+const BUFFER = max((ROWS + COLUMNS) * STRIDE, V_DEPTH * HEAD_DIM / 4u);
 const LOWEST = -3.0e38;
+const LOG2_E = 1.44269504;                // the GPU's exponential is of base two
+// What an invocation loads of each slice, and its share of a row's dimensions in vec4.
+#let Q_LOADS = (M_SIZE * M_TILE * DEPTH / 4 + M_SIZE * N_SIZE - 1) / (M_SIZE * N_SIZE)
+#let K_LOADS = (N_SIZE * N_TILE * DEPTH / 8 + M_SIZE * N_SIZE - 1) / (M_SIZE * N_SIZE)
+#let V_LOADS = (V_DEPTH * HEAD_DIM / 8 + M_SIZE * N_SIZE - 1) / (M_SIZE * N_SIZE)
+#let D_TILE = (HEAD_DIM / 4 + N_SIZE - 1) / N_SIZE
 
-var<workgroup> scores: array<f32, ROWS * STRIDE>;
-var<workgroup> partial: array<array<f32, 4>, ROWS>;
-var<workgroup> rescale: array<f32, ROWS>;
+var<workgroup> slices: array<vec4<f32>, $(1 + DOUBLE)u * BUFFER>;  // of Q and K, or of V
+var<workgroup> weights: array<vec4<f32>, ROWS * P_STRIDE>;         // P
+var<workgroup> exchange: array<vec4<f32>, ROWS * N_SIZE / 4u>;     // a value of each invocation's rows
 
-// grid (rows / 64, heads)
-@compute @workgroup_size(WG)
-fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-  let first_row = id.x * ROWS;
+struct Task {  // of a workgroup
+  first_row: u32,
+  last_row: u32,
+  head: u32,
+  end: u32,  // of the positions
+}
+
+struct Tile {
+  base: u32,  // its first position
+  slot: u32,  // and where that lies
+}
+
+struct SliceOfQK {
+#for l in 0..Q_LOADS
+  q$l: vec4<f32>,
+#endfor
+#for l in 0..K_LOADS
+  k$l: Kv8,
+#endfor
+}
+
+struct SliceOfV {
+#for l in 0..V_LOADS
+  v$l: Kv8,
+#endfor
+}
+
+fn load_qk(task: Task, tile: Tile, slice: u32, tid: u32) -> SliceOfQK {
+  var loaded: SliceOfQK;
+#for l in 0..Q_LOADS
+  let q_row$l = min(task.first_row + (tid + $lu * SIZE) / (DEPTH / 4u), task.last_row);
+  let q_from$l = (q_row$l * Q_STRIDE + Q_OFFSET + task.head * HEAD_DIM + slice * DEPTH) / 4u;
+  loaded.q$l = q[q_from$l + (tid + $lu * SIZE) % (DEPTH / 4u)];
+#endfor
+#for l in 0..K_LOADS
+  // An invocation's N_TILE columns, which are N_SIZE apart in the slice, are four positions in a row
+  // (and four more): so its weights are vec4.
+  let column$l = (tid + $lu * SIZE) / (DEPTH / 8u) % COLUMNS;
+  let j$l = column$l / N_SIZE;
+  let place$l = tile.base + (j$l / 4u * N_SIZE + column$l % N_SIZE) * 4u + j$l % 4u;
+  let k_slot$l = tile.slot + min(place$l, task.end - 1u) - tile.base;
+  loaded.k$l = load_key(
+    kv_index(task.head / GROUP, k_slot$l) + slice * (DEPTH / 8u)
+      + (tid + $lu * SIZE) % (DEPTH / 8u));
+#endfor
+  return loaded;
+}
+
+fn store_qk(buffer: u32, loaded: SliceOfQK, tid: u32) {
+#for l in 0..Q_LOADS
+#if ($l + 1) * M_SIZE * N_SIZE > M_SIZE * M_TILE * DEPTH / 4
+  if (tid + $lu * SIZE < ROWS * DEPTH / 4u)
+#endif
+  {
+    let i = tid + $lu * SIZE;
+    slices[buffer + i / (DEPTH / 4u) * STRIDE + i % (DEPTH / 4u)] = loaded.q$l;
+  }
+#endfor
+#for l in 0..K_LOADS
+#if ($l + 1) * M_SIZE * N_SIZE > N_SIZE * N_TILE * DEPTH / 8
+  if (tid + $lu * SIZE < COLUMNS * DEPTH / 8u)
+#endif
+  {
+    let i = tid + $lu * SIZE;
+    let out = buffer + (ROWS + i / (DEPTH / 8u)) * STRIDE + i % (DEPTH / 8u) * 2u;
+    slices[out] = kv_low(loaded.k$l);
+    slices[out + 1u] = kv_high(loaded.k$l);
+  }
+#endfor
+}
+
+fn load_v(task: Task, tile: Tile, slice: u32, tid: u32) -> SliceOfV {
+  var loaded: SliceOfV;
+#for l in 0..V_LOADS
+  let row$l = min((tid + $lu * SIZE) / (HEAD_DIM / 8u), V_DEPTH - 1u);
+  // What lies beyond the end may be anything; its weight is zero.
+  let place$l = min(tile.base + slice * V_DEPTH + row$l, task.end - 1u);
+  loaded.v$l = load_value(
+    kv_index(task.head / GROUP, tile.slot + place$l - tile.base)
+      + (tid + $lu * SIZE) % (HEAD_DIM / 8u));
+#endfor
+  return loaded;
+}
+
+// A row of the slice: the low halves of all groups of eight dimensions, then the high ones.
+fn store_v(buffer: u32, loaded: SliceOfV, tid: u32) {
+#for l in 0..V_LOADS
+#if ($l + 1) * M_SIZE * N_SIZE > V_DEPTH * HEAD_DIM / 8
+  if (tid + $lu * SIZE < V_DEPTH * HEAD_DIM / 8u)
+#endif
+  {
+    let i = tid + $lu * SIZE;
+    let out = buffer + i / (HEAD_DIM / 8u) * (HEAD_DIM / 4u) + i % (HEAD_DIM / 8u);
+    slices[out] = kv_low(loaded.v$l);
+    slices[out + HEAD_DIM / 8u] = kv_high(loaded.v$l);
+  }
+#endfor
+}
+
+// grid (heads, rows / ROWS)
+@compute @workgroup_size(SIZE)
+fn main(
+  @builtin(workgroup_id) id: vec3<u32>,
+  @builtin(num_workgroups) size: vec3<u32>,
+  @builtin(local_invocation_index) tid: u32,
+) {
+  // The last rows attend to the most positions: they start first.
+  let first_row = (size.y - 1u - id.y) * ROWS;
   let last_row = min(first_row + ROWS, step.n_rows) - 1u;
   let sequence = step.rows[first_row].sequence;
-  let kv_head = id.y / GROUP;
+  let first_place = step.rows[first_row].position;
+  let last_place = step.rows[last_row].position;
+  let task = Task(first_row, last_row, id.x, last_place + 1u);
 
-  // scores: an invocation has four rows and two positions
-  let tile_row = first_row + tid / 16u * 4u;
-  let column = tid % 16u;
-#for i in 0..4
-  let row$i = min(tile_row + $iu, last_row);
-  let position$i = step.rows[row$i].position;
-  let q$i = (row$i * Q_STRIDE + Q_OFFSET + id.y * HEAD_DIM) / 4u;
+  // Neighbouring invocations go along a Z curve, so that they share what they load.
+  let lane = tid % 32u;
+  let part = tid / 32u;  // of 4 by 8 invocations
+  let tx = part % (N_SIZE / 8u) * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
+  let ty = part / (N_SIZE / 8u) * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
+
+#for i in 0..M_TILE
+  let position$i = step.rows[min(first_row + ty + $iu * M_SIZE, last_row)].position;
+  var most$i = LOWEST;
+  var sum$i = 0.0;  // of the invocation's own weights
+#for j in 0..D_TILE
+  var o$i_$j = vec4<f32>();
 #endfor
-
-  // softmax: four invocations share a row
-  let softmax_row = tid / 4u;
-  let quarter = tid % 4u;
-  var most = LOWEST;
-  var sum = 0.0;
-
-  // weighted sum: an invocation has eight dimensions of ROWS_PER_LANE rows
-  let chunk = tid % CHUNKS;
-  let lane = tid / CHUNKS;
-#for r in 0..ROWS_PER_LANE
-  var o$r_low = vec4<f32>();
-  var o$r_high = vec4<f32>();
+#endfor
+#for j in 0..D_TILE
+  let d$j = min(tx + $ju * N_SIZE, HEAD_DIM / 4u - 1u);
 #endfor
 
-  let end = step.rows[last_row].position + 1u;
-  let begin = first_position(step.rows[first_row].position) / COLUMNS * COLUMNS;
-  for (var base = begin; base < end; base += COLUMNS) {
-#for j in 0..2
-    let place$j = base + column + $ju * 16u;
-    let k$j = kv_index(kv_head, kv_slot(sequence, min(place$j, end - 1u)));
-#endfor
-#for i in 0..4
-#for j in 0..2
-    var s$i$j = 0.0;
-#endfor
-#endfor
-    for (var c = 0u; c < CHUNKS; c++) {
-#for j in 0..2
-      let key$j = load_key(k$j + c);
-      let low$j = kv_low(key$j);
-      let high$j = kv_high(key$j);
-#endfor
-#for i in 0..4
-      let a$i = q[q$i + 2u * c];
-      let b$i = q[q$i + 2u * c + 1u];
-#for j in 0..2
-      s$i$j += dot(a$i, low$j) + dot(b$i, high$j);
-#endfor
-#endfor
-    }
-    workgroupBarrier();  // the last tile's scores have been used
-#for i in 0..4
-#for j in 0..2
-    scores[(tid / 16u * 4u + $iu) * STRIDE + column + $ju * 16u] = select(
-      LOWEST, SCALE * s$i$j, place$j <= position$i && place$j >= first_position(position$i));
-#endfor
-#endfor
-    workgroupBarrier();
+  var buffer = 0u;
+  let begin = first_position(first_place) / COLUMNS * COLUMNS;
+  var tile = Tile(begin, kv_slot(sequence, begin));
+  var qk = load_qk(task, tile, 0u, tid);
+  store_qk(buffer, qk, tid);
+  workgroupBarrier();
+  loop {
+    let next = Tile(
+      tile.base + COLUMNS, kv_slot(sequence, min(tile.base + COLUMNS, last_place)));
+    var v: SliceOfV;
 
-    let mine = softmax_row * STRIDE + quarter * 8u;
-    var tile_max = scores[mine];
-    for (var i = 1u; i < 8u; i++) {
-      tile_max = max(tile_max, scores[mine + i]);
-    }
-    partial[softmax_row][quarter] = tile_max;
-    workgroupBarrier();
-    let before = most;
-    for (var i = 0u; i < 4u; i++) {
-      most = max(most, partial[softmax_row][i]);
-    }
-    let factor = exp(before - most);
-    sum *= factor;
-    for (var i = 0u; i < 8u; i++) {
-      let p = exp(scores[mine + i] - most);
-      scores[mine + i] = p;
-      sum += p;
-    }
-    if (quarter == 0u) {
-      rescale[softmax_row] = factor;
-    }
-    workgroupBarrier();
-
-    if (lane < LANES) {
-#for r in 0..ROWS_PER_LANE
-      let tile_row$r = min(lane + $ru * LANES, ROWS - 1u);
-      o$r_low *= rescale[tile_row$r];
-      o$r_high *= rescale[tile_row$r];
+    // S = Q K^T
+#for i in 0..M_TILE
+#for j in 0..N_TILE
+    var s$i_$j = 0.0;
 #endfor
-      for (var i = 0u; i < min(COLUMNS, end - base); i++) {
-        let value = load_value(kv_index(kv_head, kv_slot(sequence, base + i)) + chunk);
-        let low = kv_low(value);
-        let high = kv_high(value);
-#for r in 0..ROWS_PER_LANE
-        o$r_low += scores[tile_row$r * STRIDE + i] * low;
-        o$r_high += scores[tile_row$r * STRIDE + i] * high;
 #endfor
+    for (var slice = 0u; slice < SLICES; slice++) {
+      if (slice + 1u < SLICES) {
+        qk = load_qk(task, tile, slice + 1u, tid);
+      } else {
+        v = load_v(task, tile, 0u, tid);
+      }
+      let a = buffer + ty * STRIDE;
+      let b = buffer + (ROWS + tx) * STRIDE;
+#for k in 0..DEPTH / 4
+#for j in 0..N_TILE
+      let b$k_$j = slices[b + $ju * N_SIZE * STRIDE + $ku];
+#endfor
+#for i in 0..M_TILE
+      let a$k_$i = slices[a + $iu * M_SIZE * STRIDE + $ku];
+#for j in 0..N_TILE
+      s$i_$j = fma(a$k_$i.x, b$k_$j.x, s$i_$j);
+      s$i_$j = fma(a$k_$i.y, b$k_$j.y, s$i_$j);
+      s$i_$j = fma(a$k_$i.z, b$k_$j.z, s$i_$j);
+      s$i_$j = fma(a$k_$i.w, b$k_$j.w, s$i_$j);
+#endfor
+#endfor
+#endfor
+#if DOUBLE
+      buffer = BUFFER - buffer;
+#else
+      workgroupBarrier();
+#endif
+      if (slice + 1u < SLICES) {
+        store_qk(buffer, qk, tid);
+        workgroupBarrier();
       }
     }
+    store_v(buffer, v, tid);
+
+    // The maximum of each row, of all invocations that have scores of it.
+#for i in 0..M_TILE
+#for j in 0..N_TILE
+    s$i_$j *= SCALE * LOG2_E;
+#endfor
+#endfor
+    if (tile.base + COLUMNS > first_place + 1u || tile.base < first_position(last_place)) {
+#for j in 0..N_TILE
+      let place$j = tile.base + ($($j / 4)u * N_SIZE + tx) * 4u + $($j % 4)u;
+#for i in 0..M_TILE
+      s$i_$j = select(
+        LOWEST, s$i_$j, place$j <= position$i && place$j >= first_position(position$i));
+#endfor
+#endfor
+    }
+#for i in 0..M_TILE
+    var tile_most$i = s$i_0;
+#for j in 1..N_TILE
+    tile_most$i = max(tile_most$i, s$i_$j);
+#endfor
+    exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + tx / 4u][tx % 4u] = tile_most$i;
+#endfor
+    workgroupBarrier();
+
+    // P = exp(S - maximum)
+#for i in 0..M_TILE
+    let before$i = most$i;
+#for n in 0..N_SIZE / 4
+    let others$i_$n = exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + $nu];
+    most$i = max(most$i, max(max(others$i_$n.x, others$i_$n.y), max(others$i_$n.z, others$i_$n.w)));
+#endfor
+    let factor$i = exp2(before$i - most$i);
+    sum$i *= factor$i;
+#for j in 0..D_TILE
+    o$i_$j *= factor$i;
+#endfor
+#for j in 0..N_TILE
+    s$i_$j = exp2(s$i_$j - most$i);
+    sum$i += s$i_$j;
+#endfor
+#for g in 0..N_TILE / 4
+    weights[(ty + $iu * M_SIZE) * P_STRIDE + tx + $gu * N_SIZE] = vec4<f32>(
+      s$i_$($g * 4), s$i_$($g * 4 + 1), s$i_$($g * 4 + 2), s$i_$($g * 4 + 3));
+#endfor
+#endfor
+    workgroupBarrier();
+
+    // O += P V
+    for (var slice = 0u; slice < V_SLICES; slice++) {
+      if (slice + 1u < V_SLICES) {
+        v = load_v(task, tile, slice + 1u, tid);
+      } else if (next.base < task.end) {
+        qk = load_qk(task, next, 0u, tid);
+      }
+      let p = ty * P_STRIDE + slice * (V_DEPTH / 4u);
+#for k in 0..V_DEPTH / 4
+#for j in 0..D_TILE
+#for c in 0..4
+      let v$k_$c_$j = slices[buffer + $($k * 4 + $c)u * (HEAD_DIM / 4u) + d$j];
+#endfor
+#endfor
+#for i in 0..M_TILE
+      let p$k_$i = weights[p + $iu * M_SIZE * P_STRIDE + $ku];
+#for j in 0..D_TILE
+      o$i_$j = fma(vec4<f32>(p$k_$i.x), v$k_0_$j, o$i_$j);
+      o$i_$j = fma(vec4<f32>(p$k_$i.y), v$k_1_$j, o$i_$j);
+      o$i_$j = fma(vec4<f32>(p$k_$i.z), v$k_2_$j, o$i_$j);
+      o$i_$j = fma(vec4<f32>(p$k_$i.w), v$k_3_$j, o$i_$j);
+#endfor
+#endfor
+#endfor
+#if DOUBLE
+      buffer = BUFFER - buffer;
+#else
+      workgroupBarrier();
+#endif
+      if (slice + 1u < V_SLICES) {
+        store_v(buffer, v, tid);
+        workgroupBarrier();
+      }
+    }
+    if (next.base >= task.end) {
+      break;
+    }
+    store_qk(buffer, qk, tid);
+    workgroupBarrier();
+    tile = next;
   }
 
-  partial[softmax_row][quarter] = sum;
+#for i in 0..M_TILE
+  exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + tx / 4u][tx % 4u] = sum$i;
+#endfor
   workgroupBarrier();
-#for r in 0..ROWS_PER_LANE
-  let out_row$r = lane + $ru * LANES;
-  if (lane < LANES && out_row$r < ROWS && first_row + out_row$r <= last_row) {
-    let sums = partial[out_row$r];
-    let inverse = 1.0 / (sums[0] + sums[1] + sums[2] + sums[3]);
-    let out = ((first_row + out_row$r) * Y_STRIDE + id.y * HEAD_DIM) / 4u + 2u * chunk;
-    y[out] = inverse * o$r_low;
-    y[out + 1u] = inverse * o$r_high;
+#for i in 0..M_TILE
+  var total$i = 0.0;
+#for n in 0..N_SIZE / 4
+  total$i += dot(exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + $nu], vec4<f32>(1.0));
+#endfor
+  if (first_row + ty + $iu * M_SIZE <= last_row) {
+    let out = ((first_row + ty + $iu * M_SIZE) * Y_STRIDE + id.x * HEAD_DIM) / 4u;
+#for j in 0..D_TILE
+    if (tx + $ju * N_SIZE < HEAD_DIM / 4u) {
+      y[out + d$j % (HEAD_DIM / 8u) * 2u + d$j / (HEAD_DIM / 8u)] = o$i_$j / total$i;
+    }
+#endfor
   }
 #endfor
 }

@@ -5,11 +5,48 @@
 // @param START u32
 // @param SHARD_ROWS u32
 // @param SCALE f32
+#let QUANTIZED = WEIGHT == q8 or WEIGHT == q4
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> weight: array<vec4<u32>>;
+#if QUANTIZED
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+@group(0) @binding(3) var<storage, read_write> y: array<vec4<f32>>;  // [rows][WIDTH]
+#else
 @group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;  // [rows][WIDTH]
+#endif
 
 const GROUPS = (WIDTH + 7u) / 8u;
+#if QUANTIZED
+const BLOCKS = (WIDTH + 31u) / 32u;
+const SCALE_WORDS = (BLOCKS + 7u) / 8u * 4u;  // of a row
+
+// Eight values of a row, as kernels/tensor.py describes.
+fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
+  let block = group / 4u;
+  let half = group % 4u / 2u;  // of the block
+  let pair = vec2<u32>(0u, 1u) + group % 2u * 2u;
+#if WEIGHT == q4
+  let unit = weight[row * BLOCKS + block];
+  let left = select(4u, 0u, half == 1u);  // moves the nibbles to the upper halves of bytes
+  let words = (vec2<u32>(unit[pair.x], unit[pair.y]) << vec2<u32>(left)) & vec2<u32>(0xf0f0f0f0u);
+  let unit_scale = 0.0625;
+#else
+  let unit = weight[(row * 2u + half) * BLOCKS + block];
+  let words = vec2<u32>(unit[pair.x], unit[pair.y]);
+  let unit_scale = 1.0;
+#endif
+  let both = unpack2x16float(scales[row * SCALE_WORDS + block / 2u]);
+  let scale = unit_scale * select(both.x, both.y, block % 2u == 1u);
+  return array<vec4<f32>, 2>(
+    scale * vec4<f32>(unpack4xI8(words.x)), scale * vec4<f32>(unpack4xI8(words.y)));
+}
+#else
+
+fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
+  let w = load8(row * GROUPS + group);
+  return array<vec4<f32>, 2>(low4(w), high4(w));
+}
+#endif
 
 // grid (groups of eight / 64, rows)
 @compute @workgroup_size(64)
@@ -18,8 +55,8 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   if (id.x >= GROUPS || token < START || token >= START + SHARD_ROWS) {
     return;
   }
-  let w = load8((token - START) * GROUPS + id.x);
+  let w = load_group(token - START, id.x);
   let out = (id.y * GROUPS + id.x) * 2u;
-  y[out] = SCALE * low4(w);
-  y[out + 1u] = SCALE * high4(w);
+  y[out] = SCALE * w[0];
+  y[out + 1u] = SCALE * w[1];
 }

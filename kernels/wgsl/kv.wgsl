@@ -1,15 +1,22 @@
-// Where the keys and values of a position lie: [kv head][slot][dimension], in f32 or f16.
-// The page table maps a sequence's positions to slots; a page holds PAGE of them.
+// Where the keys and values of a position lie: [slot][kv head][dimension], in f32 or f16: a
+// short context takes few pages of memory, whose addresses the GPU finds faster.
+// The page table maps a sequence's positions to slots; a page holds PAGE of them. Not PAGED: all pages
+// lie in their order, and nothing has to wait for the table to come from memory.
 // @param KV f32|f16
 // @param HEAD_DIM u32
-// @param KV_SLOTS u32            slots of the cache in all
+// @param KV_HEADS u32
 // @param PAGE u32
 // @param PAGES_PER_SEQUENCE u32
+// @param PAGED bool
 fn kv_slot(sequence: u32, position: u32) -> u32 {
+#if not PAGED
+  return sequence * (PAGES_PER_SEQUENCE * PAGE) + position;
+#else
   return pages[sequence * PAGES_PER_SEQUENCE + position / PAGE] * PAGE + position % PAGE;
+#endif
 }
 
 // The index of a head's first group of eight dimensions at a slot.
 fn kv_index(kv_head: u32, slot: u32) -> u32 {
-  return (kv_head * KV_SLOTS + slot) * (HEAD_DIM / 8u);
+  return (slot * KV_HEADS + kv_head) * (HEAD_DIM / 8u);
 }

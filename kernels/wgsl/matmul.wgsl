@@ -1,16 +1,22 @@
 // y = x W^T for many rows of x (prefill): tiles of x and W go through workgroup memory, and each
-// invocation keeps M_TILE x N_TILE outputs in registers. f32 arithmetic.
+// invocation keeps M_TILE x N_TILE products in registers. f32 arithmetic.
+//
+// GATED: W holds gate rows, then up rows, and y = silu(gate) * up. BIAS is added to the products,
+// RESIDUAL to y.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
 #include "weight.wgsl"
 // @param K u32                   columns of W
-// @param N u32                   rows of this shard of W
+// @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
-// @param M_TILE u32              rows per invocation: a workgroup has 16 times that
-// @param N_TILE u32              outputs per invocation: likewise
+// @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
+// @param N_SIZE u32              and along W's rows: a multiple of 8
+// @param M_TILE u32              rows per invocation, a multiple of N_SIZE / 4
+// @param N_TILE u32              rows of W per invocation, even with GATED
 // @param DOUBLE bool             two buffers of workgroup memory: one barrier per tile, not two
+// @param GATED bool
 // @param BIAS bool
 // @param RESIDUAL bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
@@ -24,11 +30,16 @@
 #endif
 
 const GROUPS = (K + 7u) / 8u;
-const ROWS = 16u * M_TILE;
-const COLUMNS = 16u * N_TILE;
+const SIZE = M_SIZE * N_SIZE;
+const ROWS = M_SIZE * M_TILE;
+const COLUMNS = N_SIZE * N_TILE;
+const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 5u;  // 16 columns are 4 elements, one more against bank conflicts
 const TILES = (GROUPS + 1u) / 2u;
 const BUFFERS = $(1 + DOUBLE)u;
+// What an invocation loads of each tile: elements of x, groups of W (where all have some).
+#let X_LOADS = (4 * M_TILE + N_SIZE - 1) / N_SIZE
+#let W_LOADS = (2 * N_TILE + M_SIZE - 1) / M_SIZE
 
 var<workgroup> x_tile: array<vec4<f32>, BUFFERS * ROWS * STRIDE>;
 var<workgroup> w_tile: array<vec4<f32>, BUFFERS * COLUMNS * STRIDE>;
@@ -40,16 +51,26 @@ fn masked(value: vec4<f32>, column: u32) -> vec4<f32> {
 }
 #endif
 
-// grid (N / COLUMNS, rows / ROWS)
-@compute @workgroup_size(256)
+// The row of W that is row r of the tile: with GATED, gate rows and then the same up rows.
+fn weight_row(first_output: u32, r: u32) -> u32 {
+#if GATED
+  return min(first_output + r % OUTPUTS, N - 1u) + min(r / OUTPUTS, 1u) * N;
+#else
+  return min(first_output + r, N - 1u);
+#endif
+}
+
+// grid (N / OUTPUTS, rows / ROWS)
+@compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   let first_row = id.y * ROWS;
-  let first_output = id.x * COLUMNS;
+  let first_output = id.x * OUTPUTS;
 
   // Neighbouring invocations go along a Z curve, so that they share what they load.
   let lane = tid % 32u;
-  let tx = tid / 32u % 2u * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
-  let ty = tid / 64u * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
+  let part = tid / 32u;  // of 4 by 8 invocations
+  let tx = part % (N_SIZE / 8u) * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
+  let ty = part / (N_SIZE / 8u) * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
 
 #for i in 0..M_TILE
 #for j in 0..N_TILE
@@ -57,26 +78,26 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
 #endfor
 
-  // What this invocation loads of each tile: M_TILE / 4 elements of x, N_TILE / 8 groups of W.
-#for l in 0..M_TILE / 4
-  let x_row$l = (tid + $lu * 256u) / 4u;
+#for l in 0..X_LOADS
+  let x_row$l = (tid + $lu * SIZE) / 4u;
   let x_column$l = tid % 4u;
   let x_from$l = (first_row + x_row$l) * GROUPS * 2u + x_column$l;
   var x_next$l = vec4<f32>();
 #endfor
-  let w_row = tid / 2u;
-  let w_column = tid % 2u;
-  let loads_w = w_row < COLUMNS;
-  let w_from = min(first_output + w_row, N - 1u) * GROUPS + w_column;
-  var w_next = load8(w_from);
+#for l in 0..W_LOADS
+  let w_row$l = (tid + $lu * SIZE) / 2u;
+  let w_column$l = tid % 2u;
+  let w_from$l = weight_row(first_output, w_row$l) * GROUPS + w_column$l;
+  var w_next$l = load8(w_from$l);
 #if (K + 7) / 8 % 2 != 0
-  var w_valid = true;
+  var w_valid$l = true;
 #endif
+#endfor
 
   for (var t = 0u; t <= TILES; t++) {
     // Load tile t while tile t - 1 is in use.
     if (t < TILES) {
-#for l in 0..M_TILE / 4
+#for l in 0..X_LOADS
 #if K % 16 != 0
       x_next$l = masked(
         x[min(x_from$l + t * 4u, (first_row + x_row$l + 1u) * GROUPS * 2u - 1u)],
@@ -85,12 +106,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       x_next$l = x[x_from$l + t * 4u];
 #endif
 #endfor
+#for l in 0..W_LOADS
 #if (K + 7) / 8 % 2 != 0
-      w_valid = 2u * t + w_column < GROUPS;
-      w_next = load8(select(0u, w_from + 2u * t, w_valid));
+      w_valid$l = 2u * t + w_column$l < GROUPS;
+      w_next$l = load8(select(0u, w_from$l + 2u * t, w_valid$l));
 #else
-      w_next = load8(w_from + 2u * t);
+      w_next$l = load8(w_from$l + 2u * t);
 #endif
+#endfor
     }
     if (t > 0u) {
 #if DOUBLE
@@ -102,10 +125,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
 #for k in 0..4
 #for j in 0..N_TILE
-      let b$k_$j = w_tile[w_base + $ju * 16u * STRIDE + $ku];
+      let b$k_$j = w_tile[w_base + $ju * N_SIZE * STRIDE + $ku];
 #endfor
 #for i in 0..M_TILE
-      let a$k_$i = x_tile[x_base + $iu * 16u * STRIDE + $ku];
+      let a$k_$i = x_tile[x_base + $iu * M_SIZE * STRIDE + $ku];
 #for j in 0..N_TILE
       c$i_$j = fma(a$k_$i.x, b$k_$j.x, c$i_$j);
       c$i_$j = fma(a$k_$i.y, b$k_$j.y, c$i_$j);
@@ -126,31 +149,43 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       let x_store = 0u;
       let w_store = 0u;
 #endif
-#for l in 0..M_TILE / 4
+#for l in 0..X_LOADS
       x_tile[(x_store + x_row$l) * STRIDE + x_column$l] = x_next$l;
 #endfor
-      if (loads_w) {
-        var w_low = low4(w_next);
-        var w_high = high4(w_next);
+#for l in 0..W_LOADS
+      if (w_row$l < COLUMNS) {
+        var w_low$l = low4(w_next$l);
+        var w_high$l = high4(w_next$l);
 #if (K + 7) / 8 % 2 != 0
-        w_low = select(vec4<f32>(), w_low, w_valid);
-        w_high = select(vec4<f32>(), w_high, w_valid);
+        w_low$l = select(vec4<f32>(), w_low$l, w_valid$l);
+        w_high$l = select(vec4<f32>(), w_high$l, w_valid$l);
 #endif
-        w_tile[(w_store + w_row) * STRIDE + 2u * w_column] = w_low;
-        w_tile[(w_store + w_row) * STRIDE + 2u * w_column + 1u] = w_high;
+        w_tile[(w_store + w_row$l) * STRIDE + 2u * w_column$l] = w_low$l;
+        w_tile[(w_store + w_row$l) * STRIDE + 2u * w_column$l + 1u] = w_high$l;
       }
+#endfor
     }
     workgroupBarrier();
   }
 
 #for i in 0..M_TILE
-#for j in 0..N_TILE
-  if (first_output + tx + $ju * 16u < N) {
-    let n = START + first_output + tx + $ju * 16u;
-    let out = (first_row + ty + $iu * 16u) * Y_STRIDE + n;
+#for j in 0..N_TILE / (1 + GATED)
+  if (first_output + tx + $ju * N_SIZE < N) {
+    let n = START + first_output + tx + $ju * N_SIZE;
+    let out = (first_row + ty + $iu * M_SIZE) * Y_STRIDE + n;
+#if GATED
+    var gate = c$i_$j;
+    var up = c$i_$($j + N_TILE / 2);
+#if BIAS
+    gate += bias[n];
+    up += bias[N + n];
+#endif
+    var value = gate / (1.0 + exp(-gate)) * up;
+#else
     var value = c$i_$j;
 #if BIAS
     value += bias[n];
+#endif
 #endif
 #if RESIDUAL
     value += residual[out];

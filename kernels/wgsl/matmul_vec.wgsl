@@ -1,81 +1,159 @@
-// y = x W^T for a few rows of x: each weight is loaded once, by a workgroup that has OUTPUTS rows of
-// W and spreads their columns over its invocations.
+// y = x W^T for a few rows of x: each weight is loaded once. A workgroup consists of teams of TEAM
+// invocations; a team has OUTPUTS rows of W and spreads their columns over its invocations.
 //
 // NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
 // gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
-// rows, and y = silu(gate) * up. BIAS and RESIDUAL are added to y.
+// rows, and y = silu(gate) * up. BIAS and RESIDUAL are added to y. What the next projection wants to
+// read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y, as int8, of which
+// the workgroup's 32 outputs are a block (QUANTIZE). KEEP: y itself is needed.
 #include "reduce.wgsl"
 #include "grid.wgsl"
-#include "weight.wgsl"
-// @param K u32                   columns of W
+#include "block_float.wgsl"
+#include "block_int8.wgsl"
+#include "quantize_block.wgsl"
+#include "step.wgsl"
 // @param N u32                   outputs: rows of W, or half of them with GATED
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
 // @param ROWS u32                rows of x
-// @param OUTPUTS u32             outputs per workgroup
-// @param UNROLL u32              loads in flight per row of W
-// @param NORM bool
+// @param TEAM u32                invocations of a team: a multiple of the subgroups' size, or WG
+// @param OUTPUTS u32             outputs per team
+// @param UNROLL u32              blocks in flight per row of W
 // @param EPS f32
 // @param GATED bool
 // @param BIAS bool
 // @param RESIDUAL bool
+// @param KEEP bool
+// @param QUANTIZE bool           for one row of x, and TEAMS * OUTPUTS == 32
+// @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
+#if WEIGHT == q8 or WEIGHT == q4
+#let STEP = 4
+@group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+@group(0) @binding(3) var<storage, read> x_scales: array<f32>;
+#else
+#let STEP = 2 + NORM
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
-@group(0) @binding(2) var<storage, read_write> y: array<f32>;
-#if NORM
-@group(0) @binding(3) var<storage, read> norm_weight: array<vec4<f32>>;
+#if SCALED
+@group(0) @binding(2) var<storage, read> scaled_x: array<vec4<f32>>;
+#elif NORM
+@group(0) @binding(2) var<storage, read> norm_weight: array<vec4<f32>>;
 #endif
+#endif
+#let FIRST = STEP + 1
+@group(0) @binding($(STEP)) var<storage, read> step: Step;
 #if BIAS
-@group(0) @binding($(3 + NORM)) var<storage, read> bias: array<f32>;
+@group(0) @binding($(FIRST)) var<storage, read> bias: array<f32>;
 #endif
 #if RESIDUAL
-@group(0) @binding($(3 + NORM + BIAS)) var<storage, read> residual: array<f32>;
+@group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
+#endif
+#if KEEP
+@group(0) @binding($(FIRST + BIAS + RESIDUAL)) var<storage, read_write> y: array<f32>;
+#endif
+#let NEXT = FIRST + BIAS + RESIDUAL + KEEP
+#if QUANTIZE
+@group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
+@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<f32>;
+#elif NEXT_NORM
+@group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
+#endif
+#if NEXT_NORM
+@group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
 #endif
 
-const GROUPS = (K + 7u) / 8u;
-const W_ROWS = OUTPUTS * $(1 + GATED)u;           // rows of W per workgroup
-const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per workgroup
+const TEAMS = WG / TEAM;
+const W_ROWS = OUTPUTS * $(1 + GATED)u;           // rows of W per team
+const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per team
 #if SUBGROUPS
-const PARTS = WG / 4u;
+const PARTS = TEAM / 4u;                          // of each sum at most: no subgroup has fewer lanes
 #else
 const PARTS = 1u;
 #endif
 
-var<workgroup> partial: array<array<f32, PARTS>, VALUES>;
+var<workgroup> partial: array<array<array<f32, PARTS>, VALUES>, TEAMS>;
+#if QUANTIZE
+var<workgroup> outputs: array<vec4<f32>, 8>;      // and what is quantised of them:
+var<workgroup> scaled_outputs: array<vec4<f32>, 8>;
+#endif
 
-fn total(value: u32, parts: u32) -> f32 {
+fn total(team: u32, value: u32, parts: u32) -> f32 {
   var sum = 0.0;
   for (var i = 0u; i < parts; i++) {
-    sum += partial[value][i];
+    sum += partial[team][value][i];
   }
   return sum;
 }
-#if K % 8 != 0
 
-// Columns beyond K are padding: zero in W, anything in x.
-fn masked(value: vec4<f32>, column: u32) -> vec4<f32> {
-  return select(vec4<f32>(), value, column + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(K));
-}
-#endif
-
-// grid: linear_grid(N / OUTPUTS)
+// grid: linear_grid(N / (TEAMS * OUTPUTS))
 @compute @workgroup_size(WG)
 fn main(
   @builtin(workgroup_id) id: vec3<u32>,
   @builtin(num_workgroups) size: vec3<u32>,
   me: Invocation,
 ) {
-  let first = workgroup_index(id, size) * OUTPUTS;
+  let first = workgroup_index(id, size) * (TEAMS * OUTPUTS);
   if (first >= N) {
     return;
   }
-#for o in 0..OUTPUTS
-  let output$o = min(first + $ou, N - 1u);
-#if GATED
-  let row$(2 * $o) = output$o * GROUPS;
-  let row$(2 * $o + 1) = (output$o + N) * GROUPS;
+#if TEAM == WG
+  let team = 0u;
+  let lane = me.index;
+#if SUBGROUPS
+  let part = me.subgroup;
+  let parts = me.n_subgroups;
 #else
-  let row$o = output$o * GROUPS;
+  let part = 0u;
+  let parts = 1u;
+#endif
+#else
+  // Teams are made of whole subgroups.
+  let parts = me.n_subgroups / TEAMS;
+  let team = me.subgroup / parts;
+  let part = me.subgroup % parts;
+  let lane = part * (WG / me.n_subgroups) + me.lane;
+#endif
+
+  // One output for each of the first invocations: what is added to it is under way from the start.
+  let out_row = me.index / (TEAMS * OUTPUTS);
+  let n = first + me.index % (TEAMS * OUTPUTS);
+  // To ask whether a row has stopped also keeps the step at hand for attention.
+  let writes = out_row < ROWS && n < N && step.rows[min(out_row, ROWS - 1u)].alive != 0u;
+#if BIAS
+  var own_bias = 0.0;
+#if GATED
+  var up_bias = 0.0;
+#endif
+#endif
+#if RESIDUAL
+  var own_residual = 0.0;
+#endif
+#if NEXT_NORM
+  var own_norm = 0.0;
+#endif
+  if (writes) {
+#if BIAS
+    own_bias = bias[START + n];
+#if GATED
+    up_bias = bias[START + N + n];
+#endif
+#endif
+#if RESIDUAL
+    own_residual = residual[out_row * Y_STRIDE + START + n];
+#endif
+#if NEXT_NORM
+    own_norm = next_norm[START + n];
+#endif
+  }
+
+#for o in 0..OUTPUTS
+  let output$o = min(first + team * OUTPUTS + $ou, N - 1u);
+#if GATED
+  let row$(2 * $o) = output$o;
+  let row$(2 * $o + 1) = output$o + N;
+#else
+  let row$o = output$o;
 #endif
 #endfor
 #for m in 0..ROWS
@@ -87,36 +165,25 @@ fn main(
 #endif
 #endfor
 
-  for (var base = me.index; base < GROUPS; base += WG * UNROLL) {
+  for (var base = lane; base < BLOCKS; base += TEAM * UNROLL) {
 #for u in 0..UNROLL
-    let i$u = min(base + $uu * WG, GROUPS - 1u);
+    let i$u = min(base + $uu * TEAM, BLOCKS - 1u);
 #for r in 0..OUTPUTS * (1 + GATED)
-    let w$r_$u = load8(row$r + i$u);
+    let w$r_$u = load_block(row$r, i$u);
 #endfor
 #endfor
 #for u in 0..UNROLL
-#if NORM
-    let norm_low$u = norm_weight[2u * i$u];
-    let norm_high$u = norm_weight[2u * i$u + 1u];
-#endif
 #for m in 0..ROWS
-    var low$u_$m = x[$mu * 2u * GROUPS + 2u * i$u];
-    var high$u_$m = x[$mu * 2u * GROUPS + 2u * i$u + 1u];
-#if K % 8 != 0
-    low$u_$m = masked(low$u_$m, 8u * i$u);
-    high$u_$m = masked(high$u_$m, 8u * i$u + 4u);
-#endif
-#if (K + 7) / 8 % (WG * UNROLL) != 0
-    low$u_$m = select(vec4<f32>(), low$u_$m, base + $uu * WG < GROUPS);
-    high$u_$m = select(vec4<f32>(), high$u_$m, base + $uu * WG < GROUPS);
-#endif
+    let x$u_$m = load_activations($mu, i$u, base + $uu * TEAM < BLOCKS);
+#endfor
+#endfor
+#for u in 0..UNROLL
+#for m in 0..ROWS
 #if NORM
-    squares$m += dot(low$u_$m, low$u_$m) + dot(high$u_$m, high$u_$m);
-    low$u_$m *= norm_low$u;
-    high$u_$m *= norm_high$u;
+    squares$m += x$u_$m.squares;
 #endif
 #for r in 0..OUTPUTS * (1 + GATED)
-    sum$m_$r += dot(low4(w$r_$u), low$u_$m) + dot(high4(w$r_$u), high$u_$m);
+    sum$m_$r += multiply(w$r_$u, x$u_$m);
 #endfor
 #endfor
 #endfor
@@ -124,61 +191,83 @@ fn main(
 
 #for m in 0..ROWS
 #for r in 0..OUTPUTS * (1 + GATED)
-  keep($mu * W_ROWS + $ru, sum$m_$r, me);
+  keep(team, part, $mu * W_ROWS + $ru, sum$m_$r, me);
 #endfor
 #if NORM
-  keep(ROWS * W_ROWS + $mu, squares$m, me);
+  keep(team, part, ROWS * W_ROWS + $mu, squares$m, me);
 #endif
 #endfor
   workgroupBarrier();
 
-  for (var i = me.index; i < ROWS * OUTPUTS; i += WG) {
-    let m = i / OUTPUTS;
-    let n = first + i % OUTPUTS;
-    if (n < N) {
-#if SUBGROUPS
-      let parts = me.n_subgroups;
-#else
-      let parts = 1u;
-#endif
+  if (writes) {
+    let owner = me.index / OUTPUTS % TEAMS;  // the team that has this output
+    let place = me.index % OUTPUTS;
 #if NORM
-      let scale = inverseSqrt(total(ROWS * W_ROWS + m, parts) / f32(K) + EPS);
+    let mean = total(owner, ROWS * W_ROWS + out_row, parts) / f32(K);
+    let scale = UNIT * inverseSqrt(mean + EPS);
 #else
-      let scale = 1.0;
+    let scale = UNIT;
 #endif
 #if GATED
-      var gate = scale * total(m * W_ROWS + 2u * (i % OUTPUTS), parts);
-      var up = scale * total(m * W_ROWS + 2u * (i % OUTPUTS) + 1u, parts);
+    var gate = scale * total(owner, out_row * W_ROWS + 2u * place, parts);
+    var up = scale * total(owner, out_row * W_ROWS + 2u * place + 1u, parts);
 #if BIAS
-      gate += bias[START + n];
-      up += bias[START + N + n];
+    gate += own_bias;
+    up += up_bias;
 #endif
-      var value = gate / (1.0 + exp(-gate)) * up;
+    var value = gate / (1.0 + exp(-gate)) * up;
 #else
-      var value = scale * total(m * W_ROWS + i % OUTPUTS, parts);
+    var value = scale * total(owner, out_row * W_ROWS + place, parts);
 #if BIAS
-      value += bias[START + n];
+    value += own_bias;
 #endif
 #endif
 #if RESIDUAL
-      value += residual[m * Y_STRIDE + START + n];
+    value += own_residual;
 #endif
-      y[m * Y_STRIDE + START + n] = value;
+#if KEEP
+    y[out_row * Y_STRIDE + START + n] = value;
+#endif
+#if QUANTIZE
+    outputs[me.index / 4u][me.index % 4u] = value;
+#if NEXT_NORM
+    value *= own_norm;
+#endif
+    scaled_outputs[me.index / 4u][me.index % 4u] = value;
+#elif NEXT_NORM
+    next_x[out_row * Y_STRIDE + START + n] = value * own_norm;
+#endif
+  }
+#if QUANTIZE
+
+  workgroupBarrier();
+  if (me.index < 8u) {
+    var most = 0u;
+    var squares_out = 0.0;
+#for i in 0..8
+    most = max(most, magnitude(scaled_outputs[$i]));
+    squares_out += dot(outputs[$i], outputs[$i]);
+#endfor
+    let block = (START + first) / 32u;
+    store_int8(0u, Y_STRIDE / 32u, block, me.index, scaled_outputs[me.index], most);
+    if (me.index == 0u) {
+      store_scale(0u, Y_STRIDE / 32u, block, most, squares_out);
     }
   }
+#endif
 }
 
-// Sum a value over the workgroup, as far as it goes without waiting for the other subgroups.
-fn keep(value: u32, sum: f32, me: Invocation) {
+// Sum a value over the team, as far as it goes without waiting for the other subgroups.
+fn keep(team: u32, part: u32, value: u32, sum: f32, me: Invocation) {
 #if SUBGROUPS
-  let part = subgroupAdd(sum);
+  let whole = subgroupAdd(sum);
   if (me.lane == 0u) {
-    partial[value][me.subgroup] = part;
+    partial[team][value][part] = whole;
   }
 #else
-  let part = workgroup_add(sum, me);
+  let whole = workgroup_add(sum, me);
   if (me.index == 0u) {
-    partial[value][0] = part;
+    partial[team][value][part] = whole;
   }
 #endif
 }

@@ -1,5 +1,5 @@
 // Eight consecutive weights of the binding `weight: array<vec4<u32>>`, as stored and widened to f32.
-// @param WEIGHT f32|f16|bf16
+// @param WEIGHT f32|f16|bf16|q8|q4
 #if WEIGHT == f32
 struct Packed8 {
   low: vec4<u32>,

@@ -1,0 +1,233 @@
+// y = x W^T for many rows of x (prefill), both in int8: W is q8 or q4, x was quantised in the same
+// blocks of 32 columns (quantize_block.wgsl). Built like matmul.wgsl: tiles go through workgroup
+// memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
+//
+// Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
+// workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS and RESIDUAL
+// are as in matmul.wgsl.
+// @param WEIGHT q8|q4
+// @param K u32                   columns of W
+// @param N u32                   outputs: rows of this shard of W, or half of them with GATED
+// @param START u32               the first output that this shard holds
+// @param Y_STRIDE u32
+// @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
+// @param N_SIZE u32              and along W's rows: a multiple of 8
+// @param M_TILE u32              rows per invocation, N_SIZE at most
+// @param N_TILE u32              rows of W per invocation, M_SIZE at most; even with GATED
+// @param DOUBLE bool             two buffers of workgroup memory: one barrier per tile, not two
+// @param GATED bool
+// @param BIAS bool
+// @param RESIDUAL bool
+@group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+@group(0) @binding(3) var<storage, read> x_scales: array<f32>;
+@group(0) @binding(4) var<storage, read_write> y: array<f32>;
+#if BIAS
+@group(0) @binding(5) var<storage, read> bias: array<f32>;
+#endif
+#if RESIDUAL
+@group(0) @binding($(5 + BIAS)) var<storage, read> residual: array<f32>;
+#endif
+
+const BLOCKS = (K + 31u) / 32u;          // of a row
+const SCALES = (BLOCKS + 7u) / 8u * 4u;  // words of two scales in a row of W
+const SIZE = M_SIZE * N_SIZE;
+const ROWS = M_SIZE * M_TILE;
+const COLUMNS = N_SIZE * N_TILE;
+const OUTPUTS = COLUMNS / $(1 + GATED)u;
+const STRIDE = 3u;  // 32 columns are 2 elements, one more against bank conflicts
+const BUFFERS = $(1 + DOUBLE)u;
+#if WEIGHT == q4
+const UNIT = 0.0625;
+#let UNITS = 1
+#else
+const UNIT = 1.0;
+#let UNITS = 2
+#endif
+// Elements of 16 bytes that an invocation loads of each tile, where all have some.
+#let X_LOADS = (2 * M_TILE + N_SIZE - 1) / N_SIZE
+#let W_LOADS = (UNITS * N_TILE + M_SIZE - 1) / M_SIZE
+
+var<workgroup> x_tile: array<vec4<u32>, BUFFERS * ROWS * STRIDE>;
+var<workgroup> w_tile: array<vec4<u32>, BUFFERS * COLUMNS * STRIDE>;
+var<workgroup> x_scale_tile: array<f32, BUFFERS * ROWS>;
+var<workgroup> w_scale_tile: array<f32, BUFFERS * COLUMNS>;
+
+// The row of W that is row r of the tile: with GATED, gate rows and then the same up rows.
+fn weight_row(first_output: u32, r: u32) -> u32 {
+#if GATED
+  return min(first_output + r % OUTPUTS, N - 1u) + min(r / OUTPUTS, 1u) * N;
+#else
+  return min(first_output + r, N - 1u);
+#endif
+}
+
+// grid (N / OUTPUTS, rows / ROWS)
+@compute @workgroup_size(SIZE)
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+  let first_row = id.y * ROWS;
+  let first_output = id.x * OUTPUTS;
+
+  // Neighbouring invocations go along a Z curve, so that they share what they load.
+  let lane = tid % 32u;
+  let part = tid / 32u;  // of 4 by 8 invocations
+  let tx = part % (N_SIZE / 8u) * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
+  let ty = part / (N_SIZE / 8u) * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
+
+#for i in 0..M_TILE
+#for j in 0..N_TILE
+  var c$i_$j = 0.0;
+#endfor
+#endfor
+
+  // Where this invocation loads from and stores to. Neighbours have neighbouring rows.
+#for l in 0..X_LOADS
+  let x_half$l = (tid + $lu * SIZE) / ROWS;
+  let x_row$l = (tid + $lu * SIZE) % ROWS;
+  let x_from$l = ((first_row + x_row$l) * 2u + min(x_half$l, 1u)) * BLOCKS;
+  var x_next$l = vec4<u32>();
+#endfor
+#for l in 0..W_LOADS
+  let w_half$l = (tid + $lu * SIZE) / COLUMNS;
+  let w_row$l = (tid + $lu * SIZE) % COLUMNS;
+#if WEIGHT == q4
+  let w_from$l = weight_row(first_output, w_row$l) * BLOCKS;
+#else
+  let w_from$l = (weight_row(first_output, w_row$l) * 2u + min(w_half$l, 1u)) * BLOCKS;
+#endif
+  var w_next$l = vec4<u32>();
+#endfor
+  let x_scales_from = (first_row + tid) * 2u * BLOCKS;
+  let scales_from = weight_row(first_output, tid) * SCALES;
+  var x_scale_next = 0.0;
+  var w_scale_next = 0u;
+
+  for (var t = 0u; t <= BLOCKS; t++) {
+    // Load tile t while tile t - 1 is in use.
+    if (t < BLOCKS) {
+#for l in 0..X_LOADS
+#if 2 * M_TILE % N_SIZE != 0
+      if (x_half$l < 2u) {
+        x_next$l = x[x_from$l + t];
+      }
+#else
+      x_next$l = x[x_from$l + t];
+#endif
+#endfor
+#for l in 0..W_LOADS
+#if UNITS * N_TILE % M_SIZE != 0
+      if (w_half$l < $(UNITS)u) {
+        w_next$l = weight[w_from$l + t];
+      }
+#else
+      w_next$l = weight[w_from$l + t];
+#endif
+#endfor
+      if (tid < ROWS) {
+        x_scale_next = x_scales[x_scales_from + t];
+      }
+      if (tid < COLUMNS) {
+        w_scale_next = scales[scales_from + t / 2u];
+      }
+    }
+    if (t > 0u) {
+#if DOUBLE
+      let x_base = (t - 1u) % 2u * ROWS + ty;
+      let w_base = (t - 1u) % 2u * COLUMNS + tx;
+#else
+      let x_base = ty;
+      let w_base = tx;
+#endif
+#for j in 0..N_TILE
+      let w_low$j = w_tile[(w_base + $ju * N_SIZE) * STRIDE];
+      let w_high$j = w_tile[(w_base + $ju * N_SIZE) * STRIDE + 1u];
+      let w_scale$j = w_scale_tile[w_base + $ju * N_SIZE];
+#endfor
+#for i in 0..M_TILE
+      let x_low$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE];
+      let x_high$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE + 1u];
+      let x_scale$i = x_scale_tile[x_base + $iu * M_SIZE];
+#for j in 0..N_TILE
+      // 2^23 + 2^22 + sum, made as the bits of a float: cheaper than a conversion (|sum| < 2^22).
+      let bits$i_$j = 0x4b400000
+        + dot4I8Packed(x_low$i.x, w_low$j.x) + dot4I8Packed(x_low$i.y, w_low$j.y)
+        + dot4I8Packed(x_low$i.z, w_low$j.z) + dot4I8Packed(x_low$i.w, w_low$j.w)
+        + dot4I8Packed(x_high$i.x, w_high$j.x) + dot4I8Packed(x_high$i.y, w_high$j.y)
+        + dot4I8Packed(x_high$i.z, w_high$j.z) + dot4I8Packed(x_high$i.w, w_high$j.w);
+      c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j, c$i_$j);
+#endfor
+#endfor
+#if not DOUBLE
+      workgroupBarrier();
+#endif
+    }
+    if (t < BLOCKS) {
+#if DOUBLE
+      let x_store = t % 2u * ROWS;
+      let w_store = t % 2u * COLUMNS;
+#else
+      let x_store = 0u;
+      let w_store = 0u;
+#endif
+#for l in 0..X_LOADS
+#if 2 * M_TILE % N_SIZE != 0
+      if (x_half$l < 2u) {
+        x_tile[(x_store + x_row$l) * STRIDE + x_half$l] = x_next$l;
+      }
+#else
+      x_tile[(x_store + x_row$l) * STRIDE + x_half$l] = x_next$l;
+#endif
+#endfor
+#for l in 0..W_LOADS
+#if UNITS * N_TILE % M_SIZE != 0
+      if (w_half$l < $(UNITS)u) {
+#else
+      {
+#endif
+        let w_at$l = (w_store + w_row$l) * STRIDE;
+#if WEIGHT == q4
+        w_tile[w_at$l] = (w_next$l << vec4<u32>(4u)) & vec4<u32>(0xf0f0f0f0u);
+        w_tile[w_at$l + 1u] = w_next$l & vec4<u32>(0xf0f0f0f0u);
+#else
+        w_tile[w_at$l + w_half$l] = w_next$l;
+#endif
+      }
+#endfor
+      if (tid < ROWS) {
+        x_scale_tile[x_store + tid] = x_scale_next;
+      }
+      if (tid < COLUMNS) {
+        w_scale_tile[w_store + tid] = unpack2x16float(w_scale_next >> (t % 2u * 16u)).x;
+      }
+    }
+    workgroupBarrier();
+  }
+
+#for i in 0..M_TILE
+#for j in 0..N_TILE / (1 + GATED)
+  if (first_output + tx + $ju * N_SIZE < N) {
+    let n = START + first_output + tx + $ju * N_SIZE;
+    let out = (first_row + ty + $iu * M_SIZE) * Y_STRIDE + n;
+#if GATED
+    var gate = UNIT * c$i_$j;
+    var up = UNIT * c$i_$($j + N_TILE / 2);
+#if BIAS
+    gate += bias[n];
+    up += bias[N + n];
+#endif
+    var value = gate / (1.0 + exp(-gate)) * up;
+#else
+    var value = UNIT * c$i_$j;
+#if BIAS
+    value += bias[n];
+#endif
+#endif
+#if RESIDUAL
+    value += residual[out];
+#endif
+    y[out] = value;
+  }
+#endfor
+#endfor
+}

@@ -1,0 +1,453 @@
+"""The sweep behind kernels/tuning.py: every variant of a kernel, where a model runs it.
+
+    python scripts/tune.py --shape llama-3.1-8b                       matmul_vec, in decode
+    python scripts/tune.py --shape llama-3.1-8b --kernel matmul       in prefill
+    python scripts/tune.py --shape llama-3.2-1b --kernel attention --depth 64,4096
+    python scripts/tune.py --model demo --workgroup 64,128 --only K=64 norm
+
+The model is lowered again for every variant. All dispatches of one shape (the same projection of
+all layers) run in one compute pass between two timestamps, so that a weight comes from memory, and
+not from a cache that all of them together do not fit in. Prints the time of a dispatch in
+microseconds as it is measured, then a table for each shape; * is what tuning.py chooses now.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from infer.bench import open_engine
+from infer.bench_measure import LEAST_PASS, kernel_label, place_step
+from infer.bench_report import markdown_table
+from infer.engine import Engine
+from infer.kernels.device import Device
+from infer.kernels.errors import InferError, RequestError
+from infer.kernels.lower import Lowering, StepKind
+from infer.kernels.ops import Ops
+from infer.kernels.plan import Dispatch
+from infer.kernels.profile import profile_passes
+from infer.kernels.record import run
+from infer.kernels.shader import KernelSpec
+from infer.kernels.tensor import BLOCK, QUANTIZED
+from infer.kernels.tuning import Tuning, VecShape
+from infer.llm import DTYPES
+from infer.memory import DEFAULT_CONTEXT
+from infer.models.shapes import SHAPES
+
+# What is tried: for each kernel (a method of Tuning) the values of its variant's fields.
+TILES: dict[str, tuple[int, ...]] = {
+    "m_tile": (4, 8),
+    "n_tile": (4, 8),
+    "double": (0, 1),
+    "m_size": (8, 16),
+    "n_size": (8, 16),
+}
+GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
+    "matmul_vec": {
+        "workgroup": (32, 64, 128, 256, 512, 1024),
+        "team": (8, 16, 32, 64, 128, 256, 512),
+        "outputs": (1, 2, 4, 8),
+        "unroll": (1, 2, 4),
+    },
+    "matmul": TILES,
+    "matmul_int8": TILES,
+    "attention": {
+        "workgroup": (64, 128, 256),
+        "heads": (1, 2, 4, 8),
+        "cluster": (2, 4, 8, 16, 32),
+        "per_lane": (1, 2, 4, 8),
+        "batch": (1, 2, 4, 8),
+        "splits": (4, 8, 16, 32, 64),
+        "min_split": (32, 64, 128),
+        "max_split": (256, 1024),
+    },
+}
+PREFILL = ("matmul", "matmul_int8")  # the others are decode's
+
+
+def valid(kernel: str, variant: Any, engine: Engine) -> bool:
+    """Whether a kernel can be of that variant on this device."""
+    limits, lanes = engine.device.limits, engine.device.subgroup_size
+    if kernel == "matmul_vec":
+        split = lanes > 0 and variant.team % lanes == 0 and variant.workgroup % variant.team == 0
+        return bool(
+            variant.workgroup <= limits.max_invocations
+            and (variant.team == variant.workgroup or split)
+            and variant.outputs * variant.unroll <= 8  # registers
+        )
+    if kernel == "attention":
+        c = engine.model.config
+        return bool(
+            variant.workgroup <= limits.max_invocations
+            and variant.cluster <= lanes
+            and variant.cluster * variant.per_lane * 8 == c.head_dim
+            and c.num_attention_heads // c.num_key_value_heads % variant.heads == 0
+            and variant.heads * variant.per_lane <= 8  # registers
+            and variant.min_split <= variant.max_split
+            and variant.workgroup * variant.per_lane * 32 + 2048 <= limits.workgroup_storage
+        )
+    loads = (
+        variant.m_tile <= variant.n_size and variant.n_tile <= variant.m_size
+        if kernel == "matmul_int8"
+        else variant.m_tile % (variant.n_size // 4) == 0
+    )
+    return bool(
+        variant.m_size * variant.n_size <= limits.max_invocations
+        and variant.storage <= limits.workgroup_storage
+        and 128 % variant.rows == 0  # what activations are padded to
+        and loads
+    )
+
+
+def serves(variant: Any, *call: Any) -> bool:
+    """Whether a variant can do what one call of the rule asks for."""
+    shape = call[0]
+    return not (isinstance(shape, VecShape) and shape.quantize and variant.per_workgroup != BLOCK)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant on one shape. seconds, bytes and operations are of one dispatch. chosen: the
+    rules choose it."""
+
+    kernel: str
+    kv_len: int
+    variant: dict[str, int]
+    seconds: float
+    nbytes: float
+    flops: float
+    chosen: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The dispatches of one shape in a plan: `calls` of the kernel, which is of that variant, and
+    what belongs to each."""
+
+    label: str
+    variant: Any
+    calls: int
+    dispatches: tuple[Dispatch, ...]
+
+    @property
+    def specs(self) -> frozenset[KernelSpec]:
+        return frozenset(item.pipeline.spec for item in self.dispatches)
+
+
+class ForcedTuning(Tuning):
+    """The rules, but one kernel is of one variant wherever it can be (None: nowhere)."""
+
+    def __init__(self, device: Device, kernel: str, variant: Any) -> None:
+        super().__init__(device)
+        self.kernel = kernel
+        self.last: Any = None  # what the kernel is of that is now being emitted
+        rule = getattr(self, kernel)
+
+        def choose(*call: Any) -> Any:
+            self.last = rule(*call)
+            if self.last is not None and variant is not None and serves(variant, *call):
+                self.last = variant
+            return self.last
+
+        setattr(self, kernel, choose)
+
+
+class ForcedLowering(Lowering):
+    """Knows what variant each kernel is of."""
+
+    def __init__(self, *args: Any, tuning: ForcedTuning, **options: Any) -> None:
+        self.forced = tuning
+        self.variants: dict[KernelSpec, Any] = {}
+        super().__init__(*args, tuning=tuning, **options)
+
+    def emit(self, name: str, *args: Any, **options: Any) -> None:
+        super().emit(name, *args, **options)
+        if name == self.forced.kernel:
+            self.variants[self.kernels[-1].spec] = self.forced.last
+
+
+class Sweep:
+    """The variants of one kernel in the model of one engine.
+
+    only: words that the labels of what is measured have. values: of fields, instead of GRIDS's.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        kernel: str,
+        *,
+        only: Sequence[str] = (),
+        values: dict[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.engine, self.kernel, self.only = engine, kernel, set(only)
+        self.values = GRIDS[kernel] | (values or {})
+        self.prefill = kernel in PREFILL
+        self.rows = engine.rows["prefill"] if self.prefill else 1
+        lowering = self._lower(None)
+        rules = list(dict.fromkeys(lowering.variants.values()))
+        if not rules:
+            raise RequestError(
+                f"{engine.device.adapter.name} runs no {kernel} in this model: choose another "
+                "--kernel."
+            )
+        place_step(engine, [0] * self.rows, 0)
+        plan = lowering.place(engine.arena)
+        run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
+        self.groups = self._groups(lowering)
+        if not self.groups:
+            labels = {kernel_label(k.spec) for k in lowering.kernels if k.spec.name == kernel}
+            raise RequestError(f"No shape matches --only. There are: {'; '.join(sorted(labels))}.")
+        self.chosen = {group.label: group.specs for group in self.groups}
+        self.variants = list(dict.fromkeys([*rules, *self._candidates(rules[0])]))
+
+    def _candidates(self, like: Any) -> list[Any]:
+        """Variants in a random order, so that a sweep that ends early has seen all of the grid."""
+        names = asdict(like)
+        unknown = self.values.keys() - names.keys()
+        if unknown:
+            raise RequestError(
+                f"{type(like).__name__} has no {', '.join(sorted(unknown))}: {self.kernel} takes "
+                f"{', '.join(sorted(names))}."
+            )
+        grid = [
+            [(name, type(getattr(like, name))(value)) for value in values]
+            for name, values in self.values.items()
+        ]
+        made = (replace(like, **dict(fields)) for fields in product(*grid))
+        variants = [variant for variant in made if valid(self.kernel, variant, self.engine)]
+        random.Random(0).shuffle(variants)
+        return variants
+
+    def _lower(self, variant: Any) -> ForcedLowering:
+        """The model with this variant of the kernel everywhere, or with the rules' for None."""
+        engine = self.engine
+        ops = Ops()
+        output = engine.model.forward(ops, engine.weights, engine.rope, engine.cache.layers)
+        return ForcedLowering(
+            engine.device,
+            ops,
+            StepKind(self.rows, logits=1),
+            engine.step,
+            output=output,
+            output_buffer=engine.logits,
+            fuse=engine.options.fuse,
+            tuning=ForcedTuning(engine.device, self.kernel, variant),
+        )
+
+    def _groups(self, lowering: ForcedLowering) -> list[Group]:
+        """The dispatches of each shape in order; attention's include attention_combine's."""
+        plan = lowering.place(self.engine.arena)
+        found: dict[str, list[Dispatch]] = {}
+        calls: dict[str, int] = {}
+        variants: dict[str, Any] = {}
+        label = ""
+        for item in (*plan.body, *plan.head):
+            spec = item.pipeline.spec
+            if spec.name == self.kernel:
+                label = kernel_label(spec)
+                calls[label] = calls.get(label, 0) + 1
+                variants[label] = lowering.variants[spec]
+            elif spec.name != "attention_combine" or not label:
+                continue
+            found.setdefault(label, []).append(item)
+        return [
+            Group(label, variants[label], calls[label], tuple(items))
+            for label, items in found.items()
+            if self.only <= set(label.split())
+        ]
+
+    def compile(self, variants: Sequence[Any]) -> dict[Any, ForcedLowering | str]:
+        """The model for each of the variants, without the kernels that cannot be compiled: the
+        error for a variant of which none is left."""
+        lowered = {variant: self._lower(variant) for variant in variants}
+        specs = dict.fromkeys(k.spec for low in lowered.values() for k in low.kernels)
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            errors = {s: e for s, e in zip(specs, pool.map(self._error, specs), strict=True) if e}
+        results: dict[Any, ForcedLowering | str] = {}
+        for variant, low in lowered.items():
+            bad = [k.spec for k in low.kernels if k.spec in errors]
+            low.kernels = [k for k in low.kernels if k.spec not in errors]
+            left = any(k.spec.name == self.kernel for k in low.kernels)
+            results[variant] = low if left else errors[bad[0]] if bad else "does not run"
+        return results
+
+    def _error(self, spec: KernelSpec) -> str:
+        try:
+            self.engine.device.pipeline(spec)
+        except InferError as error:
+            return str(error)
+        return ""
+
+    def measure(
+        self, lowering: ForcedLowering, kv_len: int, repeats: int, done: set[Any]
+    ) -> list[Result]:
+        """A result for each shape, but for kernels that are in `done`, and add them to it."""
+        groups = [g for g in self._groups(lowering) if (g.label, kv_len, g.specs) not in done]
+        done.update((g.label, kv_len, g.specs) for g in groups)
+        place_step(self.engine, [0] * self.rows, kv_len - self.rows)
+        seconds = profile_passes(
+            self.engine.device,
+            [group.dispatches for group in groups],
+            self.rows,
+            kv_len,
+            repeats,
+            least_seconds=LEAST_PASS,
+        )
+        return [
+            Result(
+                group.label,
+                kv_len,
+                {name: int(value) for name, value in asdict(group.variant).items()},
+                time / group.calls,
+                sum(item.moved(self.rows, kv_len) for item in group.dispatches) / group.calls,
+                sum(item.flops(self.rows, kv_len) for item in group.dispatches) / group.calls,
+                group.specs == self.chosen.get(group.label),
+            )
+            for group, time in zip(groups, seconds, strict=True)
+        ]
+
+    def results(
+        self, kv_lens: Sequence[int], repeats: int, seconds: float, batch: int = 8
+    ) -> Iterator[tuple[int, Any, list[Result] | str]]:
+        """(number, variant, results or an error) of the variants, until the time is over."""
+        end = time.perf_counter() + seconds
+        done: set[Any] = set()
+        for start in range(0, len(self.variants), batch):
+            lowered = self.compile(self.variants[start : start + batch])
+            for number, (variant, low) in enumerate(lowered.items(), start + 1):
+                if time.perf_counter() > end:
+                    return
+                if isinstance(low, str):
+                    yield number, variant, low
+                    continue
+                measured = partial(self.measure, low, repeats=repeats, done=done)
+                yield number, variant, [r for kv_len in kv_lens for r in measured(kv_len)]
+
+
+def words(variant: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in variant.items())
+
+
+def table(results: Sequence[Result], most: int) -> str:
+    """The fastest variants on one shape, and the one that the rules choose."""
+    ordered = sorted(results, key=lambda result: result.seconds)
+    best = ordered[0].seconds
+    rows = [
+        [
+            "*" if r.chosen else "",
+            f"{1e6 * r.seconds:,.2f}",
+            f"{r.seconds / best:.3f}",
+            f"{r.nbytes / r.seconds / 1e9:,.0f}",
+            f"{r.flops / r.seconds / 1e12:.2f}",
+            *map(str, r.variant.values()),
+        ]
+        for index, r in enumerate(ordered)
+        if index < most or r.chosen
+    ]
+    header = ["", "µs", "of best", "GB/s", "TFLOP/s", *ordered[0].variant]
+    title = f"{ordered[0].kernel}: {ordered[0].kv_len} positions, {len(ordered)} variants"
+    return f"{title}\n\n{markdown_table(header, rows, left=1)}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(description="Time every variant of a kernel in a model.")
+    parser.add_argument("--shape", choices=SHAPES, help="the shape of a model, on random weights")
+    parser.add_argument("--model", help="a hub id, a folder, or demo")
+    parser.add_argument("--device", help="index or part of the name of an adapter")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (a shape's: bf16)")
+    parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
+    parser.add_argument("--kv-dtype", choices=("f16", "f32"), default="f16")
+    parser.add_argument("--kernel", choices=GRIDS, default="matmul_vec")
+    parser.add_argument(
+        "--depth", type=integers, default=(64,), metavar="N,N", help="tokens in the cache"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=(), help="shapes with these words: K=4096 norm"
+    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="stop the sweep after that")
+    parser.add_argument("--repeats", type=int, default=7, help="runs, of which the median counts")
+    parser.add_argument("--top", type=int, default=12, help="variants in a table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
+    grid = parser.add_argument_group("values to try, instead of all of them")
+    names = list(dict.fromkeys(name for grid in GRIDS.values() for name in grid))
+    for name in names:
+        grid.add_argument(f"--{name.replace('_', '-')}", type=integers, metavar="N,N")
+    options = parser.parse_args(argv)
+    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    needed = max(options.depth) + 1
+    try:
+        with open_engine(
+            options.model,
+            options.shape,
+            options.device,
+            needed if needed > DEFAULT_CONTEXT else None,
+            options.dtype,
+            options.kv_dtype,
+            options.quantize,
+        ) as (name, engine):
+            sweep = Sweep(engine, options.kernel, only=options.only, values=values)
+            _run(sweep, name, options)
+    except InferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(sweep: Sweep, name: str, options: argparse.Namespace) -> None:
+    adapter = sweep.engine.device.adapter
+    print(f"{name} on {adapter}: {len(sweep.variants)} variants of {sweep.kernel}, µs of")
+    for index, group in enumerate(sweep.groups, 1):
+        print(f"  [{index}] {group.label} ({group.calls} calls)")
+    kv_lens = [sweep.rows] if sweep.prefill else [depth + 1 for depth in options.depth]
+    results: list[Result] = []
+    try:
+        for number, variant, found in sweep.results(kv_lens, options.repeats, options.seconds):
+            text = found if isinstance(found, str) else _line(sweep, found)
+            fields_of = {name: int(value) for name, value in asdict(variant).items()}
+            print(f"{number:4} {words(fields_of)}  {text}", flush=True)
+            results += [] if isinstance(found, str) else found
+    except KeyboardInterrupt:
+        print("interrupted")
+    shapes = dict.fromkeys((result.kernel, result.kv_len) for result in results)
+    for shape in shapes:
+        same = [result for result in results if (result.kernel, result.kv_len) == shape]
+        print(f"\n{table(same, options.top)}", flush=True)
+    if options.json is not None:
+        report = {
+            "model": name,
+            "dtype": options.quantize or options.dtype,
+            "adapter": adapter.name,
+        }
+        report["driver"] = adapter.driver
+        options.json.write_text(
+            json.dumps(report | {"results": [asdict(result) for result in results]}, indent=1),
+            encoding="utf-8",
+        )
+
+
+def _line(sweep: Sweep, results: Sequence[Result]) -> str:
+    """The times, by the numbers of the shapes."""
+    numbers = {group.label: index for index, group in enumerate(sweep.groups, 1)}
+    return "  ".join(
+        f"[{numbers[r.kernel]}] {1e6 * r.seconds:.2f}{'*' if r.chosen else ''}" for r in results
+    )
+
+
+def integers(text: str) -> tuple[int, ...]:
+    return tuple(int(value) for value in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
