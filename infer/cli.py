@@ -24,6 +24,7 @@ from infer.options import (
     KVDtypeOption,
     ModelArgument,
     OfflineOption,
+    QuantizeOption,
     RevisionOption,
     VerboseOption,
     loading_option,
@@ -194,6 +195,7 @@ def run(
     device: DeviceOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
@@ -241,6 +243,10 @@ def run(
         template_args = dict(map(parse_template_arg, template_arg or ()))
         text = read_prompt(prompt)
 
+        from infer.kernels.adapters import start_drivers
+
+        start_drivers()  # while all this is imported
+
         from infer import report
         from infer.llm import load
         from infer.sampling import SamplingParams
@@ -266,6 +272,7 @@ def run(
                 device=device,
                 context=context,
                 dtype=dtype,
+                quantize=quantize,
                 kv_dtype=kv_dtype,
                 revision=revision,
                 offline=offline,
@@ -342,6 +349,7 @@ def info(
     device: DeviceOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
@@ -363,6 +371,7 @@ def info(
             device=device,
             context=context,
             dtype=dtype,
+            quantize=quantize,
             kv_dtype=kv_dtype,
             revision=revision,
             offline=offline,

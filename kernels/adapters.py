@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from infer.kernels.errors import DeviceError
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
 _KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
 _ORDER = ("discrete", "integrated", "other", "software")
+
+_lock = threading.Lock()  # wgpu-py does not hold one while it makes the process's instance
 
 INSTALL_HINT = (
     "Install your GPU's Vulkan driver, or Mesa's software adapter "
@@ -52,10 +57,8 @@ class MemoryInfo:
 
 def list_adapters() -> list[AdapterInfo]:
     """All usable adapters, best first: discrete, integrated, other, software."""
-    import wgpu
-
     found = []
-    for handle in wgpu.gpu.enumerate_adapters_sync():
+    for handle in _handles():
         info = handle.info
         if info["backend_type"] in _BACKENDS:
             kind = _KINDS.get(info["adapter_type"], "other")
@@ -74,6 +77,58 @@ def list_adapters() -> list[AdapterInfo]:
         )
         for index, (_, _, handle, kind) in enumerate(found)
     ]
+
+
+def start_drivers() -> None:
+    """Let the GPUs' drivers start in a thread, while something else is done: the first
+    `list_adapters()` of a process waits for them. What they fail with, the next one raises."""
+    _import_wgpu()  # not in the thread, where it would compete for Python's lock
+
+    def start() -> None:
+        with suppress(Exception):
+            _handles()
+
+    threading.Thread(target=start, name="drivers").start()
+
+
+def _handles() -> list[Any]:
+    """wgpu-py's adapters. Its own `enumerate_adapters_sync` opens those of OpenGL too, and wgpu
+    aborts the process when one thread lets go of them while another opens them."""
+    wgpu_native = _import_wgpu()
+    ffi, lib = wgpu_native.ffi, wgpu_native.lib
+    options = ffi.new("WGPUInstanceEnumerateAdapterOptions *")
+    options.backends = wgpu_native._mappings.native_flags["InstanceBackend.Primary"]
+    with _lock:
+        instance = wgpu_native._helpers.get_wgpu_instance()
+        count = lib.wgpuInstanceEnumerateAdapters(instance, options, ffi.NULL)
+        handles = ffi.new("WGPUAdapter[]", count)
+        lib.wgpuInstanceEnumerateAdapters(instance, options, handles)
+    return [wgpu_native.gpu._create_adapter(handle) for handle in handles]
+
+
+def _import_wgpu() -> Any:
+    """The module of wgpu-py that calls the library."""
+    from wgpu.backends import wgpu_native
+
+    _parse_types_quickly(wgpu_native.ffi)
+    return wgpu_native
+
+
+def _parse_types_quickly(ffi: Any) -> None:
+    """Spare a process a second: wgpu-py names C types by strings, and for each new one cffi parses
+    the names of all typedefs in wgpu's header again, for 20 ms. Those in the string are enough.
+    """
+    parser: Any = getattr(ffi, "_parser", None)
+    if not hasattr(parser, "_declarations"):
+        return  # another cffi than is known: it does the same more slowly
+
+    def parse(source: str) -> Any:
+        few, declared = type(parser)(), parser._declarations
+        keys = {f"typedef {name}" for name in re.findall(r"\w+", source)}
+        few._declarations = {key: declared[key] for key in keys & declared.keys()}
+        return few._parse(source)
+
+    parser._parse = parse
 
 
 def is_available() -> bool:

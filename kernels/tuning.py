@@ -172,48 +172,50 @@ class Tuning:
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
     def matmul_vec(self, shape: VecShape) -> VecVariant:
-        """Teams as small as keeps all multiprocessors of a large GPU busy: the fewer invocations
-        share a row, the more rows are in flight."""
+        """Outputs that go out in blocks: a workgroup has one, and each subgroup rows of it. A CPU
+        wants many rows for each subgroup, a GPU few, and in a large matrix many invocations for a
+        row, so that what is read at one time lies close together in memory."""
+        lanes, most = self.subgroup_size, self.limits.max_invocations
         int8 = shape.dtype in QUANTIZED
         blocks = -(-shape.k // (BLOCK if int8 else 8))
-        most = self.limits.max_invocations
-        if not self.subgroup_size:
+        if not lanes:
             workgroup = max(32, min(128, most, power_of_two(blocks)))
             return VecVariant(workgroup, workgroup, 2, 1)
-        if shape.quantize:  # a workgroup has a whole block of outputs
-            team = self.subgroup_size
-            workgroup = min(1024, most, BLOCK * team)
-            outputs = BLOCK * team // workgroup
-            return VecVariant(workgroup, team, outputs, 4 if shape.gated and outputs == 1 else 1)
-        # Teams of half a row's blocks keep what is read at one time close together in memory, which
-        # costs few page tables; small matrices and blocks of 32 columns rather want many rows.
+        if self.software and lanes >= shape.rows:
+            outputs = min(4, max(1, lanes // shape.rows))
+            return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
+        if shape.quantize:
+            workgroup = min(1024, most, BLOCK * lanes)
+            outputs = BLOCK * lanes // workgroup
+            unroll = min(4, max(1, blocks // lanes)) if shape.gated and outputs == 1 else 1
+            return VecVariant(workgroup, lanes, outputs, unroll)
         rows_of_weights = shape.n * (1 + shape.gated)
-        small = shape.gated and rows_of_weights * shape.k <= _SMALL
-        if int8 or small:
-            workgroup, team, outputs = 256, 32, 1
-            if rows_of_weights * team < _THREADS:
-                team = _THREADS // rows_of_weights
+        if int8 or (shape.gated and rows_of_weights * shape.k <= _SMALL):
+            team, outputs = max(1, _THREADS // rows_of_weights), 1
         else:
-            workgroup, team, outputs = 256, blocks // 2, 1 if shape.gated else 2
-        team = max(32, self.subgroup_size, min(workgroup, most, power_of_two(team + 1) // 2))
-        while team > max(32, self.subgroup_size, blocks):
+            team, outputs = blocks // 2, 1 if shape.gated else 2
+        workgroup, least = min(256, most), max(32, lanes)
+        team = min(workgroup, max(least, 1 << team.bit_length() >> 1))
+        while team > max(least, blocks):
             team //= 2
-        return VecVariant(max(team, min(workgroup, most)), team, outputs, 1)
+        return VecVariant(workgroup, team, outputs, 1)
 
     def matmul(self, rows: int, n: int) -> TileVariant:
         """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time."""
         tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
-        return self._fastest(
-            {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}, rows, n
-        )
+        choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
+        if self.software:
+            choice = {TileVariant(8, 8, True, 8, 8): 1.0}
+        return self._fastest(choice, rows, n)
 
     def matmul_int8(self, rows: int, n: int) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
         share a multiprocessor."""
-        wide, square = Int8TileVariant(8, 8, True, 8, 16), Int8TileVariant(4, 8, True, 16, 8)
-        return self._fastest(
-            {wide: 1.0, square: 0.9, Int8TileVariant(4, 4, True, 8, 16): 0.75}, rows, n
-        )
+        choice = {Int8TileVariant(8, 8, True, 8, 16): 1.0}
+        if not self.software:
+            choice[Int8TileVariant(4, 8, True, 16, 8)] = 0.9
+            choice[Int8TileVariant(4, 4, True, 8, 16)] = 0.75
+        return self._fastest(choice, rows, n)
 
     def _fastest(self, tiles: dict[Tile, float], rows: int, n: int) -> Tile:
         """Of tiles and their speeds where there are many. WebGPU does not say how many
@@ -253,17 +255,17 @@ class Tuning:
             workgroup //= 2
 
     def attention_tiled(self, head_dim: int) -> TiledVariant:
-        """64 rows by 64 positions, with as many rows per invocation as registers have room for."""
-        depth = 16 if head_dim % 16 == 0 else 8
-        tiles = [] if self.software else [(16, 8, 4), (16, 4, 4)]
-        tiles += [(8, 4, 4), (8, 2, 4), (8, 1, 4)]  # on a CPU: short code, little that is masked
-        for n_size, m_tile, n_tile in tiles:
-            for double in (True, False):
-                variant = TiledVariant(8, n_size, m_tile, n_tile, depth, double)
-                # An invocation keeps up to 64 outputs in registers.
-                small = m_tile * -(-head_dim // (4 * n_size)) <= 16
-                if small and variant.storage(head_dim) <= self.limits.workgroup_storage:
-                    return variant
+        """32 rows by 64 positions, where memory and registers have room for that; on a CPU 32 by
+        32: short code, little that is masked."""
+        tiles = [] if self.software else [(16, 4, 32), (16, 4, 16)]
+        tiles += [(8, rows, depth) for rows in (4, 2, 1) for depth in (16, 8)]
+        for n_size, m_tile, depth in tiles:
+            variant = TiledVariant(8, n_size, m_tile, 4, depth, double=False)
+            # An invocation keeps up to 64 outputs in registers.
+            small = m_tile * -(-head_dim // (4 * n_size)) <= 16
+            fits = variant.storage(head_dim) <= self.limits.workgroup_storage
+            if small and fits and head_dim % depth == 0:
+                return variant
         raise ShaderError(f"attention_tiled has no variant for heads of {head_dim} dimensions.")
 
     def lanes(self, head_dim: int) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import cffi
 import numpy as np
 import pytest
 import wgpu
 from conftest import OpenDevice
+from wgpu.backends.wgpu_native._ffi import get_wgpu_header
 
 from infer.kernels import adapters, functions
 from infer.kernels.adapters import (
@@ -112,7 +114,7 @@ def test_adapters_are_listed_best_first_and_never_opengl(monkeypatch: pytest.Mon
         Handle("odd", "Unknown", "Metal"),
         Handle("small", "IntegratedGPU", "Vulkan"),
     ]
-    monkeypatch.setattr("wgpu.gpu.enumerate_adapters_sync", lambda: handles)
+    monkeypatch.setattr(adapters, "_handles", lambda: handles)
     listed = list_adapters()
     assert [adapter.name for adapter in listed] == ["vulkan", "directx", "small", "odd", "cpu"]
     assert [adapter.index for adapter in listed] == list(range(5))
@@ -124,6 +126,54 @@ def test_there_is_an_adapter_here() -> None:
         assert adapter.name
         assert adapter.backend in ("Vulkan", "Metal", "D3D12")
         assert adapter.kind in ("discrete", "integrated", "other", "software")
+
+
+def test_types_parsed_quickly_are_those_of_cffi() -> None:
+    plain, quick = cffi.FFI(), cffi.FFI()
+    for ffi in (plain, quick):
+        ffi.cdef(get_wgpu_header())
+    adapters._parse_types_quickly(quick)
+    parsed = []
+    parse = quick._parser._parse
+    quick._parser._parse = lambda source: parsed.append(source) or parse(source)
+    for name in (
+        "WGPUDeviceDescriptor *",
+        "WGPUBindGroupEntry[]",
+        "WGPUDevice const *",
+        "void(*)(WGPUMapAsyncStatus, WGPUStringView, void *)",
+        "struct WGPULimits",
+        "uint8_t []",
+    ):
+        assert quick.typeof(name).cname == plain.typeof(name).cname
+        assert quick.sizeof("WGPULimits") == plain.sizeof("WGPULimits")
+    assert len(parsed) == 7  # cffi still comes this way
+    with pytest.raises(cffi.CDefError, match="Nonsense"):
+        quick.typeof("Nonsense *")
+    quick.cdef("typedef struct { WGPULimits own; } Later;")
+    assert quick.sizeof("Later") == plain.sizeof("WGPULimits")
+
+
+def test_drivers_that_fail_to_start_do_so_where_adapters_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(threading.current_thread().name)
+        raise RuntimeError("no instance")
+
+    monkeypatch.setattr(adapters, "_handles", fail)
+    adapters.start_drivers()
+    for thread in threading.enumerate():
+        if thread.name == "drivers":
+            thread.join()
+    assert calls == ["drivers"]
+    with pytest.raises(RuntimeError, match="no instance"):
+        list_adapters()
+
+
+def test_adapters_of_opengl_are_not_even_opened() -> None:
+    assert all(handle.info["backend_type"] != "OpenGL" for handle in adapters._handles())
 
 
 def test_memory_of_a_software_adapter_is_the_hosts() -> None:

@@ -58,9 +58,8 @@ def test_imports_go_one_way(folder: str) -> None:
                 assert known, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("statement", ["import infer", "import infer.kernels", "import infer.cli"])
-def test_importing_is_light(statement: str) -> None:
-    """In a process of its own, because here much is loaded."""
+def loaded_by(statement: str) -> set[str]:
+    """The packages that a process of its own has loaded then."""
     code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
     output = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -69,9 +68,18 @@ def test_importing_is_light(statement: str) -> None:
         text=True,
         check=True,
     ).stdout
-    loaded = {name.split(".")[0] for name in json.loads(output)}
+    return {name.split(".")[0] for name in json.loads(output)}
+
+
+@pytest.mark.parametrize("statement", ["import infer", "import infer.kernels", "import infer.cli"])
+def test_importing_is_light(statement: str) -> None:
+    loaded = loaded_by(statement)
     assert "infer" in loaded
     assert not loaded & HEAVY
+
+
+def test_a_local_model_is_loaded_without_what_only_others_need() -> None:
+    assert not loaded_by("import infer.llm, infer.report") & {"jinja2", "huggingface_hub"}
 
 
 @pytest.mark.parametrize("name", ["infer", "infer.kernels"])

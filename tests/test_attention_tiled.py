@@ -1,0 +1,142 @@
+"""Attention of prefill, in every variant that the rules can choose and in some that they do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import OpenDevice
+
+from infer.kernels import functions, reference
+from infer.kernels.arrays import Array, rounded
+from infer.kernels.device import Device, Limits, Settings
+from infer.kernels.errors import ShaderError
+from infer.kernels.reference import nmse
+from infer.kernels.tuning import TiledVariant, Tuning
+
+LIMIT = 1e-10  # of f32 arithmetic
+HEAD_DIMS = (8, 24, 64, 80, 96, 128, 256, 512)
+
+Shape = tuple[int, int, int, int, int, str]
+"""Query heads per KV head, head_dim, rows, positions before them, window, dtype of the cache."""
+
+
+class Forced(Tuning):
+    """Always the same variant."""
+
+    def __init__(self, device: Device, variant: TiledVariant) -> None:
+        super().__init__(device)
+        self.variant = variant
+
+    def attention_tiled(self, head_dim: int) -> TiledVariant:
+        return self.variant
+
+
+def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape: Shape) -> float:
+    """Two KV heads, so that their places in the cache differ."""
+    group, d, rows, past, window, dtype = shape
+
+    def normal(*size: int) -> Array:
+        return rng.standard_normal(size, np.float32)
+
+    q, k, v = (
+        2 * normal(rows, 2 * group * d),
+        normal(past + rows, 2 * d),
+        normal(past + rows, 2 * d),
+    )
+    y = functions.attention_tiled(
+        device,
+        q,
+        k,
+        v,
+        n_kv_heads=2,
+        scale=d**-0.5,
+        window=window,
+        kv_dtype=dtype,
+        tuning=Forced(device, variant),
+    )
+    stored = rounded(k, dtype), rounded(v, dtype)
+    return nmse(y, reference.attention(q, *stored, 2 * group, d**-0.5, window))
+
+
+def chosen(device: Device, head_dim: int, storage: int, *, software: bool) -> TiledVariant:
+    """What the rule takes on an adapter with so many bytes of workgroup memory."""
+    tuning = Tuning(device)
+    tuning.limits, tuning.software = Limits(workgroup_storage=storage), software
+    return tuning.attention_tiled(head_dim)
+
+
+@pytest.mark.parametrize("storage", [16384, 32768])
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_the_variants_of_the_rules(
+    device: Device, rng: np.random.Generator, d: int, storage: int
+) -> None:
+    """Those of GPUs; the other tests of kernels run those of a software adapter."""
+    variant = chosen(device, d, storage, software=False)
+    if (HEAD_DIMS.index(d) + storage // 16384) % 2:
+        shape = (1, d, 37, 0, 0, "f32")  # from the start, ending inside a tile
+    else:
+        shape = (3, d, 70, 213, 50, "f16")  # later, with a window that begins inside one
+    assert error(device, rng, variant, shape) <= LIMIT, variant
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("storage", [16384, 32768, 49152])
+def test_the_rules_keep_to_workgroup_memory(device: Device, storage: int, d: int) -> None:
+    for software in (True, False):
+        variant = chosen(device, d, storage, software=software)
+        assert variant.storage(d) <= storage
+        assert d % variant.depth == 0
+        assert variant.columns % variant.v_depth(d) == 0
+        assert variant.m_size * variant.n_size <= Limits().max_invocations
+
+
+def test_heads_that_no_variant_has_room_for(device: Device) -> None:
+    with pytest.raises(ShaderError, match="heads of 4096 dimensions"):
+        chosen(device, 4096, 16384, software=False)
+
+
+# For head_dim 16: more invocations than a slice has elements, slices of all dimensions, eight
+# positions per invocation, rows that are not a power of two.
+VARIANTS = [
+    TiledVariant(16, 16, 1, 4, 8, True),
+    TiledVariant(4, 8, 3, 8, 16, False),
+    TiledVariant(8, 8, 4, 8, 16, True),
+    TiledVariant(32, 8, 2, 4, 16, True),
+    TiledVariant(4, 32, 2, 4, 8, False),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_any_variant(device: Device, rng: np.random.Generator, variant: TiledVariant) -> None:
+    assert variant.storage(16) <= device.limits.workgroup_storage
+    for shape in ((1, 16, 130, 1, 0, "f16"), (4, 16, 40, 300, 200, "f32")):
+        assert error(device, rng, variant, shape) <= LIMIT, shape
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_rows_after_a_long_cache(device: Device, rng: np.random.Generator, group: int) -> None:
+    variant = chosen(device, 64, device.limits.workgroup_storage, software=False)
+    shape = (group, 64, 12, 4100, 0, "f16")
+    assert error(device, rng, variant, shape) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(subgroups=False), Settings(bounds_checks=True)], ids=str
+)
+def test_with_other_settings(
+    open_device: OpenDevice, rng: np.random.Generator, settings: Settings
+) -> None:
+    device = open_device(settings)
+    variant = chosen(device, 128, device.limits.workgroup_storage, software=False)
+    assert error(device, rng, variant, (3, 128, 70, 30, 0, "f16")) <= LIMIT
+
+
+def test_scores_that_no_exponential_holds(device: Device, rng: np.random.Generator) -> None:
+    """Scores of thousands, the largest of them in a later tile or an earlier one."""
+    q = np.abs(rng.standard_normal((40, 16), np.float32)) * 300
+    v = rng.standard_normal((240, 16), np.float32)
+    for best in (3, 190):
+        k = -np.abs(rng.standard_normal((240, 16), np.float32))
+        k[best] *= -1
+        y = functions.attention_tiled(device, q, k, v, n_kv_heads=1, scale=1.0)
+        assert nmse(y, np.repeat(v[best : best + 1], 40, axis=0)) <= LIMIT
