@@ -24,6 +24,16 @@ class Form:
     int8: bool
     alone: bool = False
 
+    @property
+    def keep(self) -> bool:
+        """Whether the activation itself is needed too: for its squares, or by another reader."""
+        return not (self.int8 and self.alone)
+
+    @property
+    def bindings(self) -> int:
+        """What the kernel that makes it binds: the activation, the form, the norm's weights."""
+        return self.keep + (2 if self.int8 else 1) + (self.norm is not None)
+
 
 class Fusion:
     """The values that another op's kernel computes (`absorbed`), for steps of a few rows (vec) or

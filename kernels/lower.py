@@ -59,7 +59,7 @@ class Lowering:
         self.fusion = Fusion(ops.values, vec=kind.vec) if fuse else None
         self.absorbed = self.fusion.absorbed if self.fusion else set()
         self.same: dict[Value, Value] = {}  # ops that turn out to be their input
-        self.prepared: dict[tuple[Value, Value | None], list[Operand]] = {}
+        self.prepared: dict[tuple[Value, Value | None, bool], list[Operand]] = {}
         self.kernels: list[Kernel] = []
         for value in ops.values:
             if value not in self.absorbed:
@@ -172,11 +172,12 @@ class Lowering:
             raise ValueError("a projection reads whole rows")
         rows = self.rows(value)
         inputs: list[Operand] = [x]
-        scaled = (x, norm) in self.prepared
-        if weight.dtype in QUANTIZED:
+        quantized = weight.dtype in QUANTIZED
+        scaled = not quantized and (x, norm, False) in self.prepared
+        if quantized:
             inputs = self._int8(value, x, norm)
         elif scaled:
-            inputs += self.prepared[x, norm]
+            inputs += self.prepared[x, norm, False]
         elif norm is not None:
             inputs.append(norm.attrs["weight"].buffer)
         added: list[Operand] = [] if bias is None else [bias.buffer]
@@ -194,6 +195,10 @@ class Lowering:
             return
         params["NORM"], params["SCALED"] = norm is not None, scaled
         params["EPS"] = float(norm.attrs["eps"]) if norm is not None else 0.0
+        # A row that has stopped writes nothing, where rows are those of the step.
+        params["STOPS"] = self.kind.rows == 1 or not (value.of_logits and self.kind.logits)
+        if params["STOPS"]:
+            added.insert(0, self.step)
         self._matmul_vec(weight, rows, inputs, added, result, gated, params)
 
     def _matmul(
@@ -236,7 +241,8 @@ class Lowering:
         params: dict[str, Any],
     ) -> None:
         k = weight.shape[1]
-        form = self.next_form(result)
+        bindings = len(weight.shards[0].buffers) + len(inputs) + len(added)
+        form = self.next_form(result, self.device.limits.storage_buffers - bindings)
         whole_blocks = all(shard.rows % (2 * BLOCK) == 0 for shard in weight.shards)
         if form and form.int8 and not (whole_blocks and self.tuning.subgroup_size):
             form = None
@@ -244,7 +250,7 @@ class Lowering:
         variant = self.tuning.matmul_vec(
             VecShape(k, result.width, rows, weight.dtype, gated, quantize=int8)
         )
-        keep = not (int8 and form is not None and form.alone)
+        keep = form is None or form.keep
         outputs: list[Operand] = [result] if keep else []
         next_norm = form.norm if form else None
         if form is not None:
@@ -258,7 +264,7 @@ class Lowering:
                 operands.append(shard.scales)
             self.emit(
                 "matmul_vec",
-                [*operands, *inputs[1:], self.step, *added, *outputs],
+                [*operands, *inputs[1:], *added, *outputs],
                 linear_grid(-(-n // variant.per_workgroup), self.device.limits.max_workgroups),
                 params
                 | {
@@ -281,10 +287,13 @@ class Lowering:
 
     # Activations as projections want to read them
 
-    def next_form(self, value: Value) -> Form | None:
-        """The form of an activation that the kernel which makes it also writes."""
+    def next_form(self, value: Value, bindings: int) -> Form | None:
+        """The form of an activation that the kernel which makes it also writes, where it has so
+        many bindings left for what it writes."""
         form = self.fusion.next_form(value) if self.fusion else None
-        if form is None or (form.norm and form.norm.of_logits and self.kind.rows > 1):
+        if form is None or form.bindings > bindings:
+            return None
+        if form.norm and form.norm.of_logits and self.kind.rows > 1:
             return None  # the logits' rows are copied first
         if form.int8 and (self.kind.rows > 1 or value.width % BLOCK):
             return None
@@ -298,13 +307,13 @@ class Lowering:
             operands: list[Operand] = [Scratch(blocks * BLOCK), Scratch(blocks * 8)]
         else:
             operands = [Scratch(4 * rows * stride(x.width))]
-        self.prepared[x, form.norm] = operands
+        self.prepared[x, form.norm, form.int8] = operands
         return operands
 
     def _int8(self, value: Value, x: Value, norm: Value | None) -> list[Operand]:
         """The int8 form of x that the projection `value` reads, made here unless x came with it."""
-        if (x, norm) in self.prepared:
-            return self.prepared[x, norm]
+        if (x, norm, True) in self.prepared:
+            return self.prepared[x, norm, True]
         operands = self.prepare(x, Form(norm, int8=True), self.rows(value))
         norms = [] if norm is None else [norm.attrs["weight"].buffer]
         self.emit(

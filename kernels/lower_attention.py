@@ -236,8 +236,8 @@ def _attention_split(
     )
     workgroups = -(-value.width // (4 * _COMBINE_WORKGROUP))
     outputs: list[Operand] = [value]
-    form = low.next_form(value)
-    quantize = form is not None and form.int8 and form.norm is None and form.alone
+    form = low.next_form(value, low.device.limits.storage_buffers - 2)
+    quantize = form is not None and form.norm is None and not form.keep
     if form is not None and quantize:
         outputs = low.prepare(value, form, low.kind.rows)
     low.emit(

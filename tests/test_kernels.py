@@ -323,10 +323,31 @@ def test_projections_in_a_row(
     rows: int,
     fuse: bool,
 ) -> None:
-    for settings in (Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST):
+    own = Settings(), Settings(bounds_checks=True), Settings(storage_buffers=8)
+    for settings in (*own, Settings(subgroups=False), LEAST):
         device = open_device(settings)
         with device.scope():
             assert chain_error(device, rng, dtype, gated, rows, fuse=fuse) <= LIMIT, settings
+
+
+@pytest.mark.parametrize("order", [("bf16", "q8"), ("q8", "bf16")])
+def test_a_norm_before_projections_of_both_kinds(
+    device: Device, rng: np.random.Generator, order: tuple[str, str]
+) -> None:
+    x, norm, first = normal(rng, 1, 64), normal(rng, 64), rounded(normal(rng, 64, 64), "bf16")
+    y = x.astype(np.float64) + reference.matmul(x, first)
+    scale = 1 / np.sqrt(np.mean(y * y) + EPS)
+    with device.scope():
+        forward = Forward(device, 1)
+        ops, value = forward.ops, forward.input(x)
+        value = value + ops.linear(value, to_gpu(device, first, "bf16"))
+        normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
+        outputs, expected = [], np.zeros((1, 64))
+        for dtype in order:
+            weight = exact_weight(rng, 64, 64, "q8")  # in bf16 too
+            outputs.append(ops.linear(normed, to_gpu(device, weight, dtype)))
+            expected += scale * reference.matmul(prepared(y * norm, dtype), rounded(weight, dtype))
+        assert nmse(forward.run(outputs[0] + outputs[1]), expected) <= LIMIT
 
 
 # Embedding, norms, activations

@@ -20,6 +20,7 @@
 // @param OUTPUTS u32             outputs per team
 // @param UNROLL u32              blocks in flight per row of W
 // @param EPS f32
+// @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
 // @param BIAS bool
 // @param RESIDUAL bool
@@ -41,8 +42,10 @@
 @group(0) @binding(2) var<storage, read> norm_weight: array<vec4<f32>>;
 #endif
 #endif
-#let FIRST = STEP + 1
+#let FIRST = STEP + STOPS
+#if STOPS
 @group(0) @binding($(STEP)) var<storage, read> step: Step;
+#endif
 #if BIAS
 @group(0) @binding($(FIRST)) var<storage, read> bias: array<f32>;
 #endif
@@ -118,8 +121,10 @@ fn main(
   // One output for each of the first invocations: what is added to it is under way from the start.
   let out_row = me.index / (TEAMS * OUTPUTS);
   let n = first + me.index % (TEAMS * OUTPUTS);
-  // To ask whether a row has stopped also keeps the step at hand for attention.
-  let writes = out_row < ROWS && n < N && step.rows[min(out_row, ROWS - 1u)].alive != 0u;
+  var writes = out_row < ROWS && n < N;
+#if STOPS
+  writes = writes && step.rows[min(out_row, ROWS - 1u)].alive != 0u;
+#endif
 #if BIAS
   var own_bias = 0.0;
 #if GATED
