@@ -479,7 +479,7 @@ def test_sweep_times_every_variant_on_every_shape(
     assert labels == nbytes.keys()
     for label in labels:
         same = [result for result in results if result["kernel"] == label]
-        assert {result["variant"]["outputs"] for result in same} == {1, 2}
+        assert {1, 2} <= {result["variant"]["outputs"] for result in same}  # and the rule's choice
         assert sum(result["chosen"] for result in same) == 1
         assert min(result["seconds"] for result in same) > 0
         assert {result["kv_len"] for result in same} == {21}
@@ -499,7 +499,7 @@ def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> N
     tiles = ["--m-tile", "4", "--n-tile", "4", "--m-size", "16", "--n-size", "16"]
     tiles += ["--only", "K=48"]
     assert sweep("--kernel", "matmul", *tiles) == 0
-    assert "matmul K=48 N=32 residual: 512 positions, 2 variants" in capsys.readouterr().out
+    assert "matmul K=48 N=32 residual: 512 positions, 3 variants" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short")
