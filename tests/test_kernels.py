@@ -876,7 +876,7 @@ class Forced(Tuning):
 
 def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator) -> None:
     widths = [8 << i for i in range(12)] + [100, 576, 896, 1536, 4864, 8960, 14336, 18944]
-    sizes = list(product(widths, (16, 1000, 30000, 130000), (1, 2, 5, 8), (False, True)))
+    sizes = list(product(widths, (16, 1000, 30000, 130000), (1, 8), (False, True)))
     shapes = [
         VecShape(k, n, rows, dtype, gated, quantize)
         for k, n, rows, gated in sizes
