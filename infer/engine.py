@@ -28,6 +28,7 @@ from infer.kernels.record import PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.step import pack_step, step_bytes
 from infer.kernels.tensor import GpuTensor
+from infer.models.config import RopeConfig
 from infer.models.llama import Llama
 from infer.models.rope import depends_on_prompt, rope_table
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
@@ -106,8 +107,9 @@ class Engine:
             options.context,
             dtype=options.kv_dtype,
         )
-        table = rope_table(c.rope, options.context)
-        self.rope = Rope(device.upload(table, label="rope table"), c.rope.rotary_dim)
+        self.rope = self._upload(c.rope)
+        local = self.rope if c.local_rope is None else self._upload(c.local_rope)
+        self.ropes = [local if window else self.rope for window in c.windows]
         self._table_length = 0
         self.step = device.buffer(step_bytes(max(self._chunk(), MAX_VEC_ROWS)), label="step")
         self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
@@ -142,9 +144,13 @@ class Engine:
         rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
         return max(16, min(self.options.prefill_chunk, rows, self.context))
 
+    def _upload(self, rope: RopeConfig) -> Rope:
+        table = self.device.upload(rope_table(rope, self.context), label="rope table")
+        return Rope(table, rope.rotary_dim, rope.interleaved)
+
     def _lower(self, kind: StepKind, logits: Buffer) -> Lowering:
         ops = Ops()
-        output = self.model.forward(ops, self.weights, self.rope, self.cache.layers)
+        output = self.model.forward(ops, self.weights, self.ropes, self.cache.layers)
         return Lowering(
             self.device,
             ops,

@@ -126,21 +126,27 @@ def cases() -> Iterator[Case]:
         yield Case("embedding", dtype, partial(_embedding, dtype=dtype))
     yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
     yield Case("rmsnorm", "per head", partial(_rmsnorm, rows=3, parts=5, width=24))
-    yield Case("silu", "plain", _silu)
-    yield Case("silu", "gated", _gated_silu)
+    for bias in (False, True):
+        yield Case("layernorm", "bias" if bias else "", partial(_layernorm, bias=bias))
+    for function, gated in product(reference.ACTIVATIONS, (False, True)):
+        run = partial(_activation, function=function, gated=gated)
+        yield Case("activation", f"{function}, {'gated' if gated else 'plain'}", run)
+    yield Case("softcap", "", _softcap)
     yield Case("elementwise_add", "", _elementwise_add)
     yield Case("elementwise_mul", "", _elementwise_mul)
     yield Case("take_rows", "", _take_rows)
     for dtype, rows, form in product(
-        weights, (1, 3, 8), ("plain", "norm bias", "norm gated", "residual")
+        weights, (1, 3, 8), ("plain", "norm bias", "norm gated", "gelu gated", "gelu_tanh residual")
     ):
         run = partial(_linear, functions.matmul_vec, dtype=dtype, rows=rows, k=131, n=37, form=form)
         yield Case("matmul_vec", f"{dtype}, {rows} rows, {form}", run)
-    for dtype, rows, form in product(QUANTIZED, (1, 3, 8), ("plain", "bias gated", "residual")):
+    for dtype, rows, form in product(
+        QUANTIZED, (1, 3, 8), ("plain", "bias gated", "gelu_tanh gated", "gelu residual")
+    ):
         run = partial(_linear, functions.matmul_vec, dtype=dtype, rows=rows, k=131, n=37, form=form)
         yield Case("matmul_vec", f"{dtype}, {rows} rows, {form}", run)
     for dtype, (rows, k, n, form) in product(
-        weights + QUANTIZED, ((9, 37, 21, "plain"), (130, 72, 134, "bias residual"))
+        weights + QUANTIZED, ((9, 37, 21, "gelu_tanh gated"), (130, 72, 134, "gelu bias residual"))
     ):
         run = partial(_linear, functions.matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
         yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
@@ -169,14 +175,22 @@ def _rmsnorm(device: Device, inputs: Inputs, rows: int, parts: int, width: int) 
     return functions.rmsnorm(device, x, weight, eps=EPS), reference.rmsnorm(x, weight, EPS)
 
 
-def _silu(device: Device, inputs: Inputs) -> Outcome:
+def _layernorm(device: Device, inputs: Inputs, bias: bool) -> Outcome:
+    x, weight, added = 3 + inputs(3, 331), inputs(331), inputs(331) if bias else None
+    y = functions.layernorm(device, x, weight, added, eps=EPS)
+    return y, reference.layernorm(x, weight, added, EPS)
+
+
+def _activation(device: Device, inputs: Inputs, function: str, gated: bool) -> Outcome:
+    x = 4 * inputs(3, 2 * 67 if gated else 67)
+    y = functions.activation(device, x, function, gated=gated)
+    expected = reference.ACTIVATIONS[function](x[:, :67])
+    return y, expected * x[:, 67:] if gated else expected
+
+
+def _softcap(device: Device, inputs: Inputs) -> Outcome:
     x = 4 * inputs(3, 67)
-    return functions.silu(device, x), reference.silu(x)
-
-
-def _gated_silu(device: Device, inputs: Inputs) -> Outcome:
-    x = 4 * inputs(3, 2 * 67)
-    return functions.silu(device, x, gated=True), reference.silu(x[:, :67]) * x[:, 67:]
+    return functions.softcap(device, x, 5.0), reference.softcap(x, 5.0)
 
 
 def _elementwise_add(device: Device, inputs: Inputs) -> Outcome:
@@ -204,13 +218,16 @@ def _linear(
     n: int,
     form: str,
 ) -> Outcome:
-    """form: any of the words "norm" (of float weights), "bias", "gated" and "residual"."""
+    """form: any of the words "norm" (of float weights), "bias", "gated", "residual", and an
+    activation function, or silu for what is gated."""
     gated = "gated" in form
+    activation = next((word for word in form.split() if word in reference.ACTIVATIONS), None)
+    activate = reference.ACTIVATIONS[activation or "silu"]
     x = expected = inputs(rows, k)
     if dtype in QUANTIZED:
         x, expected = int8_rows(inputs.rng, rows, k)
     weight = exact_weight(inputs.rng, 2 * n if gated else n, k, dtype)
-    options: dict[str, Any] = {"dtype": dtype, "gated": gated}
+    options: dict[str, Any] = {"dtype": dtype, "gated": gated, "activation": activation}
     if "norm" in form:
         options["norm"] = inputs(k), EPS
         expected = reference.rmsnorm(x, *options["norm"])
@@ -219,7 +236,9 @@ def _linear(
         options["bias"] = inputs(len(weight))
         expected = expected + options["bias"]
     if gated:
-        expected = reference.silu(expected[:, :n]) * expected[:, n:]
+        expected = activate(expected[:, :n]) * expected[:, n:]
+    elif activation is not None:
+        expected = activate(expected)
     if "residual" in form:
         options["residual"] = inputs(rows, n)
         expected = expected + options["residual"]
@@ -244,16 +263,18 @@ def _frequencies(rotary_dim: int) -> Array:
 
 @dataclass(frozen=True)
 class _Shape:
-    """group query heads share each KV head; the last row is at kv_len - 1."""
+    """group query heads share each KV head; the last row is at kv_len - 1; scores may be capped."""
 
     n_kv_heads: int
     group: int
     head_dim: int
     kv_len: int
     window: int = 0
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         window = f", window {self.window}" if self.window else ""
+        window += f", cap {self.softcap}" if self.softcap else ""
         heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
         return f"{heads}, context {self.kv_len}{window}"
 
@@ -281,6 +302,10 @@ class _Shape:
         q = inputs(rows, self.n_heads * self.head_dim)
         return q, inputs(self.kv_len, self.kv_width), inputs(self.kv_len, self.kv_width)
 
+    def attention(self, q: Array, k: Array, v: Array) -> Array:
+        """What it should be."""
+        return reference.attention(q, k, v, self.n_heads, self.scale, self.window, self.softcap)
+
     def options(self, dtype: str) -> dict[str, Any]:
         """What every function of attention takes."""
         return {"n_kv_heads": self.n_kv_heads, "window": self.window, "kv_dtype": dtype}
@@ -291,7 +316,7 @@ _SHAPES = (
     _Shape(1, 3, 64, 301, window=33),
     _Shape(2, 8, 40, 97),
     _Shape(1, 4, 128, 531),
-    _Shape(1, 2, 256, 81),
+    _Shape(1, 2, 256, 81, softcap=0.7),
 )
 
 
@@ -304,15 +329,19 @@ def _attend(
     dtype: str,
 ) -> Outcome:
     q, k, v = shape.qkv(inputs, rows)
-    y = function(device, q, k, v, scale=shape.scale, **shape.options(dtype))
+    options = shape.options(dtype) | {"softcap": shape.softcap}
+    y = function(device, q, k, v, scale=shape.scale, **options)
     stored = rounded(k, dtype), rounded(v, dtype)
-    return y, reference.attention(q, *stored, shape.n_heads, shape.scale, shape.window)
+    return y, shape.attention(q, *stored)
 
 
 def _scores(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
     q, k, _ = shape.qkv(inputs, rows)
-    y = functions.attention_scores(device, q, k, scale=shape.scale, **shape.options(dtype))
-    expected = reference.attention_scores(q, rounded(k, dtype), shape.n_heads, shape.scale)
+    options = shape.options(dtype) | {"softcap": shape.softcap}
+    y = functions.attention_scores(device, q, k, scale=shape.scale, **options)
+    expected = reference.attention_scores(
+        q, rounded(k, dtype), shape.n_heads, shape.scale, shape.softcap
+    )
     return np.where(shape.seen(rows), y, 0), np.where(shape.seen(rows), expected, 0)
 
 
@@ -363,12 +392,13 @@ def _rope_attention(
         past_v,
         scale=shape.scale,
         window=shape.window,
+        softcap=shape.softcap,
         kv_dtype=dtype,
         **heads.options,
     )
     k, exact = heads.keys(keys, dtype)
     all_k, all_v = (_of_positions(part, slice(0, at.stop)) for part in (keys, values))
-    expected = reference.attention(heads.q, all_k, all_v, shape.n_heads, shape.scale, shape.window)
+    expected = shape.attention(heads.q, all_k, all_v)
     result = np.concatenate([y, k, _of_positions(values, at)], axis=1)
     return result, np.concatenate([expected, exact, rounded(heads.v, dtype)], axis=1)
 

@@ -32,6 +32,7 @@ from infer.kernels.shader import render_text
 from infer.kernels.step import SAMPLING, pack_step
 
 __all__ = [
+    "activation",
     "attention",
     "attention_scores",
     "attention_tiled",
@@ -39,6 +40,7 @@ __all__ = [
     "elementwise_mul",
     "embedding",
     "kv_write",
+    "layernorm",
     "matmul",
     "matmul_vec",
     "profile",
@@ -48,7 +50,7 @@ __all__ = [
     "rope_kv_write",
     "rope_table",
     "sample",
-    "silu",
+    "softcap",
     "softmax",
     "take_rows",
     "validate",
@@ -118,14 +120,41 @@ def rmsnorm(
 
 
 @scoped_function
-def silu(device: Device, x: Array, *, gated: bool = False, **options: Unpack[Options]) -> Floats:
-    """x * sigmoid(x); gated: x is [rows, 2 n], and its left half's silu times its right half."""
+def layernorm(
+    device: Device,
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    eps: float,
+    **options: Unpack[Options],
+) -> Floats:
+    """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias over each row."""
+    forward = Forward(device, len(x), **options)
+    bias_gpu = None if bias is None else to_gpu(device, bias)
+    value = forward.ops.layernorm(forward.input(x), to_gpu(device, weight), bias_gpu, eps)
+    return forward.run(value)
+
+
+@scoped_function
+def activation(
+    device: Device, x: Array, function: str, *, gated: bool = False, **options: Unpack[Options]
+) -> Floats:
+    """silu, gelu or gelu_tanh of x, by name; gated: x is [rows, 2 n], and the function of its left
+    half is multiplied by its right half."""
     forward = Forward(device, len(x), **options)
     value = forward.input(x)
     if not gated:
-        return forward.run(forward.ops.silu(value))
+        return forward.run(forward.ops.activation(value, function))
     gate, up = forward.ops.split(value, value.width // 2, value.width // 2)
-    return forward.run(forward.ops.silu(gate) * up)
+    return forward.run(forward.ops.activation(gate, function) * up)
+
+
+@scoped_function
+def softcap(device: Device, x: Array, cap: float, **options: Unpack[Options]) -> Floats:
+    """cap * tanh(x / cap)."""
+    forward = Forward(device, len(x), **options)
+    return forward.run(forward.ops.softcap(forward.input(x), cap))
 
 
 @scoped_function
@@ -161,16 +190,18 @@ def matmul_vec(
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
     bias: Array | None = None,
+    activation: str | None = None,
     gated: bool = False,
     residual: Array | None = None,
     **options: Unpack[Options],
 ) -> Floats:
     """y = norm(x) W^T + bias + residual for 1 to 8 rows of x; weight [n, k], stored as `dtype`;
-    norm (weight [k], eps). gated: W is gate on top of up, and y = silu(x gate^T) * (x up^T).
+    norm (weight [k], eps). activation: silu, gelu or gelu_tanh, before the residual is added.
+    gated: W is gate on top of up, and y = activation(x gate^T) * (x up^T), by default silu.
     """
     _few(len(x), "matmul")
     forward = Forward(device, len(x), **options)
-    return forward.run(_linear(forward, x, weight, dtype, norm, bias, gated, residual))
+    return forward.run(_linear(forward, x, weight, dtype, norm, bias, activation, gated, residual))
 
 
 @scoped_function
@@ -182,6 +213,7 @@ def matmul(
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
     bias: Array | None = None,
+    activation: str | None = None,
     gated: bool = False,
     residual: Array | None = None,
     **options: Unpack[Options],
@@ -189,7 +221,7 @@ def matmul(
     """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
     is a kernel beside it."""
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1, **options)
-    return forward.run(_linear(forward, x, weight, dtype, norm, bias, gated, residual))
+    return forward.run(_linear(forward, x, weight, dtype, norm, bias, activation, gated, residual))
 
 
 def _linear(
@@ -199,6 +231,7 @@ def _linear(
     dtype: str,
     norm: tuple[Array, float] | None,
     bias: Array | None,
+    activation: str | None,
     gated: bool,
     residual: Array | None,
 ) -> Value:
@@ -210,7 +243,9 @@ def _linear(
     y = ops.linear(value, to_gpu(device, weight, dtype), bias_gpu)
     if gated:
         gate, up = ops.split(y, y.width // 2, y.width // 2)
-        y = ops.silu(gate) * up
+        y = ops.activation(gate, activation or "silu") * up
+    elif activation is not None:
+        y = ops.activation(y, activation)
     return y if residual is None else forward.input(residual) + y
 
 
@@ -263,17 +298,19 @@ def attention(
     n_kv_heads: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     kv_dtype: str = "f32",
     **options: Unpack[Options],
 ) -> Floats:
     """softmax(scale * q k^T) v for 1 to 8 rows, by the kernels of decode.
 
     q [rows, n_heads * head_dim] are the last rows of k and v [kv_len, n_kv_heads * head_dim], which
-    are cached as kv_dtype. A row attends to all before it, or to the last `window` positions.
+    are cached as kv_dtype. A row attends to all before it, or to the last `window` positions. A
+    softcap c turns scores s into c tanh(s / c).
     """
     _few(len(q), "attention_tiled")
     forward = Forward(device, len(q), **options)
-    return _attend(forward, q, k, v, n_kv_heads, scale, window, kv_dtype)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, kv_dtype)
 
 
 @scoped_function
@@ -286,12 +323,13 @@ def attention_tiled(
     n_kv_heads: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     kv_dtype: str = "f32",
     **options: Unpack[Options],
 ) -> Floats:
     """What attention computes, by the kernel of prefill, for any number of rows."""
     forward = Forward(device, len(q), plan_rows=MAX_VEC_ROWS + 1, **options)
-    return _attend(forward, q, k, v, n_kv_heads, scale, window, kv_dtype)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, kv_dtype)
 
 
 def _attend(
@@ -302,12 +340,15 @@ def _attend(
     n_kv_heads: int,
     scale: float,
     window: int,
+    softcap: float,
     kv_dtype: str,
 ) -> Floats:
     past = len(k) - len(q)
     cache = _cache(forward.device, k[:past], v[:past], n_kv_heads, kv_dtype, len(k))
     inputs = forward.input(q), forward.input(k[past:]), forward.input(v[past:])
-    output = forward.ops.attention(*inputs, cache.layers[0], scale=scale, window=window)
+    output = forward.ops.attention(
+        *inputs, cache.layers[0], scale=scale, window=window, softcap=softcap
+    )
     return forward.run(output, position=past)
 
 
@@ -320,15 +361,16 @@ def attention_scores(
     n_kv_heads: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     kv_dtype: str = "f32",
     **options: Unpack[Options],
 ) -> Floats:
-    """scale * q k^T [rows, n_heads, kv_len] for the q, k and window of `attention`, and -inf where
-    a row does not attend to a position."""
+    """scale * q k^T [rows, n_heads, kv_len] for what `attention` takes, and -inf where a row does
+    not attend to a position."""
     cache = _cache(device, k, k, n_kv_heads, kv_dtype, len(k))
     n_heads = q.shape[1] // cache.layers[0].head_dim
     forward = Forward(device, len(q), **_alone(options))
-    output = _traced(forward, q, cache, scale, window)
+    output = _traced(forward, q, cache, scale, window, softcap)
     scores = _scores(device, np.zeros((len(q), n_heads, 0)), -np.inf, cache)
     forward.run_alone("attention_scores", output, len(k) - len(q), scores=scores)
     return device.read(scores).reshape(len(q), n_heads, -1)[..., : len(k)].copy()
@@ -437,6 +479,7 @@ def rope_attention(
     n_kv_heads: int,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     interleaved: bool = False,
     norms: tuple[Array, Array, float] | None = None,
     kv_dtype: str = "f32",
@@ -449,7 +492,7 @@ def rope_attention(
     cache = _cache(device, k, v, n_kv_heads, kv_dtype, len(k) + len(x))
     rotary = _rope(device, table, len(k) + len(x), interleaved)
     forward = Forward(device, len(x), **options)
-    output = _turned_attention(forward, x, rotary, cache, n_heads, norms, scale, window)
+    output = _turned_attention(forward, x, rotary, cache, n_heads, norms, scale, window, softcap)
     return forward.run(output, position=len(k)), *_cached(device, cache)
 
 
@@ -462,6 +505,7 @@ def _turned_attention(
     norms: tuple[Array, Array, float] | None,
     scale: float = 1.0,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Value:
     """Attention on a projection x of queries, keys and values, the first two normed and turned."""
     ops, layer = forward.ops, cache.layers[0]
@@ -471,19 +515,21 @@ def _turned_attention(
         q = ops.rmsnorm(q, to_gpu(forward.device, norms[0]), norms[2])
         k = ops.rmsnorm(k, to_gpu(forward.device, norms[1]), norms[2])
     q, k = ops.rope(q, rope, layer.head_dim), ops.rope(k, rope, layer.head_dim)
-    return ops.attention(q, k, v, layer, scale=scale, window=window)
+    return ops.attention(q, k, v, layer, scale=scale, window=window, softcap=softcap)
 
 
 def _alone(options: Options) -> Options:
     return {**options, "fuse": False}
 
 
-def _traced(forward: Forward, q: Array, cache: KVCache, scale: float, window: int) -> Value:
+def _traced(
+    forward: Forward, q: Array, cache: KVCache, scale: float, window: int, softcap: float = 0.0
+) -> Value:
     """Attention of which one kernel will run, with what it needs in the cache already."""
     layer = cache.layers[0]
     unused = np.zeros((len(q), layer.n_kv_heads * layer.head_dim))
     inputs = forward.input(q), forward.input(unused), forward.input(unused)
-    return forward.ops.attention(*inputs, layer, scale=scale, window=window)
+    return forward.ops.attention(*inputs, layer, scale=scale, window=window, softcap=softcap)
 
 
 def _scores(device: Device, values: Array, fill: float, cache: KVCache) -> Buffer:

@@ -2,7 +2,8 @@
 
 rmsnorm -> linear                     the norm goes into matmul_vec (decode)
 linear -> + residual                  the sum goes into the projection
-silu(gate) * up                       into the gate/up projection, or one kernel
+linear -> activation                  into the projection
+activation(gate) * up                 into the gate/up projection, or one kernel
 norm, rope of q and k, cache write    rope_kv_write
 activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
@@ -58,6 +59,10 @@ class Fusion:
             linear = self._residual_of(value)
             if linear is not None:
                 self.absorbed.add(linear)
+        elif value.op == "activation":
+            (source,) = value.inputs
+            if source.op == "linear" and self.consumers[source] == [value]:
+                self.absorbed.add(source)
         elif value.op == "mul":
             linear = self._gated(value)
             if linear is not None:
@@ -78,14 +83,14 @@ class Fusion:
         return None
 
     def _gated(self, value: Value) -> Value | None:
-        """The projection whose halves are gate and up, when value is silu(gate) * up."""
-        silu, up = value.inputs
-        if silu.op != "silu" or up.op != "slice" or silu.inputs[0].op != "slice":
+        """The projection whose halves are gate and up, when value is activation(gate) * up."""
+        act, up = value.inputs
+        if act.op != "activation" or up.op != "slice" or act.inputs[0].op != "slice":
             return None
-        gate = silu.inputs[0]
+        gate = act.inputs[0]
         linear = gate.inputs[0]
         halves = (gate.attrs["offset"], up.attrs["offset"]) == (0, value.width)
-        alone = [self.consumers[v] for v in (gate, silu, up)] == [[silu], [value], [value]]
+        alone = [self.consumers[v] for v in (gate, act, up)] == [[act], [value], [value]]
         both = linear is up.inputs[0] and self.consumers[linear] == [gate, up]
         return linear if halves and alone and both and linear.op == "linear" else None
 

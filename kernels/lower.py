@@ -155,11 +155,37 @@ class Lowering:
             moved=lambda rows, kv_len: 8 * rows * value.width,
         )
 
+    def _lower_layernorm(self, value: Value) -> None:
+        weight: GpuTensor = value.attrs["weight"]
+        bias: GpuTensor | None = value.attrs["bias"]
+        x, x_stride, offset = self.source(value.inputs[0])
+        self.emit(
+            "layernorm",
+            (x, weight.buffer, value, *([] if bias is None else [bias.buffer])),
+            self.row_grid(value, 1),
+            {
+                "WG": self.tuning.workgroup(value.width),
+                "SUBGROUPS": self.device.subgroups,
+                "WIDTH": value.width,
+                "EPS": float(value.attrs["eps"]),
+                "X_STRIDE": x_stride,
+                "X_OFFSET": offset,
+                "Y_STRIDE": stride(value.width),
+                "BIAS": bias is not None,
+            },
+            moved=lambda rows, kv_len: 8 * rows * value.width,
+        )
+
     def _lower_linear(self, value: Value) -> None:
         self._linear(value, value)
 
     def _linear(
-        self, value: Value, result: Value, residual: Value | None = None, gated: bool = False
+        self,
+        value: Value,
+        result: Value,
+        residual: Value | None = None,
+        activation: str = "none",
+        gated: bool = False,
     ) -> None:
         """result = what the linear op `value` computes, with what was fused into it."""
         weight: GpuTensor = value.attrs["weight"]
@@ -189,6 +215,7 @@ class Lowering:
             "Y_STRIDE": stride(result.width),
             "BIAS": bias is not None,
             "RESIDUAL": residual is not None,
+            "ACTIVATION": activation,
         }
         if rows > MAX_VEC_ROWS:
             self._matmul(weight, rows, inputs, [result, *added], gated, params)
@@ -338,26 +365,32 @@ class Lowering:
         self._elementwise("elementwise_add", value)
 
     def _lower_mul(self, value: Value) -> None:
-        silu, up = value.inputs
-        if silu not in self.absorbed:
+        act, up = value.inputs
+        if act not in self.absorbed:
             self._elementwise("elementwise_mul", value)
             return
         linear = up.inputs[0]
         if linear in self.absorbed:
-            self._linear(linear, value, gated=True)
+            self._linear(linear, value, activation=act.attrs["function"], gated=True)
         else:
-            self._silu(silu.inputs[0], value, gated=True)
+            self._activation(act, value, gated=True)
 
-    def _lower_silu(self, value: Value) -> None:
-        self._silu(value.inputs[0], value, gated=False)
+    def _lower_activation(self, value: Value) -> None:
+        (source,) = value.inputs
+        if source in self.absorbed:
+            self._linear(source, value, activation=value.attrs["function"])
+        else:
+            self._activation(value, value, gated=False)
 
-    def _silu(self, source: Value, result: Value, gated: bool) -> None:
-        x, x_stride, offset = self.source(source)
+    def _activation(self, value: Value, result: Value, gated: bool) -> None:
+        """result = what the activation op `value` computes, times what lies beside its input."""
+        x, x_stride, offset = self.source(value.inputs[0])
         self.emit(
-            "silu",
+            "activation",
             (x, result),
             self.row_grid(result, -(-result.width // 64)),
             {
+                "ACTIVATION": value.attrs["function"],
                 "WIDTH": result.width,
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,
@@ -365,6 +398,22 @@ class Lowering:
                 "GATED": gated,
             },
             moved=lambda rows, kv_len: 4 * rows * result.width * (3 if gated else 2),
+        )
+
+    def _lower_softcap(self, value: Value) -> None:
+        x, x_stride, offset = self.source(value.inputs[0])
+        self.emit(
+            "softcap",
+            (x, value),
+            self.row_grid(value, -(-value.width // 64)),
+            {
+                "SOFTCAP": float(value.attrs["cap"]),
+                "WIDTH": value.width,
+                "X_STRIDE": x_stride,
+                "X_OFFSET": offset,
+                "Y_STRIDE": stride(value.width),
+            },
+            moved=lambda rows, kv_len: 8 * rows * value.width,
         )
 
     def _elementwise(self, name: str, value: Value) -> None:

@@ -31,6 +31,7 @@ def lower_attention(low: Lowering, value: Value) -> None:
         "WINDOW": value.attrs["window"],
         "GROUP": group,
         "SCALE": float(value.attrs["scale"]),
+        "SOFTCAP": float(value.attrs["softcap"]),
     }
     split = low.tuning.attention(group, cache.n_kv_heads, cache.head_dim) if low.fusion else None
     projection = low.fusion.projection(value) if low.fusion else None

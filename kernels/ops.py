@@ -86,6 +86,12 @@ class Ops:
             raise ValueError(f"a norm of {width} values cannot cover rows of {x.width}")
         return self._value("rmsnorm", x.width, x, weight=weight, eps=eps)
 
+    def layernorm(self, x: Value, weight: GpuTensor, bias: GpuTensor | None, eps: float) -> Value:
+        """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016), over whole rows."""
+        if weight.shape != (x.width,):
+            raise ValueError(f"a norm of {weight.shape} values cannot cover rows of {x.width}")
+        return self._value("layernorm", x.width, x, weight=weight, bias=bias, eps=eps)
+
     def linear(self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None) -> Value:
         """x W^T + bias; weight [out, in]."""
         n, k = weight.shape
@@ -116,14 +122,30 @@ class Ops:
         *,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> Value:
         """k and v appended to the cache, then softmax(scale * q k^T) v over what each row sees:
-        all positions up to its own, or the last `window` of them."""
-        return self._value("attention", q.width, q, k, v, cache=cache, scale=scale, window=window)
+        all positions up to its own, or the last `window` of them. With a softcap, the scores go
+        through `softcap` before softmax."""
+        return self._value(
+            "attention",
+            q.width,
+            q,
+            k,
+            v,
+            cache=cache,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
 
-    def silu(self, x: Value) -> Value:
-        """x * sigmoid(x)."""
-        return self._value("silu", x.width, x)
+    def activation(self, x: Value, function: str) -> Value:
+        """silu, gelu or gelu_tanh of each value (wgsl/activate.wgsl)."""
+        return self._value("activation", x.width, x, function=function)
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """cap * tanh(x / cap) (Gemma Team 2024)."""
+        return self._value("softcap", x.width, x, cap=cap)
 
     def add(self, a: Value, b: Value) -> Value:
         return self._value("add", self._same_width(a, b), a, b)

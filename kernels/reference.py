@@ -5,6 +5,7 @@ Arrays are [rows][width] as in the kernels; formulas as in the papers that ops.p
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,14 @@ def rmsnorm(x: Array, weight: Array, eps: float) -> Array:
     return result
 
 
+def layernorm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """x [..., width]: less its mean, over its standard deviation, times weight plus bias."""
+    centred = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
+    scale = 1.0 / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+    result: Array = centred * scale * weight + (0.0 if bias is None else bias)
+    return result
+
+
 def matmul(x: Array, weight: Array) -> Array:
     """x [rows, k], weight [n, k] -> x W^T [rows, n]."""
     return x.astype(np.float64) @ weight.astype(np.float64).T
@@ -29,6 +38,27 @@ def matmul(x: Array, weight: Array) -> Array:
 def silu(x: Array) -> Array:
     x = x.astype(np.float64)
     return x / (1.0 + np.exp(-x))
+
+
+def gelu(x: Array) -> Array:
+    x = x.astype(np.float64)
+    result: Array = x * (1.0 + _erf(x / math.sqrt(2.0))) / 2.0
+    return result
+
+
+def gelu_tanh(x: Array) -> Array:
+    x = x.astype(np.float64)
+    return x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))) / 2.0
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])  # numpy has none
+
+
+def softcap(x: Array, cap: float) -> Array:
+    result: Array = cap * np.tanh(x.astype(np.float64) / cap)
+    return result
 
 
 def rope(
@@ -64,14 +94,14 @@ def visible(rows: int, kv_len: int, window: int = 0) -> NDArray[np.bool_]:
     return seen & (position > own - window) if window else seen
 
 
-def attention_scores(q: Array, k: Array, n_heads: int, scale: float) -> Array:
+def attention_scores(q: Array, k: Array, n_heads: int, scale: float, cap: float = 0.0) -> Array:
     """q [rows, n_heads * d], k [kv_len, n_kv_heads * d] -> [rows, n_heads, kv_len], unmasked."""
     rows, kv_len = q.shape[0], k.shape[0]
     queries = q.astype(np.float64).reshape(rows, n_heads, -1)
     keys = k.astype(np.float64).reshape(kv_len, -1, queries.shape[-1])
     keys = np.repeat(keys, n_heads // keys.shape[1], axis=1)
     result: Array = scale * np.einsum("rhd,phd->rhp", queries, keys)
-    return result
+    return softcap(result, cap) if cap else result
 
 
 def weighted_sum(p: Array, v: Array) -> Array:
@@ -81,9 +111,17 @@ def weighted_sum(p: Array, v: Array) -> Array:
     return result.reshape(p.shape[0], -1)
 
 
-def attention(q: Array, k: Array, v: Array, n_heads: int, scale: float, window: int = 0) -> Array:
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    n_heads: int,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Array:
     """q [rows, n_heads * d] are the last rows of k, v [kv_len, n_kv_heads * d]."""
-    scores = attention_scores(q, k, n_heads, scale)
+    scores = attention_scores(q, k, n_heads, scale, cap)
     seen = visible(q.shape[0], k.shape[0], window)[:, None, :]
     p = softmax(np.where(seen, scores, -np.inf))
     return weighted_sum(p, v.reshape(v.shape[0], -1, q.shape[1] // n_heads))

@@ -11,10 +11,14 @@ if TYPE_CHECKING:
 
 # model_type -> class, in the module of that name
 ARCHITECTURES = {
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+    "gpt_neox": "GPTNeoX",
     "llama": "Llama",
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "starcoder2": "Starcoder2",
 }
 
 

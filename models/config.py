@@ -37,6 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (None, 1, 1.0),
     "scale_embeddings": (None, False),
     "use_mrope": (None, False),
+    "use_bidirectional_attention": (None, False),
     "use_qk_norm": (None, False),
     "qk_layernorm": (None, False),
     "auto_map": (None, {}),
@@ -46,13 +47,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding: kind is "default", "linear", "llama3", "yarn" or "dynamic"; scaling holds
-    that kind's own keys as config.json names them."""
+    that kind's own keys as config.json names them. interleaved turns neighbouring dimensions
+    together, else those half of rotary_dim apart."""
 
     theta: float
     rotary_dim: int
     kind: str
     scaling: dict[str, Any]
     max_position_embeddings: int
+    interleaved: bool = False
 
 
 class RawConfig:
@@ -101,6 +104,10 @@ class RawConfig:
             raise UnsupportedError(f"{self.place}: {key!r} must be a positive count, not {value}.")
         return value  # type: ignore[no-any-return]
 
+    def with_defaults(self, **defaults: Any) -> RawConfig:
+        """The same with values for keys that are absent; null is not."""
+        return RawConfig(defaults | self.values, self.place)
+
     def expect(self, key: str, *accepted: Any) -> None:
         """A key that may only have these values (the first is the default)."""
         value = self.get(key, accepted[0])
@@ -122,13 +129,29 @@ class RawConfig:
                     f"implemented for {self.values.get('model_type')}."
                 )
 
-    def rope(self, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
-        """Rotary embedding: rope_parameters (transformers 5), or rope_theta and rope_scaling."""
+    def rope(
+        self,
+        head_dim: int,
+        default_theta: float = 10000.0,
+        default_partial: float = 1.0,
+        *,
+        theta_key: str = "rope_theta",
+        partial_key: str = "partial_rotary_factor",
+        scaling_key: str | None = "rope_scaling",
+        layer_type: str = "",
+        interleaved: bool = False,
+    ) -> RopeConfig:
+        """Rotary embedding: rope_parameters (transformers 5), perhaps those of a layer_type, or, by
+        the names that the family has for them, theta, partial factor and scaling."""
         parameters = self.get("rope_parameters", None, dict)
-        scaling = self.get("rope_scaling", None, dict)
-        theta = self.get("rope_theta", default_theta, float)
+        if parameters is not None and layer_type:
+            parameters = parameters.get(layer_type) or {}
+        scaling = self.get(scaling_key, None, dict) if scaling_key else None
+        theta = self.get(theta_key, default_theta, float)
+        partial = self.get(partial_key, default_partial, float)
         values = dict(parameters if parameters is not None else scaling or {})
         theta = float(values.pop("rope_theta", theta))
+        partial = float(values.pop("partial_rotary_factor", partial))
         kind = values.pop("rope_type", None) or values.get("type") or "default"
         values.pop("type", None)
         known = _ROPE_KEYS.get(kind)
@@ -137,8 +160,6 @@ class RawConfig:
                 f"{self.place}: rope type {kind!r} is not implemented "
                 f"(only {', '.join(_ROPE_KEYS)})."
             )
-        partial = self.get("partial_rotary_factor", 1.0, float)
-        partial = float(values.pop("partial_rotary_factor", partial))
         unknown = {key for key, value in values.items() if value is not None} - known
         if unknown:
             raise UnsupportedError(
@@ -149,7 +170,7 @@ class RawConfig:
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise UnsupportedError(f"{self.place}: {rotary_dim} rotary dimensions of {head_dim}.")
         positions = self.size("max_position_embeddings", 2048)
-        return RopeConfig(theta, rotary_dim, kind, values, positions)
+        return RopeConfig(theta, rotary_dim, kind, values, positions, interleaved)
 
 
 _ROPE_KEYS: dict[str, set[str]] = {

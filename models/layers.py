@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.kv_cache import LayerCache
@@ -17,7 +18,11 @@ from infer.models.weights import Source, WeightSpec
 class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
-    windows has for each layer how many positions it sees, 0 for all.
+    windows has for each layer how many positions it sees, 0 for all. rms_norm_eps is that of the
+    norms, whatever they are. activation is a function of `Ops.activation`. local_rope is that of
+    the layers with a window, where they have one of their own. attention_scale is what the products
+    of queries and keys are multiplied by. Soft caps are of scores and of logits, 0 for none.
+    parallel says that attention and MLP of a layer read the same.
     """
 
     model_type: str
@@ -37,6 +42,13 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_bias: bool = False
+    parallel: bool = False
+    activation: str = "silu"
+    local_rope: RopeConfig | None = None
+    attention_scale: float = 0.0
+    attn_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = 0.0
 
     @classmethod
     def read(
@@ -49,9 +61,13 @@ class DecoderConfig:
         mlp_bias: bool = False,
         qk_norm: bool = False,
         tied: bool = False,
+        eps_key: str = "rms_norm_eps",
+        activation_key: str = "hidden_act",
+        rope: RopeConfig | None = None,
+        **fields: Any,
     ) -> DecoderConfig:
-        """The keys that all of them have; the model says the rest. Raises UnsupportedError."""
-        raw.expect("hidden_act", "silu", "swish")
+        """The keys that all of them have, some by the names that the family has for them; the model
+        says the rest. Raises UnsupportedError."""
         hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
         layers = raw.size("num_hidden_layers")
         kv_heads = raw.size("num_key_value_heads", heads)
@@ -74,26 +90,53 @@ class DecoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6, float),
+            rms_norm_eps=raw.get(eps_key, 1e-6, float),
             max_position_embeddings=raw.size("max_position_embeddings", 2048),
             tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
-            rope=raw.rope(head_dim),
+            rope=rope or raw.rope(head_dim),
             windows=tuple(windows) if windows is not None else (0,) * layers,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
+            activation=read_activation(raw, activation_key),
+            **({"attention_scale": head_dim**-0.5} | fields),
         )
         raw.done()
         return config
 
 
-def layer_windows(raw: RawConfig, window: int | None, first: int = 0) -> list[int]:
-    """The window of each layer: from layer_types where given, else `window` from `first` on."""
+# The names that transformers has for the functions of `Ops.activation`.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+
+
+def read_activation(raw: RawConfig, key: str) -> str:
+    """The activation function of the MLP."""
+    raw.expect(key, *_ACTIVATIONS)
+    return _ACTIVATIONS[raw.get(key, "silu", str)]
+
+
+def layer_windows(
+    raw: RawConfig, window: int | None, first: int = 0, pattern: int = 0
+) -> list[int]:
+    """The window of each layer: from layer_types where given, else `window` from `first` on, but
+    for every layer whose number from 1 is a multiple of `pattern`."""
     layers = raw.size("num_hidden_layers")
     types = raw.get("layer_types", None, list)
     if types is None:
-        return [window or 0 if layer >= first else 0 for layer in range(layers)]
+        types = [
+            "full_attention"
+            if layer < first or not window or (pattern and (layer + 1) % pattern == 0)
+            else "sliding_attention"
+            for layer in range(layers)
+        ]
     if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
         raise UnsupportedError(
             f"{raw.place}: layer_types must name full_attention or sliding_attention for each of "
@@ -122,6 +165,26 @@ class Scope(Mapping[str, GpuTensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def projection(
+    name: str, key: str, rows: int, columns: int, bias: bool = False
+) -> Iterator[WeightSpec]:
+    """A matrix, and its bias where there is one."""
+    yield WeightSpec(name, (Source(f"{key}.weight", (rows, columns)),))
+    if bias:
+        yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (rows,)),))
+
+
+def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightSpec]:
+    """The weights of a norm over whole rows, and its bias where the config has one."""
+    yield WeightSpec(name, (Source(f"{key}.weight", (config.hidden_size,)),))
+    if config.norm_bias:
+        yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (config.hidden_size,)),))
+
+
+def layernorm(ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig) -> Value:
+    return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps)
 
 
 def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> WeightSpec:
@@ -168,7 +231,15 @@ def attention(
     if config.qk_norm:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
     q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
-    y = ops.attention(q, k, v, cache, scale=d**-0.5, window=window)
+    y = ops.attention(
+        q,
+        k,
+        v,
+        cache,
+        scale=config.attention_scale,
+        window=window,
+        softcap=config.attn_logit_softcapping,
+    )
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"))
 
 
@@ -184,8 +255,16 @@ def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[Weigh
         yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
 
 
-def mlp(ops: Ops, x: Value, w: Weights) -> Value:
-    """SwiGLU (Shazeer 2020): silu(gate) * up, projected back."""
+def mlp(ops: Ops, x: Value, w: Weights, activation: str) -> Value:
+    """A gated linear unit (Shazeer 2020): activation(gate) * up, projected back."""
     both = ops.linear(x, w["gate_up_proj"], w.get("gate_up_proj.bias"))
     gate, up = ops.split(both, both.width // 2, both.width // 2)
-    return ops.linear(ops.silu(gate) * up, w["down_proj"], w.get("down_proj.bias"))
+    return ops.linear(
+        ops.activation(gate, activation) * up, w["down_proj"], w.get("down_proj.bias")
+    )
+
+
+def plain_mlp(ops: Ops, x: Value, w: Weights, activation: str) -> Value:
+    """activation(up), projected back."""
+    up = ops.linear(x, w["up_proj"], w.get("up_proj.bias"))
+    return ops.linear(ops.activation(up, activation), w["down_proj"], w.get("down_proj.bias"))

@@ -16,6 +16,9 @@ from infer.models.weights import WeightSpec
 class Llama:
     """Norm, attention, norm, SwiGLU; each with a residual."""
 
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
+    prefix = "model"  # of the checkpoint's names
+
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 
@@ -30,34 +33,41 @@ class Llama:
         """Every weight, and which tensors of the checkpoint it is made of."""
         c = self.config
         yield layers.stacked(
-            "embed_tokens", "model", {"embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+            "embed_tokens", self.prefix, {"embed_tokens.weight": (c.vocab_size, c.hidden_size)}
         )
         for i in range(c.num_hidden_layers):
-            name, prefix = f"layers.{i}", f"model.layers.{i}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield layers.stacked(f"{name}.{norm}", prefix, {f"{norm}.weight": (c.hidden_size,)})
+            name, prefix = f"layers.{i}", f"{self.prefix}.layers.{i}"
+            for norm in self.norms:
+                yield from layers.norm_weights(c, f"{name}.{norm}", f"{prefix}.{norm}")
             yield from layers.attention_weights(c, f"{name}.self_attn", f"{prefix}.self_attn")
-            yield from layers.mlp_weights(c, f"{name}.mlp", f"{prefix}.mlp")
-        yield layers.stacked("norm", "model", {"norm.weight": (c.hidden_size,)})
+            yield from self.mlp_weights(f"{name}.mlp", f"{prefix}.mlp")
+        yield from layers.norm_weights(c, "norm", f"{self.prefix}.norm")
         if not c.tie_word_embeddings:
             yield layers.stacked("lm_head", "lm_head", {"weight": (c.vocab_size, c.hidden_size)})
+
+    def mlp_weights(self, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """Those of one layer's MLP."""
+        return layers.mlp_weights(self.config, name, prefix)
 
     def ignorable(self, key: str) -> bool:
         """Whether a surplus tensor of a checkpoint says nothing new."""
         tied = self.config.tie_word_embeddings and key == "lm_head.weight"
         return tied or key.endswith("rotary_emb.inv_freq")
 
-    def forward(self, ops: Ops, w: Weights, rope: Rope, cache: Sequence[LayerCache]) -> Value:
-        """The logits [rows, vocab_size] of the step's rows that get them."""
+    def forward(
+        self, ops: Ops, w: Weights, ropes: Sequence[Rope], cache: Sequence[LayerCache]
+    ) -> Value:
+        """The logits [rows, vocab_size] of the step's rows that get them. ropes, cache: of each
+        layer."""
         c = self.config
         h = ops.embedding(w["embed_tokens"])
-        for i, layer_cache in enumerate(cache):
+        for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
             layer = Scope(w, f"layers.{i}")
             x = ops.rmsnorm(h, layer["input_layernorm"], c.rms_norm_eps)
             h = h + layers.attention(
                 ops, x, Scope(layer, "self_attn"), c, rope, layer_cache, c.windows[i]
             )
             x = ops.rmsnorm(h, layer["post_attention_layernorm"], c.rms_norm_eps)
-            h = h + layers.mlp(ops, x, Scope(layer, "mlp"))
+            h = h + layers.mlp(ops, x, Scope(layer, "mlp"), c.activation)
         h = ops.rmsnorm(ops.logits_rows(h), w["norm"], c.rms_norm_eps)
         return ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])

@@ -27,6 +27,26 @@ _LLAMA_3_ROPE = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "gemma-2-2b": {
+        "model_type": "gemma2",
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
     "llama-3.2-1b": _LLAMA_3
     | {
         "hidden_size": 2048,
@@ -99,6 +119,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "hidden_act": "silu",
         "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "starcoder2-3b": {
+        "model_type": "starcoder2",
+        "vocab_size": 49152,
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16384,
+        "sliding_window": 4096,
+        "norm_epsilon": 1e-05,
+        "rope_theta": 999999.4420358813,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
         "tie_word_embeddings": True,
     },
 }

@@ -49,23 +49,34 @@ _FILL = np.dtype(
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint and the shape it must have."""
+    """A tensor of the checkpoint and the shape it must have; of it, all rows or those of `part`."""
 
     key: str
     shape: tuple[int, ...]
+    part: range | None = None
+
+    @property
+    def start(self) -> int:
+        return self.part.start if self.part is not None else 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.part) if self.part is not None else self.shape[0]
 
 
 @dataclass(frozen=True)
 class WeightSpec:
     """A weight of the model: a matrix (rows, columns) or a vector (columns,). Several sources are
-    stacked along their first axis, as q, k and v are into one projection."""
+    stacked along their first axis, as q, k and v are into one projection. added: to every value of
+    a vector, as some checkpoints hold a norm's weights less one."""
 
     name: str
     sources: tuple[Source, ...]
+    added: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first = sum(source.shape[0] for source in self.sources)
+        first = sum(source.rows for source in self.sources)
         return (first, *self.sources[0].shape[1:])
 
 
@@ -279,6 +290,7 @@ class _Transfer:
     buffer: Buffer
     offset: int
     stride: int
+    added: float = 0.0
     then: Dispatch | None = None  # what makes the weight of them, if these are not its rows
 
     @property
@@ -289,7 +301,7 @@ class _Transfer:
         """Write the rows from byte `start` on, as many as `view` holds."""
         info, width = self.info, ITEMSIZE[self.info.dtype]
         value = self.first + start // self.stride * self.columns
-        if info.dtype == self.dtype and self.stride == self.columns * width:
+        if info.dtype == self.dtype and self.stride == self.columns * width and not self.added:
             info.read_into(view, value * width)
             return
         rows = np.frombuffer(view, _STORAGE[self.dtype]).reshape(len(view) // self.stride, -1)
@@ -298,6 +310,8 @@ class _Transfer:
         step = max(1, _BLOCK // self.columns)
         for i in range(0, len(rows), step):
             rows[i : i + step, : self.columns] = self._convert(values[i : i + step])
+        if self.added:
+            rows[:, : self.columns] += self.added
         rows[:, self.columns :] = 0
 
     def _convert(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -333,20 +347,22 @@ def _transfers(
     stride = ITEMSIZE["f32"] if vector else row_bytes(columns, tensor.dtype)
     top = 0
     for source in spec.sources:
-        bottom, info = top + source.shape[0], checkpoint.tensors[source.key]
+        bottom, info = top + source.rows, checkpoint.tensors[source.key]
+        skipped = source.start - top
         for shard in tensor.shards:
             count = tensor.shape[0] if vector else shard.rows
             start, end = max(top, shard.start), min(bottom, shard.start + count)
             if tensor.dtype not in QUANTIZED and start < end:
                 yield _Transfer(
                     info,
-                    (start - top) * columns,
+                    (start + skipped) * columns,
                     end - start,
                     columns,
                     tensor.dtype,
                     shard.buffer,
                     (start - shard.start) * stride,
                     stride,
+                    spec.added,
                 )
             elif start < end:
                 at_once = quantizer.rows_at_once(columns, info.dtype)
@@ -354,14 +370,16 @@ def _transfers(
                     rows = min(at_once, end - first)
                     yield _Transfer(
                         info,
-                        (first - top) * columns,
+                        (first + skipped) * columns,
                         rows,
                         columns,
                         info.dtype,
                         quantizer.buffer,
                         0,
                         row_bytes(columns, info.dtype),
-                        quantizer.quantize(spec.name, shard, first - shard.start, rows, info.dtype),
+                        then=quantizer.quantize(
+                            spec.name, shard, first - shard.start, rows, info.dtype
+                        ),
                     )
         top = bottom
 

@@ -62,11 +62,13 @@ MIN_DISTINCT = 12
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model; config is as the hub spells it, less architectures and torch_dtype."""
+    """One tiny model; config is as the hub spells it, less architectures and torch_dtype. The
+    embeddings' standard deviation is `embedding`."""
 
     config: dict[str, Any]
     dtype: str = "bfloat16"
     shards: int = 1
+    embedding: float = 0.1
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -167,6 +169,102 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     return qwen2() | {"model_type": "qwen3"} | own | changes
 
 
+def gemma2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gemma2",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 2.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 1.5,
+        "head_dim": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 72,
+        "initializer_range": 0.02,
+        "intermediate_size": 64,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 40,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": 16,
+        "transformers_version": "4.42.4",
+        "use_cache": True,
+        "vocab_size": 300,
+    } | changes
+
+
+def gemma3_text(**changes: Any) -> dict[str, Any]:
+    own = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"factor": 4.0, "rope_type": "linear"},
+        "rope_theta": 1000000.0,
+        "sliding_window_pattern": 2,
+        "transformers_version": "4.50.0",
+    }
+    return gemma2() | {"model_type": "gemma3_text"} | own | changes
+
+
+def starcoder2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "starcoder2",
+        "attention_dropout": 0.1,
+        "bos_token_id": 0,
+        "embedding_dropout": 0.1,
+        "eos_token_id": 0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 64,
+        "initializer_range": 0.018042,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+        "mlp_type": "default",
+        "norm_epsilon": 1e-5,
+        "norm_type": "layer_norm",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "residual_dropout": 0.1,
+        "rope_theta": 999999.4420358813,
+        "sliding_window": 16,
+        "transformers_version": "4.37.0.dev0",
+        "use_bias": True,
+        "use_cache": True,
+        "vocab_size": 300,
+    } | changes
+
+
+def gpt_neox(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "gelu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "rotary_emb_base": 100,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.24.0",
+        "use_cache": True,
+        "use_parallel_residual": True,
+        "vocab_size": 300,
+    } | changes
+
+
 CASES: dict[str, Case] = {
     "llama": Case(llama()),
     "llama_f32": Case(
@@ -228,6 +326,14 @@ CASES: dict[str, Case] = {
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
     ),
     "qwen3": Case(qwen3()),
+    "gemma2": Case(gemma2(), embedding=0.02),
+    "gemma3_text": Case(gemma3_text(), embedding=0.02),
+    "starcoder2": Case(starcoder2()),
+    "gpt_neox": Case(gpt_neox()),
+    # What the 20B model has: another activation; and the blocks one after the other.
+    "gpt_neox_sequential": Case(
+        gpt_neox(hidden_act="gelu_fast", rotary_pct=0.5, use_parallel_residual=False)
+    ),
 }
 
 
@@ -245,7 +351,9 @@ def transformers_config(published: Mapping[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(keys.pop("model_type"), **keys)
 
 
-def random_weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
+def random_weight(
+    name: str, shape: tuple[int, ...], rng: np.random.Generator, embedding: float
+) -> NDArray[Any]:
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
     if name.endswith("norm.weight"):
         return rng.uniform(0.5, 1.5, shape)
@@ -253,7 +361,7 @@ def random_weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -
         return rng.normal(0.0, 0.2, shape)
     if name.endswith("embed_tokens.weight"):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
-        return rng.normal(0.0, 0.1, shape)
+        return rng.normal(0.0, embedding, shape)
     gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
     return rng.normal(0.0, gain * shape[1] ** -0.5, shape)
 
@@ -266,7 +374,8 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            weight = torch.from_numpy(random_weight(name, tuple(parameter.shape), rng))
+            values = random_weight(name, tuple(parameter.shape), rng, case.embedding)
+            weight = torch.from_numpy(values)
             parameter.copy_(weight.to(getattr(torch, case.dtype)))
     return model.eval()
 

@@ -233,7 +233,7 @@ class Sweep:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
         ops = Ops()
-        output = engine.model.forward(ops, engine.weights, engine.rope, engine.cache.layers)
+        output = engine.model.forward(ops, engine.weights, engine.ropes, engine.cache.layers)
         return ForcedLowering(
             engine.device,
             ops,

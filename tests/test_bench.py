@@ -174,11 +174,13 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [  # as the published safetensors files count them
+        ("gemma-2-2b", 2_614_341_888),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen2.5-0.5b", 494_032_768),
         ("qwen3-0.6b", 596_049_920),
         ("smollm2-135m", 134_515_008),
+        ("starcoder2-3b", 3_030_371_328),
     ],
 )
 def test_shapes_have_the_parameters_of_their_models(name: str, parameters: int) -> None:

@@ -355,7 +355,7 @@ def test_a_closed_device_says_so(own: Device) -> None:
         lambda: own.write(buffer, b"1234"),
         lambda: own.read(buffer),
         lambda: own.pipeline(KernelSpec.of("take_rows", STRIDE=8)),
-        lambda: functions.silu(own, np.zeros((1, 4))),
+        lambda: functions.activation(own, np.zeros((1, 4)), "silu"),
     ):
         with pytest.raises(ClosedError):
             use()

@@ -124,8 +124,30 @@ LINEAR: Factors = SETTINGS | {
     "rows": (1, 2, 5, 8, 9, 40, 130),
     "shape": ((1, 1), (7, 3), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
     "dtype": ("f32", "f16", "bf16"),
-    "form": ("", "norm bias", "norm gated", "residual", "norm bias gated residual"),
+    "form": (
+        "",
+        "norm bias",
+        "norm gated",
+        "residual",
+        "norm bias gated residual",
+        "gelu",
+        "gelu_tanh bias residual",
+        "gelu_tanh norm gated",
+    ),
 }
+
+
+def activation_of(form: str) -> str | None:
+    """The activation function among the words of a form."""
+    return next((word for word in form.split() if word in reference.ACTIVATIONS), None)
+
+
+def activated(y: Array, form: str, n: int) -> Array:
+    """What becomes of n outputs, or of n gates and as many more that they are multiplied with."""
+    function = activation_of(form)
+    if "gated" in form:
+        return reference.ACTIVATIONS[function or "silu"](y[:, :n]) * y[:, n:]
+    return y if function is None else reference.ACTIVATIONS[function](y)
 
 
 def linear_error(
@@ -148,13 +170,12 @@ def linear_error(
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected += values["bias"]
-    if "gated" in form:
-        expected = reference.silu(expected[:, :n]) * expected[:, n:]
+    expected = activated(expected, form, n)
     if "residual" in form:
         values["residual"] = normal(rng, rows, n)
         expected = expected + values["residual"]
     function = functions.matmul_vec if rows <= 8 else functions.matmul
-    values |= {"dtype": dtype, "gated": "gated" in form}
+    values |= {"dtype": dtype, "gated": "gated" in form, "activation": activation_of(form)}
     return nmse(function(device, x, weight, **values, **options), expected)
 
 
@@ -183,7 +204,7 @@ def test_a_plan_serves_fewer_rows(
         value = forward.ops.rmsnorm(forward.input(x), to_gpu(device, norm), EPS)
         both = forward.ops.linear(value, to_gpu(device, weight, "bf16"))
         gate, up = forward.ops.split(both, 21, 21)
-        y = forward.run(forward.ops.silu(gate) * up)
+        y = forward.run(forward.ops.activation(gate, "silu") * up)
     both = reference.matmul(reference.rmsnorm(x, norm, EPS), rounded(weight, "bf16"))
     assert nmse(y, reference.silu(both[:, :21]) * both[:, 21:]) <= LIMIT
 
@@ -206,7 +227,7 @@ QUANTIZED_LINEAR: Factors = SETTINGS | {
     "rows": (1, 7, 9, 40, 130),
     "shape": ((1, 1), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
     "dtype": ("q8", "q4"),
-    "form": ("", "bias", "residual", "bias gated"),
+    "form": ("", "bias", "residual", "bias gated", "gelu_tanh gated", "gelu bias residual"),
 }
 INT8_LIMIT = 1e-12  # dot products are exact: only scales, and sums of blocks, round
 
@@ -224,12 +245,12 @@ def quantized_error(
     x, exact = int8_rows(rng, rows, k)
     weight = exact_weight(rng, 2 * n if "gated" in form else n, k, dtype)
     values: dict[str, Any] = {"dtype": dtype, "gated": "gated" in form}
+    values["activation"] = activation_of(form)
     expected = reference.matmul(exact, weight)
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected = expected + values["bias"]
-    if "gated" in form:
-        expected = reference.silu(expected[:, :n]) * expected[:, n:]
+    expected = activated(expected, form, n)
     if "residual" in form:
         values["residual"] = normal(rng, rows, n)
         expected = expected + values["residual"]
@@ -288,7 +309,7 @@ def chain_error(
     both = ops.linear(forward.input(x), to_gpu(device, first, dtype))
     if gated:
         gate, up = ops.split(both, n, n)
-        value = ops.silu(gate) * up
+        value = ops.activation(gate, "silu") * up
         y = reference.silu(y[:, :n]) * y[:, n:]
         expected = reference.matmul(prepared(y, dtype), second)
         output = ops.linear(value, to_gpu(device, second, dtype))
@@ -381,6 +402,18 @@ def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[
         assert nmse(y, reference.rmsnorm(x, weight, 1e-3)) <= LIMIT, case
 
 
+@covering(
+    SETTINGS | {"rows": (1, 5, 9), "width": (1, 7, 128, 331, 1024, 4100), "bias": (True, False)}
+)
+def test_layernorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        width = case["width"]
+        x = 2 + normal(rng, case["rows"], width)  # a mean that is not zero
+        weight, bias = normal(rng, width), normal(rng, width) if case["bias"] else None
+        y = functions.layernorm(open_device(settings_of(case)), x, weight, bias, eps=1e-3)
+        assert nmse(y, reference.layernorm(x, weight, bias, 1e-3)) <= LIMIT, case
+
+
 @pytest.mark.parametrize("size", [1e-12, 1e12])
 def test_rmsnorm_of_extreme_values(device: Device, rng: np.random.Generator, size: float) -> None:
     x, weight = np.float32(size) * normal(rng, 3, 40), normal(rng, 40)
@@ -398,15 +431,27 @@ def test_elementwise(least_device: Device, rng: np.random.Generator, rows: int, 
     mul = functions.elementwise_mul(least_device, a, b)
     assert nmse(add, exact + b) <= LIMIT
     assert nmse(mul, exact * b) <= LIMIT
-    assert nmse(functions.silu(least_device, a), reference.silu(a)) <= LIMIT
-    gated = functions.silu(least_device, both, gated=True)
-    assert nmse(gated, reference.silu(a) * b) <= LIMIT
+    for cap in (0.3, 50.0):
+        assert nmse(functions.softcap(least_device, a, cap), reference.softcap(a, cap)) <= LIMIT
+    for name, function in reference.ACTIVATIONS.items():
+        assert nmse(functions.activation(least_device, a, name), function(a)) <= LIMIT
+        gated = functions.activation(least_device, both, name, gated=True)
+        assert nmse(gated, function(a) * b) <= LIMIT
 
 
-def test_silu_of_large_values(device: Device) -> None:
+@pytest.mark.parametrize("function", reference.ACTIVATIONS)
+def test_activations_of_all_values(device: Device, function: str) -> None:
+    x = np.linspace(-12, 12, 4001, dtype=np.float32)[None]
+    y = functions.activation(device, x, function)
+    assert np.allclose(y, reference.ACTIVATIONS[function](x), rtol=1e-6, atol=5e-7)
     x = np.array([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30]])
-    y = functions.silu(device, x)
-    assert np.allclose(y, np.where(x > 0, x, 0), rtol=1e-6, atol=1e-30)
+    y = functions.activation(device, x, function)
+    assert np.allclose(y, np.where(x > 0, x, 0), rtol=1e-6, atol=1e-7)
+
+
+def test_softcap_of_large_values(device: Device) -> None:
+    x = np.array([[-1e30, -2000.0, 0.0, 2000.0, 1e30]])
+    assert np.allclose(functions.softcap(device, x, 30.0), [[-30, -30, 0, 30, 30]], rtol=1e-6)
 
 
 def test_take_rows(least_device: Device, rng: np.random.Generator) -> None:
@@ -515,6 +560,7 @@ ATTENTION: Factors = SETTINGS | {
     "head_dim": (8, 24, 64, 80, 128, 256),
     "past": (0, 1, 250, 256, 513, 1100),
     "window": (0, 1, 33, 300),
+    "softcap": (0.0, 0.7),
     "kv_dtype": ("f16", "f32"),
     "fuse": (True, False),
 }
@@ -529,6 +575,7 @@ def attention_error(
     past: int,
     window: int,
     kv_dtype: str,
+    softcap: float = 0.0,
     **options: Any,
 ) -> float:
     n_kv_heads, group = heads
@@ -544,11 +591,12 @@ def attention_error(
         n_kv_heads=n_kv_heads,
         scale=scale,
         window=window,
+        softcap=softcap,
         kv_dtype=kv_dtype,
         **options,
     )
     stored = rounded(k, kv_dtype), rounded(v, kv_dtype)
-    return nmse(y, reference.attention(q, *stored, n_kv_heads * group, scale, window))
+    return nmse(y, reference.attention(q, *stored, n_kv_heads * group, scale, window, softcap))
 
 
 @covering(ATTENTION)
@@ -641,6 +689,7 @@ def test_rope_kv_write(
         "head_dim": (8, 16, 24, 64, 80, 128, 256),
         "past": (0, 1, 31, 32, 255, 256, 700),
         "window": (0, 1, 33, 300),
+        "softcap": (0.0, 0.7),
         "norms": (False, True),
         "rotary": (1, 2),
         "interleaved": (False, True),
@@ -667,6 +716,7 @@ def rope_attention_error(
     past: int,
     window: int,
     kv_dtype: str,
+    softcap: float = 0.0,
     norms: bool = False,
     rotary: int = 1,
     interleaved: bool = False,
@@ -689,6 +739,7 @@ def rope_attention_error(
         n_kv_heads=n_kv_heads,
         scale=d**-0.5,
         window=window,
+        softcap=softcap,
         interleaved=interleaved,
         norms=(q_norm, k_norm, EPS) if norms else None,
         kv_dtype=kv_dtype,
@@ -709,7 +760,7 @@ def rope_attention_error(
     else:
         assert nmse(keys[past:], k) <= LIMIT
     assert all(np.isnan(part[:, total:]).all() for part in cached)  # nothing else was written
-    return nmse(y, reference.attention(q, keys, values, n_heads, d**-0.5, window))
+    return nmse(y, reference.attention(q, keys, values, n_heads, d**-0.5, window, softcap))
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -1019,7 +1070,7 @@ def test_wrong_arrays_are_refused(device: Device, least_device: Device) -> None:
     with pytest.raises(ShaderError, match=r"\[3, width\], not \[2, 16\]"):
         functions.elementwise_add(device, x, x[:2])
     with pytest.raises(ShaderError, match=r"an input must be \[0, width\]"):
-        functions.silu(device, x[:0])
+        functions.activation(device, x[:0], "silu")
     with pytest.raises(ShaderError, match=r"\[kv_len, 3 \* head_dim\]"):
         functions.attention(device, x, x, x, n_kv_heads=3, scale=1.0)
     with pytest.raises(ShaderError, match="nine storage buffers: use rope_attention"):
@@ -1090,7 +1141,7 @@ def test_check_passes_here(least_device: Device) -> None:
     assert kernels >= {*functions.__all__} - {"profile", "rope_table", "validate"}
 
 
-WRONG_SILU = """
+WRONG_ACTIVATION = """
 @group(0) @binding(0) var<storage, read> x: array<f32>;
 @group(0) @binding(1) var<storage, read_write> y: array<f32>;
 @compute @workgroup_size(1)
@@ -1100,7 +1151,7 @@ fn main() {
 
 @pytest.mark.parametrize(
     ("ending", "message"),
-    [(";\n}", ""), (" + 1u;\n}", "silu.wgsl:6:10: "), ("\n}", "silu.wgsl:7:1: ")],
+    [(";\n}", ""), (" + 1u;\n}", "activation.wgsl:6:10: "), ("\n}", "activation.wgsl:7:1: ")],
 )
 def test_check_finds_a_broken_kernel(
     monkeypatch: pytest.MonkeyPatch, ending: str, message: str
@@ -1108,16 +1159,16 @@ def test_check_finds_a_broken_kernel(
     """One that computes something else, and two that do not compile."""
 
     def broken(spec: KernelSpec) -> Shader:
-        if spec.name != "silu":
+        if spec.name != "activation":
             return render(spec)
-        return render_text(WRONG_SILU + ending, "silu.wgsl")
+        return render_text(WRONG_ACTIVATION + ending, "activation.wgsl")
 
-    wanted = [case for case in check.cases() if case.kernel in ("silu", "elementwise_add")]
+    wanted = [case for case in check.cases() if case.kernel in ("activation", "elementwise_add")]
     monkeypatch.setattr(check, "cases", lambda: iter(wanted))
     monkeypatch.setattr("infer.kernels.device.render", broken)
     with Device.open() as device:  # of its own: the others have compiled the kernel
         results = check_device(device)
-    assert [result.kernel for result in results if not result.ok] == ["silu", "silu"]
+    assert {result.kernel for result in results if not result.ok} == {"activation"}
     assert [result.kernel for result in results if result.ok] == ["elementwise_add"]
     assert all(message in result.message for result in results if not result.ok)
 
@@ -1140,6 +1191,11 @@ def test_the_reference_is_torchs(rng: np.random.Generator) -> None:
     norm = torch.nn.functional.rms_norm(tensor(x), [48], tensor(weight), 1e-3)
     assert close(reference.rmsnorm(x, weight, 1e-3), norm)
     assert close(reference.silu(x), torch.nn.functional.silu(tensor(x)))
+    assert close(reference.gelu(x), torch.nn.functional.gelu(tensor(x)))
+    gelu_tanh = torch.nn.functional.gelu(tensor(x), approximate="tanh")
+    assert close(reference.gelu_tanh(x), gelu_tanh)
+    norm = torch.nn.functional.layer_norm(tensor(x), [48], tensor(weight), tensor(-weight), 1e-3)
+    assert close(reference.layernorm(x, weight, -weight, 1e-3), norm)
     assert close(reference.softmax(x), torch.softmax(tensor(x), -1))
     assert close(reference.matmul(x, x), torch.nn.functional.linear(tensor(x), tensor(x)))
 

@@ -61,7 +61,7 @@ def model(ops: Ops, device: Device, caches: Sequence[LayerCache], *, heads_norme
         h = h + ops.linear(y, weight(HIDDEN, q_width, seed=i))
         x = ops.rmsnorm(h, weight(HIDDEN, seed=i + 5), EPS)
         gate, up = ops.split(ops.linear(x, weight(2 * INNER, HIDDEN, seed=i)), INNER, INNER)
-        down = ops.linear(ops.silu(gate) * up, weight(HIDDEN, INNER, seed=i))
+        down = ops.linear(ops.activation(gate, "silu") * up, weight(HIDDEN, INNER, seed=i))
         h = h + down
     h = ops.rmsnorm(ops.logits_rows(h), weight(HIDDEN), EPS)
     return ops.linear(h, weight(VOCAB, HIDDEN))
@@ -186,7 +186,7 @@ def test_a_layer_of_prefill_is_eight_kernels() -> None:
 def test_without_fusing_every_op_has_its_kernel() -> None:
     attention = Counter(kv_write=1, attention_scores=1, softmax=1, weighted_sum=1)
     layer = attention + Counter(
-        rmsnorm=4, matmul_vec=4, rope=2, silu=1, elementwise_mul=1, elementwise_add=2
+        rmsnorm=4, matmul_vec=4, rope=2, activation=1, elementwise_mul=1, elementwise_add=2
     )
     rest = Counter(embedding=1, rmsnorm=1, matmul_vec=1)
     assert kernels_of(1, fuse=False) == layer + layer + rest
@@ -232,7 +232,7 @@ def random_graph(
 
     def linear(value: Value, n: int, seed: int, bias: GpuTensor | None = None) -> Value:
         """A projection; they read whole rows."""
-        whole = ops.silu(value) if value.op == "slice" else value
+        whole = ops.activation(value, "silu") if value.op == "slice" else value
         return ops.linear(whole, weight(n, value.width, seed=seed), bias)
 
     table = np.random.default_rng(2).standard_normal((64, 8, 2)).astype(np.float32)
@@ -240,7 +240,7 @@ def random_graph(
     for i in range(size):
         x = values[rng.integers(max(0, len(values) - 4), len(values))]  # mostly recent ones
         kind = rng.choice(
-            ["norm", "linear", "linear", "residual", "gated", "rope", "attend", "add"]
+            ["norm", "linear", "linear", "residual", "gated", "activation", "rope", "attend", "add"]
         )
         same = [value for value in values if value.width == x.width]
         other = same[rng.integers(len(same))]
@@ -258,8 +258,10 @@ def random_graph(
             gate, up = map(seen, ops.split(both, 48, 48))
             if rng.random() < 0.2:  # the other way round is not what the kernel computes
                 gate, up = up, gate
-            silu = seen(ops.silu(gate))
-            x = silu * up if rng.random() < 0.8 else up * silu
+            act = seen(ops.activation(gate, "silu"))
+            x = act * up if rng.random() < 0.8 else up * act
+        elif kind == "activation":
+            x = ops.activation(seen(linear(x, int(rng.choice(widths)), i)), "gelu")
         elif kind == "rope" and x.width % 16 == 0:
             x = ops.rope(x, rope, 16)
         elif kind == "attend":

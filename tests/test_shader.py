@@ -282,11 +282,11 @@ def test_bindings_have_no_gap() -> None:
 
 
 def test_a_spec_is_a_key_and_a_label() -> None:
-    spec = KernelSpec.of("silu", WIDTH=4, GATED=True)
-    assert spec == KernelSpec.of("silu", GATED=True, WIDTH=4)
-    assert hash(spec) == hash(KernelSpec.of("silu", GATED=True, WIDTH=4))
-    assert spec != KernelSpec.of("silu", GATED=False, WIDTH=4)
-    assert spec.label == "silu GATED=True WIDTH=4"
+    spec = KernelSpec.of("activation", WIDTH=4, GATED=True)
+    assert spec == KernelSpec.of("activation", GATED=True, WIDTH=4)
+    assert hash(spec) == hash(KernelSpec.of("activation", GATED=True, WIDTH=4))
+    assert spec != KernelSpec.of("activation", GATED=False, WIDTH=4)
+    assert spec.label == "activation GATED=True WIDTH=4"
 
 
 # With a compiler
@@ -360,7 +360,7 @@ def model_specs(shape: str, limits: Limits, lanes: int, dtype: str) -> Iterator[
         cache = KVCache(dry, 1, c.num_key_value_heads, c.head_dim, 4096, dtype=kv_dtype)
         ops = Ops()
         rope = Rope(dry.buffer(1), c.rope.rotary_dim, interleaved=kv_dtype == "f32")
-        output = model.forward(ops, weights, rope, cache.layers)
+        output = model.forward(ops, weights, [rope], cache.layers)
         lowering = Lowering(
             dry,
             ops,

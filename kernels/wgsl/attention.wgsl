@@ -20,6 +20,7 @@
 #include "kv_read_values.wgsl"
 #include "attention_range.wgsl"
 #include "attention_split.wgsl"
+#include "capped.wgsl"
 #include "kv_store.wgsl"
 #if ROPE
 #include "rotate_group.wgsl"
@@ -74,6 +75,11 @@ const KEPT_BATCH = KEPT / KEPT_HEADS;
 const GROUPS = HEAD_DIM / 8u;  // groups of eight dimensions in a head
 const LOWEST = -3.0e38;
 const LOG2_E = 1.44269504;  // the GPU's exponential is of base two
+#if SOFTCAP > 0
+const Q_SCALE: f32 = SCALE;  // the factor comes after the cap
+#else
+const Q_SCALE: f32 = SCALE * LOG2_E;
+#endif
 
 var<workgroup> parts: array<vec2<f32>, HEADS * SUBGROUPS>;  // (max, sum) of each subgroup
 var<workgroup> outputs: array<vec4<f32>, MERGED * SUBGROUPS * GROUPS * 2u>;
@@ -162,7 +168,7 @@ fn main(
   }
 
 #for h in 0..HEADS
-  var scale$h = SCALE * LOG2_E;
+  var scale$h = Q_SCALE;
 #if ROPE and NORM
   var squares$h = 0.0;
 #for e in 0..PER_LANE
@@ -228,6 +234,9 @@ fn main(
 #for k in 0..CLUSTER_BITS
     own$h += subgroupShuffleXor(own$h, $(1 << $k)u);
 #endfor
+#if SOFTCAP > 0
+    own$h = LOG2_E * capped(own$h);
+#endif
 #endfor
     if (cluster == 0u) {  // the others begin with nothing
 #for m in 0..KEPT_HEADS
@@ -300,6 +309,9 @@ fn main(
     let before$m = most$m;
 #for i in $m * KEPT / KEPT_HEADS..($m + 1) * KEPT / KEPT_HEADS
     let place_of$i = base + (mine + $iu) % BATCH * CLUSTERS + cluster;
+#if SOFTCAP > 0
+    score$i = LOG2_E * capped(score$i);
+#endif
     score$i = select(LOWEST, score$i, place_of$i < count);
     most$m = max(most$m, score$i);
 #endfor

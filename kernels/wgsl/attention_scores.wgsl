@@ -1,7 +1,9 @@
-// scores[row][head][position] = SCALE * q . k for every position that the row attends to.
+// scores[row][head][position] = SCALE * q . k, perhaps capped, for every position that the row attends
+// to.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "attention_range.wgsl"
+#include "capped.wgsl"
 // @param GROUP u32               query heads per KV head
 // @param SCALE f32
 // @param Q_STRIDE u32
@@ -39,5 +41,8 @@ fn main(
     score += dot(kv_low(key), vec4<f32>(query[d], query[d + 1u], query[d + 2u], query[d + 3u]))
       + dot(kv_high(key), vec4<f32>(query[d + 4u], query[d + 5u], query[d + 6u], query[d + 7u]));
   }
+#if SOFTCAP > 0
+  score = capped(score);
+#endif
   scores[(id.z * size.y + id.y) * SCORES_STRIDE + position] = score;
 }

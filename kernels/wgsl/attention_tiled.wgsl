@@ -12,6 +12,7 @@
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
 #include "attention_range.wgsl"
+#include "capped.wgsl"
 // @param GROUP u32               query heads per KV head
 // @param SCALE f32
 // @param Q_STRIDE u32
@@ -237,7 +238,11 @@ fn main(
     // The maximum of each row, of all invocations that have scores of it.
 #for i in 0..M_TILE
 #for j in 0..N_TILE
+#if SOFTCAP > 0
+    s$i_$j = LOG2_E * capped(SCALE * s$i_$j);
+#else
     s$i_$j *= SCALE * LOG2_E;
+#endif
 #endfor
 #endfor
     if (tile.base + COLUMNS > first_place + 1u || tile.base < first_position(last_place)) {

@@ -1,12 +1,13 @@
 // y = x W^T for many rows of x (prefill): tiles of x and W go through workgroup memory, and each
 // invocation keeps M_TILE x N_TILE products in registers. f32 arithmetic.
 //
-// GATED: W holds gate rows, then up rows, and y = silu(gate) * up. BIAS is added to the products,
-// RESIDUAL to y.
+// GATED: W holds gate rows, then up rows, and y = activate(gate) * up; else y = activate(x W^T) where
+// there is an ACTIVATION. BIAS is added to the products, RESIDUAL to y.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
 #include "weight.wgsl"
+#include "activate.wgsl"
 // @param K u32                   columns of W
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
@@ -180,11 +181,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     gate += bias[n];
     up += bias[N + n];
 #endif
-    var value = gate / (1.0 + exp(-gate)) * up;
+    var value = activate(gate) * up;
 #else
     var value = c$i_$j;
 #if BIAS
     value += bias[n];
+#endif
+#if ACTIVATION != none
+    value = activate(value);
 #endif
 #endif
 #if RESIDUAL

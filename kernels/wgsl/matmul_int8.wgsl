@@ -3,8 +3,9 @@
 // memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
-// workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS and RESIDUAL
-// are as in matmul.wgsl.
+// workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, ACTIVATION, BIAS and
+// RESIDUAL are as in matmul.wgsl.
+#include "activate.wgsl"
 // @param WEIGHT q8|q4
 // @param K u32                   columns of W
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
@@ -216,11 +217,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     gate += bias[n];
     up += bias[N + n];
 #endif
-    var value = gate / (1.0 + exp(-gate)) * up;
+    var value = activate(gate) * up;
 #else
     var value = UNIT * c$i_$j;
 #if BIAS
     value += bias[n];
+#endif
+#if ACTIVATION != none
+    value = activate(value);
 #endif
 #endif
 #if RESIDUAL

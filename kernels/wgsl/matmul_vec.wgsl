@@ -3,11 +3,13 @@
 //
 // NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
 // gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
-// rows, and y = silu(gate) * up. BIAS and RESIDUAL are added to y. What the next projection wants to
-// read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y, as int8, of which
-// the workgroup's 32 outputs are a block (QUANTIZE). KEEP: y itself is needed.
+// rows, and y = activate(gate) * up; else y = activate(x W^T) where there is an ACTIVATION. BIAS is
+// added to the products, RESIDUAL to y. What the next projection wants to read goes out too: y times
+// the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the workgroup's 32 outputs are
+// a block (QUANTIZE). KEEP: y itself is needed.
 #include "reduce.wgsl"
 #include "grid.wgsl"
+#include "activate.wgsl"
 #include "block_float.wgsl"
 #include "block_int8.wgsl"
 #include "quantize_block.wgsl"
@@ -220,11 +222,14 @@ fn main(
     gate += own_bias;
     up += up_bias;
 #endif
-    var value = gate / (1.0 + exp(-gate)) * up;
+    var value = activate(gate) * up;
 #else
     var value = scale * total(owner, out_row * W_ROWS + place, parts);
 #if BIAS
     value += own_bias;
+#endif
+#if ACTIVATION != none
+    value = activate(value);
 #endif
 #endif
 #if RESIDUAL

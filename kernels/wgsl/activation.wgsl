@@ -1,4 +1,5 @@
-// y = silu(x) = x / (1 + exp(-x)), or silu(x) * up with GATED, where up follows x in its row.
+// y = activate(x), or activate(x) * up with GATED, where up follows x in its row.
+#include "activate.wgsl"
 // @param WIDTH u32
 // @param X_STRIDE u32
 // @param X_OFFSET u32
@@ -14,7 +15,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     return;
   }
   let i = id.y * X_STRIDE + X_OFFSET + id.x;
-  var value = x[i] / (1.0 + exp(-x[i]));
+  var value = activate(x[i]);
 #if GATED
   value *= x[i + WIDTH];
 #endif
