@@ -429,7 +429,7 @@ def rope_kv_write(
 def rope_attention(
     device: Device,
     x: Array,
-    table: Array,
+    table: Array | None,
     k: Array,
     v: Array,
     *,
@@ -445,9 +445,9 @@ def rope_attention(
     """All from a projection x (see rope_kv_write) to the output of attention, [rows, n_heads *
     head_dim], and the cache after it. k and v [past, n_kv_heads * head_dim] are in the cache
     already, and x follows them. One row is what attention does by itself; more rows go through
-    rope_kv_write."""
+    rope_kv_write, or, where nothing turns (table None), through kv_write."""
     cache = _cache(device, k, v, n_kv_heads, kv_dtype, len(k) + len(x))
-    rotary = _rope(device, table, len(k) + len(x), interleaved)
+    rotary = None if table is None else _rope(device, table, len(k) + len(x), interleaved)
     forward = Forward(device, len(x), **options)
     output = _turned_attention(forward, x, rotary, cache, n_heads, norms, scale, window)
     return forward.run(output, position=len(k)), *_cached(device, cache)
@@ -456,21 +456,23 @@ def rope_attention(
 def _turned_attention(
     forward: Forward,
     x: Array,
-    rope: Rope,
+    rope: Rope | None,
     cache: KVCache,
     n_heads: int,
     norms: tuple[Array, Array, float] | None,
     scale: float = 1.0,
     window: int = 0,
 ) -> Value:
-    """Attention on a projection x of queries, keys and values, the first two normed and turned."""
+    """Attention on a projection x of queries, keys and values, the first two perhaps normed,
+    perhaps turned."""
     ops, layer = forward.ops, cache.layers[0]
     widths = [heads * layer.head_dim for heads in (n_heads, layer.n_kv_heads, layer.n_kv_heads)]
     q, k, v = ops.split(forward.input(x), *widths)
     if norms is not None:
         q = ops.rmsnorm(q, to_gpu(forward.device, norms[0]), norms[2])
         k = ops.rmsnorm(k, to_gpu(forward.device, norms[1]), norms[2])
-    q, k = ops.rope(q, rope, layer.head_dim), ops.rope(k, rope, layer.head_dim)
+    if rope is not None:
+        q, k = ops.rope(q, rope, layer.head_dim), ops.rope(k, rope, layer.head_dim)
     return ops.attention(q, k, v, layer, scale=scale, window=window)
 
 

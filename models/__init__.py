@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
 }
 
 

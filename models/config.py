@@ -26,6 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
     "mrope_section": (None,),
+    "no_rope_layer_interval": (None,),
     "no_rope_layers": (None, []),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),

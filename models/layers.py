@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.kv_cache import LayerCache
@@ -17,7 +18,8 @@ from infer.models.weights import Source, WeightSpec
 class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
-    windows has for each layer how many positions it sees, 0 for all.
+    windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
+    queries and keys turn. What follows them is off, or 1, where a model does not say otherwise.
     """
 
     model_type: str
@@ -33,10 +35,11 @@ class DecoderConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     windows: tuple[int, ...]
+    rope_layers: tuple[bool, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # on each head of q and k
 
     @classmethod
     def read(
@@ -44,13 +47,15 @@ class DecoderConfig:
         raw: RawConfig,
         *,
         windows: Sequence[int] | None = None,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        mlp_bias: bool = False,
-        qk_norm: bool = False,
+        rope_layers: Sequence[bool] | None = None,
         tied: bool = False,
+        eps: float = 1e-6,
+        theta: float = 10000.0,
+        **own: Any,
     ) -> DecoderConfig:
-        """The keys that all of them have; the model says the rest. Raises UnsupportedError."""
+        """The keys that all of them have; the model says the rest: fields of its own, and what
+        tie_word_embeddings, rms_norm_eps and rope_theta are by default. Raises UnsupportedError.
+        """
         raw.expect("hidden_act", "silu", "swish")
         hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
         layers = raw.size("num_hidden_layers")
@@ -74,26 +79,26 @@ class DecoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6, float),
+            rms_norm_eps=raw.get("rms_norm_eps", eps, float),
             max_position_embeddings=raw.size("max_position_embeddings", 2048),
             tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
-            rope=raw.rope(head_dim),
+            rope=raw.rope(head_dim, theta),
             windows=tuple(windows) if windows is not None else (0,) * layers,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            mlp_bias=mlp_bias,
-            qk_norm=qk_norm,
+            rope_layers=tuple(rope_layers) if rope_layers is not None else (True,) * layers,
+            **own,
         )
         raw.done()
         return config
 
 
-def layer_windows(raw: RawConfig, window: int | None, first: int = 0) -> list[int]:
-    """The window of each layer: from layer_types where given, else `window` from `first` on."""
+def layer_windows(
+    raw: RawConfig, window: int | None, slides: Callable[[int], bool] = lambda layer: True
+) -> list[int]:
+    """The window of each layer: from layer_types where given, else `window` where it slides."""
     layers = raw.size("num_hidden_layers")
     types = raw.get("layer_types", None, list)
     if types is None:
-        return [window or 0 if layer >= first else 0 for layer in range(layers)]
+        return [window or 0 if slides(layer) else 0 for layer in range(layers)]
     if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
         raise UnsupportedError(
             f"{raw.place}: layer_types must name full_attention or sliding_attention for each of "
@@ -156,18 +161,19 @@ def attention(
     x: Value,
     w: Weights,
     config: DecoderConfig,
-    rope: Rope,
+    rope: Rope | None,
     cache: LayerCache,
     window: int,
 ) -> Value:
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention, with rotary positions where there is a rope."""
     d, eps = config.head_dim, config.rms_norm_eps
     q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
     q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
     if config.qk_norm:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
-    q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
+    if rope is not None:
+        q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
     y = ops.attention(q, k, v, cache, scale=d**-0.5, window=window)
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"))
 

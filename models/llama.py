@@ -16,6 +16,8 @@ from infer.models.weights import WeightSpec
 class Llama:
     """Norm, attention, norm, SwiGLU; each with a residual."""
 
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
+
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 
@@ -34,7 +36,7 @@ class Llama:
         )
         for i in range(c.num_hidden_layers):
             name, prefix = f"layers.{i}", f"model.layers.{i}"
-            for norm in ("input_layernorm", "post_attention_layernorm"):
+            for norm in self.norms:
                 yield layers.stacked(f"{name}.{norm}", prefix, {f"{norm}.weight": (c.hidden_size,)})
             yield from layers.attention_weights(c, f"{name}.self_attn", f"{prefix}.self_attn")
             yield from layers.mlp_weights(c, f"{name}.mlp", f"{prefix}.mlp")
@@ -52,12 +54,17 @@ class Llama:
         c = self.config
         h = ops.embedding(w["embed_tokens"])
         for i, layer_cache in enumerate(cache):
-            layer = Scope(w, f"layers.{i}")
-            x = ops.rmsnorm(h, layer["input_layernorm"], c.rms_norm_eps)
-            h = h + layers.attention(
-                ops, x, Scope(layer, "self_attn"), c, rope, layer_cache, c.windows[i]
-            )
-            x = ops.rmsnorm(h, layer["post_attention_layernorm"], c.rms_norm_eps)
-            h = h + layers.mlp(ops, x, Scope(layer, "mlp"))
+            turn = rope if c.rope_layers[i] else None
+            h = self.layer(ops, h, Scope(w, f"layers.{i}"), turn, layer_cache, c.windows[i])
         h = ops.rmsnorm(ops.logits_rows(h), w["norm"], c.rms_norm_eps)
         return ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])
+
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+    ) -> Value:
+        """What a layer makes of the activations h [rows, hidden_size]."""
+        c = self.config
+        x = ops.rmsnorm(h, w["input_layernorm"], c.rms_norm_eps)
+        h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        x = ops.rmsnorm(h, w["post_attention_layernorm"], c.rms_norm_eps)
+        return h + layers.mlp(ops, x, Scope(w, "mlp"))

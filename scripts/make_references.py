@@ -46,6 +46,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "models"
@@ -167,6 +168,27 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     return qwen2() | {"model_type": "qwen3"} | own | changes
 
 
+def smollm3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "intermediate_size": 64,
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 0, 1],
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "transformers_version": "4.54.0",
+        "use_sliding_window": False,
+        "vocab_size": 300,
+    }
+    config = llama() | {"model_type": "smollm3"} | own | changes
+    for key in ("pretraining_tp", "tie_word_embeddings"):  # the latter is true unless it is given
+        del config[key]
+    return config
+
+
 CASES: dict[str, Case] = {
     "llama": Case(llama()),
     "llama_f32": Case(
@@ -228,13 +250,25 @@ CASES: dict[str, Case] = {
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
     ),
     "qwen3": Case(qwen3()),
+    "smollm3": Case(smollm3()),
+    # Without no_rope_layers, the interval says which layers do not turn; they have the window.
+    "smollm3_sliding": Case(
+        smollm3(
+            attention_bias=True,
+            mlp_bias=True,
+            no_rope_layer_interval=2,
+            no_rope_layers=None,
+            sliding_window=16,
+            use_sliding_window=True,
+        )
+    ),
 }
 
 
 def published_config(case: Case) -> dict[str, Any]:
     """config.json as most files on the hub spell it."""
-    family = case.config["model_type"].capitalize()
-    head = {"architectures": [f"{family}ForCausalLM"], "torch_dtype": case.dtype}
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.config["model_type"]]
+    head = {"architectures": [name], "torch_dtype": case.dtype}
     return dict(sorted((head | case.config).items()))
 
 

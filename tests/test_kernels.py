@@ -642,7 +642,7 @@ def test_rope_kv_write(
         "past": (0, 1, 31, 32, 255, 256, 700),
         "window": (0, 1, 33, 300),
         "norms": (False, True),
-        "rotary": (1, 2),
+        "rotary": (1, 2, None),
         "interleaved": (False, True),
         "kv_dtype": ("f16", "f32"),
         "storage_buffers": (None, 8),
@@ -668,22 +668,23 @@ def rope_attention_error(
     window: int,
     kv_dtype: str,
     norms: bool = False,
-    rotary: int = 1,
+    rotary: int | None = 1,
     interleaved: bool = False,
     rows: int = 1,
     **options: Any,
 ) -> float:
-    """Of the output, given what is now in the cache, which must be right as well."""
+    """Of the output, given what is now in the cache, which must be right as well. rotary: one in
+    so many dimensions turns, or none."""
     d, (n_kv_heads, group) = head_dim, heads
     kv_width, n_heads = n_kv_heads * d, n_kv_heads * group
-    frequencies = 100.0 ** (-np.arange(d // 2 // rotary) / d)
+    frequencies = 100.0 ** (-np.arange(d // 2 // (rotary or 1)) / d)
     x = normal(rng, rows, (group + 2) * kv_width)
     known = normal(rng, past, kv_width), normal(rng, past, kv_width)
     q_norm, k_norm = normal(rng, d), normal(rng, d)
     y, *cached = functions.rope_attention(
         device,
         x,
-        functions.rope_table(frequencies, past + rows),
+        functions.rope_table(frequencies, past + rows) if rotary else None,
         *known,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -698,7 +699,8 @@ def rope_attention_error(
     if norms:
         q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
     positions = np.arange(past, past + rows)
-    q, k = (reference.rope(part, positions, frequencies, d, interleaved) for part in (q, k))
+    if rotary:
+        q, k = (reference.rope(part, positions, frequencies, d, interleaved) for part in (q, k))
     total = past + rows
     keys, values = (part[:, :total].swapaxes(0, 1).reshape(total, kv_width) for part in cached)
     for part, before in zip((keys, values), known, strict=True):

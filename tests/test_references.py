@@ -29,6 +29,8 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "mistral_sliding": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True},
     "qwen2_sliding": {"max_window_layers": 0},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "smollm3_sliding": {"sliding_window": None},
 }
 
 
