@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = {
     "llama": "Llama",
     "mistral": "Mistral",
+    "olmo2": "Olmo2",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",

@@ -40,6 +40,7 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # on each head of q and k
+    wide_qk_norm: bool = False  # on all of q and all of k
 
     @classmethod
     def read(
@@ -151,9 +152,10 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
     yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})
     if config.output_bias:
         yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
-    if config.qk_norm:
-        yield stacked(f"{name}.q_norm", prefix, {"q_norm.weight": (d,)})
-        yield stacked(f"{name}.k_norm", prefix, {"k_norm.weight": (d,)})
+    if config.qk_norm or config.wide_qk_norm:
+        for part in "qk":
+            width = heads[part] if config.wide_qk_norm else d
+            yield stacked(f"{name}.{part}_norm", prefix, {f"{part}_norm.weight": (width,)})
 
 
 def attention(
@@ -170,7 +172,7 @@ def attention(
     q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
     q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
-    if config.qk_norm:
+    if config.qk_norm or config.wide_qk_norm:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)

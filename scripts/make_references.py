@@ -189,6 +189,23 @@ def smollm3(**changes: Any) -> dict[str, Any]:
     return config
 
 
+def olmo2(**changes: Any) -> dict[str, Any]:
+    own = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.47.0",
+        "vocab_size": 250,
+    }
+    config = llama() | {"model_type": "olmo2"} | own | changes
+    for key in ("mlp_bias", "pretraining_tp"):
+        del config[key]
+    return config
+
+
 CASES: dict[str, Case] = {
     "llama": Case(llama()),
     "llama_f32": Case(
@@ -245,6 +262,8 @@ CASES: dict[str, Case] = {
     ),
     "mistral_sliding": Case(mistral(sliding_window=16)),
     # A window is given, and use_sliding_window says that it does not apply.
+    # With one key-value head a norm over all keys has the width of a head.
+    "olmo2": Case(olmo2(head_dim=24, num_attention_heads=3, num_key_value_heads=1)),
     "qwen2": Case(qwen2()),
     "qwen2_sliding": Case(
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
