@@ -161,16 +161,17 @@ def matmul_vec(
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
     bias: Array | None = None,
+    scale: float = 1.0,
     gated: bool = False,
     residual: Array | None = None,
     **options: Unpack[Options],
 ) -> Floats:
-    """y = norm(x) W^T + bias + residual for 1 to 8 rows of x; weight [n, k], stored as `dtype`;
-    norm (weight [k], eps). gated: W is gate on top of up, and y = silu(x gate^T) * (x up^T).
+    """y = scale * (norm(x) W^T + bias) + residual for 1 to 8 rows of x; weight [n, k], stored as
+    `dtype`; norm (weight [k], eps). gated: W is gate on top of up, and y = silu(gate) * up.
     """
     _few(len(x), "matmul")
     forward = Forward(device, len(x), **options)
-    return forward.run(_linear(forward, x, weight, dtype, norm, bias, gated, residual))
+    return forward.run(_linear(forward, x, weight, dtype, norm, bias, scale, gated, residual))
 
 
 @scoped_function
@@ -182,6 +183,7 @@ def matmul(
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
     bias: Array | None = None,
+    scale: float = 1.0,
     gated: bool = False,
     residual: Array | None = None,
     **options: Unpack[Options],
@@ -189,7 +191,7 @@ def matmul(
     """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
     is a kernel beside it."""
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1, **options)
-    return forward.run(_linear(forward, x, weight, dtype, norm, bias, gated, residual))
+    return forward.run(_linear(forward, x, weight, dtype, norm, bias, scale, gated, residual))
 
 
 def _linear(
@@ -199,6 +201,7 @@ def _linear(
     dtype: str,
     norm: tuple[Array, float] | None,
     bias: Array | None,
+    scale: float,
     gated: bool,
     residual: Array | None,
 ) -> Value:
@@ -207,7 +210,7 @@ def _linear(
     if norm is not None:
         value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
     bias_gpu = None if bias is None else to_gpu(device, bias)
-    y = ops.linear(value, to_gpu(device, weight, dtype), bias_gpu)
+    y = ops.linear(value, to_gpu(device, weight, dtype), bias_gpu, scale)
     if gated:
         gate, up = ops.split(y, y.width // 2, y.width // 2)
         y = ops.silu(gate) * up

@@ -87,7 +87,8 @@ class Fusion:
         halves = (gate.attrs["offset"], up.attrs["offset"]) == (0, value.width)
         alone = [self.consumers[v] for v in (gate, silu, up)] == [[silu], [value], [value]]
         both = linear is up.inputs[0] and self.consumers[linear] == [gate, up]
-        return linear if halves and alone and both and linear.op == "linear" else None
+        fits = halves and alone and both and linear.op == "linear"
+        return linear if fits and linear.attrs["scale"] == 1.0 else None
 
     def next_form(self, value: Value) -> Form | None:
         """The one form, if there is one, in which projections want to read an activation that is

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # model_type -> class, in the module of that name
 ARCHITECTURES = {
+    "granite": "Granite",
     "llama": "Llama",
     "mistral": "Mistral",
     "olmo2": "Olmo2",

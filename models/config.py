@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,13 @@ class RawConfig:
         if value is not None and not 0 < value < 2**31:
             raise UnsupportedError(f"{self.place}: {key!r} must be a positive count, not {value}.")
         return value  # type: ignore[no-any-return]
+
+    def factor(self, key: str, default: float = 1.0) -> float:
+        """A positive number."""
+        value: float = self.get(key, default, float)
+        if not 0 < value < math.inf:
+            raise UnsupportedError(f"{self.place}: {key!r} must be positive, not {value}.")
+        return value
 
     def expect(self, key: str, *accepted: Any) -> None:
         """A key that may only have these values (the first is the default)."""

@@ -41,6 +41,10 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # on each head of q and k
     wide_qk_norm: bool = False  # on all of q and all of k
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # what they are divided by
 
     @classmethod
     def read(
@@ -176,8 +180,9 @@ def attention(
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
-    y = ops.attention(q, k, v, cache, scale=d**-0.5, window=window)
-    return ops.linear(y, w["o_proj"], w.get("o_proj.bias"))
+    scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+    y = ops.attention(q, k, v, cache, scale=scale, window=window)
+    return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
 
 
 def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
@@ -192,8 +197,9 @@ def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[Weigh
         yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
 
 
-def mlp(ops: Ops, x: Value, w: Weights) -> Value:
+def mlp(ops: Ops, x: Value, w: Weights, config: DecoderConfig) -> Value:
     """SwiGLU (Shazeer 2020): silu(gate) * up, projected back."""
     both = ops.linear(x, w["gate_up_proj"], w.get("gate_up_proj.bias"))
     gate, up = ops.split(both, both.width // 2, both.width // 2)
-    return ops.linear(ops.silu(gate) * up, w["down_proj"], w.get("down_proj.bias"))
+    y = ops.silu(gate) * up
+    return ops.linear(y, w["down_proj"], w.get("down_proj.bias"), config.residual_multiplier)

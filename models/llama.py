@@ -52,12 +52,13 @@ class Llama:
     def forward(self, ops: Ops, w: Weights, rope: Rope, cache: Sequence[LayerCache]) -> Value:
         """The logits [rows, vocab_size] of the step's rows that get them."""
         c = self.config
-        h = ops.embedding(w["embed_tokens"])
+        h = ops.embedding(w["embed_tokens"], c.embedding_multiplier)
         for i, layer_cache in enumerate(cache):
             turn = rope if c.rope_layers[i] else None
             h = self.layer(ops, h, Scope(w, f"layers.{i}"), turn, layer_cache, c.windows[i])
         h = ops.rmsnorm(ops.logits_rows(h), w["norm"], c.rms_norm_eps)
-        return ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])
+        head = w["embed_tokens" if c.tie_word_embeddings else "lm_head"]
+        return ops.linear(h, head, scale=1 / c.logits_scaling)
 
     def layer(
         self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
@@ -67,4 +68,4 @@ class Llama:
         x = ops.rmsnorm(h, w["input_layernorm"], c.rms_norm_eps)
         h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
         x = ops.rmsnorm(h, w["post_attention_layernorm"], c.rms_norm_eps)
-        return h + layers.mlp(ops, x, Scope(w, "mlp"))
+        return h + layers.mlp(ops, x, Scope(w, "mlp"), c)

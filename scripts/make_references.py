@@ -168,6 +168,24 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     return qwen2() | {"model_type": "qwen3"} | own | changes
 
 
+def granite(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_multiplier": 0.5,
+        "embedding_multiplier": 6.0,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "logits_scaling": 8.0,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "residual_multiplier": 0.4,
+        "transformers_version": "4.46.0",
+        "vocab_size": 250,
+    }
+    config = llama() | {"model_type": "granite"} | own | changes
+    del config["pretraining_tp"]
+    return config
+
+
 def smollm3(**changes: Any) -> dict[str, Any]:
     own = {
         "intermediate_size": 64,
@@ -207,6 +225,7 @@ def olmo2(**changes: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
+    "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
     "llama": Case(llama()),
     "llama_f32": Case(
         llama_first(hidden_size=48, num_attention_heads=3, intermediate_size=64, vocab_size=257),

@@ -16,6 +16,9 @@ from infer.models.config import RawConfig
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
+        ("granite", {"logits_scaling": 0.0}, "'logits_scaling' must be positive"),
+        ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be of type float"),
+        ("llama", {"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
         ("llama", {"no_rope_layer_interval": 4}, "no_rope_layer_interval = 4"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be .* 3 layers"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must be"),

@@ -124,7 +124,10 @@ LINEAR: Factors = SETTINGS | {
     "rows": (1, 2, 5, 8, 9, 40, 130),
     "shape": ((1, 1), (7, 3), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
     "dtype": ("f32", "f16", "bf16"),
-    "form": ("", "norm bias", "norm gated", "residual", "norm bias gated residual"),
+    "form": (
+        *("", "norm bias", "norm gated", "residual", "norm bias gated residual"),
+        *("scale", "norm bias scale residual", "bias scale gated"),
+    ),
 }
 
 
@@ -148,6 +151,9 @@ def linear_error(
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected += values["bias"]
+    if "scale" in form:
+        values["scale"] = 0.37
+        expected = 0.37 * expected
     if "gated" in form:
         expected = reference.silu(expected[:, :n]) * expected[:, n:]
     if "residual" in form:
@@ -206,7 +212,7 @@ QUANTIZED_LINEAR: Factors = SETTINGS | {
     "rows": (1, 7, 9, 40, 130),
     "shape": ((1, 1), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
     "dtype": ("q8", "q4"),
-    "form": ("", "bias", "residual", "bias gated"),
+    "form": ("", "bias", "residual", "bias gated", "bias scale residual"),
 }
 INT8_LIMIT = 1e-12  # dot products are exact: only scales, and sums of blocks, round
 
@@ -228,6 +234,9 @@ def quantized_error(
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected = expected + values["bias"]
+    if "scale" in form:
+        values["scale"] = 0.37
+        expected = 0.37 * expected
     if "gated" in form:
         expected = reference.silu(expected[:, :n]) * expected[:, n:]
     if "residual" in form:

@@ -21,6 +21,7 @@ ONE_PASS = "llama_rope_dynamic"
 
 # What turns off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
+    "granite": {"attention_multiplier": 0.45},
     "llama_rope_dynamic": {"rope_scaling": None},
     "llama_rope_dynamic_decode": {"rope_scaling": None},
     "llama_rope_linear": {"rope_scaling": None},
