@@ -109,7 +109,10 @@ class Engine:
         )
         self.rope = self._upload(c.rope)
         local = self.rope if c.local_rope is None else self._upload(c.local_rope)
-        self.ropes = [local if window else self.rope for window in c.windows]
+        self.ropes = [
+            (local if window else self.rope) if turns else None
+            for window, turns in zip(c.windows, c.rope_layers, strict=True)
+        ]
         self._table_length = 0
         self.step = device.buffer(step_bytes(max(self._chunk(), MAX_VEC_ROWS)), label="step")
         self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")

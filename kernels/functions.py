@@ -190,18 +190,21 @@ def matmul_vec(
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
     bias: Array | None = None,
+    scale: float = 1.0,
     activation: str | None = None,
     gated: bool = False,
     residual: Array | None = None,
     **options: Unpack[Options],
 ) -> Floats:
-    """y = norm(x) W^T + bias + residual for 1 to 8 rows of x; weight [n, k], stored as `dtype`;
-    norm (weight [k], eps). activation: silu, gelu or gelu_tanh, before the residual is added.
-    gated: W is gate on top of up, and y = activation(x gate^T) * (x up^T), by default silu.
+    """y = scale * (norm(x) W^T + bias) + residual for 1 to 8 rows of x; weight [n, k], stored as
+    `dtype`; norm (weight [k], eps). activation: silu, gelu or gelu_tanh of what the residual is
+    added to. gated: W is gate on top of up, and y = activation(gate) * up, by default silu.
     """
     _few(len(x), "matmul")
     forward = Forward(device, len(x), **options)
-    return forward.run(_linear(forward, x, weight, dtype, norm, bias, activation, gated, residual))
+    return forward.run(
+        _linear(forward, x, weight, dtype, norm, bias, scale, activation, gated, residual)
+    )
 
 
 @scoped_function
@@ -213,6 +216,7 @@ def matmul(
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
     bias: Array | None = None,
+    scale: float = 1.0,
     activation: str | None = None,
     gated: bool = False,
     residual: Array | None = None,
@@ -221,7 +225,9 @@ def matmul(
     """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
     is a kernel beside it."""
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1, **options)
-    return forward.run(_linear(forward, x, weight, dtype, norm, bias, activation, gated, residual))
+    return forward.run(
+        _linear(forward, x, weight, dtype, norm, bias, scale, activation, gated, residual)
+    )
 
 
 def _linear(
@@ -231,6 +237,7 @@ def _linear(
     dtype: str,
     norm: tuple[Array, float] | None,
     bias: Array | None,
+    scale: float,
     activation: str | None,
     gated: bool,
     residual: Array | None,
@@ -240,7 +247,7 @@ def _linear(
     if norm is not None:
         value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
     bias_gpu = None if bias is None else to_gpu(device, bias)
-    y = ops.linear(value, to_gpu(device, weight, dtype), bias_gpu)
+    y = ops.linear(value, to_gpu(device, weight, dtype), bias_gpu, scale)
     if gated:
         gate, up = ops.split(y, y.width // 2, y.width // 2)
         y = ops.activation(gate, activation or "silu") * up
@@ -471,7 +478,7 @@ def rope_kv_write(
 def rope_attention(
     device: Device,
     x: Array,
-    table: Array,
+    table: Array | None,
     k: Array,
     v: Array,
     *,
@@ -488,9 +495,9 @@ def rope_attention(
     """All from a projection x (see rope_kv_write) to the output of attention, [rows, n_heads *
     head_dim], and the cache after it. k and v [past, n_kv_heads * head_dim] are in the cache
     already, and x follows them. One row is what attention does by itself; more rows go through
-    rope_kv_write."""
+    rope_kv_write, or, where nothing turns (table None), through kv_write."""
     cache = _cache(device, k, v, n_kv_heads, kv_dtype, len(k) + len(x))
-    rotary = _rope(device, table, len(k) + len(x), interleaved)
+    rotary = None if table is None else _rope(device, table, len(k) + len(x), interleaved)
     forward = Forward(device, len(x), **options)
     output = _turned_attention(forward, x, rotary, cache, n_heads, norms, scale, window, softcap)
     return forward.run(output, position=len(k)), *_cached(device, cache)
@@ -499,7 +506,7 @@ def rope_attention(
 def _turned_attention(
     forward: Forward,
     x: Array,
-    rope: Rope,
+    rope: Rope | None,
     cache: KVCache,
     n_heads: int,
     norms: tuple[Array, Array, float] | None,
@@ -507,14 +514,16 @@ def _turned_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Value:
-    """Attention on a projection x of queries, keys and values, the first two normed and turned."""
+    """Attention on a projection x of queries, keys and values, the first two perhaps normed,
+    perhaps turned."""
     ops, layer = forward.ops, cache.layers[0]
     widths = [heads * layer.head_dim for heads in (n_heads, layer.n_kv_heads, layer.n_kv_heads)]
     q, k, v = ops.split(forward.input(x), *widths)
     if norms is not None:
         q = ops.rmsnorm(q, to_gpu(forward.device, norms[0]), norms[2])
         k = ops.rmsnorm(k, to_gpu(forward.device, norms[1]), norms[2])
-    q, k = ops.rope(q, rope, layer.head_dim), ops.rope(k, rope, layer.head_dim)
+    if rope is not None:
+        q, k = ops.rope(q, rope, layer.head_dim), ops.rope(k, rope, layer.head_dim)
     return ops.attention(q, k, v, layer, scale=scale, window=window, softcap=softcap)
 
 

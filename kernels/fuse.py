@@ -4,7 +4,7 @@ rmsnorm -> linear                     the norm goes into matmul_vec (decode)
 linear -> + residual                  the sum goes into the projection
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
-norm, rope of q and k, cache write    rope_kv_write
+norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
 activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
 
@@ -92,7 +92,8 @@ class Fusion:
         halves = (gate.attrs["offset"], up.attrs["offset"]) == (0, value.width)
         alone = [self.consumers[v] for v in (gate, act, up)] == [[act], [value], [value]]
         both = linear is up.inputs[0] and self.consumers[linear] == [gate, up]
-        return linear if halves and alone and both and linear.op == "linear" else None
+        fits = halves and alone and both and linear.op == "linear"
+        return linear if fits and linear.attrs["scale"] == 1.0 else None
 
     def next_form(self, value: Value) -> Form | None:
         """The one form, if there is one, in which projections want to read an activation that is
@@ -117,11 +118,11 @@ class Fusion:
         return found
 
     def projection(self, value: Value) -> Value | None:
-        """The q, k, v projection that attention takes apart, heads turned and perhaps normed."""
+        """The q, k, v projection that attention takes apart, heads perhaps normed and turned."""
         q, q_norm, q_rope = self.head_chain(value.inputs[0])
         k, k_norm, k_rope = self.head_chain(value.inputs[1])
         parts = (q, k, value.inputs[2])
-        if q_rope is None or q_rope is not k_rope or (q_norm is None) != (k_norm is None):
+        if q_rope is not k_rope or (q_norm is None) != (k_norm is None):
             return None
         if any(part.op != "slice" or part.inputs[0] is not q.inputs[0] for part in parts):
             return None

@@ -213,6 +213,7 @@ class Lowering:
             "WEIGHT": weight.dtype,
             "K": weight.shape[1],
             "Y_STRIDE": stride(result.width),
+            "SCALE": float(value.attrs["scale"]),
             "BIAS": bias is not None,
             "RESIDUAL": residual is not None,
             "ACTIVATION": activation,

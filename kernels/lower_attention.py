@@ -39,10 +39,11 @@ def lower_attention(low: Lowering, value: Value) -> None:
     if heads is not None and split is not None and _turns_in_registers(low, cache, heads):
         _attention_split(low, value, heads.projection, common, split, heads)
         return
-    if heads is not None and low.device.limits.storage_buffers >= 7 + len(heads.weights):
-        query = _rope_kv_write(low, value, heads)
+    bindings = 7 + len(heads.weights) if heads is not None else 0
+    if heads and heads.rope and low.device.limits.storage_buffers >= bindings:
+        query = _rope_kv_write(low, value, heads, heads.rope)
     else:
-        if heads is not None:  # too many bindings for this adapter: one kernel after the other
+        if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
             _turn_apart(low, value)
         query = value.inputs[0]
         _kv_write(low, value)
@@ -56,11 +57,11 @@ def lower_attention(low: Lowering, value: Value) -> None:
 
 @dataclass(frozen=True)
 class _Heads:
-    """A q, k, v projection, and what becomes of its heads: how queries and keys turn, and the
-    weights of their norms (none, or of queries and of keys)."""
+    """A q, k, v projection, and what becomes of its heads: how queries and keys turn, if they do,
+    and the weights of their norms (none, or of queries and of keys)."""
 
     projection: Value
-    rope: Rope
+    rope: Rope | None
     weights: tuple[Buffer, ...]
     eps: float
 
@@ -68,7 +69,6 @@ class _Heads:
     def of(cls, value: Value, projection: Value) -> _Heads:
         _, q_norm, rope = Fusion.head_chain(value.inputs[0])
         _, k_norm, _ = Fusion.head_chain(value.inputs[1])
-        assert rope is not None  # Fusion.projection found it
         if q_norm is None or k_norm is None:
             return cls(projection, rope, (), 0.0)
         weights = (q_norm.attrs["weight"].buffer, k_norm.attrs["weight"].buffer)
@@ -77,11 +77,16 @@ class _Heads:
     @property
     def params(self) -> dict[str, Any]:
         return {
-            "ROTARY_DIM": self.rope.rotary_dim,
-            "INTERLEAVED": self.rope.interleaved,
+            "ROTARY_DIM": self.rope.rotary_dim if self.rope else 0,
+            "INTERLEAVED": self.rope.interleaved if self.rope else False,
             "NORM": bool(self.weights),
             "EPS": self.eps,
         }
+
+    @property
+    def operands(self) -> tuple[Buffer, ...]:
+        """The table, if there is one, and the norms."""
+        return ((self.rope.table,) if self.rope else ()) + self.weights
 
 
 _UNTURNED = {"ROTARY_DIM": 0, "INTERLEAVED": False, "NORM": False, "EPS": 0.0}
@@ -90,13 +95,12 @@ _UNTURNED = {"ROTARY_DIM": 0, "INTERLEAVED": False, "NORM": False, "EPS": 0.0}
 def _turns_in_registers(low: Lowering, cache: LayerCache, heads: _Heads) -> bool:
     """Whether attention can do the work of rope_kv_write: rows do not wait for each other's keys,
     groups of eight dimensions have their partners in one group, and the bindings suffice."""
-    pairs = heads.rope.rotary_dim if heads.rope.interleaved else heads.rope.rotary_dim // 2
-    bindings = 7 + len(heads.weights)
+    turned = heads.params["ROTARY_DIM"]
     return (
         low.kind.rows == 1
-        and pairs % 8 == 0
+        and (turned if heads.params["INTERLEAVED"] else turned // 2) % 8 == 0
         and cache.head_dim % 8 == 0
-        and low.device.limits.storage_buffers >= bindings
+        and low.device.limits.storage_buffers >= 6 + len(heads.operands)
     )
 
 
@@ -111,11 +115,11 @@ def _turn_apart(low: Lowering, value: Value) -> None:
             getattr(low, f"_lower_{step.op}")(step)
 
 
-def _rope_kv_write(low: Lowering, value: Value, heads: _Heads) -> Value:
+def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Value:
     cache: LayerCache = value.attrs["cache"]
     x, x_stride, _ = low.source(heads.projection)
     query = Value(value.ops, "query", value.width)
-    operands: list[Operand] = [low.step, cache.pages, heads.rope.table, x, query]
+    operands: list[Operand] = [low.step, cache.pages, rope.table, x, query]
     n_heads = value.width // cache.head_dim
     low.emit(
         "rope_kv_write",
@@ -219,7 +223,7 @@ def _attention_split(
     partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
     operands: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values, partial]
     if heads is not None:
-        operands += [heads.rope.table, *heads.weights]
+        operands += heads.operands
 
     def splits(kv_len: int) -> int:
         return variant.count(min(kv_len, window) if window else kv_len)

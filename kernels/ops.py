@@ -92,12 +92,14 @@ class Ops:
             raise ValueError(f"a norm of {weight.shape} values cannot cover rows of {x.width}")
         return self._value("layernorm", x.width, x, weight=weight, bias=bias, eps=eps)
 
-    def linear(self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None) -> Value:
-        """x W^T + bias; weight [out, in]."""
+    def linear(
+        self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None, scale: float = 1.0
+    ) -> Value:
+        """scale * (x W^T + bias); weight [out, in]."""
         n, k = weight.shape
         if x.width != k:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
-        return self._value("linear", n, x, weight=weight, bias=bias)
+        return self._value("linear", n, x, weight=weight, bias=bias, scale=scale)
 
     def split(self, x: Value, *widths: int) -> tuple[Value, ...]:
         """Columns of x side by side, as views: nothing is copied."""

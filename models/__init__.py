@@ -11,13 +11,17 @@ if TYPE_CHECKING:
 
 # model_type -> class, in the module of that name
 ARCHITECTURES = {
+    "cohere2": "Cohere2",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
     "gpt_neox": "GPTNeoX",
+    "granite": "Granite",
     "llama": "Llama",
     "mistral": "Mistral",
+    "olmo2": "Olmo2",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
     "starcoder2": "Starcoder2",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
     "mrope_section": (None,),
+    "no_rope_layer_interval": (None,),
     "no_rope_layers": (None, []),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
@@ -107,6 +109,13 @@ class RawConfig:
     def with_defaults(self, **defaults: Any) -> RawConfig:
         """The same with values for keys that are absent; null is not."""
         return RawConfig(defaults | self.values, self.place)
+
+    def factor(self, key: str, default: float = 1.0) -> float:
+        """A positive number."""
+        value: float = self.get(key, default, float)
+        if not 0 < value < math.inf:
+            raise UnsupportedError(f"{self.place}: {key!r} must be positive, not {value}.")
+        return value
 
     def expect(self, key: str, *accepted: Any) -> None:
         """A key that may only have these values (the first is the default)."""

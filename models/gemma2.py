@@ -3,7 +3,7 @@ a sliding window in every other layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,22 +28,29 @@ _DEFAULTS = {
 }
 
 
-def read_gemma(raw: RawConfig, **fields: Any) -> DecoderConfig:
-    """The config of Gemma 2 and later."""
+def read_gemma(raw: RawConfig, **own: Any) -> DecoderConfig:
+    """The config of Gemma 2 and 3."""
     bias = raw.get("attention_bias", False, bool)
+    pattern = raw.size("sliding_window_pattern")
     return DecoderConfig.read(
         raw,
         windows=layer_windows(
-            raw, raw.size("sliding_window", None), pattern=raw.size("sliding_window_pattern")
+            raw, raw.size("sliding_window", None), lambda layer: (layer + 1) % pattern != 0
         ),
         qkv_bias=bias,
         output_bias=bias,
         activation_key="hidden_activation",
-        attention_scale=raw.get("query_pre_attn_scalar", kind=float) ** -0.5,
-        attn_logit_softcapping=raw.get("attn_logit_softcapping", 0.0, float),
-        final_logit_softcapping=raw.get("final_logit_softcapping", 0.0, float),
-        **fields,
+        embedding_multiplier=raw.size("hidden_size") ** 0.5,
+        attention_multiplier=raw.factor("query_pre_attn_scalar") ** -0.5,
+        attn_logit_softcapping=softcap(raw, "attn_logit_softcapping"),
+        final_logit_softcapping=softcap(raw, "final_logit_softcapping"),
+        **own,
     )
+
+
+def softcap(raw: RawConfig, key: str) -> float:
+    """A soft cap, 0 for none."""
+    return 0.0 if raw.get(key, None) is None else raw.factor(key)
 
 
 class Gemma2(Llama):
@@ -65,23 +72,13 @@ class Gemma2(Llama):
         for spec in super().weights():
             yield replace(spec, added=1.0) if spec.name.endswith("norm") else spec
 
-    def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope], cache: Sequence[LayerCache]
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
         c = self.config
-        eps = c.rms_norm_eps
-        h = ops.embedding(w["embed_tokens"], scale=c.hidden_size**0.5)
-        for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            layer = Scope(w, f"layers.{i}")
-            x = ops.rmsnorm(h, layer["input_layernorm"], eps)
-            x = layers.attention(
-                ops, x, Scope(layer, "self_attn"), c, rope, layer_cache, c.windows[i]
-            )
-            h = h + ops.rmsnorm(x, layer["post_attention_layernorm"], eps)
-            x = ops.rmsnorm(h, layer["pre_feedforward_layernorm"], eps)
-            x = layers.mlp(ops, x, Scope(layer, "mlp"), c.activation)
-            h = h + ops.rmsnorm(x, layer["post_feedforward_layernorm"], eps)
-        h = ops.rmsnorm(ops.logits_rows(h), w["norm"], eps)
-        logits = ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])
-        cap = c.final_logit_softcapping
-        return ops.softcap(logits, cap) if cap else logits
+        x = layers.norm(ops, h, w, "input_layernorm", c)
+        y = layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        h = h + layers.norm(ops, y, w, "post_attention_layernorm", c)
+        x = layers.norm(ops, h, w, "pre_feedforward_layernorm", c)
+        y = layers.mlp(ops, x, Scope(w, "mlp"), c)
+        return h + layers.norm(ops, y, w, "post_feedforward_layernorm", c)

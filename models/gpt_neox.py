@@ -3,7 +3,7 @@ head, an MLP without a gate, and biases; attention and MLP side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from infer.kernels.kv_cache import LayerCache
 from infer.kernels.ops import Ops, Rope, Value
@@ -38,7 +38,9 @@ class GPTNeoX(Llama):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=True,
+            layer_norm=True,
             norm_bias=True,
+            gated=False,
             eps_key="layer_norm_eps",
             rope=raw.rope(
                 head_dim,
@@ -93,19 +95,11 @@ class GPTNeoX(Llama):
         buffers = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
         return tied or key.endswith(buffers)
 
-    def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope], cache: Sequence[LayerCache]
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
         c = self.config
-        h = ops.embedding(w["embed_tokens"])
-        for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            layer = Scope(w, f"layers.{i}")
-            x = layers.layernorm(ops, h, layer, "input_layernorm", c)
-            y = h + layers.attention(
-                ops, x, Scope(layer, "self_attn"), c, rope, layer_cache, c.windows[i]
-            )
-            source = h if c.parallel else y
-            x = layers.layernorm(ops, source, layer, "post_attention_layernorm", c)
-            h = y + layers.plain_mlp(ops, x, Scope(layer, "mlp"), c.activation)
-        h = layers.layernorm(ops, ops.logits_rows(h), w, "norm", c)
-        return ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])
+        x = layers.norm(ops, h, w, "input_layernorm", c)
+        y = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        x = layers.norm(ops, h if c.parallel else y, w, "post_attention_layernorm", c)
+        return y + layers.mlp(ops, x, Scope(w, "mlp"), c)

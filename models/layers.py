@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,9 @@ from infer.models.weights import Source, WeightSpec
 class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
-    windows has for each layer how many positions it sees, 0 for all. rms_norm_eps is that of the
-    norms, whatever they are. activation is a function of `Ops.activation`. local_rope is that of
-    the layers with a window, where they have one of their own. attention_scale is what the products
-    of queries and keys are multiplied by. Soft caps are of scores and of logits, 0 for none.
-    parallel says that attention and MLP of a layer read the same.
+    windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
+    queries and keys turn. What follows them is off, or 1, where a model does not say otherwise.
+    rms_norm_eps is that of the norms, whatever they are; activation a function of `Ops.activation`.
     """
 
     model_type: str
@@ -38,17 +36,24 @@ class DecoderConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     windows: tuple[int, ...]
+    rope_layers: tuple[bool, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    norm_bias: bool = False
-    parallel: bool = False
-    activation: str = "silu"
-    local_rope: RopeConfig | None = None
-    attention_scale: float = 0.0
+    qk_norm: bool = False  # on each head of q and k
+    wide_qk_norm: bool = False  # on all of q and all of k
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # what they are divided by
     attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 0.0
+    local_rope: RopeConfig | None = None  # of the layers with a window, where they have their own
+    layer_norm: bool = False  # instead of RMS norms
+    norm_bias: bool = False
+    activation: str = "silu"
+    gated: bool = True  # the MLP
+    parallel: bool = False  # attention and MLP of a layer read the same
 
     @classmethod
     def read(
@@ -56,18 +61,19 @@ class DecoderConfig:
         raw: RawConfig,
         *,
         windows: Sequence[int] | None = None,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        mlp_bias: bool = False,
-        qk_norm: bool = False,
+        rope_layers: Sequence[bool] | None = None,
         tied: bool = False,
+        eps: float = 1e-6,
+        theta: float = 10000.0,
+        rope: RopeConfig | None = None,
         eps_key: str = "rms_norm_eps",
         activation_key: str = "hidden_act",
-        rope: RopeConfig | None = None,
-        **fields: Any,
+        **own: Any,
     ) -> DecoderConfig:
-        """The keys that all of them have, some by the names that the family has for them; the model
-        says the rest. Raises UnsupportedError."""
+        """The keys that all of them have, two of them by the family's name for them; the model says
+        the rest: fields of its own, and what tie_word_embeddings, rms_norm_eps and rope_theta are
+        by default. Raises UnsupportedError.
+        """
         hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
         layers = raw.size("num_hidden_layers")
         kv_heads = raw.size("num_key_value_heads", heads)
@@ -90,17 +96,14 @@ class DecoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get(eps_key, 1e-6, float),
+            rms_norm_eps=raw.get(eps_key, eps, float),
             max_position_embeddings=raw.size("max_position_embeddings", 2048),
             tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
-            rope=rope or raw.rope(head_dim),
+            rope=rope or raw.rope(head_dim, theta),
             windows=tuple(windows) if windows is not None else (0,) * layers,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            mlp_bias=mlp_bias,
-            qk_norm=qk_norm,
+            rope_layers=tuple(rope_layers) if rope_layers is not None else (True,) * layers,
             activation=read_activation(raw, activation_key),
-            **({"attention_scale": head_dim**-0.5} | fields),
+            **own,
         )
         raw.done()
         return config
@@ -124,19 +127,13 @@ def read_activation(raw: RawConfig, key: str) -> str:
 
 
 def layer_windows(
-    raw: RawConfig, window: int | None, first: int = 0, pattern: int = 0
+    raw: RawConfig, window: int | None, slides: Callable[[int], bool] = lambda layer: True
 ) -> list[int]:
-    """The window of each layer: from layer_types where given, else `window` from `first` on, but
-    for every layer whose number from 1 is a multiple of `pattern`."""
+    """The window of each layer: from layer_types where given, else `window` where it slides."""
     layers = raw.size("num_hidden_layers")
     types = raw.get("layer_types", None, list)
     if types is None:
-        types = [
-            "full_attention"
-            if layer < first or not window or (pattern and (layer + 1) % pattern == 0)
-            else "sliding_attention"
-            for layer in range(layers)
-        ]
+        return [window or 0 if slides(layer) else 0 for layer in range(layers)]
     if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
         raise UnsupportedError(
             f"{raw.place}: layer_types must name full_attention or sliding_attention for each of "
@@ -183,8 +180,11 @@ def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightS
         yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (config.hidden_size,)),))
 
 
-def layernorm(ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig) -> Value:
-    return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps)
+def norm(ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig) -> Value:
+    """The norm of that name over whole rows."""
+    if config.layer_norm:
+        return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps)
+    return ops.rmsnorm(x, w[name], config.rms_norm_eps)
 
 
 def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> WeightSpec:
@@ -209,9 +209,10 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
     yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})
     if config.output_bias:
         yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
-    if config.qk_norm:
-        yield stacked(f"{name}.q_norm", prefix, {"q_norm.weight": (d,)})
-        yield stacked(f"{name}.k_norm", prefix, {"k_norm.weight": (d,)})
+    if config.qk_norm or config.wide_qk_norm:
+        for part in "qk":
+            width = heads[part] if config.wide_qk_norm else d
+            yield stacked(f"{name}.{part}_norm", prefix, {f"{part}_norm.weight": (width,)})
 
 
 def attention(
@@ -219,28 +220,23 @@ def attention(
     x: Value,
     w: Weights,
     config: DecoderConfig,
-    rope: Rope,
+    rope: Rope | None,
     cache: LayerCache,
     window: int,
 ) -> Value:
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention, with rotary positions where there is a rope."""
     d, eps = config.head_dim, config.rms_norm_eps
     q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
     q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
-    if config.qk_norm:
+    if config.qk_norm or config.wide_qk_norm:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
-    q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
-    y = ops.attention(
-        q,
-        k,
-        v,
-        cache,
-        scale=config.attention_scale,
-        window=window,
-        softcap=config.attn_logit_softcapping,
-    )
-    return ops.linear(y, w["o_proj"], w.get("o_proj.bias"))
+    if rope is not None:
+        q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
+    scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+    cap = config.attn_logit_softcapping
+    y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap)
+    return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
 
 
 def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
@@ -255,16 +251,14 @@ def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[Weigh
         yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
 
 
-def mlp(ops: Ops, x: Value, w: Weights, activation: str) -> Value:
-    """A gated linear unit (Shazeer 2020): activation(gate) * up, projected back."""
-    both = ops.linear(x, w["gate_up_proj"], w.get("gate_up_proj.bias"))
-    gate, up = ops.split(both, both.width // 2, both.width // 2)
-    return ops.linear(
-        ops.activation(gate, activation) * up, w["down_proj"], w.get("down_proj.bias")
-    )
-
-
-def plain_mlp(ops: Ops, x: Value, w: Weights, activation: str) -> Value:
-    """activation(up), projected back."""
-    up = ops.linear(x, w["up_proj"], w.get("up_proj.bias"))
-    return ops.linear(ops.activation(up, activation), w["down_proj"], w.get("down_proj.bias"))
+def mlp(ops: Ops, x: Value, w: Weights, config: DecoderConfig) -> Value:
+    """A gated linear unit (Shazeer 2020): activation(gate) * up, projected back. Or, where it is
+    not gated, activation(up)."""
+    if config.gated:
+        both = ops.linear(x, w["gate_up_proj"], w.get("gate_up_proj.bias"))
+        gate, up = ops.split(both, both.width // 2, both.width // 2)
+        y = ops.activation(gate, config.activation) * up
+    else:
+        up = ops.linear(x, w["up_proj"], w.get("up_proj.bias"))
+        y = ops.activation(up, config.activation)
+    return ops.linear(y, w["down_proj"], w.get("down_proj.bias"), config.residual_multiplier)

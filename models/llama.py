@@ -17,6 +17,7 @@ class Llama:
     """Norm, attention, norm, SwiGLU; each with a residual."""
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
+
     prefix = "model"  # of the checkpoint's names
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -55,19 +56,30 @@ class Llama:
         return tied or key.endswith("rotary_emb.inv_freq")
 
     def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope], cache: Sequence[LayerCache]
+        self,
+        ops: Ops,
+        w: Weights,
+        ropes: Sequence[Rope | None],
+        cache: Sequence[LayerCache],
     ) -> Value:
         """The logits [rows, vocab_size] of the step's rows that get them. ropes, cache: of each
         layer."""
         c = self.config
-        h = ops.embedding(w["embed_tokens"])
+        h = ops.embedding(w["embed_tokens"], c.embedding_multiplier)
         for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            layer = Scope(w, f"layers.{i}")
-            x = ops.rmsnorm(h, layer["input_layernorm"], c.rms_norm_eps)
-            h = h + layers.attention(
-                ops, x, Scope(layer, "self_attn"), c, rope, layer_cache, c.windows[i]
-            )
-            x = ops.rmsnorm(h, layer["post_attention_layernorm"], c.rms_norm_eps)
-            h = h + layers.mlp(ops, x, Scope(layer, "mlp"), c.activation)
-        h = ops.rmsnorm(ops.logits_rows(h), w["norm"], c.rms_norm_eps)
-        return ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])
+            h = self.layer(ops, h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
+        h = layers.norm(ops, ops.logits_rows(h), w, "norm", c)
+        head = w["embed_tokens" if c.tie_word_embeddings else "lm_head"]
+        logits = ops.linear(h, head, scale=1 / c.logits_scaling)
+        cap = c.final_logit_softcapping
+        return ops.softcap(logits, cap) if cap else logits
+
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+    ) -> Value:
+        """What a layer makes of the activations h [rows, hidden_size]."""
+        c = self.config
+        x = layers.norm(ops, h, w, "input_layernorm", c)
+        h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        x = layers.norm(ops, h, w, "post_attention_layernorm", c)
+        return h + layers.mlp(ops, x, Scope(w, "mlp"), c)

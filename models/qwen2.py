@@ -12,7 +12,7 @@ def qwen_windows(raw: RawConfig) -> list[int]:
     window = raw.size("sliding_window", None)
     used = raw.get("use_sliding_window", False, bool)
     first = raw.get("max_window_layers", 28, int)
-    return layer_windows(raw, window if used else None, first)
+    return layer_windows(raw, window if used else None, lambda layer: layer >= first)
 
 
 class Qwen2(Llama):

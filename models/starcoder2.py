@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from infer.kernels.kv_cache import LayerCache
-from infer.kernels.ops import Ops, Rope, Value
 from infer.models import layers
 from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Scope, Weights, layer_windows
+from infer.models.layers import DecoderConfig, layer_windows
 from infer.models.llama import Llama
 from infer.models.weights import WeightSpec
 
@@ -22,7 +20,7 @@ _DEFAULTS = {
 
 
 class Starcoder2(Llama):
-    """Norm, attention, norm, MLP; each with a residual."""
+    """As the config says; only the MLP's weights have other names."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -34,7 +32,9 @@ class Starcoder2(Llama):
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bias,
+            layer_norm=True,
             norm_bias=True,
+            gated=False,
             eps_key="norm_epsilon",
         )
 
@@ -47,19 +47,3 @@ class Starcoder2(Llama):
         yield from layers.projection(
             f"{name}.down_proj", f"{prefix}.c_proj", hidden, inner, bias=c.mlp_bias
         )
-
-    def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope], cache: Sequence[LayerCache]
-    ) -> Value:
-        c = self.config
-        h = ops.embedding(w["embed_tokens"])
-        for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            layer = Scope(w, f"layers.{i}")
-            x = layers.layernorm(ops, h, layer, "input_layernorm", c)
-            h = h + layers.attention(
-                ops, x, Scope(layer, "self_attn"), c, rope, layer_cache, c.windows[i]
-            )
-            x = layers.layernorm(ops, h, layer, "post_attention_layernorm", c)
-            h = h + layers.plain_mlp(ops, x, Scope(layer, "mlp"), c.activation)
-        h = layers.layernorm(ops, ops.logits_rows(h), w, "norm", c)
-        return ops.linear(h, w["embed_tokens" if c.tie_word_embeddings else "lm_head"])

@@ -46,6 +46,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "models"
@@ -265,7 +266,101 @@ def gpt_neox(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def cohere2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "cohere2",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 5,
+        "eos_token_id": 1,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 64,
+        "layer_norm_eps": 1e-5,
+        "layer_switch": 4,
+        "logit_scale": 0.25,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "order_of_interleaved_layers": "local_attn_first",
+        "pad_token_id": 0,
+        "position_embedding_type": "rope_gptj",
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+        "rotary_pct": 1.0,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "transformers_version": "4.48.0",
+        "use_cache": True,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": True,
+        "vocab_size": 300,
+    } | changes
+
+
+def granite(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_multiplier": 0.5,
+        "embedding_multiplier": 6.0,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "logits_scaling": 8.0,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "residual_multiplier": 0.4,
+        "transformers_version": "4.46.0",
+        "vocab_size": 250,
+    }
+    config = llama() | {"model_type": "granite"} | own | changes
+    del config["pretraining_tp"]
+    return config
+
+
+def smollm3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "intermediate_size": 64,
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 0, 1],
+        "num_hidden_layers": 3,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "transformers_version": "4.54.0",
+        "use_sliding_window": False,
+        "vocab_size": 300,
+    }
+    config = llama() | {"model_type": "smollm3"} | own | changes
+    for key in ("pretraining_tp", "tie_word_embeddings"):  # the latter is true unless it is given
+        del config[key]
+    return config
+
+
+def olmo2(**changes: Any) -> dict[str, Any]:
+    own = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.47.0",
+        "vocab_size": 250,
+    }
+    config = llama() | {"model_type": "olmo2"} | own | changes
+    for key in ("mlp_bias", "pretraining_tp"):
+        del config[key]
+    return config
+
+
 CASES: dict[str, Case] = {
+    "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
     "llama": Case(llama()),
     "llama_f32": Case(
         llama_first(hidden_size=48, num_attention_heads=3, intermediate_size=64, vocab_size=257),
@@ -321,11 +416,14 @@ CASES: dict[str, Case] = {
     ),
     "mistral_sliding": Case(mistral(sliding_window=16)),
     # A window is given, and use_sliding_window says that it does not apply.
+    # With one key-value head a norm over all keys has the width of a head.
+    "olmo2": Case(olmo2(head_dim=24, num_attention_heads=3, num_key_value_heads=1)),
     "qwen2": Case(qwen2()),
     "qwen2_sliding": Case(
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
     ),
     "qwen3": Case(qwen3()),
+    "cohere2": Case(cohere2()),
     "gemma2": Case(gemma2(), embedding=0.02),
     "gemma3_text": Case(gemma3_text(), embedding=0.02),
     "starcoder2": Case(starcoder2()),
@@ -334,13 +432,25 @@ CASES: dict[str, Case] = {
     "gpt_neox_sequential": Case(
         gpt_neox(hidden_act="gelu_fast", rotary_pct=0.5, use_parallel_residual=False)
     ),
+    "smollm3": Case(smollm3()),
+    # Without no_rope_layers, the interval says which layers do not turn; they have the window.
+    "smollm3_sliding": Case(
+        smollm3(
+            attention_bias=True,
+            mlp_bias=True,
+            no_rope_layer_interval=2,
+            no_rope_layers=None,
+            sliding_window=16,
+            use_sliding_window=True,
+        )
+    ),
 }
 
 
 def published_config(case: Case) -> dict[str, Any]:
     """config.json as most files on the hub spell it."""
-    family = case.config["model_type"].capitalize()
-    head = {"architectures": [f"{family}ForCausalLM"], "torch_dtype": case.dtype}
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.config["model_type"]]
+    head = {"architectures": [name], "torch_dtype": case.dtype}
     return dict(sorted((head | case.config).items()))
 
 

@@ -125,14 +125,9 @@ LINEAR: Factors = SETTINGS | {
     "shape": ((1, 1), (7, 3), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
     "dtype": ("f32", "f16", "bf16"),
     "form": (
-        "",
-        "norm bias",
-        "norm gated",
-        "residual",
-        "norm bias gated residual",
-        "gelu",
-        "gelu_tanh bias residual",
-        "gelu_tanh norm gated",
+        *("", "norm bias", "norm gated", "residual", "norm bias gated residual"),
+        *("scale", "norm bias scale residual", "bias scale gated"),
+        *("gelu", "gelu_tanh bias scale residual", "gelu_tanh norm gated"),
     ),
 }
 
@@ -170,6 +165,9 @@ def linear_error(
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected += values["bias"]
+    if "scale" in form:
+        values["scale"] = 0.37
+        expected = 0.37 * expected
     expected = activated(expected, form, n)
     if "residual" in form:
         values["residual"] = normal(rng, rows, n)
@@ -227,7 +225,10 @@ QUANTIZED_LINEAR: Factors = SETTINGS | {
     "rows": (1, 7, 9, 40, 130),
     "shape": ((1, 1), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
     "dtype": ("q8", "q4"),
-    "form": ("", "bias", "residual", "bias gated", "gelu_tanh gated", "gelu bias residual"),
+    "form": (
+        *("", "bias", "residual", "bias gated", "bias scale residual"),
+        *("gelu_tanh gated", "gelu bias scale residual"),
+    ),
 }
 INT8_LIMIT = 1e-12  # dot products are exact: only scales, and sums of blocks, round
 
@@ -250,6 +251,9 @@ def quantized_error(
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected = expected + values["bias"]
+    if "scale" in form:
+        values["scale"] = 0.37
+        expected = 0.37 * expected
     expected = activated(expected, form, n)
     if "residual" in form:
         values["residual"] = normal(rng, rows, n)
@@ -691,7 +695,7 @@ def test_rope_kv_write(
         "window": (0, 1, 33, 300),
         "softcap": (0.0, 0.7),
         "norms": (False, True),
-        "rotary": (1, 2),
+        "rotary": (1, 2, None),
         "interleaved": (False, True),
         "kv_dtype": ("f16", "f32"),
         "storage_buffers": (None, 8),
@@ -718,22 +722,23 @@ def rope_attention_error(
     kv_dtype: str,
     softcap: float = 0.0,
     norms: bool = False,
-    rotary: int = 1,
+    rotary: int | None = 1,
     interleaved: bool = False,
     rows: int = 1,
     **options: Any,
 ) -> float:
-    """Of the output, given what is now in the cache, which must be right as well."""
+    """Of the output, given what is now in the cache, which must be right as well. rotary: one in
+    so many dimensions turns, or none."""
     d, (n_kv_heads, group) = head_dim, heads
     kv_width, n_heads = n_kv_heads * d, n_kv_heads * group
-    frequencies = 100.0 ** (-np.arange(d // 2 // rotary) / d)
+    frequencies = 100.0 ** (-np.arange(d // 2 // (rotary or 1)) / d)
     x = normal(rng, rows, (group + 2) * kv_width)
     known = normal(rng, past, kv_width), normal(rng, past, kv_width)
     q_norm, k_norm = normal(rng, d), normal(rng, d)
     y, *cached = functions.rope_attention(
         device,
         x,
-        functions.rope_table(frequencies, past + rows),
+        functions.rope_table(frequencies, past + rows) if rotary else None,
         *known,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -749,7 +754,8 @@ def rope_attention_error(
     if norms:
         q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
     positions = np.arange(past, past + rows)
-    q, k = (reference.rope(part, positions, frequencies, d, interleaved) for part in (q, k))
+    if rotary:
+        q, k = (reference.rope(part, positions, frequencies, d, interleaved) for part in (q, k))
     total = past + rows
     keys, values = (part[:, :total].swapaxes(0, 1).reshape(total, kv_width) for part in cached)
     for part, before in zip((keys, values), known, strict=True):

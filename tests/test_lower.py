@@ -40,7 +40,14 @@ class Weights:
         return to_gpu(self.device, values / np.sqrt(shape[-1]), "bf16")
 
 
-def model(ops: Ops, device: Device, caches: Sequence[LayerCache], *, heads_normed: bool) -> Value:
+def model(
+    ops: Ops,
+    device: Device,
+    caches: Sequence[LayerCache],
+    *,
+    heads_normed: bool,
+    turned: bool = True,
+) -> Value:
     """The logits of a decoder."""
     weight = Weights(device)
     angles = np.arange(600)[:, None] * 0.1 ** np.arange(HEAD_DIM // 2)
@@ -56,7 +63,8 @@ def model(ops: Ops, device: Device, caches: Sequence[LayerCache], *, heads_norme
         if heads_normed:
             q = ops.rmsnorm(q, weight(HEAD_DIM, seed=i), EPS)
             k = ops.rmsnorm(k, weight(HEAD_DIM, seed=i + 9), EPS)
-        q, k = ops.rope(q, rope, HEAD_DIM), ops.rope(k, rope, HEAD_DIM)
+        if turned:
+            q, k = ops.rope(q, rope, HEAD_DIM), ops.rope(k, rope, HEAD_DIM)
         y = ops.attention(q, k, v, cache, scale=0.25, window=3 * i)
         h = h + ops.linear(y, weight(HIDDEN, q_width, seed=i))
         x = ops.rmsnorm(h, weight(HIDDEN, seed=i + 5), EPS)
@@ -134,14 +142,19 @@ def test_a_norm_over_all_heads_is_not_taken_for_one_of_each(
 
 
 def kernels_of(
-    rows: int, *, fuse: bool = True, heads_normed: bool = True, bindings: int = 9
+    rows: int,
+    *,
+    fuse: bool = True,
+    heads_normed: bool = True,
+    turned: bool = True,
+    bindings: int = 9,
 ) -> Counter[str]:
     """How often each kernel is in the plan of a two-layer model on an adapter with subgroups."""
     dry = DryDevice(Limits(workgroup_storage=32768, storage_buffers=bindings))
     dry.subgroup_size = 32
     ops = Ops()
     caches = KVCache(dry, 2, KV_HEADS, HEAD_DIM, 600).layers
-    output = model(ops, dry, caches, heads_normed=heads_normed)
+    output = model(ops, dry, caches, heads_normed=heads_normed, turned=turned)
     lowering = Lowering(
         dry,
         ops,
@@ -154,17 +167,21 @@ def kernels_of(
     return Counter(kernel.spec.name for kernel in lowering.kernels)
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("heads_normed", [False, True])
-def test_a_layer_of_decode_is_six_kernels(heads_normed: bool) -> None:
+def test_a_layer_of_decode_is_six_kernels(heads_normed: bool, turned: bool) -> None:
     layer = Counter(matmul_vec=4, attention=1, attention_combine=1)
-    found = kernels_of(1, heads_normed=heads_normed)
+    found = kernels_of(1, heads_normed=heads_normed, turned=turned)
     assert found == layer + layer + Counter(embedding=1, matmul_vec=1)
 
 
 def test_a_layer_of_a_few_rows_is_seven_kernels() -> None:
     """A row may attend to another's key, which must be in the cache before."""
     layer = Counter(matmul_vec=4, rope_kv_write=1, attention=1, attention_combine=1)
-    assert kernels_of(2) == layer + layer + Counter(embedding=1, take_rows=1, matmul_vec=1)
+    rest = Counter(embedding=1, take_rows=1, matmul_vec=1)
+    assert kernels_of(2) == layer + layer + rest
+    layer = Counter(matmul_vec=4, kv_write=1, attention=1, attention_combine=1)
+    assert kernels_of(2, heads_normed=False, turned=False) == layer + layer + rest
 
 
 def test_kernels_bind_no_more_buffers_than_the_adapter_allows() -> None:

@@ -21,10 +21,12 @@ ONE_PASS = "llama_rope_dynamic"
 
 # What turns off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 128},
     "gemma2": {"attn_logit_softcapping": None},
     "gemma3_text": {"rope_local_base_freq": 1000000.0},
     "gpt_neox": {"use_parallel_residual": False},
     "gpt_neox_sequential": {"rotary_pct": 0.25},
+    "granite": {"attention_multiplier": 0.45},
     "llama_rope_dynamic": {"rope_scaling": None},
     "llama_rope_dynamic_decode": {"rope_scaling": None},
     "llama_rope_linear": {"rope_scaling": None},
@@ -33,6 +35,8 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "mistral_sliding": {"sliding_window": None},
     "qwen2": {"use_sliding_window": True},
     "qwen2_sliding": {"max_window_layers": 0},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "smollm3_sliding": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
 }
 

@@ -12,7 +12,7 @@
 // others need of it (the weight of a position, the new scale of a head) they get by a shuffle.
 //
 // With ROPE, for one row, it does the work of rope_kv_write too: x is the q, k, v projection, of
-// which every workgroup norms (NORM) and turns its own queries. The split that ends with the row's
+// which every workgroup norms (NORM) and turns (unless ROTARY_DIM is 0) its own queries. The split that ends with the row's
 // own position takes that one's key and value from there and puts them into the cache, where no
 // workgroup may read them yet.
 #include "step.wgsl"
@@ -57,10 +57,13 @@
 #endif
 @group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;  // see attention_split.wgsl
 #if ROPE
+#let NORMS = 6 + (ROTARY_DIM > 0)
+#if ROTARY_DIM > 0
 @group(0) @binding(6) var<storage, read> table: array<vec4<f32>>;
+#endif
 #if NORM
-@group(0) @binding(7) var<storage, read> q_norm: array<vec4<f32>>;
-@group(0) @binding(8) var<storage, read> k_norm: array<vec4<f32>>;
+@group(0) @binding($(NORMS)) var<storage, read> q_norm: array<vec4<f32>>;
+@group(0) @binding($(NORMS + 1)) var<storage, read> k_norm: array<vec4<f32>>;
 #endif
 #endif
 

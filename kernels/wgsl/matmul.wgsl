@@ -1,8 +1,8 @@
 // y = x W^T for many rows of x (prefill): tiles of x and W go through workgroup memory, and each
 // invocation keeps M_TILE x N_TILE products in registers. f32 arithmetic.
 //
-// GATED: W holds gate rows, then up rows, and y = activate(gate) * up; else y = activate(x W^T) where
-// there is an ACTIVATION. BIAS is added to the products, RESIDUAL to y.
+// GATED: W holds gate rows, then up rows, and y = activate(gate) * up. Else y = x W^T, after BIAS is
+// added multiplied by SCALE, then activated where there is an ACTIVATION. RESIDUAL is added to y.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
@@ -12,6 +12,7 @@
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
+// @param SCALE f32
 // @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
 // @param N_SIZE u32              and along W's rows: a multiple of 8
 // @param M_TILE u32              rows per invocation, a multiple of N_SIZE / 4
@@ -186,6 +187,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     var value = c$i_$j;
 #if BIAS
     value += bias[n];
+#endif
+#if SCALE != 1
+    value *= SCALE;
 #endif
 #if ACTIVATION != none
     value = activate(value);

@@ -3,14 +3,15 @@
 // memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
-// workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, ACTIVATION, BIAS and
-// RESIDUAL are as in matmul.wgsl.
+// workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS, SCALE,
+// ACTIVATION and RESIDUAL are as in matmul.wgsl.
 #include "activate.wgsl"
 // @param WEIGHT q8|q4
 // @param K u32                   columns of W
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
+// @param SCALE f32
 // @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
 // @param N_SIZE u32              and along W's rows: a multiple of 8
 // @param M_TILE u32              rows per invocation, N_SIZE at most
@@ -222,6 +223,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     var value = UNIT * c$i_$j;
 #if BIAS
     value += bias[n];
+#endif
+#if SCALE != 1
+    value *= SCALE;
 #endif
 #if ACTIVATION != none
     value = activate(value);

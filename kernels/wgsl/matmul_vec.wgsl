@@ -3,10 +3,10 @@
 //
 // NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
 // gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
-// rows, and y = activate(gate) * up; else y = activate(x W^T) where there is an ACTIVATION. BIAS is
-// added to the products, RESIDUAL to y. What the next projection wants to read goes out too: y times
-// the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the workgroup's 32 outputs are
-// a block (QUANTIZE). KEEP: y itself is needed.
+// rows, and y = activate(gate) * up. Else y = x W^T, after BIAS is added multiplied by SCALE, then
+// activated where there is an ACTIVATION. RESIDUAL is added to y. What the next projection wants to
+// read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the
+// workgroup's 32 outputs are a block (QUANTIZE). KEEP: y itself is needed.
 #include "reduce.wgsl"
 #include "grid.wgsl"
 #include "activate.wgsl"
@@ -17,6 +17,7 @@
 // @param N u32                   outputs: rows of W, or half of them with GATED
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
+// @param SCALE f32
 // @param ROWS u32                rows of x
 // @param TEAM u32                invocations of a team: a multiple of the subgroups' size, or WG
 // @param OUTPUTS u32             outputs per team
@@ -227,6 +228,9 @@ fn main(
     var value = scale * total(owner, out_row * W_ROWS + place, parts);
 #if BIAS
     value += own_bias;
+#endif
+#if SCALE != 1
+    value *= SCALE;
 #endif
 #if ACTIVATION != none
     value = activate(value);

@@ -1,8 +1,9 @@
 // Rotary position embedding of a group of eight dimensions in registers; rotate.wgsl does a head in
 // workgroup memory. The partners of a group are another whole group (half-split: ROTARY_DIM / 2 is a
-// multiple of eight) or in the group itself (INTERLEAVED: ROTARY_DIM is). Needs the struct Group and the binding
-// `table: array<vec4<f32>>`, [position][ROTARY_DIM / 2] of (cos, sin), two of them in a vec4.
-// @param ROTARY_DIM u32
+// multiple of eight) or in the group itself (INTERLEAVED: ROTARY_DIM is). Needs the struct Group and,
+// where anything turns, the binding `table: array<vec4<f32>>`, [position][ROTARY_DIM / 2] of
+// (cos, sin), two of them in a vec4.
+// @param ROTARY_DIM u32          0: nothing turns
 // @param INTERLEAVED bool
 // What a group and its partners are multiplied by. sin has its sign.
 struct Turn {
@@ -12,7 +13,7 @@ struct Turn {
 
 // The group in which a group has its partners.
 fn partner_of(group: u32) -> u32 {
-#if INTERLEAVED
+#if INTERLEAVED or ROTARY_DIM == 0
   return group;
 #else
   let turned = select(group - ROTARY_DIM / 16u, group + ROTARY_DIM / 16u, group < ROTARY_DIM / 16u);
@@ -24,7 +25,9 @@ fn turn_of(group: u32, position: u32) -> Turn {
   if (group >= ROTARY_DIM / 8u) {  // it stays
     return Turn(Group(vec4<f32>(1.0), vec4<f32>(1.0)), Group());
   }
-#if INTERLEAVED
+#if ROTARY_DIM == 0
+  return Turn();
+#elif INTERLEAVED
   let at = position * (ROTARY_DIM / 4u) + 2u * group;
   let t0 = table[at];
   let t1 = table[at + 1u];

@@ -1,0 +1,25 @@
+"""Granite 3 (Granite team, IBM 2024): Llama with factors, as in muP (Yang et al. 2022)."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class Granite(Llama):
+    """Embeddings, attention scores and what a layer adds are multiplied, logits divided."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        return DecoderConfig.read(
+            raw,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=raw.get("mlp_bias", False, bool),
+            embedding_multiplier=raw.factor("embedding_multiplier"),
+            attention_multiplier=raw.factor("attention_multiplier"),
+            residual_multiplier=raw.factor("residual_multiplier"),
+            logits_scaling=raw.factor("logits_scaling"),
+        )

@@ -1,0 +1,30 @@
+"""OLMo 2 (OLMo team 2024): norms after attention and MLP instead of before them."""
+
+from __future__ import annotations
+
+from infer.kernels.kv_cache import LayerCache
+from infer.kernels.ops import Ops, Rope, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.models.llama import Llama
+
+
+class Olmo2(Llama):
+    """What a layer adds is normed; so are q and k, each over its whole width."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        return DecoderConfig.read(raw, eps=1e-5, qkv_bias=bias, output_bias=bias, wide_qk_norm=True)
+
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+    ) -> Value:
+        c = self.config
+        y = layers.attention(ops, h, Scope(w, "self_attn"), c, rope, cache, window)
+        h = h + ops.rmsnorm(y, w["post_attention_layernorm"], c.rms_norm_eps)
+        y = layers.mlp(ops, h, Scope(w, "mlp"), c)
+        return h + ops.rmsnorm(y, w["post_feedforward_layernorm"], c.rms_norm_eps)

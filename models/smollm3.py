@@ -1,0 +1,42 @@
+"""SmolLM3 (Bakouch et al. 2025): Llama with layers that know no positions."""
+
+from __future__ import annotations
+
+from infer.kernels.errors import UnsupportedError
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.llama import Llama
+
+
+class SmolLM3(Llama):
+    """In some layers, by default every fourth, queries and keys do not turn (NoPE: Kazemnejad et
+    al. 2023)."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        turned = rope_layers(raw)
+        window, bias = raw.size("sliding_window", None), raw.get("attention_bias", False, bool)
+        used = raw.get("use_sliding_window", False, bool)
+        return DecoderConfig.read(
+            raw,
+            windows=layer_windows(raw, window if used else None, lambda layer: not turned[layer]),
+            rope_layers=turned,
+            tied=True,
+            theta=2e6,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=raw.get("mlp_bias", False, bool),
+        )
+
+
+def rope_layers(raw: RawConfig) -> list[bool]:
+    """Which layers turn. no_rope_layers says so, in spite of its name."""
+    layers, interval = raw.size("num_hidden_layers"), raw.size("no_rope_layer_interval", 4)
+    default = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    turned = raw.get("no_rope_layers", default, list)
+    if len(turned) < layers or any(value not in (0, 1) for value in turned):
+        raise UnsupportedError(
+            f"{raw.place}: no_rope_layers must be 1 (with rope) or 0 for each of {layers} layers; "
+            f"it is {turned}."
+        )
+    return [bool(value) for value in turned[:layers]]
