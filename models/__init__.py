@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 # model_type -> class, in the module of that name
 ARCHITECTURES = {
+    "cohere": "Cohere",
     "cohere2": "Cohere2",
+    "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
     "gpt_neox": "GPTNeoX",
@@ -22,6 +24,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
+    "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
 }
 

@@ -170,6 +170,21 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     return qwen2() | {"model_type": "qwen3"} | own | changes
 
 
+def gemma(**changes: Any) -> dict[str, Any]:
+    own = {
+        "model_type": "gemma",
+        "hidden_act": "gelu",  # which is not what it means
+        "hidden_size": 56,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "transformers_version": "4.38.0.dev0",
+    }
+    newer = {"attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"}
+    newer |= {"query_pre_attn_scalar", "sliding_window"}
+    config = gemma2() | own | changes
+    return {key: value for key, value in config.items() if key not in newer}
+
+
 def gemma2(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "gemma2",
@@ -303,6 +318,40 @@ def cohere2(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def cohere(**changes: Any) -> dict[str, Any]:
+    """With as many key-value heads as query heads, which is the default."""
+    newer = {"head_dim", "layer_switch", "order_of_interleaved_layers", "position_embedding_type"}
+    newer |= {"rope_scaling", "rotary_pct", "sliding_window", "sliding_window_pattern"}
+    newer |= {"num_key_value_heads", *(key for key in cohere2() if key.startswith("use_"))}
+    own = {"model_type": "cohere", "num_hidden_layers": 2, "transformers_version": "4.38.2"}
+    config = cohere2() | own | {"use_qk_norm": False} | changes
+    return {key: value for key, value in config.items() if key not in newer or key in changes}
+
+
+def stablelm(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "stablelm",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 64,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.38.0",
+        "use_cache": True,
+        "use_qkv_bias": True,
+        "vocab_size": 300,
+    } | changes
+
+
 def granite(**changes: Any) -> dict[str, Any]:
     own = {
         "attention_multiplier": 0.5,
@@ -423,9 +472,13 @@ CASES: dict[str, Case] = {
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
     ),
     "qwen3": Case(qwen3()),
+    "cohere": Case(cohere()),
     "cohere2": Case(cohere2()),
+    "gemma": Case(gemma(), embedding=0.02),
     "gemma2": Case(gemma2(), embedding=0.02),
     "gemma3_text": Case(gemma3_text(), embedding=0.02),
+    "stablelm": Case(stablelm()),
+    "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
     "gpt_neox": Case(gpt_neox()),
     # What the 20B model has: another activation; and the blocks one after the other.

@@ -1,0 +1,48 @@
+"""Command R (Cohere 2024): layer norms without a bias, and attention and MLP side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infer.kernels.kv_cache import LayerCache
+from infer.kernels.ops import Ops, Rope, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.models.llama import Llama
+
+
+def read_cohere(raw: RawConfig, **own: Any) -> DecoderConfig:
+    """The config of Command R and later."""
+    bias = raw.get("attention_bias", False, bool)
+    head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
+    return DecoderConfig.read(
+        raw,
+        rope=raw.rope(head_dim, interleaved=True),
+        tied=True,
+        eps=1e-5,
+        eps_key="layer_norm_eps",
+        qkv_bias=bias,
+        output_bias=bias,
+        layer_norm=True,
+        logits_scaling=1 / raw.factor("logit_scale", 0.0625),
+        **own,
+    )
+
+
+class Cohere(Llama):
+    """One norm, then attention and MLP of the same activation."""
+
+    norms = ("input_layernorm",)
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return read_cohere(raw)
+
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+    ) -> Value:
+        c = self.config
+        x = layers.norm(ops, h, w, "input_layernorm", c)
+        h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        return h + layers.mlp(ops, x, Scope(w, "mlp"), c)

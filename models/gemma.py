@@ -1,0 +1,35 @@
+"""Gemma (Gemma Team 2024): Llama with scaled embeddings and a gated MLP of gelu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+from infer.models.weights import WeightSpec
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+
+
+class Gemma(Llama):
+    """Checkpoints hold the weights of norms less one."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        bias = raw.get("attention_bias", False, bool)
+        config = DecoderConfig.read(
+            raw,
+            qkv_bias=bias,
+            output_bias=bias,
+            embedding_multiplier=raw.size("hidden_size") ** 0.5,
+        )
+        # The first files say gelu, and mean what its authors call so.
+        return replace(config, activation="gelu_tanh") if config.activation == "gelu" else config
+
+    def weights(self) -> Iterator[WeightSpec]:
+        for spec in super().weights():
+            yield replace(spec, added=1.0) if spec.name.endswith("norm") else spec

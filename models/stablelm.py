@@ -1,0 +1,42 @@
+"""StableLM 2 (Bellagente et al. 2024): Llama with layer norms and a rotary part of each head."""
+
+from __future__ import annotations
+
+from infer.kernels.kv_cache import LayerCache
+from infer.kernels.ops import Ops, Rope, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.models.llama import Llama
+
+
+class StableLm(Llama):
+    """With use_parallel_residual, one norm serves attention and MLP."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.norms = self.norms[:1] if config.parallel else self.norms
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
+        return DecoderConfig.read(
+            raw,
+            rope=raw.rope(head_dim, default_partial=0.25),
+            eps=1e-5,
+            eps_key="layer_norm_eps",
+            qkv_bias=raw.get("use_qkv_bias", False, bool),
+            layer_norm=True,
+            norm_bias=True,
+            parallel=raw.get("use_parallel_residual", False, bool),
+        )
+
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+    ) -> Value:
+        c = self.config
+        x = layers.norm(ops, h, w, "input_layernorm", c)
+        h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        if not c.parallel:
+            x = layers.norm(ops, h, w, "post_attention_layernorm", c)
+        return h + layers.mlp(ops, x, Scope(w, "mlp"), c)
