@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "olmo2": "Olmo2",
+    "phi": "Phi",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",

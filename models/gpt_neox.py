@@ -4,6 +4,7 @@ head, an MLP without a gate, and biases; attention and MLP side by side."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from infer.kernels.kv_cache import LayerCache
 from infer.kernels.ops import Ops, Rope, Value
@@ -21,12 +22,22 @@ _DEFAULTS = {
     "use_parallel_residual": True,
 }
 
+# Parts of the names of tensors, by Llama's.
+_NAMES = {
+    "model.norm.": "gpt_neox.final_layer_norm.",
+    "model.embed_tokens.": "gpt_neox.embed_in.",
+    "model.layers.": "gpt_neox.layers.",
+    "self_attn.q_proj.": "attention.query_key_value.",
+    "self_attn.o_proj.": "attention.dense.",
+    "mlp.up_proj.": "mlp.dense_h_to_4h.",
+    "mlp.down_proj.": "mlp.dense_4h_to_h.",
+    "lm_head.": "embed_out.",
+}
+
 
 class GPTNeoX(Llama):
     """Attention and MLP of the same activation, or, without use_parallel_residual, one after the
     other, as in Llama."""
-
-    prefix = "gpt_neox"
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -52,42 +63,18 @@ class GPTNeoX(Llama):
         )
 
     def weights(self) -> Iterator[WeightSpec]:
-        c = self.config
-        hidden, inner = c.hidden_size, c.intermediate_size
-        yield from layers.projection("embed_tokens", "gpt_neox.embed_in", c.vocab_size, hidden)
-        for i in range(c.num_hidden_layers):
-            name, key = f"layers.{i}", f"gpt_neox.layers.{i}"
-            for norm in self.norms:
-                yield from layers.norm_weights(c, f"{name}.{norm}", f"{key}.{norm}")
-            yield self._qkv(f"{name}.self_attn.qkv_proj", f"{key}.attention.query_key_value.weight")
-            if c.qkv_bias:
-                yield self._qkv(
-                    f"{name}.self_attn.qkv_proj.bias", f"{key}.attention.query_key_value.bias"
-                )
-            yield from layers.projection(
-                f"{name}.self_attn.o_proj", f"{key}.attention.dense", hidden, hidden, c.output_bias
-            )
-            yield from layers.projection(
-                f"{name}.mlp.up_proj", f"{key}.mlp.dense_h_to_4h", inner, hidden, bias=True
-            )
-            yield from layers.projection(
-                f"{name}.mlp.down_proj", f"{key}.mlp.dense_4h_to_h", hidden, inner, bias=True
-            )
-        yield from layers.norm_weights(c, "norm", "gpt_neox.final_layer_norm")
-        if not c.tie_word_embeddings:
-            yield from layers.projection("lm_head", "embed_out", c.vocab_size, hidden)
+        for spec in layers.renamed(super().weights(), _NAMES):
+            yield self._by_part(spec) if ".qkv_proj" in spec.name else spec
 
-    def _qkv(self, name: str, key: str) -> WeightSpec:
+    def _by_part(self, spec: WeightSpec) -> WeightSpec:
         """All queries, then all keys, then all values: in the checkpoint they are side by side for
         each head."""
-        c, d = self.config, self.config.head_dim
-        shape = (3 * c.hidden_size, c.hidden_size)[: 1 if key.endswith("bias") else 2]
-        parts = [
-            range(start, start + d)
-            for part in range(3)
-            for start in range(part * d, 3 * c.hidden_size, 3 * d)
-        ]
-        return WeightSpec(name, tuple(Source(key, shape, part) for part in parts))
+        d, rows = self.config.head_dim, 3 * self.config.hidden_size
+        starts = [start for part in range(3) for start in range(part * d, rows, 3 * d)]
+        first = spec.sources[0]
+        shape = (rows, *first.shape[1:])
+        parts = tuple(Source(first.key, shape, range(start, start + d)) for start in starts)
+        return replace(spec, sources=parts)
 
     def ignorable(self, key: str) -> bool:
         """Older checkpoints hold the causal mask too."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
@@ -40,6 +40,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False  # of the logits
     qk_norm: bool = False  # on each head of q and k
     wide_qk_norm: bool = False  # on all of q and all of k
     embedding_multiplier: float = 1.0
@@ -164,13 +165,16 @@ class Scope(Mapping[str, GpuTensor]):
         return sum(1 for _ in self)
 
 
-def projection(
-    name: str, key: str, rows: int, columns: int, bias: bool = False
-) -> Iterator[WeightSpec]:
-    """A matrix, and its bias where there is one."""
-    yield WeightSpec(name, (Source(f"{key}.weight", (rows, columns)),))
-    if bias:
-        yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (rows,)),))
+def renamed(specs: Iterable[WeightSpec], names: Mapping[str, str]) -> Iterator[WeightSpec]:
+    """The same from tensors whose names have other parts: `names` by those of Llama."""
+    for spec in specs:
+        sources = []
+        for source in spec.sources:
+            key = source.key
+            for ours, theirs in names.items():
+                key = key.replace(ours, theirs)
+            sources.append(replace(source, key=key))
+        yield replace(spec, sources=tuple(sources))
 
 
 def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightSpec]:
@@ -240,14 +244,16 @@ def attention(
 
 
 def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
-    """gate_up_proj, down_proj, and their biases where the config has them."""
+    """gate_up_proj, or up_proj where it is not gated, down_proj, and their biases."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up = {"gate_proj.weight": (inner, hidden), "up_proj.weight": (inner, hidden)}
-    yield stacked(f"{name}.gate_up_proj", prefix, gate_up)
+    first, parts = ("gate_up_proj", ("gate", "up")) if config.gated else ("up_proj", ("up",))
+    yield stacked(
+        f"{name}.{first}", prefix, {f"{part}_proj.weight": (inner, hidden) for part in parts}
+    )
     yield stacked(f"{name}.down_proj", prefix, {"down_proj.weight": (hidden, inner)})
     if config.mlp_bias:
-        biases = {"gate_proj.bias": (inner,), "up_proj.bias": (inner,)}
-        yield stacked(f"{name}.gate_up_proj.bias", prefix, biases)
+        biases = {f"{part}_proj.bias": (inner,) for part in parts}
+        yield stacked(f"{name}.{first}.bias", prefix, biases)
         yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
 
 

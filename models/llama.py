@@ -18,8 +18,6 @@ class Llama:
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
 
-    prefix = "model"  # of the checkpoint's names
-
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
 
@@ -34,21 +32,19 @@ class Llama:
         """Every weight, and which tensors of the checkpoint it is made of."""
         c = self.config
         yield layers.stacked(
-            "embed_tokens", self.prefix, {"embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+            "embed_tokens", "model", {"embed_tokens.weight": (c.vocab_size, c.hidden_size)}
         )
         for i in range(c.num_hidden_layers):
-            name, prefix = f"layers.{i}", f"{self.prefix}.layers.{i}"
+            name, prefix = f"layers.{i}", f"model.layers.{i}"
             for norm in self.norms:
                 yield from layers.norm_weights(c, f"{name}.{norm}", f"{prefix}.{norm}")
             yield from layers.attention_weights(c, f"{name}.self_attn", f"{prefix}.self_attn")
-            yield from self.mlp_weights(f"{name}.mlp", f"{prefix}.mlp")
-        yield from layers.norm_weights(c, "norm", f"{self.prefix}.norm")
+            yield from layers.mlp_weights(c, f"{name}.mlp", f"{prefix}.mlp")
+        yield from layers.norm_weights(c, "norm", "model.norm")
         if not c.tie_word_embeddings:
             yield layers.stacked("lm_head", "lm_head", {"weight": (c.vocab_size, c.hidden_size)})
-
-    def mlp_weights(self, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Those of one layer's MLP."""
-        return layers.mlp_weights(self.config, name, prefix)
+        if c.head_bias:
+            yield layers.stacked("lm_head.bias", "lm_head", {"bias": (c.vocab_size,)})
 
     def ignorable(self, key: str) -> bool:
         """Whether a surplus tensor of a checkpoint says nothing new."""
@@ -70,7 +66,7 @@ class Llama:
             h = self.layer(ops, h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
         h = layers.norm(ops, ops.logits_rows(h), w, "norm", c)
         head = w["embed_tokens" if c.tie_word_embeddings else "lm_head"]
-        logits = ops.linear(h, head, scale=1 / c.logits_scaling)
+        logits = ops.linear(h, head, w.get("lm_head.bias"), 1 / c.logits_scaling)
         cap = c.final_logit_softcapping
         return ops.softcap(logits, cap) if cap else logits
 

@@ -20,7 +20,7 @@ _DEFAULTS = {
 
 
 class Starcoder2(Llama):
-    """As the config says; only the MLP's weights have other names."""
+    """All that the config says, under names of its own in the MLP."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -38,12 +38,6 @@ class Starcoder2(Llama):
             eps_key="norm_epsilon",
         )
 
-    def mlp_weights(self, name: str, prefix: str) -> Iterator[WeightSpec]:
-        c = self.config
-        hidden, inner = c.hidden_size, c.intermediate_size
-        yield from layers.projection(
-            f"{name}.up_proj", f"{prefix}.c_fc", inner, hidden, bias=c.mlp_bias
-        )
-        yield from layers.projection(
-            f"{name}.down_proj", f"{prefix}.c_proj", hidden, inner, bias=c.mlp_bias
-        )
+    def weights(self) -> Iterator[WeightSpec]:
+        names = {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
+        return layers.renamed(super().weights(), names)

@@ -352,6 +352,34 @@ def stablelm(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def phi(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "phi",
+        "attention_dropout": 0.0,
+        "bos_token_id": 50,
+        "embd_pdrop": 0.0,
+        "eos_token_id": 50,
+        "hidden_act": "gelu_new",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": None,
+        "partial_rotary_factor": 0.25,
+        "qk_layernorm": False,
+        "resid_pdrop": 0.1,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.37.0",
+        "use_cache": True,
+        "vocab_size": 300,
+    } | changes
+
+
 def granite(**changes: Any) -> dict[str, Any]:
     own = {
         "attention_multiplier": 0.5,
@@ -477,6 +505,7 @@ CASES: dict[str, Case] = {
     "gemma": Case(gemma(), embedding=0.02),
     "gemma2": Case(gemma2(), embedding=0.02),
     "gemma3_text": Case(gemma3_text(), embedding=0.02),
+    "phi": Case(phi()),
     "stablelm": Case(stablelm()),
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),

@@ -36,6 +36,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True},
     "qwen2_sliding": {"max_window_layers": 0},
     "stablelm": {"partial_rotary_factor": 0.5},
+    "phi": {"partial_rotary_factor": 0.5},
     "smollm3": {"no_rope_layers": [1, 1, 1]},
     "smollm3_sliding": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
