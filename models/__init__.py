@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "olmo2": "Olmo2",
+    "phi3": "Phi3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",

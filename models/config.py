@@ -47,14 +47,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: kind is "default", "linear", "llama3", "yarn" or "dynamic"; scaling holds
-    that kind's own keys as config.json names them."""
+    """Rotary embedding: kind is "default", "linear", "llama3", "yarn", "longrope" or "dynamic";
+    scaling holds that kind's own keys as config.json names them. interleaved: neighbouring
+    dimensions turn together."""
 
     theta: float
     rotary_dim: int
     kind: str
     scaling: dict[str, Any]
     max_position_embeddings: int
+    interleaved: bool = False
 
 
 class RawConfig:
@@ -131,7 +133,13 @@ class RawConfig:
                     f"implemented for {self.values.get('model_type')}."
                 )
 
-    def rope(self, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
+    def rope(
+        self,
+        head_dim: int,
+        default_theta: float = 10000.0,
+        default_partial: float = 1.0,
+        interleaved: bool = False,
+    ) -> RopeConfig:
         """Rotary embedding: rope_parameters (transformers 5), or rope_theta and rope_scaling."""
         parameters = self.get("rope_parameters", None, dict)
         scaling = self.get("rope_scaling", None, dict)
@@ -140,13 +148,14 @@ class RawConfig:
         theta = float(values.pop("rope_theta", theta))
         kind = values.pop("rope_type", None) or values.get("type") or "default"
         values.pop("type", None)
+        kind = "longrope" if kind == "su" else kind  # as the first files call it
         known = _ROPE_KEYS.get(kind)
         if known is None:
             raise UnsupportedError(
                 f"{self.place}: rope type {kind!r} is not implemented "
                 f"(only {', '.join(_ROPE_KEYS)})."
             )
-        partial = self.get("partial_rotary_factor", 1.0, float)
+        partial = self.get("partial_rotary_factor", default_partial, float)
         partial = float(values.pop("partial_rotary_factor", partial))
         unknown = {key for key, value in values.items() if value is not None} - known
         if unknown:
@@ -158,7 +167,10 @@ class RawConfig:
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise UnsupportedError(f"{self.place}: {rotary_dim} rotary dimensions of {head_dim}.")
         positions = self.size("max_position_embeddings", 2048)
-        return RopeConfig(theta, rotary_dim, kind, values, positions)
+        original = self.size("original_max_position_embeddings", None)
+        if original is not None and "original_max_position_embeddings" in known:
+            values["original_max_position_embeddings"] = original
+        return RopeConfig(theta, rotary_dim, kind, values, positions, interleaved)
 
 
 _ROPE_KEYS: dict[str, set[str]] = {
@@ -170,6 +182,13 @@ _ROPE_KEYS: dict[str, set[str]] = {
         "low_freq_factor",
         "high_freq_factor",
         "original_max_position_embeddings",
+    },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
     },
     "yarn": {
         "factor",

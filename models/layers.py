@@ -41,6 +41,8 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # on each head of q and k
     wide_qk_norm: bool = False  # on all of q and all of k
+    fused_qkv: bool = False  # one tensor in the checkpoint
+    fused_gate_up: bool = False
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
     residual_multiplier: float = 1.0
@@ -56,10 +58,13 @@ class DecoderConfig:
         tied: bool = False,
         eps: float = 1e-6,
         theta: float = 10000.0,
+        partial: float = 1.0,
+        interleaved: bool = False,
         **own: Any,
     ) -> DecoderConfig:
-        """The keys that all of them have; the model says the rest: fields of its own, and what
-        tie_word_embeddings, rms_norm_eps and rope_theta are by default. Raises UnsupportedError.
+        """The keys that all of them have; the model says the rest: fields of its own, whether rope
+        is interleaved, and what tie_word_embeddings, rms_norm_eps, rope_theta and
+        partial_rotary_factor are by default. Raises UnsupportedError.
         """
         raw.expect("hidden_act", "silu", "swish")
         hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
@@ -87,7 +92,7 @@ class DecoderConfig:
             rms_norm_eps=raw.get("rms_norm_eps", eps, float),
             max_position_embeddings=raw.size("max_position_embeddings", 2048),
             tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
-            rope=raw.rope(head_dim, theta),
+            rope=raw.rope(head_dim, theta, partial, interleaved),
             windows=tuple(windows) if windows is not None else (0,) * layers,
             rope_layers=tuple(rope_layers) if rope_layers is not None else (True,) * layers,
             **own,
@@ -149,6 +154,8 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
         "v": config.num_key_value_heads * d,
     }
     weights = {f"{part}_proj.weight": (rows, hidden) for part, rows in heads.items()}
+    if config.fused_qkv:
+        weights = {"qkv_proj.weight": (sum(heads.values()), hidden)}
     yield stacked(f"{name}.qkv_proj", prefix, weights)
     if config.qkv_bias:
         biases = {f"{part}_proj.bias": (rows,) for part, rows in heads.items()}
@@ -189,6 +196,8 @@ def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[Weigh
     """gate_up_proj, down_proj, and their biases where the config has them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up = {"gate_proj.weight": (inner, hidden), "up_proj.weight": (inner, hidden)}
+    if config.fused_gate_up:
+        gate_up = {"gate_up_proj.weight": (2 * inner, hidden)}
     yield stacked(f"{name}.gate_up_proj", prefix, gate_up)
     yield stacked(f"{name}.down_proj", prefix, {"down_proj.weight": (hidden, inner)})
     if config.mlp_bias:

@@ -30,6 +30,10 @@ keep the frequencies they were written with. Well defined are:
 A prompt that passes the limit in several chunks gives other numbers for other chunk sizes. And a
 model keeps the frequencies of the longest sequence it has seen until a shorter one fits within the
 limit, so that each model here answers once.
+
+LongRoPE has one set of frequencies for sequences up to original_max_position_embeddings and
+another for longer ones, which then turns all of their positions. Well defined are therefore a
+prompt in one pass, and generate(), which drops its cache when the sequence passes the limit.
 """
 
 import argparse
@@ -186,6 +190,45 @@ def granite(**changes: Any) -> dict[str, Any]:
     return config
 
 
+def phi3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        "embd_pdrop": 0.0,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "original_max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "resid_pdrop": 0.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.40.2",
+        "vocab_size": 250,
+    }
+    config = llama() | {"model_type": "phi3"} | own | changes
+    for key in ("mlp_bias", "pretraining_tp"):
+        del config[key]
+    return config
+
+
+def phi3_longrope(original: int, **changes: Any) -> dict[str, Any]:
+    own = {
+        "hidden_size": 64,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 2,
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "long_factor": [1.0 + 0.5 * i for i in range(8)],
+            "short_factor": [1.0 + 0.125 * i for i in range(8)],
+            "type": "longrope",
+        },
+        "vocab_size": 200,
+    }
+    return phi3(**own | changes)
+
+
 def smollm3(**changes: Any) -> dict[str, Any]:
     own = {
         "intermediate_size": 64,
@@ -283,6 +326,10 @@ CASES: dict[str, Case] = {
     # A window is given, and use_sliding_window says that it does not apply.
     # With one key-value head a norm over all keys has the width of a head.
     "olmo2": Case(olmo2(head_dim=24, num_attention_heads=3, num_key_value_heads=1)),
+    "phi3": Case(phi3(sliding_window=16)),
+    "phi3_longrope": Case(phi3_longrope(32)),
+    # The prompt has the short factors; all is computed anew with the long ones after 60 tokens.
+    "phi3_longrope_switch": Case(phi3_longrope(60, tie_word_embeddings=True)),
     "qwen2": Case(qwen2()),
     "qwen2_sliding": Case(
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
@@ -326,7 +373,7 @@ def random_weight(name: str, shape: tuple[int, ...], rng: np.random.Generator) -
     if name.endswith("embed_tokens.weight"):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, 0.1, shape)
-    gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+    gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")) else 1.0
     return rng.normal(0.0, gain * shape[1] ** -0.5, shape)
 
 
