@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 # model_type -> class, in the module of that name
 ARCHITECTURES = {
+    "glm": "Glm",
+    "glm4": "Glm4",
     "granite": "Granite",
     "llama": "Llama",
     "mistral": "Mistral",

@@ -172,6 +172,26 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     return qwen2() | {"model_type": "qwen3"} | own | changes
 
 
+def glm4(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_bias": True,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.52.0",
+        "vocab_size": 200,
+    }
+    config = llama() | {"model_type": "glm4"} | own | changes
+    for key in ("mlp_bias", "pretraining_tp"):
+        del config[key]
+    return config
+
+
 def granite(**changes: Any) -> dict[str, Any]:
     own = {
         "attention_multiplier": 0.5,
@@ -268,6 +288,8 @@ def olmo2(**changes: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
+    "glm": Case(glm4(model_type="glm", partial_rotary_factor=0.25)),
+    "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
     "llama": Case(llama()),
     "llama_f32": Case(

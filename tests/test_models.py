@@ -50,9 +50,7 @@ def test_agrees_with_transformers(
     assert_agrees(device, folder, vars(reference))
 
 
-@pytest.mark.parametrize(
-    "case", ["granite", "llama", "mistral_sliding", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"]
-)
+@pytest.mark.parametrize("case", [*ARCHITECTURES, "mistral_sliding"])
 def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""
     reference = load(case)

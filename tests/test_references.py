@@ -22,6 +22,8 @@ ONE_PASS = ("llama_rope_dynamic", "phi3_longrope", "phi3_longrope_switch")
 
 # What turns off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
+    "glm": {"partial_rotary_factor": 1.0},
+    "glm4": {"partial_rotary_factor": 1.0},
     "granite": {"attention_multiplier": 0.45},
     "llama_rope_dynamic": {"rope_scaling": None},
     "llama_rope_dynamic_decode": {"rope_scaling": None},
