@@ -11,15 +11,20 @@ if TYPE_CHECKING:
 
 # model_type -> class, in the module of that name
 ARCHITECTURES = {
+    "ernie4_5": "Ernie45",
+    "exaone4": "Exaone4",
     "glm": "Glm",
     "glm4": "Glm4",
     "granite": "Granite",
+    "helium": "Helium",
     "llama": "Llama",
+    "ministral": "Ministral",
     "mistral": "Mistral",
     "olmo2": "Olmo2",
     "phi3": "Phi3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
 }
 

@@ -172,6 +172,23 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     return qwen2() | {"model_type": "qwen3"} | own | changes
 
 
+def small(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A family whose files have llama's keys, or nearly."""
+    own = {
+        "head_dim": 16,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "model_type": model_type,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.0",
+        "vocab_size": 200,
+    }
+    return llama() | own | changes
+
+
 def glm4(**changes: Any) -> dict[str, Any]:
     own = {
         "attention_bias": True,
@@ -288,9 +305,14 @@ def olmo2(**changes: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
+    "ernie4_5": Case(small("ernie4_5", use_bias=True)),
+    "exaone4": Case(
+        small("exaone4", num_hidden_layers=3, sliding_window=16, sliding_window_pattern=2),
+    ),
     "glm": Case(glm4(model_type="glm", partial_rotary_factor=0.25)),
     "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
+    "helium": Case(small("helium", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
     "llama": Case(llama()),
     "llama_f32": Case(
         llama_first(hidden_size=48, num_attention_heads=3, intermediate_size=64, vocab_size=257),
@@ -334,6 +356,13 @@ CASES: dict[str, Case] = {
     "llama_rope_dynamic_decode": Case(
         llama(max_position_embeddings=48, rope_scaling={"factor": 4.0, "rope_type": "dynamic"}),
     ),
+    "ministral": Case(
+        small(
+            "ministral",
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=16,
+        )
+    ),
     # Rows of 172 values are no multiple of 16 bytes.
     "mistral": Case(
         mistral(
@@ -357,6 +386,7 @@ CASES: dict[str, Case] = {
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
     ),
     "qwen3": Case(qwen3()),
+    "seed_oss": Case(small("seed_oss", attention_bias=True, attention_out_bias=True)),
     "smollm3": Case(smollm3()),
     # Without no_rope_layers, the interval says which layers do not turn; they have the window.
     "smollm3_sliding": Case(

@@ -22,6 +22,7 @@ ONE_PASS = ("llama_rope_dynamic", "phi3_longrope", "phi3_longrope_switch")
 
 # What turns off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window_pattern": 3},
     "glm": {"partial_rotary_factor": 1.0},
     "glm4": {"partial_rotary_factor": 1.0},
     "granite": {"attention_multiplier": 0.45},
@@ -30,6 +31,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "llama_rope_linear": {"rope_scaling": None},
     "llama_rope_llama3": {"rope_scaling": None},
     "llama_rope_yarn": {"rope_scaling": None},
+    "ministral": {"layer_types": ["full_attention", "full_attention"]},
     "mistral_sliding": {"sliding_window": None},
     "phi3": {"sliding_window": None},
     "phi3_longrope": {"original_max_position_embeddings": 128},
