@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from infer.kernels.step import pack_step, step_bytes
 from infer.kernels.tensor import GpuTensor
 from infer.models.config import RopeConfig
 from infer.models.llama import Llama
-from infer.models.rope import depends_on_prompt, rope_table
+from infer.models.rope import rope_table, same_until, table_length
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded
@@ -219,10 +220,12 @@ class Engine:
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         self.timings = Timings()
         if logits_processor is None:
-            steps = self._sample_on_gpu(prompt_ids, params.chain(), limit, with_logits)
+            chain = params.chain()
+            sample = partial(self._sample_on_gpu, chain=chain, with_logits=with_logits)
         else:
             sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor)
-            steps = self._sample_on_host(prompt_ids, sampler, limit)
+            sample = partial(self._sample_on_host, sampler=sampler)
+        steps = self._sample(prompt_ids, limit, sample)
         begin = time.perf_counter()
         try:
             for step in steps:
@@ -241,8 +244,24 @@ class Engine:
             while self._in_flight:  # steps ahead of a stop: their rows did no harm
                 self._read()
 
+    def _sample(
+        self,
+        prompt_ids: Sequence[int],
+        limit: int,
+        sample: Callable[[Sequence[int], int], Iterator[Step]],
+    ) -> Iterator[Step]:
+        """`limit` steps of `sample(ids, limit)`, which begins again with all tokens so far when
+        the sequence grows beyond a length at which all positions turn otherwise."""
+        ids = list(prompt_ids)
+        while limit:
+            part = int(min(limit, same_until(self.model.config.rope, len(ids)) + 1 - len(ids)))
+            for step in sample(ids, part):
+                ids.append(step.token)
+                yield step
+            limit -= part
+
     def _sample_on_gpu(
-        self, prompt_ids: Sequence[int], chain: SamplerChain, limit: int, with_logits: bool
+        self, prompt_ids: Sequence[int], limit: int, *, chain: SamplerChain, with_logits: bool
     ) -> Iterator[Step]:
         self._prefill(prompt_ids, chain, with_logits)
         decode = self.recording("decode", True, chain)
@@ -263,7 +282,7 @@ class Engine:
             yield step
 
     def _sample_on_host(
-        self, prompt_ids: Sequence[int], sampler: NumpySampler, limit: int
+        self, prompt_ids: Sequence[int], limit: int, *, sampler: NumpySampler
     ) -> Iterator[Step]:
         self._prefill(prompt_ids, None, with_logits=True)
         for done in range(limit):
@@ -283,13 +302,14 @@ class Engine:
                 break
             reused += 1
         del self.tokens[reused:]
-        self.timings.reused_tokens, self.timings.prefilled_tokens = reused, len(ids) - reused
+        if not self.timings.prefilled_tokens:  # this is the prompt
+            self.timings.reused_tokens, self.timings.prefilled_tokens = reused, len(ids) - reused
         self._extend(ids[reused:], chain, with_logits)
 
     def _turn_for(self, prompt_length: int) -> None:
         """The rope table of a prompt of that length; the cache only serves the table it had."""
         rope = self.model.config.rope
-        length = prompt_length if depends_on_prompt(rope, prompt_length) else 0
+        length = table_length(rope, prompt_length)
         if length != self._table_length:
             self.device.write(self.rope.table, rope_table(rope, self.context, length))
             self._table_length, self.tokens = length, []

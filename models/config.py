@@ -48,9 +48,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: kind is "default", "linear", "llama3", "yarn" or "dynamic"; scaling holds
-    that kind's own keys as config.json names them. interleaved turns neighbouring dimensions
-    together, else those half of rotary_dim apart."""
+    """Rotary embedding: kind is "default", "linear", "llama3", "yarn", "longrope" or "dynamic";
+    scaling holds that kind's own keys as config.json names them. interleaved: neighbouring
+    dimensions turn together."""
 
     theta: float
     rotary_dim: int
@@ -143,12 +143,12 @@ class RawConfig:
         head_dim: int,
         default_theta: float = 10000.0,
         default_partial: float = 1.0,
+        interleaved: bool = False,
         *,
         theta_key: str = "rope_theta",
         partial_key: str = "partial_rotary_factor",
         scaling_key: str | None = "rope_scaling",
         layer_type: str = "",
-        interleaved: bool = False,
     ) -> RopeConfig:
         """Rotary embedding: rope_parameters (transformers 5), perhaps those of a layer_type, or, by
         the names that the family has for them, theta, partial factor and scaling."""
@@ -163,6 +163,7 @@ class RawConfig:
         partial = float(values.pop("partial_rotary_factor", partial))
         kind = values.pop("rope_type", None) or values.get("type") or "default"
         values.pop("type", None)
+        kind = "longrope" if kind == "su" else kind  # as the first files call it
         known = _ROPE_KEYS.get(kind)
         if known is None:
             raise UnsupportedError(
@@ -179,6 +180,9 @@ class RawConfig:
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise UnsupportedError(f"{self.place}: {rotary_dim} rotary dimensions of {head_dim}.")
         positions = self.size("max_position_embeddings", 2048)
+        original = self.size("original_max_position_embeddings", None)
+        if original is not None and "original_max_position_embeddings" in known:
+            values["original_max_position_embeddings"] = original
         return RopeConfig(theta, rotary_dim, kind, values, positions, interleaved)
 
 
@@ -191,6 +195,13 @@ _ROPE_KEYS: dict[str, set[str]] = {
         "low_freq_factor",
         "high_freq_factor",
         "original_max_position_embeddings",
+    },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
     },
     "yarn": {
         "factor",

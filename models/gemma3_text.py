@@ -37,9 +37,9 @@ class Gemma3Text(Gemma2):
             scaling_key=None,
             layer_type="sliding_attention",
         )
-        if local.kind == "dynamic":
+        if local.kind in ("dynamic", "longrope"):
             raise UnsupportedError(
-                f"{raw.place}: rope type 'dynamic' is not implemented for layers with a window."
+                f"{raw.place}: rope type {local.kind!r} is not implemented for sliding layers."
             )
         rope = raw.rope(head_dim, 1e6, layer_type="full_attention")
         return read_gemma(raw, qk_norm=True, rope=rope, local_rope=local)

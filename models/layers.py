@@ -43,6 +43,8 @@ class DecoderConfig:
     head_bias: bool = False  # of the logits
     qk_norm: bool = False  # on each head of q and k
     wide_qk_norm: bool = False  # on all of q and all of k
+    fused_qkv: bool = False  # one tensor in the checkpoint
+    fused_gate_up: bool = False
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
     residual_multiplier: float = 1.0
@@ -66,14 +68,17 @@ class DecoderConfig:
         tied: bool = False,
         eps: float = 1e-6,
         theta: float = 10000.0,
+        partial: float = 1.0,
+        interleaved: bool = False,
         rope: RopeConfig | None = None,
         eps_key: str = "rms_norm_eps",
         activation_key: str = "hidden_act",
         **own: Any,
     ) -> DecoderConfig:
         """The keys that all of them have, two of them by the family's name for them; the model says
-        the rest: fields of its own, and what tie_word_embeddings, rms_norm_eps and rope_theta are
-        by default. Raises UnsupportedError.
+        the rest: fields of its own, whether rope is interleaved or what it is altogether, and what
+        tie_word_embeddings, rms_norm_eps, rope_theta and partial_rotary_factor are by default.
+        Raises UnsupportedError.
         """
         hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
         layers = raw.size("num_hidden_layers")
@@ -100,7 +105,7 @@ class DecoderConfig:
             rms_norm_eps=raw.get(eps_key, eps, float),
             max_position_embeddings=raw.size("max_position_embeddings", 2048),
             tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
-            rope=rope or raw.rope(head_dim, theta),
+            rope=rope or raw.rope(head_dim, theta, partial, interleaved),
             windows=tuple(windows) if windows is not None else (0,) * layers,
             rope_layers=tuple(rope_layers) if rope_layers is not None else (True,) * layers,
             activation=read_activation(raw, activation_key),
@@ -206,6 +211,8 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
         "v": config.num_key_value_heads * d,
     }
     weights = {f"{part}_proj.weight": (rows, hidden) for part, rows in heads.items()}
+    if config.fused_qkv:
+        weights = {"qkv_proj.weight": (sum(heads.values()), hidden)}
     yield stacked(f"{name}.qkv_proj", prefix, weights)
     if config.qkv_bias:
         biases = {f"{part}_proj.bias": (rows,) for part, rows in heads.items()}
@@ -247,9 +254,10 @@ def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[Weigh
     """gate_up_proj, or up_proj where it is not gated, down_proj, and their biases."""
     hidden, inner = config.hidden_size, config.intermediate_size
     first, parts = ("gate_up_proj", ("gate", "up")) if config.gated else ("up_proj", ("up",))
-    yield stacked(
-        f"{name}.{first}", prefix, {f"{part}_proj.weight": (inner, hidden) for part in parts}
-    )
+    shapes = {f"{part}_proj.weight": (inner, hidden) for part in parts}
+    if config.fused_gate_up:
+        shapes = {"gate_up_proj.weight": (2 * inner, hidden)}
+    yield stacked(f"{name}.{first}", prefix, shapes)
     yield stacked(f"{name}.down_proj", prefix, {"down_proj.weight": (hidden, inner)})
     if config.mlp_bias:
         biases = {f"{part}_proj.bias": (inner,) for part in parts}

@@ -7,6 +7,7 @@ Frequencies and angles are rounded to float32 where transformers rounds them
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,22 +18,26 @@ from infer.models.config import RopeConfig
 F32 = np.float32
 
 
-def rope_table(rope: RopeConfig, positions: int, prompt_length: int = 0) -> NDArray[np.float32]:
+def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.float32]:
     """(cos, sin) of every position and pair: [positions, rotary_dim / 2, 2].
 
-    Only "dynamic" depends on the length of the prompt: its positions turn with the frequencies for
-    a sequence of that length, and a position after it with those for the sequence up to itself.
+    Two kinds depend on the length of the sequence. "longrope" has one table up to
+    original_max_position_embeddings and another beyond. "dynamic" turns a prompt with the
+    frequencies for its length, and a position after it with those for the sequence up to itself.
     """
     attention_factor = 1.0
     if rope.kind == "dynamic":
         own = rope.max_position_embeddings
         frequencies = np.broadcast_to(
-            _dynamic(rope, max(own, prompt_length)), (positions, rope.rotary_dim // 2)
+            _dynamic(rope, max(own, length)), (positions, rope.rotary_dim // 2)
         ).copy()
-        for position in range(max(own, prompt_length), positions):
+        for position in range(max(own, length), positions):
             frequencies[position] = _dynamic(rope, position + 1)
     elif rope.kind == "yarn":
         row, attention_factor = _yarn(rope)
+        frequencies = row[None, :]
+    elif rope.kind == "longrope":
+        row, attention_factor = _longrope(rope, length)
         frequencies = row[None, :]
     else:
         frequencies = _FREQUENCIES[rope.kind](rope)[None, :]
@@ -42,9 +47,20 @@ def rope_table(rope: RopeConfig, positions: int, prompt_length: int = 0) -> NDAr
     return result
 
 
-def depends_on_prompt(rope: RopeConfig, prompt_length: int) -> bool:
-    """Whether a prompt of that length has a table of its own."""
-    return rope.kind == "dynamic" and prompt_length > rope.max_position_embeddings
+def table_length(rope: RopeConfig, prompt_length: int) -> int:
+    """The length for which a prompt of that length needs its table: 0 where any table does."""
+    if rope.kind == "dynamic" and prompt_length > rope.max_position_embeddings:
+        return prompt_length
+    if rope.kind == "longrope" and prompt_length > _original(rope):
+        return int(_original(rope)) + 1
+    return 0
+
+
+def same_until(rope: RopeConfig, length: int) -> float:
+    """The length up to which a sequence that grows from `length` keeps what its positions turn by.
+    Beyond it all of them turn otherwise, and keys must be computed anew."""
+    own = _original(rope) if rope.kind == "longrope" else 0.0
+    return own if length <= own else math.inf
 
 
 def _base(rope: RopeConfig, theta: float | None = None) -> NDArray[np.float32]:
@@ -93,7 +109,7 @@ def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
 def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """YaRN (Peng et al. 2023): frequencies and the factor on cos and sin."""
     scaling, dim = rope.scaling, rope.rotary_dim
-    original = _number(rope, "original_max_position_embeddings", rope.max_position_embeddings)
+    original = _original(rope)
     factor = _number(rope, "factor", rope.max_position_embeddings / original)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
@@ -119,6 +135,24 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     return frequencies.astype(F32), float(attention_factor)
 
 
+def _longrope(rope: RopeConfig, length: int) -> tuple[NDArray[np.float32], float]:
+    """LongRoPE (Ding et al. 2024): a factor for every wavelength, and one on cos and sin."""
+    original = _original(rope)
+    key = "long_factor" if length > original else "short_factor"
+    factors = rope.scaling.get(key)
+    count = rope.rotary_dim // 2
+    if not isinstance(factors, list) or len(factors) != count or not all(map(_positive, factors)):
+        raise UnsupportedError(f"rope type 'longrope' needs {count} positive numbers in {key!r}.")
+    factor = _number(rope, "factor", rope.max_position_embeddings / original)
+    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    frequencies = F32(1.0) / (np.array(factors, F32) * _base(rope))
+    return frequencies, _number(rope, "attention_factor", grown)
+
+
+def _original(rope: RopeConfig) -> float:
+    return _number(rope, "original_max_position_embeddings", rope.max_position_embeddings)
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -127,9 +161,13 @@ def _number(rope: RopeConfig, key: str, default: float | None = None) -> float:
     value = rope.scaling.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    if not _positive(value):
         raise UnsupportedError(f"rope type {rope.kind!r} needs a positive {key!r}, not {value!r}.")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3}

@@ -30,6 +30,10 @@ keep the frequencies they were written with. Well defined are:
 A prompt that passes the limit in several chunks gives other numbers for other chunk sizes. And a
 model keeps the frequencies of the longest sequence it has seen until a shorter one fits within the
 limit, so that each model here answers once.
+
+LongRoPE has one set of frequencies for sequences up to original_max_position_embeddings and
+another for longer ones, which then turns all of their positions. Well defined are therefore a
+prompt in one pass, and generate(), which drops its cache when the sequence passes the limit.
 """
 
 import argparse
@@ -380,6 +384,43 @@ def phi(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def small(model_type: str, **changes: Any) -> dict[str, Any]:
+    """A family whose files have llama's keys, or nearly."""
+    own = {
+        "head_dim": 16,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "model_type": model_type,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.57.0",
+        "vocab_size": 200,
+    }
+    return llama() | own | changes
+
+
+def glm4(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_bias": True,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.52.0",
+        "vocab_size": 200,
+    }
+    config = llama() | {"model_type": "glm4"} | own | changes
+    for key in ("mlp_bias", "pretraining_tp"):
+        del config[key]
+    return config
+
+
 def granite(**changes: Any) -> dict[str, Any]:
     own = {
         "attention_multiplier": 0.5,
@@ -396,6 +437,45 @@ def granite(**changes: Any) -> dict[str, Any]:
     config = llama() | {"model_type": "granite"} | own | changes
     del config["pretraining_tp"]
     return config
+
+
+def phi3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        "embd_pdrop": 0.0,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "original_max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "resid_pdrop": 0.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.40.2",
+        "vocab_size": 250,
+    }
+    config = llama() | {"model_type": "phi3"} | own | changes
+    for key in ("mlp_bias", "pretraining_tp"):
+        del config[key]
+    return config
+
+
+def phi3_longrope(original: int, **changes: Any) -> dict[str, Any]:
+    own = {
+        "hidden_size": 64,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 2,
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "long_factor": [1.0 + 0.5 * i for i in range(8)],
+            "short_factor": [1.0 + 0.125 * i for i in range(8)],
+            "type": "longrope",
+        },
+        "vocab_size": 200,
+    }
+    return phi3(**own | changes)
 
 
 def smollm3(**changes: Any) -> dict[str, Any]:
@@ -437,7 +517,14 @@ def olmo2(**changes: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
+    "ernie4_5": Case(small("ernie4_5", use_bias=True)),
+    "exaone4": Case(
+        small("exaone4", num_hidden_layers=3, sliding_window=16, sliding_window_pattern=2),
+    ),
+    "glm": Case(glm4(model_type="glm", partial_rotary_factor=0.25)),
+    "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
+    "helium": Case(small("helium", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
     "llama": Case(llama()),
     "llama_f32": Case(
         llama_first(hidden_size=48, num_attention_heads=3, intermediate_size=64, vocab_size=257),
@@ -481,6 +568,13 @@ CASES: dict[str, Case] = {
     "llama_rope_dynamic_decode": Case(
         llama(max_position_embeddings=48, rope_scaling={"factor": 4.0, "rope_type": "dynamic"}),
     ),
+    "ministral": Case(
+        small(
+            "ministral",
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=16,
+        )
+    ),
     # Rows of 172 values are no multiple of 16 bytes.
     "mistral": Case(
         mistral(
@@ -495,6 +589,10 @@ CASES: dict[str, Case] = {
     # A window is given, and use_sliding_window says that it does not apply.
     # With one key-value head a norm over all keys has the width of a head.
     "olmo2": Case(olmo2(head_dim=24, num_attention_heads=3, num_key_value_heads=1)),
+    "phi3": Case(phi3(sliding_window=16)),
+    "phi3_longrope": Case(phi3_longrope(32)),
+    # The prompt has the short factors; all is computed anew with the long ones after 60 tokens.
+    "phi3_longrope_switch": Case(phi3_longrope(60, tie_word_embeddings=True)),
     "qwen2": Case(qwen2()),
     "qwen2_sliding": Case(
         qwen2(num_hidden_layers=3, intermediate_size=64, use_sliding_window=True),
@@ -514,6 +612,7 @@ CASES: dict[str, Case] = {
     "gpt_neox_sequential": Case(
         gpt_neox(hidden_act="gelu_fast", rotary_pct=0.5, use_parallel_residual=False)
     ),
+    "seed_oss": Case(small("seed_oss", attention_bias=True, attention_out_bias=True)),
     "smollm3": Case(smollm3()),
     # Without no_rope_layers, the interval says which layers do not turn; they have the window.
     "smollm3_sliding": Case(
@@ -554,7 +653,7 @@ def random_weight(
     if name.endswith("embed_tokens.weight"):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
-    gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+    gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")) else 1.0
     return rng.normal(0.0, gain * shape[1] ** -0.5, shape)
 
 

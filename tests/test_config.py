@@ -11,6 +11,7 @@ from reference_models import CONFIG_FILES, DATA
 from infer.kernels.errors import UnsupportedError
 from infer.models import build_model
 from infer.models.config import RawConfig
+from infer.models.rope import rope_table
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from infer.models.config import RawConfig
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("gemma3_text", {"model_type": "gemma3"}, "the architecture 'gemma3'"),
-        ("gemma3_text", {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk'"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("granite", {"logits_scaling": 0.0}, "'logits_scaling' must be positive"),
         ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be of type float"),
@@ -32,6 +33,8 @@ from infer.models.config import RawConfig
         ("llama", {"no_rope_layer_interval": 4}, "no_rope_layer_interval = 4"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm = true"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true"),
+        ("phi3", {"attention_bias": True}, "attention_bias = True"),
+        ("phi3", {"rope_scaling": {"type": "yarn", "long_factor": []}}, "long_factor"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be .* 3 layers"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must be"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
@@ -42,3 +45,13 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
     build_model(RawConfig(values))
     with pytest.raises(UnsupportedError, match=message):
         build_model(RawConfig(values | change))
+
+
+@pytest.mark.parametrize("factors", [None, [1.0] * 7, [1.0] * 7 + [0], [1.0] * 7 + ["1"], 8.0])
+def test_longrope_needs_a_factor_for_every_pair(factors: Any) -> None:
+    values = json.loads((DATA / "phi3_longrope" / CONFIG_FILES["published"]).read_text())
+    values["rope_scaling"]["long_factor"] = factors
+    rope = build_model(RawConfig(values)).config.rope
+    rope_table(rope, 8)
+    with pytest.raises(UnsupportedError, match="8 positive numbers in 'long_factor'"):
+        rope_table(rope, 8, 33)

@@ -479,7 +479,7 @@ def rope_of(kind: str, **scaling: Any) -> RopeConfig:
 def frequencies_of(rope: RopeConfig, length: int) -> tuple[Array, float]:
     """Radians per position and the factor on cos and sin, from the papers, in float64.
 
-    length: of the sequence, on which "dynamic" depends.
+    length: of the sequence, on which "dynamic" and "longrope" depend.
     """
     dim, theta, s = rope.rotary_dim, rope.theta, rope.scaling
     pair = np.arange(dim // 2)
@@ -490,6 +490,11 @@ def frequencies_of(rope: RopeConfig, length: int) -> tuple[Array, float]:
     if rope.kind == "dynamic":  # NTK-aware, for the length so far
         growth = s["factor"] * max(length, own) / own - (s["factor"] - 1)
         return (theta * growth ** (dim / (dim - 2))) ** (-2 * pair / dim), 1.0
+    if rope.kind == "longrope":  # Ding et al. 2024
+        original = s["original_max_position_embeddings"]
+        factors = s["long_factor" if length > original else "short_factor"]
+        grown = math.log(own / original) / math.log(original)
+        return base / np.array(factors), math.sqrt(1 + grown)
     if rope.kind == "llama3":
         turns = s["original_max_position_embeddings"] * base / (2 * math.pi)
         low, high = s["low_freq_factor"], s["high_freq_factor"]
@@ -520,14 +525,22 @@ ROPES = {
         original_max_position_embeddings=64,
     ),
     "yarn": rope_of("yarn", factor=4.0, original_max_position_embeddings=64),
+    "longrope": rope_of(
+        "longrope",
+        short_factor=[1 + i / 16 for i in range(16)],
+        long_factor=[1 + i / 2 for i in range(16)],
+        original_max_position_embeddings=16,
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_rope_tables_are_the_papers(kind: str) -> None:
-    table = rope_table(ROPES[kind], 300)
+@pytest.mark.parametrize("length", [0, 16, 17])
+def test_rope_tables_are_the_papers(kind: str, length: int) -> None:
+    table = rope_table(ROPES[kind], 300, length)
     for position in (0, 1, 63, 64, 65, 299):
-        frequencies, factor = frequencies_of(ROPES[kind], position + 1)
+        so_far = position + 1 if kind == "dynamic" else length
+        frequencies, factor = frequencies_of(ROPES[kind], so_far)
         angle = position * frequencies
         expected = factor * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
         # Models compute angles in f32.

@@ -18,6 +18,7 @@ from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative
 
 from infer.kernels.device import Device
 from infer.models import ARCHITECTURES
+from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
 
@@ -49,13 +50,7 @@ def test_agrees_with_transformers(
     assert_agrees(device, folder, vars(reference))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("cohere2", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral_sliding"),
-        *("olmo2", "phi", "qwen2", "qwen3", "smollm3", "starcoder2"),
-    ],
-)
+@pytest.mark.parametrize("case", [*ARCHITECTURES, "mistral_sliding"])
 def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""
     reference = load(case)
@@ -72,13 +67,15 @@ def test_f16_cache_costs_little(device: Device, tmp_path: Path) -> None:
     assert 1e-4 < error < 5e-3
 
 
-def test_dynamic_rope_follows_the_prompt(device: Device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["llama_rope_dynamic", "phi3_longrope"])
+def test_rope_follows_the_prompt(device: Device, case: str, tmp_path: Path) -> None:
     """A cache that was computed with the frequencies of one length serves no other length."""
-    reference = load("llama_rope_dynamic")
+    reference = load(case)
     prompt_ids, steps = reference.prompt_ids.tolist(), len(reference.greedy_ids)
-    folder = reference.write_checkpoint(tmp_path / "llama")
+    folder = reference.write_checkpoint(tmp_path / case)
     own = json.loads((folder / CONFIG_FILES["transformers5"]).read_text())
-    short_ids, longer_ids = prompt_ids[: own["max_position_embeddings"] - 8], [*prompt_ids, 7]
+    limit = own.get("original_max_position_embeddings", own["max_position_embeddings"])
+    short_ids, longer_ids = prompt_ids[: limit - 8], [*prompt_ids, 7]
     with device.scope():
         fresh = build_engine(device, folder)
         short = answer(fresh, short_ids, steps)
@@ -91,6 +88,26 @@ def test_dynamic_rope_follows_the_prompt(device: Device, tmp_path: Path) -> None
         again = answer(engine, short_ids, steps)
         assert again.token_ids == short.token_ids
         assert relative_error(again.logits, short.logits) <= TOLERANCE
+
+
+def test_longrope_switches_in_mid_answer(device: Device, tmp_path: Path) -> None:
+    """The host's sampling agrees with the GPU's, whose counts of tokens stay what they were; and
+    the cache serves what comes next."""
+    reference = load("phi3_longrope_switch")
+    prompt_ids, steps = reference.prompt_ids.tolist(), len(reference.greedy_ids)
+    folder = reference.write_checkpoint(tmp_path / "phi3")
+    penalties = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
+    with device.scope():
+        engine = build_engine(device, folder)
+        on_gpu = answer(engine, prompt_ids, steps, **penalties).token_ids
+        assert on_gpu != reference.greedy_ids.tolist()
+        assert engine.timings.prefilled_tokens == len(prompt_ids)
+        params = SamplingParams(max_tokens=steps, **penalties).resolved({})
+        same = engine.generate(prompt_ids, params, logits_processor=lambda ids, logits: logits)
+        assert [step.token for step in same] == on_gpu
+        longer_ids = [*prompt_ids, *reference.greedy_ids.tolist()[:-1]]
+        last = answer(engine, longer_ids, 1)
+        assert relative_error(last.logits[0], reference.final_logits) <= TOLERANCE
 
 
 @pytest.mark.live

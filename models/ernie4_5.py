@@ -1,0 +1,25 @@
+"""ERNIE 4.5 (Baidu 2025), the dense models: Llama with interleaved rope."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class Ernie45(Llama):
+    """Neighbouring dimensions turn together."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("use_bias", False, bool)
+        return DecoderConfig.read(
+            raw,
+            tied=True,
+            eps=1e-5,
+            theta=5e5,
+            interleaved=True,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=bias,
+        )

@@ -1,0 +1,20 @@
+"""EXAONE 4.0 (LG AI Research 2025): OLMo 2 with norms of heads and layers without rope."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.olmo2 import Olmo2
+
+
+class Exaone4(Olmo2):
+    """In models with a sliding window, layers that see everything know no positions."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        window = raw.size("sliding_window", None)
+        given = raw.values.get("layer_types") is not None  # then the pattern may be a word
+        pattern = 4 if given else raw.size("sliding_window_pattern", 4)
+        windows = layer_windows(raw, window, lambda layer: (layer + 1) % pattern != 0)
+        turned = [window is None or own > 0 for own in windows]
+        return DecoderConfig.read(raw, windows=windows, rope_layers=turned, eps=1e-5, qk_norm=True)

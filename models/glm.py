@@ -1,0 +1,22 @@
+"""GLM-4 (GLM team 2024): Llama with biases on q, k and v, and half of each head turned."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class Glm(Llama):
+    """Neighbouring dimensions turn together; gate and up are one tensor."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return DecoderConfig.read(
+            raw,
+            eps=1.5625e-07,
+            partial=0.5,
+            interleaved=True,
+            qkv_bias=raw.get("attention_bias", True, bool),
+            fused_gate_up=True,
+        )

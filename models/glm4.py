@@ -1,0 +1,26 @@
+"""GLM-4-0414 (GLM team 2025): GLM-4 with norms also after attention and MLP."""
+
+from __future__ import annotations
+
+from infer.kernels.kv_cache import LayerCache
+from infer.kernels.ops import Ops, Rope, Value
+from infer.models import layers
+from infer.models.glm import Glm
+from infer.models.layers import Scope, Weights
+
+
+class Glm4(Glm):
+    """What goes into attention and MLP is normed, and so is what they add."""
+
+    norms = (*Glm.norms, "post_self_attn_layernorm", "post_mlp_layernorm")
+
+    def layer(
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+    ) -> Value:
+        c, eps = self.config, self.config.rms_norm_eps
+        x = ops.rmsnorm(h, w["input_layernorm"], eps)
+        y = layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        h = h + ops.rmsnorm(y, w["post_self_attn_layernorm"], eps)
+        x = ops.rmsnorm(h, w["post_attention_layernorm"], eps)
+        y = layers.mlp(ops, x, Scope(w, "mlp"), c)
+        return h + ops.rmsnorm(y, w["post_mlp_layernorm"], eps)

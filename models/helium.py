@@ -1,0 +1,22 @@
+"""Helium (Kyutai 2025): Llama with interleaved rope."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class Helium(Llama):
+    """Neighbouring dimensions turn together."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return DecoderConfig.read(
+            raw,
+            eps=1e-8,
+            theta=1e5,
+            interleaved=True,
+            qkv_bias=raw.get("attention_bias", False, bool),
+            mlp_bias=raw.get("mlp_bias", False, bool),
+        )

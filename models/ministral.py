@@ -1,0 +1,9 @@
+"""Ministral (Mistral AI 2024): Mistral with a sliding window in some layers."""
+
+from __future__ import annotations
+
+from infer.models.mistral import Mistral
+
+
+class Ministral(Mistral):
+    """layer_types says which layers have the window; without it all have."""

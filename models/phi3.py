@@ -1,0 +1,25 @@
+"""Phi-3 and Phi-4 (Abdin et al. 2024): Llama with fused projections and LongRoPE."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.llama import Llama
+
+
+class Phi3(Llama):
+    """q, k and v are one tensor, gate and up another; a sliding window where the config has one."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):
+            raw.expect(bias, False)
+        raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
+        window = raw.size("sliding_window", None)
+        return DecoderConfig.read(
+            raw,
+            windows=layer_windows(raw, window),
+            eps=1e-5,
+            fused_qkv=True,
+            fused_gate_up=True,
+        )

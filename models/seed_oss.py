@@ -1,0 +1,20 @@
+"""Seed-OSS (ByteDance 2025): Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class SeedOss(Llama):
+    """The bias of the output projection has a key of its own."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return DecoderConfig.read(
+            raw,
+            qkv_bias=raw.get("attention_bias", True, bool),
+            output_bias=raw.get("attention_out_bias", False, bool),
+            mlp_bias=raw.get("mlp_bias", False, bool),
+        )
