@@ -36,6 +36,7 @@ from infer.kernels.adapters import choose_adapter
 from infer.kernels.bandwidth import copy_bandwidth
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError, RequestError
+from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED
 from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, fitting_options
@@ -72,8 +73,8 @@ def run_bench(
     """
     if min(prompt_tokens, decode_tokens, repeats, *depths, 1) < 1:
         raise RequestError("Counts of tokens, depths and repeats must be at least 1.")
-    if dtype not in (None, *DTYPES) or kv_dtype not in ("f16", "f32"):
-        raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16 or f32.")
+    if dtype not in (None, *DTYPES) or kv_dtype not in KV_DTYPES:
+        raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16, f32 or q8.")
     weight_dtype(dtype, quantize)
     if json_path is not None and not json_path.parent.is_dir():
         raise RequestError(f"There is no folder {json_path.parent} to write the report to.")
@@ -121,7 +122,7 @@ def run_bench(
             adapter_kind=adapter.kind,
             backend=adapter.backend,
             driver=adapter.driver,
-            versions=_versions(),
+            versions=versions(),
             commit=_commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             copy_bandwidth=bandwidth,
@@ -166,7 +167,7 @@ def main(
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights")
     parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
     parser.add_argument(
-        "--kv-dtype", choices=("f16", "f32"), default="f16", help="of the KV cache (default: f16)"
+        "--kv-dtype", choices=KV_DTYPES, default="f16", help="of the KV cache (default: f16)"
     )
 
     def count(short: str, name: str, default: int, text: str) -> None:
@@ -286,7 +287,8 @@ def _random(
 # Where it ran
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of this package and of what its speed and results depend on."""
     return {
         "infer": infer.__version__,
         "wgpu": wgpu.__version__,

@@ -135,8 +135,10 @@ class BenchReport:
 
     @property
     def file_name(self) -> str:
-        """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes."""
+        """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
+        that is not in f16 is named too."""
         words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
+        words += "" if self.kv_dtype == "f16" else f"-kv-{self.kv_dtype}"
         kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
         return "-".join(part for part in kept.split("-") if part) + ".json"
 

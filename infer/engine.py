@@ -43,9 +43,9 @@ FIRST_ROWS = 64  # of prefill, while it is not known how fast the adapter is
 class EngineOptions:
     """How an engine runs. Only context and kv_dtype change what it computes.
 
-    context: positions of the KV cache. kv_dtype: "f16" or "f32". prefill_chunk: rows of a prefill
-    step at most. fuse=False runs every op as a kernel of its own; raw=False records through the
-    public API; ahead=1 waits for every id before the next step. All three are slower, and there
+    context: positions of the KV cache. kv_dtype: "f16", "f32" or "q8". prefill_chunk: rows of a
+    prefill step at most. fuse=False runs every op as a kernel of its own; raw=False records through
+    the public API; ahead=1 waits for every id before the next step. All three are slower, and there
     to compare with and to work round a driver's bug.
     """
 

@@ -19,6 +19,7 @@ from infer.hub import ResolvedModel, resolve
 from infer.kernels.adapters import choose_adapter
 from infer.kernels.device import Device, MemoryStats, Settings
 from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
+from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.memory import checked_context, fitting_options
 from infer.models import build_model
@@ -355,13 +356,14 @@ def load(
     context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
     or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
     keeps them as they are. quantize: "q8" or "q4" instead, to quantise them to 8 or 4 bits.
-    kv_dtype: "f16" or "f32". revision, offline: see `infer.hub.resolve`. progress: called with
-    bytes loaded and bytes in all. engine: other fields of EngineOptions.
+    kv_dtype: "f16", "f32" or "q8" (8 bits and a scale for 32 values). revision, offline: see
+    `infer.hub.resolve`. progress: called with bytes loaded and bytes in all. engine: other fields
+    of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
     """
     stored = weight_dtype(dtype, quantize)
-    _check_choice("kv_dtype", kv_dtype, ("f16", "f32"))
+    _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
     resolved = resolve(str(model), revision=revision, offline=offline, progress=download_progress)
     adapter = choose_adapter(device)
     return _load(

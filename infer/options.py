@@ -30,6 +30,7 @@ class KVDtype(StrEnum):
 
     F16 = "f16"
     F32 = "f32"
+    Q8 = "q8"
 
 
 def prompt_option(*names: str, help: str, metavar: str | None = None) -> Any:
@@ -98,7 +99,10 @@ QuantizeOption = Annotated[
     ),
 ]
 KVDtypeOption = Annotated[
-    KVDtype, loading_option("--kv-dtype", help="How keys and values are stored.")
+    KVDtype,
+    loading_option(
+        "--kv-dtype", help="How keys and values are stored: q8 takes about half the memory of f16."
+    ),
 ]
 RevisionOption = Annotated[
     str | None,

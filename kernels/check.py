@@ -19,6 +19,7 @@ from infer.kernels import functions, reference
 from infer.kernels.arrays import Array, rounded
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError
+from infer.kernels.kv_cache import KV_DTYPES, kept, kv_block
 from infer.kernels.sampler import INVALID_TOKEN
 from infer.kernels.tensor import BLOCK, QUANTIZED
 
@@ -121,7 +122,7 @@ def check_device(
 
 def cases() -> Iterator[Case]:
     """All of them, kernel by kernel."""
-    weights, kv_types = ("f32", "f16", "bf16"), ("f32", "f16")
+    weights = ("f32", "f16", "bf16")
     for dtype in weights + QUANTIZED:
         yield Case("embedding", dtype, partial(_embedding, dtype=dtype))
     yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
@@ -154,7 +155,7 @@ def cases() -> Iterator[Case]:
         run = partial(_rope, interleaved=layout == "interleaved", rotary_dim=rotary_dim)
         yield Case("rope", f"{layout}, {rotary_dim} of 24", run)
     for kernel, (function, rows_of) in _ATTENTION.items():
-        for dtype, shape, rows in product(kv_types, _SHAPES, rows_of):
+        for dtype, shape, rows in product(KV_DTYPES, _SHAPES, rows_of):
             run = partial(function, shape=shape, rows=rows, dtype=dtype)
             yield Case(kernel, f"{dtype}, {rows} rows, {shape}", run)
     for name, sampled in _SAMPLING.items():
@@ -331,7 +332,7 @@ def _attend(
     q, k, v = shape.qkv(inputs, rows)
     options = shape.options(dtype) | {"softcap": shape.softcap}
     y = function(device, q, k, v, scale=shape.scale, **options)
-    stored = rounded(k, dtype), rounded(v, dtype)
+    stored = kept(k, shape.head_dim, dtype), kept(v, shape.head_dim, dtype)
     return y, shape.attention(q, *stored)
 
 
@@ -339,9 +340,8 @@ def _scores(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str
     q, k, _ = shape.qkv(inputs, rows)
     options = shape.options(dtype) | {"softcap": shape.softcap}
     y = functions.attention_scores(device, q, k, scale=shape.scale, **options)
-    expected = reference.attention_scores(
-        q, rounded(k, dtype), shape.n_heads, shape.scale, shape.softcap
-    )
+    stored = kept(k, shape.head_dim, dtype)
+    expected = reference.attention_scores(q, stored, shape.n_heads, shape.scale, shape.softcap)
     return np.where(shape.seen(rows), y, 0), np.where(shape.seen(rows), expected, 0)
 
 
@@ -355,7 +355,8 @@ def _weighted_sum(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtyp
     p = reference.softmax(np.where(shape.seen(rows), scores, -np.inf))
     v = inputs(shape.kv_len, shape.kv_width)
     y = functions.weighted_sum(device, p, v, **shape.options(dtype))
-    values = rounded(v, dtype).reshape(shape.kv_len, shape.n_kv_heads, shape.head_dim)
+    stored = kept(v, shape.head_dim, dtype)
+    values = stored.reshape(shape.kv_len, shape.n_kv_heads, shape.head_dim)
     return y, reference.weighted_sum(p, values)
 
 
@@ -365,7 +366,7 @@ def _kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: s
         device, k, v, n_kv_heads=shape.n_kv_heads, position=at.start, kv_dtype=dtype
     )
     y = np.concatenate([_of_positions(keys, at), _of_positions(values, at)])
-    return y, rounded(np.concatenate([k, v]), dtype)
+    return _cached(y, np.concatenate([k, v]), shape.head_dim, dtype)
 
 
 def _rope_kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
@@ -374,9 +375,9 @@ def _rope_kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dty
     y, keys, values = functions.rope_kv_write(
         device, heads.x, heads.table, position=at.start, kv_dtype=dtype, **heads.options
     )
-    k, exact = heads.keys(keys, dtype)
-    result = np.concatenate([y, k, _of_positions(values, at)], axis=1)
-    return result, np.concatenate([heads.q, exact, rounded(heads.v, dtype)], axis=1)
+    k, v = heads.cached(keys, values, dtype)
+    result, expected = zip((y, heads.q), k, v, strict=True)
+    return np.concatenate(result, axis=1), np.concatenate(expected, axis=1)
 
 
 def _rope_attention(
@@ -396,11 +397,11 @@ def _rope_attention(
         kv_dtype=dtype,
         **heads.options,
     )
-    k, exact = heads.keys(keys, dtype)
+    k, v = heads.cached(keys, values, dtype)
     all_k, all_v = (_of_positions(part, slice(0, at.stop)) for part in (keys, values))
     expected = shape.attention(heads.q, all_k, all_v)
-    result = np.concatenate([y, k, _of_positions(values, at)], axis=1)
-    return result, np.concatenate([expected, exact, rounded(heads.v, dtype)], axis=1)
+    found, wanted = zip((y, expected), k, v, strict=True)
+    return np.concatenate(found, axis=1), np.concatenate(wanted, axis=1)
 
 
 class _Heads:
@@ -427,14 +428,29 @@ class _Heads:
             reference.rope(part, positions, _frequencies(d), d, interleaved) for part in (q, k)
         )
 
-    def keys(self, cached: Array, dtype: str) -> Outcome:
-        """The keys that were cached and those that should be."""
-        k = _of_positions(cached, self.at).astype(np.float64)
-        if dtype == "f32":
-            return k, self.k
-        # f32 arithmetic may turn a rounding to f16 the other way
-        one_off = abs(k - self.k) <= np.spacing(abs(self.k).astype(np.float16))
-        return k, np.where(one_off, k, self.k)
+    def cached(self, keys: Array, values: Array, dtype: str) -> tuple[Outcome, Outcome]:
+        """The keys and the values that were cached, each with those that should be."""
+        d = self.shape.head_dim
+        found = _of_positions(keys, self.at), _of_positions(values, self.at)
+        return _cached(found[0], self.k, d, dtype), _cached(found[1], self.v, d, dtype)
+
+
+def _cached(found: Array, exact: Array, head_dim: int, dtype: str) -> Outcome:
+    """What was cached and what should be. f32 arithmetic may turn a rounding the other way."""
+    right = abs(found - exact) <= kv_step(exact, head_dim, dtype)
+    return found, np.where(right, found, exact)
+
+
+def kv_step(values: Array, head_dim: int, dtype: str) -> Array:
+    """How far from keys or values [positions, n_kv_heads * head_dim] a cache may be: half a step of
+    its dtype, and the rounding of f32."""
+    near = np.full(values.shape, 1e-6 * abs(values).max())
+    if dtype == "f16":
+        return near + np.spacing(abs(values).astype(np.float16)) / 2
+    if dtype == "q8":
+        blocks = abs(values).reshape(-1, kv_block(head_dim))
+        near += np.repeat(blocks.max(axis=1) / 254, blocks.shape[1]).reshape(values.shape)
+    return near
 
 
 def _of_positions(cached: Array, at: slice) -> Array:

@@ -23,7 +23,7 @@ from infer.kernels.arrays import Array, from_rows, to_gpu, to_rows
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ShaderError
 from infer.kernels.forward import Floats, Forward, Ids, Options, scoped_function, submit, unwritten
-from infer.kernels.kv_cache import KVCache
+from infer.kernels.kv_cache import KVCache, from_kv, to_kv
 from infer.kernels.lower import MAX_VEC_ROWS
 from infer.kernels.ops import Rope, Value
 from infer.kernels.sampler import Sampler, SamplerChain
@@ -562,23 +562,21 @@ def _cache(
     cache = KVCache(device, 1, n_kv_heads, head_dim, positions, dtype=dtype)
     layer = cache.layers[0]
     for buffer, part in ((layer.keys, k), (layer.values, v)):
-        stored = np.full((layer.slots, n_kv_heads, head_dim), np.nan, _KV_TYPES[dtype])
+        stored = np.full((layer.slots, n_kv_heads, head_dim), np.nan)
         stored[: len(part)] = part.reshape(len(part), n_kv_heads, head_dim)
-        device.write(buffer, stored)
+        device.write(buffer, to_kv(stored, dtype))
     return cache
 
 
 def _cached(device: Device, cache: KVCache) -> tuple[Array, Array]:
     layer = cache.layers[0]
-    shape = (layer.slots, layer.n_kv_heads, layer.head_dim)
     keys, values = (
-        device.read(buffer, _KV_TYPES[layer.dtype]).reshape(shape).swapaxes(0, 1)
+        from_kv(
+            device.read(buffer, np.uint8), layer.n_kv_heads, layer.head_dim, layer.dtype
+        ).swapaxes(0, 1)
         for buffer in (layer.keys, layer.values)
     )
     return keys, values
-
-
-_KV_TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
 
 
 # Sampling

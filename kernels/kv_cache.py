@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from infer.kernels.device import Buffer, Device
 
+KV_DTYPES = ("f16", "f32", "q8")
 PAGE = 256  # positions; a multiple of every attention tile
 
 
@@ -15,8 +19,9 @@ PAGE = 256  # positions; a multiple of every attention tile
 class LayerCache:
     """Keys and values of one layer, [slot][kv head][head_dim], and where positions lie in them.
 
-    dtype is "f16" or "f32"; slots is a multiple of PAGE. paged: kernels ask the page table; else
-    they take it for the identity.
+    dtype is one of KV_DTYPES; slots is a multiple of PAGE. paged: kernels ask the page table; else
+    they take it for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block`
+    dimensions.
     """
 
     keys: Buffer
@@ -30,12 +35,50 @@ class LayerCache:
     paged: bool = False
 
 
+def kv_block(head_dim: int) -> int:
+    """Dimensions that share a scale in q8: 32 where that divides a head, else 16 or 8."""
+    return math.gcd(head_dim, 32)
+
+
 def kv_cache_bytes(
     n_layers: int, n_kv_heads: int, head_dim: int, positions: int, dtype: str
 ) -> int:
     """Bytes of the cache of that many positions, rounded up to whole pages."""
     slots = -(-positions // PAGE) * PAGE
-    return 2 * n_layers * n_kv_heads * head_dim * slots * (2 if dtype == "f16" else 4)
+    scales = head_dim // kv_block(head_dim)
+    head = {"f16": 2 * head_dim, "f32": 4 * head_dim, "q8": head_dim + 4 * scales}[dtype]
+    return 2 * n_layers * n_kv_heads * slots * head
+
+
+def to_kv(values: NDArray[Any], dtype: str) -> NDArray[np.uint8]:
+    """The bytes of a cache's keys or values [slots, n_kv_heads, head_dim], of any float type."""
+    if dtype != "q8":
+        stored = values.astype(np.float16 if dtype == "f16" else np.float32)
+        return np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+    blocks = values.astype(np.float32).reshape(-1, kv_block(values.shape[-1]))
+    most = abs(blocks).max(axis=1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    ints = np.rint(np.where(most > 0, blocks, 0) * inverse).astype(np.int8)
+    scales = most / np.float32(127)
+    return np.concatenate([ints.reshape(-1).view(np.uint8), scales.reshape(-1).view(np.uint8)])
+
+
+def from_kv(raw: NDArray[np.uint8], n_kv_heads: int, head_dim: int, dtype: str) -> NDArray[Any]:
+    """Keys or values [slots, n_kv_heads, head_dim], float16 or float32, of a cache's bytes."""
+    if dtype != "q8":
+        stored = raw.view(np.float16 if dtype == "f16" else np.float32)
+        return stored.reshape(-1, n_kv_heads, head_dim)
+    block = kv_block(head_dim)
+    count = len(raw) * block // (block + 4)
+    ints, scales = raw[:count].view(np.int8), raw[count:].view(np.float32)
+    values = ints.reshape(-1, block).astype(np.float32) * scales[:, None]
+    return values.reshape(-1, n_kv_heads, head_dim)
+
+
+def kept(values: NDArray[Any], head_dim: int, dtype: str) -> NDArray[Any]:
+    """Keys or values [positions, n_kv_heads * head_dim] as a cache gives them back."""
+    heads = values.reshape(len(values), values.shape[1] // head_dim, head_dim)
+    return from_kv(to_kv(heads, dtype), heads.shape[1], head_dim, dtype).reshape(values.shape)
 
 
 class KVCache:

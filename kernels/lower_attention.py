@@ -14,7 +14,7 @@ from infer.kernels.arena import Operand, Scratch
 from infer.kernels.device import Buffer
 from infer.kernels.errors import ShaderError
 from infer.kernels.fuse import Fusion
-from infer.kernels.kv_cache import PAGE, LayerCache
+from infer.kernels.kv_cache import PAGE, LayerCache, kv_cache_bytes
 from infer.kernels.ops import Rope, Value, stride
 from infer.kernels.tuning import AttentionVariant, power_of_two
 
@@ -327,11 +327,12 @@ def _kv_params(cache: LayerCache) -> dict[str, Any]:
         "PAGE": PAGE,
         "PAGES_PER_SEQUENCE": cache.pages_per_sequence,
         "PAGED": cache.paged,
+        "SLOTS": cache.slots,
     }
 
 
 def _read_bytes(cache: LayerCache, kv_len: int, window: int) -> int:
     """Bytes of keys and values that a row reads."""
     positions = min(kv_len, window) if window else kv_len
-    size = 2 if cache.dtype == "f16" else 4
-    return 2 * positions * cache.n_kv_heads * cache.head_dim * size
+    page = kv_cache_bytes(1, cache.n_kv_heads, cache.head_dim, PAGE, cache.dtype)
+    return positions * page // PAGE

@@ -13,7 +13,8 @@ is stored, then quantised. Of every token's distribution, against the stored mod
     same top        how often the most probable token is the same
     decode          KL and same top once more, one token at a time: decoding has kernels of its own
 
-Keys and values are f32, so that the weights alone differ.
+Keys and values are f32, so that the weights alone differ, and at the end f16 and q8 beside the
+weights as stored.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +36,21 @@ sys.path.insert(0, str(SCRIPTS.parent))
 import demo_corpus  # noqa: E402
 
 import infer  # noqa: E402
+from infer.bench import versions  # noqa: E402
 from infer.bench_report import markdown_table  # noqa: E402
+from infer.kernels.adapters import choose_adapter  # noqa: E402
 from infer.models import weights  # noqa: E402
 
 Floats = NDArray[np.float32]
 
-# Name, load's quantize, and what embeddings are stored as under q4.
+# Name, load's quantize and kv_dtype, and what embeddings are stored as under q4.
 VARIANTS = (
-    ("as stored", None, "q8"),
-    ("q8", "q8", "q8"),
-    ("q4", "q4", "q8"),
-    ("q4, embeddings too", "q4", "q4"),
+    ("as stored", None, "f32", "q8"),
+    ("q8", "q8", "f32", "q8"),
+    ("q4", "q4", "f32", "q8"),
+    ("q4, embeddings too", "q4", "f32", "q4"),
+    ("KV cache f16", None, "f16", "q8"),
+    ("KV cache q8", None, "q8", "q8"),
 )
 
 
@@ -162,9 +168,9 @@ def measure(
     texts: list[list[int]] = []
     few: list[list[int]] = []
     exact: tuple[list[Floats], list[Floats]] = ([], [])
-    for variant, quantize, embeddings in VARIANTS:
+    for variant, quantize, kv_dtype, embeddings in VARIANTS:
         weights.EMBEDDING_DTYPE = embeddings
-        with infer.load(model, quantize=quantize, kv_dtype="f32", device=device) as llm:
+        with infer.load(model, quantize=quantize, kv_dtype=kv_dtype, device=device) as llm:
             if not texts:
                 rng = random.Random(0)
                 if text is not None:
@@ -232,7 +238,13 @@ def main() -> None:
     ]
     print(table(found))
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(q) for q in found], indent=1), encoding="utf-8")
+        report = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "adapter": str(choose_adapter(options.device)),
+            "versions": versions(),
+            "results": [asdict(q) for q in found],
+        }
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from infer.bench_report import markdown_table
 from infer.engine import Engine
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError, RequestError
+from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops
 from infer.kernels.plan import Dispatch
@@ -368,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="index or part of the name of an adapter")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (a shape's: bf16)")
     parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
-    parser.add_argument("--kv-dtype", choices=("f16", "f32"), default="f16")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="f16")
     parser.add_argument("--kernel", choices=GRIDS, default="matmul_vec")
     parser.add_argument(
         "--depth", type=integers, default=(64,), metavar="N,N", help="tokens in the cache"

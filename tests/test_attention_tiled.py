@@ -7,9 +7,10 @@ import pytest
 from conftest import OpenDevice
 
 from infer.kernels import functions, reference
-from infer.kernels.arrays import Array, rounded
+from infer.kernels.arrays import Array
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import ShaderError
+from infer.kernels.kv_cache import kept
 from infer.kernels.reference import nmse
 from infer.kernels.tuning import TiledVariant, Tuning
 
@@ -54,7 +55,7 @@ def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape
         kv_dtype=dtype,
         tuning=Forced(device, variant),
     )
-    stored = rounded(k, dtype), rounded(v, dtype)
+    stored = kept(k, d, dtype), kept(v, d, dtype)
     return nmse(y, reference.attention(q, *stored, 2 * group, d**-0.5, window))
 
 

@@ -19,11 +19,11 @@ from conftest import LEAST, OpenDevice
 from infer.kernels import check, functions, reference
 from infer.kernels.arena import Arena
 from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
-from infer.kernels.check import check_device, exact_weight, int8_rows
+from infer.kernels.check import check_device, exact_weight, int8_rows, kv_step
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
-from infer.kernels.kv_cache import PAGE, KVCache
+from infer.kernels.kv_cache import PAGE, KVCache, kept
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops, Rope
 from infer.kernels.plan import dispatch
@@ -578,7 +578,7 @@ ATTENTION: Factors = SETTINGS | {
     "past": (0, 1, 250, 256, 513, 1100),
     "window": (0, 1, 33, 300),
     "softcap": (0.0, 0.7),
-    "kv_dtype": ("f16", "f32"),
+    "kv_dtype": ("f16", "f32", "q8"),
     "fuse": (True, False),
 }
 
@@ -612,7 +612,7 @@ def attention_error(
         kv_dtype=kv_dtype,
         **options,
     )
-    stored = rounded(k, kv_dtype), rounded(v, kv_dtype)
+    stored = kept(k, head_dim, kv_dtype), kept(v, head_dim, kv_dtype)
     return nmse(y, reference.attention(q, *stored, n_kv_heads * group, scale, window, softcap))
 
 
@@ -651,7 +651,7 @@ def test_attention_of_a_sharp_distribution(device: Device, rng: np.random.Genera
         "norms": (False, True),
         "rotary": (1, 2),
         "interleaved": (False, True),
-        "kv_dtype": ("f16", "f32"),
+        "kv_dtype": ("f16", "f32", "q8"),
     }
 )
 def test_rope_kv_write(
@@ -689,11 +689,8 @@ def test_rope_kv_write(
             for part in cached
         )
         assert nmse(y, q) <= LIMIT, case
-        assert (values == rounded(v, case["kv_dtype"])).all(), case
-        if case["kv_dtype"] == "f16":  # a rounding may go the other way
-            assert np.all(abs(keys - k) <= np.spacing(abs(k).astype(np.float16))), case
-        else:
-            assert nmse(keys, k) <= LIMIT, case
+        assert (values == kept(v, d, case["kv_dtype"])).all(), case
+        assert np.all(abs(keys - k) <= kv_step(k, d, case["kv_dtype"])), case
         for part in cached:  # nothing else was written
             assert np.isnan(part[:, :position]).all(), case
             assert np.isnan(part[:, position + rows :]).all(), case
@@ -710,7 +707,7 @@ def test_rope_kv_write(
         "norms": (False, True),
         "rotary": (1, 2, None),
         "interleaved": (False, True),
-        "kv_dtype": ("f16", "f32"),
+        "kv_dtype": ("f16", "f32", "q8"),
         "storage_buffers": (None, 8),
         "rows": (1, 1, 3),
     }
@@ -772,12 +769,9 @@ def rope_attention_error(
     total = past + rows
     keys, values = (part[:, :total].swapaxes(0, 1).reshape(total, kv_width) for part in cached)
     for part, before in zip((keys, values), known, strict=True):
-        assert (part[:past] == rounded(before, kv_dtype)).all()
-    assert (values[past:] == rounded(v, kv_dtype)).all()
-    if kv_dtype == "f16":  # a rounding may go the other way
-        assert np.all(abs(keys[past:] - k) <= np.spacing(abs(k).astype(np.float16)))
-    else:
-        assert nmse(keys[past:], k) <= LIMIT
+        assert (part[:past] == kept(before, d, kv_dtype)).all()
+    assert (values[past:] == kept(v, d, kv_dtype)).all()
+    assert np.all(abs(keys[past:] - k) <= kv_step(k, d, kv_dtype))
     assert all(np.isnan(part[:, total:]).all() for part in cached)  # nothing else was written
     return nmse(y, reference.attention(q, keys, values, n_heads, d**-0.5, window, softcap))
 

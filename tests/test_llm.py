@@ -560,7 +560,7 @@ def test_prompts_that_cannot_be_served(llm: LLM, prompt: Any, message: str) -> N
         ({"dtype": "f8"}, infer.UnsupportedError, "f32, f16, bf16, not 'f8'"),
         ({"quantize": "q5"}, infer.UnsupportedError, "quantize must be one of q8, q4, not 'q5'"),
         ({"quantize": "q8", "dtype": "f16"}, infer.RequestError, "Give one of the two"),
-        ({"kv_dtype": "bf16"}, infer.UnsupportedError, "f16, f32, not 'bf16'"),
+        ({"kv_dtype": "bf16"}, infer.UnsupportedError, "f16, f32, q8, not 'bf16'"),
         ({"device": "no such card"}, infer.DeviceError, "No adapter matches 'no such card'"),
     ],
 )

@@ -17,6 +17,7 @@ from engines import answer, build_engine, scores
 from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative_error
 
 from infer.kernels.device import Device
+from infer.kernels.kv_cache import kept
 from infer.models import ARCHITECTURES
 from infer.sampling import SamplingParams
 
@@ -57,14 +58,21 @@ def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path:
     assert_agrees(least_device, reference.write_checkpoint(tmp_path / case), vars(reference))
 
 
-def test_f16_cache_costs_little(device: Device, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kv_dtype", "least", "most"), [("f16", 1e-4, 5e-3), ("q8", 3e-3, 3e-2)])
+def test_a_smaller_cache_costs_little(
+    device: Device, kv_dtype: str, least: float, most: float, tmp_path: Path
+) -> None:
     reference = load("llama")
+    prompt_ids = reference.prompt_ids.tolist()
     folder = reference.write_checkpoint(tmp_path / "llama")
     with device.scope():
-        engine = build_engine(device, folder, kv_dtype="f16")
-        error = relative_error(scores(engine, reference.prompt_ids.tolist()), reference.logits)
-    # test_f16_cache_rounds_keys_and_values says what exactly; less would not have been f16.
-    assert 1e-4 < error < 5e-3
+        engine = build_engine(device, folder, kv_dtype=kv_dtype)
+        error = relative_error(scores(engine, prompt_ids), reference.logits)
+        decoded = answer(engine, prompt_ids, 8)  # decode reads what prefill wrote
+        again = scores(engine, [*prompt_ids, *decoded.token_ids])
+    # test_the_cache_rounds_keys_and_values says what exactly; less would not have been rounded.
+    assert least < error < most
+    assert relative_error(decoded.logits, again[len(prompt_ids) - 1 : -1]) < most / 4
 
 
 @pytest.mark.parametrize("case", ["llama_rope_dynamic", "phi3_longrope"])
@@ -131,15 +139,24 @@ def test_agrees_with_transformers_on_a_new_model(device: Device, case: str, tmp_
 
 
 @pytest.mark.live
+@pytest.mark.parametrize("kv_dtype", ["f16", "q8"])
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
-def test_f16_cache_rounds_keys_and_values(device: Device, case: str, tmp_path: Path) -> None:
+def test_the_cache_rounds_keys_and_values(
+    device: Device, case: str, kv_dtype: str, tmp_path: Path
+) -> None:
     """And nothing else: transformers agrees once its own keys and values are rounded."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 
     class RoundingCache(transformers.DynamicCache):  # type: ignore[misc, name-defined]
         def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().update(keys.half().float(), values.half().float(), *args, **kwargs)
+            return super().update(rounded(keys), rounded(values), *args, **kwargs)
+
+    def rounded(heads: Any) -> Any:
+        flat = heads.numpy().reshape(-1, heads.shape[-1])
+        return torch.from_numpy(kept(flat, heads.shape[-1], kv_dtype).astype(np.float32)).reshape(
+            heads.shape
+        )
 
     reference = load(case)
     folder = reference.write_checkpoint(tmp_path / case)
@@ -150,6 +167,6 @@ def test_f16_cache_rounds_keys_and_values(device: Device, case: str, tmp_path: P
         ids = torch.from_numpy(reference.prompt_ids)[None]
         expected = model(ids, past_key_values=RoundingCache(), use_cache=True).logits[0].numpy()
     with device.scope():
-        engine = build_engine(device, folder, kv_dtype="f16")
+        engine = build_engine(device, folder, kv_dtype=kv_dtype)
         actual = scores(engine, reference.prompt_ids.tolist())
     assert relative_error(actual, expected) <= TOLERANCE

@@ -14,7 +14,7 @@ import pytest
 from infer.kernels.device import Device, DryDevice, Limits
 from infer.kernels.errors import ShaderError
 from infer.kernels.functions import validate
-from infer.kernels.kv_cache import KVCache
+from infer.kernels.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops, Rope
 from infer.kernels.sampler import Sampler, SamplerChain
@@ -355,7 +355,7 @@ def model_specs(shape: str, limits: Limits, lanes: int, dtype: str) -> Iterator[
     dry.subgroups, dry.subgroup_size = lanes > 0, lanes
     weights = {spec.name: allocate(dry, spec.shape, dtype) for spec in model.weights()}
     for kv_dtype, fuse, (rows, logits) in product(
-        ("f16", "f32"), (True, False), ((1, 1), (8, 1), (512, 1), (128, None))
+        KV_DTYPES, (True, False), ((1, 1), (8, 1), (512, 1), (128, None))
     ):
         cache = KVCache(dry, 1, c.num_key_value_heads, c.head_dim, 4096, dtype=kv_dtype)
         ops = Ops()

@@ -49,11 +49,11 @@
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;  // queries, or q, k, v heads
 #if ROPE
-@group(0) @binding(3) var<storage, read_write> keys: array<vec4<u32>>;
-@group(0) @binding(4) var<storage, read_write> values: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read_write> keys: array<KvWords>;
+@group(0) @binding(4) var<storage, read_write> values: array<KvWords>;
 #else
-@group(0) @binding(3) var<storage, read> keys: array<vec4<u32>>;
-@group(0) @binding(4) var<storage, read> values: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> keys: array<KvWords>;
+@group(0) @binding(4) var<storage, read> values: array<KvWords>;
 #endif
 @group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;  // see attention_split.wgsl
 #if ROPE
@@ -445,6 +445,10 @@ fn store_key(i: u32, key: Kv8) {
 #if KV == f32
   keys[2u * i] = key.low;
   keys[2u * i + 1u] = key.high;
+#elif KV == q8
+  keys[i] = vec2<u32>(key.low, key.high);
+  let at = kv_scale_index(i);
+  keys[at / 2u][at % 2u] = bitcast<u32>(key.scale);  // all lanes of the block write the same
 #else
   keys[i] = key;
 #endif
@@ -454,6 +458,10 @@ fn store_value(i: u32, value: Kv8) {
 #if KV == f32
   values[2u * i] = value.low;
   values[2u * i + 1u] = value.high;
+#elif KV == q8
+  values[i] = vec2<u32>(value.low, value.high);
+  let at = kv_scale_index(i);
+  values[at / 2u][at % 2u] = bitcast<u32>(value.scale);  // all lanes of the block write the same
 #else
   values[i] = value;
 #endif

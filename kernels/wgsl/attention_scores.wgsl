@@ -12,7 +12,7 @@
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<f32>;
-@group(0) @binding(3) var<storage, read> keys: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> keys: array<KvWords>;
 @group(0) @binding(4) var<storage, read_write> scores: array<f32>;
 
 var<workgroup> query: array<f32, HEAD_DIM>;

@@ -28,8 +28,8 @@
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> keys: array<vec4<u32>>;
-@group(0) @binding(4) var<storage, read> values: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> keys: array<KvWords>;
+@group(0) @binding(4) var<storage, read> values: array<KvWords>;
 @group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;
 
 const SIZE = M_SIZE * N_SIZE;

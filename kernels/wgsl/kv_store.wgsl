@@ -1,6 +1,15 @@
-// Eight dimensions as the cache stores them.
+// Eight dimensions as the cache stores them. For q8, neighbouring lanes have neighbouring groups.
 #include "kv_read.wgsl"
-#if KV == f32
+#include "int8.wgsl"
+#if KV == q8
+fn to_kv(low: vec4<f32>, high: vec4<f32>) -> Kv8 {
+  var most = max(magnitude(low), magnitude(high));
+  for (var other = 1u; other < KV_BLOCK / 8u; other *= 2u) {
+    most = max(most, subgroupShuffleXor(most, other));
+  }
+  return Kv8(to_int8(low, most), to_int8(high, most), int8_scale(most));
+}
+#elif KV == f32
 fn to_kv(low: vec4<f32>, high: vec4<f32>) -> Kv8 {
   return Kv8(bitcast<vec4<u32>>(low), bitcast<vec4<u32>>(high));
 }

@@ -3,7 +3,7 @@
 #include "reduce.wgsl"
 #include "step.wgsl"
 #include "rotate.wgsl"
-#include "kv.wgsl"
+#include "kv_head.wgsl"
 // @param N_HEADS u32
 // @param N_KV_HEADS u32
 // @param NORM bool
@@ -33,6 +33,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let row = step.rows[id.y];
   let is_query = id.x < N_HEADS;
   let is_value = id.x >= N_HEADS + N_KV_HEADS;
+  let is_key = !is_query && !is_value;
   for (var d = me.index; d < HEAD_DIM; d += WG) {
     head[d] = x[id.y * X_STRIDE + id.x * HEAD_DIM + d];
   }
@@ -52,28 +53,46 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endif
   let writes = id.y < step.n_rows && row.alive != 0u;
   let slot = kv_slot(row.sequence, row.position);
+  let kv = kv_index(id.x - select(N_HEADS, N_HEADS + N_KV_HEADS, is_value), slot);
   for (var d = 2u * me.index; d < HEAD_DIM; d += 2u * WG) {
-    if (is_value) {
-      if (writes) {
-        let out = kv_index(id.x - N_HEADS - N_KV_HEADS, slot) * 4u + d / 2u;
-        values[out] = stored(vec2<f32>(head[d], head[d + 1u]));
-      }
-    } else {
-      let turned = vec2<f32>(rotated(d, row.position), rotated(d + 1u, row.position));
-      if (is_query) {
-        y[(id.y * Y_STRIDE + id.x * HEAD_DIM + d) / 2u] = turned;
-      } else if (writes) {
-        keys[kv_index(id.x - N_HEADS, slot) * 4u + d / 2u] = stored(turned);
-      }
+    var pair = vec2<f32>(head[d], head[d + 1u]);
+    if (!is_value) {
+      pair = vec2<f32>(rotated(d, row.position), rotated(d + 1u, row.position));
+    }
+    if (is_query) {
+      y[(id.y * Y_STRIDE + id.x * HEAD_DIM + d) / 2u] = pair;
+    }
+#if KV == q8
+    kept[d / 4u][d % 4u] = pair.x;
+    kept[d / 4u][d % 4u + 1u] = pair.y;
+#else
+    if (writes && is_key) {
+      keys[kv * 4u + d / 2u] = stored(pair);
+    } else if (writes && is_value) {
+      values[kv * 4u + d / 2u] = stored(pair);
+    }
+#endif
+  }
+#if KV == q8
+  workgroupBarrier();
+  for (var d = 4u * me.index; d < HEAD_DIM && writes; d += 4u * WG) {
+    let int8 = kept_int8(d);
+    if (is_key) {
+      keys[kv * 2u + d / 4u] = int8.values;
+      keys[kv_scale_index(kv + d / 8u)] = int8.scale;
+    } else if (is_value) {
+      values[kv * 2u + d / 4u] = int8.values;
+      values[kv_scale_index(kv + d / 8u)] = int8.scale;
     }
   }
+#endif
 }
 #if KV == f32
 
 fn stored(pair: vec2<f32>) -> vec2<f32> {
   return pair;
 }
-#else
+#elif KV == f16
 
 fn stored(pair: vec2<f32>) -> u32 {
   return pack2x16float(pair);

@@ -9,7 +9,7 @@
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> probabilities: array<f32>;  // [row][head][SCORES_STRIDE]
-@group(0) @binding(3) var<storage, read> values: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> values: array<KvWords>;
 @group(0) @binding(4) var<storage, read_write> y: array<f32>;
 
 const CHUNKS = HEAD_DIM / 8u;
