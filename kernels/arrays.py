@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from infer.kernels.device import Device
 from infer.kernels.quantize import Quantizer
 from infer.kernels.record import run
-from infer.kernels.tensor import QUANTIZED, GpuTensor, allocate, row_bytes
+from infer.kernels.tensor import BLOCK, QUANTIZED, GpuTensor, Grouping, allocate, row_bytes
 
 Array = NDArray[Any]  # of any float type
 
@@ -35,8 +36,58 @@ def rounded(values: Array, dtype: str) -> NDArray[np.float32]:
     return values.astype(np.float16 if dtype == "f16" else np.float32).astype(np.float32)
 
 
-def to_gpu(device: Device, values: Array, dtype: str = "f32", label: str = "") -> GpuTensor:
-    """A matrix [rows, columns] in that dtype, or a vector in f32, as a weight on the GPU."""
+@dataclass(frozen=True, eq=False)
+class Integers:
+    """Rows of a quantised matrix: signed integers int8 [rows, columns], of dtype "q8" or "q4", and
+    f32 [rows, groups] scales and the offsets (zero points or biases) that `grouping` speaks of."""
+
+    dtype: str
+    grouping: Grouping
+    values: NDArray[np.int8]
+    scales: Array
+    offsets: Array | None = None
+
+    def pack(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """The bytes of blocks and of scales, [rows, bytes] each, as kernels/tensor.py has them."""
+        rows, columns = self.values.shape
+        padded = np.zeros((rows, -(-columns // BLOCK) * BLOCK), np.int8)
+        padded[:, :columns] = self.values
+        halves = padded.view(np.uint8).reshape(rows, -1, 2, BLOCK // 2)
+        if self.dtype == "q4":
+            blocks = (halves[:, :, 0] & 15 | halves[:, :, 1] << 4).astype(np.uint8)
+        else:
+            blocks = halves.swapaxes(1, 2)
+        parts = [self.scales] if self.offsets is None else [self.scales, self.offsets]
+        pairs = _stored(np.stack(parts, axis=-1), self.grouping.dtype).reshape(rows, -1)
+        scales = np.zeros((rows, self.grouping.row_bytes(columns)), np.uint8)
+        scales[:, : pairs.nbytes // rows] = pairs.view(np.uint8)
+        return blocks.reshape(rows, -1), scales
+
+    def to_gpu(self, device: Device, label: str = "") -> GpuTensor:
+        """All rows as a weight."""
+        tensor = allocate(device, self.values.shape, self.dtype, label, self.grouping)
+        blocks, scales = self.pack()
+        for shard in tensor.shards:
+            rows = slice(shard.start, shard.start + shard.rows)
+            for buffer, part in zip(shard.buffers, (blocks, scales), strict=True):
+                device.write(buffer, np.ascontiguousarray(part[rows]))
+        return tensor
+
+
+def _stored(values: Array, dtype: str) -> NDArray[Any]:
+    """Values of a float type as numbers of the dtype, bf16 as its bits."""
+    if dtype == "bf16":
+        return to_bf16(values)
+    return values.astype(np.float16 if dtype == "f16" else np.float32)
+
+
+def to_gpu(
+    device: Device, values: Array | Integers, dtype: str = "f32", label: str = ""
+) -> GpuTensor:
+    """A matrix [rows, columns] in that dtype (of Integers: as they are), or a vector in f32, as a
+    weight on the GPU."""
+    if isinstance(values, Integers):
+        return values.to_gpu(device, label)
     tensor = allocate(device, values.shape, dtype, label)
     matrix = values.reshape(1, -1) if values.ndim == 1 else values
     stored = tensor.dtype
@@ -46,10 +97,7 @@ def to_gpu(device: Device, values: Array, dtype: str = "f32", label: str = "") -
     width = row_bytes(matrix.shape[1], stored)
     for shard in tensor.shards:
         part = np.ascontiguousarray(matrix[shard.start : shard.start + shard.rows])
-        if stored == "bf16":
-            raw: NDArray[Any] = to_bf16(part)
-        else:
-            raw = part.astype(np.float16 if stored == "f16" else np.float32)
+        raw = _stored(part, stored)
         padded = np.zeros((part.shape[0], width), np.uint8)
         padded[:, : raw.shape[1] * raw.itemsize] = raw.view(np.uint8).reshape(part.shape[0], -1)
         device.write(shard.buffer, padded)

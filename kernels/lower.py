@@ -127,8 +127,9 @@ class Lowering:
                 (self.step, *shard.buffers, value),
                 self.row_grid(value, -(-groups // 64)),
                 {
-                    "WIDTH": value.width,
+                    "K": value.width,
                     "WEIGHT": weight.dtype,
+                    **grouping_params(weight),
                     "START": shard.start,
                     "SHARD_ROWS": shard.rows,
                     "SCALE": float(value.attrs["scale"]),
@@ -251,6 +252,7 @@ class Lowering:
                 [*operands, *rest],
                 tile_grid(-(-n // tile.columns), tile.rows),
                 params
+                | (grouping_params(weight) if quantized else {})
                 | {"N": n // 2 if gated else n, "START": shard.start, "GATED": gated}
                 | {"M_TILE": tile.m_tile, "N_TILE": tile.n_tile, "DOUBLE": tile.double}
                 | {"M_SIZE": tile.m_size, "N_SIZE": tile.n_size},
@@ -295,6 +297,7 @@ class Lowering:
                 [*operands, *inputs[1:], *added, *outputs],
                 linear_grid(-(-n // variant.per_workgroup), self.device.limits.max_workgroups),
                 params
+                | grouping_params(weight)
                 | {
                     "N": n,
                     "START": shard.start,
@@ -511,6 +514,17 @@ class Lowering:
         if operand is self.output or operand.op == "input":
             return None
         return 4 * padded_rows(self.rows(operand)) * stride(operand.width)
+
+
+def grouping_params(weight: GpuTensor) -> dict[str, Any]:
+    """Those of scales.wgsl."""
+    grouping = weight.grouping
+    return {
+        "GROUP": grouping.group,
+        "SCALES": grouping.dtype,
+        "OFFSET": grouping.offset,
+        "SHIFT": grouping.shift,
+    }
 
 
 def padded_rows(rows: int) -> int:

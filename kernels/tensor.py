@@ -7,7 +7,8 @@ last block padded with zeros. A weight is scale * q, with an f16 scale for each 
   block k; its byte i holds value i in the low nibble and value 16 + i in the high one, both in
   two's complement. q8, -127 to 127: int8 in two planes, units [0, KB) the first 16 values of each
   block, units [KB, 2 KB) the other 16.
-* scales, f16, [rows][KB rounded up to a multiple of eight], padding zero.
+* scales, [rows][groups, padded with zeros to 16 bytes], one for each group of columns (see
+  `Grouping`), those of other people's formats with an offset beside each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 QUANTIZED = ("q8", "q4")
-BLOCK = 32  # columns that share a scale
+BLOCK = 32  # columns of a block
 _UNITS = {"q8": 2, "q4": 1}  # of 16 bytes, in a block
 _SHARD_ROWS = 32  # shards of quantised weights start at a multiple of this
 
@@ -32,9 +33,30 @@ def row_bytes(columns: int, dtype: str) -> int:
     return -(-columns // 8) * 8 * ITEMSIZE[dtype]
 
 
-def scale_row_bytes(columns: int) -> int:
-    """Bytes of the scales of one row of a quantised weight, padded to groups of eight scales."""
-    return -(-columns // (8 * BLOCK)) * 16
+@dataclass(frozen=True)
+class Grouping:
+    """How the integers of a quantised weight become values, for each group of columns of a row.
+
+    group: columns of a group: 16, or a multiple of 32; the last group of a row may be short.
+    dtype: of scales and what lies beside them, "f16", "bf16" or "f32".
+    offset: "none": value = scale * integer; "zero": scale * (integer - zero); "bias": scale *
+        integer + bias, where zero or bias lies beside the scale.
+    shift: what was taken from unsigned integers to make them signed; the formulas mean the former.
+    """
+
+    group: int = BLOCK
+    dtype: str = "f16"
+    offset: str = "none"
+    shift: int = 0
+
+    def groups(self, columns: int) -> int:
+        """Groups of a row."""
+        return -(-columns // self.group)
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of the scales of a row, padded to 16."""
+        pair = 1 if self.offset == "none" else 2
+        return -(-self.groups(columns) * pair * ITEMSIZE[self.dtype] // 16) * 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +82,12 @@ class Shard:
 class GpuTensor:
     """A weight: dtype "f32", "f16", "bf16", "q8" or "q4"; shape (rows, columns), or (columns,) for
     a vector, which is always f32. A tensor larger than one binding lies in several shards of whole
-    rows."""
+    rows. grouping: of one that is quantised."""
 
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
+    grouping: Grouping = Grouping()
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +100,13 @@ class GpuTensor:
         return shard.buffer
 
 
-def allocate(device: Device, shape: tuple[int, ...], dtype: str, label: str = "") -> GpuTensor:
+def allocate(
+    device: Device,
+    shape: tuple[int, ...],
+    dtype: str,
+    label: str = "",
+    grouping: Grouping = Grouping(),
+) -> GpuTensor:
     """A zero-filled weight of (rows, columns), or an f32 vector (columns,).
 
     Raises OutOfMemoryError, and UnsupportedError where a row is too long to be quantised.
@@ -87,10 +116,13 @@ def allocate(device: Device, shape: tuple[int, ...], dtype: str, label: str = ""
         return GpuTensor("f32", shape, (Shard(buffer, 0, 1),))
     rows, columns = shape
     quantized = dtype in QUANTIZED
-    stride, scale_stride = row_bytes(columns, dtype), scale_row_bytes(columns) if quantized else 0
+    stride, scale_stride = (
+        row_bytes(columns, dtype),
+        grouping.row_bytes(columns) if quantized else 0,
+    )
     per_shard = min(device.limits.max_binding, device.limits.max_buffer) // stride
     if quantized:
-        per_shard = per_shard // _SHARD_ROWS * _SHARD_ROWS  # a row of scales is no longer
+        per_shard = per_shard // _SHARD_ROWS * _SHARD_ROWS  # a row of scales is not longer
         if per_shard == 0:
             raise UnsupportedError(
                 f"{label or 'A weight'} of {columns} columns cannot be quantised for "
@@ -112,4 +144,4 @@ def allocate(device: Device, shape: tuple[int, ...], dtype: str, label: str = ""
     except OutOfMemoryError:
         device.destroy(buffers)
         raise
-    return GpuTensor(dtype, shape, tuple(shards))
+    return GpuTensor(dtype, shape, tuple(shards), grouping)

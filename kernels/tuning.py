@@ -70,11 +70,13 @@ class TileVariant:
 
 
 class Int8TileVariant(TileVariant):
-    """The same of matmul_int8."""
+    """The same of matmul_int8, for weights of any grouping."""
 
     @property
     def storage(self) -> int:
-        return (1 + self.double) * (self.rows + self.columns) * (3 * 16 + 4)
+        rows = 3 * 16 + 4 + 8  # the integers of a block, their scale, and what offsets need
+        columns = 3 * 16 + 2 * 8  # two scales, each with an offset
+        return (1 + self.double) * (self.rows * rows + self.columns * columns)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -18,7 +19,7 @@ from conftest import LEAST, OpenDevice
 
 from infer.kernels import check, functions, reference
 from infer.kernels.arena import Arena
-from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.arrays import Array, Integers, from_rows, rounded, to_gpu, to_rows
 from infer.kernels.check import check_device, exact_weight, int8_rows, kv_step
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
@@ -33,6 +34,7 @@ from infer.kernels.reference import nmse
 from infer.kernels.sampler import INVALID_TOKEN
 from infer.kernels.shader import KernelSpec, Shader, render, render_text
 from infer.kernels.step import HEADER, ROW, pack_step
+from infer.kernels.tensor import Grouping
 from infer.kernels.tuning import (
     AttentionVariant,
     Int8TileVariant,
@@ -269,6 +271,57 @@ def test_quantized_linear(
     for case in cases:
         own = {name: value for name, value in case.items() if name not in SETTINGS}
         assert quantized_error(open_device(settings_of(case)), rng, **own) <= INT8_LIMIT, case
+
+
+def grouped(
+    rng: np.random.Generator, shape: tuple[int, int], dtype: str, grouping: Grouping
+) -> tuple[Integers, Array]:
+    """Random integers in groups, and what they mean, in float64."""
+    n, k = shape
+    least = -8 if dtype == "q4" else -128 + 1  # as int8 activations are
+    q = rng.integers(least, -least, (n, k), np.int8)
+    scales = rounded(rng.lognormal(-4, 0.5, (n, grouping.groups(k))), grouping.dtype)
+    spread = partial(np.repeat, repeats=grouping.group, axis=1)
+    values = q.astype(np.float64) + grouping.shift
+    offsets = None
+    if grouping.offset == "zero":
+        offsets = rng.integers(0, 17, scales.shape).astype(np.float32)
+        values -= spread(offsets)[:, :k]
+    values *= spread(scales.astype(np.float64))[:, :k]
+    if grouping.offset == "bias":
+        offsets = rounded(normal(rng, *scales.shape) / 8, grouping.dtype)
+        values += spread(offsets)[:, :k]
+    return Integers(dtype, grouping, q, scales, offsets), values
+
+
+GROUPINGS: Factors = SETTINGS | {
+    "rows": (1, 3, 8, 9, 40),
+    "shape": ((37, 21), (100, 70), (331, 40), (512, 33)),
+    "dtype": ("q8", "q4"),
+    "group": (16, 32, 64, 128, 512),
+    "scales": ("f16", "bf16", "f32"),
+    "offset": ("none", "zero", "bias"),
+    "shift": (0, 8),
+    "gated": (False, True),
+}
+
+
+@covering(GROUPINGS)
+def test_groups_of_quantized_weights(
+    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+) -> None:
+    for case in cases:
+        device, gated, (k, n) = open_device(settings_of(case)), case["gated"], case["shape"]
+        grouping = Grouping(case["group"], case["scales"], case["offset"], case["shift"])
+        weight, values = grouped(rng, (2 * n if gated else n, k), case["dtype"], grouping)
+        x, exact = int8_rows(rng, case["rows"], k)
+        expected = reference.matmul(exact, values)
+        if gated:
+            expected = reference.silu(expected[:, :n]) * expected[:, n:]
+        function = functions.matmul_vec if len(x) <= 8 else functions.matmul
+        assert nmse(function(device, x, weight, gated=gated), expected) <= INT8_LIMIT, case
+        ids = np.array([n - 1, 0, 5])
+        assert nmse(functions.embedding(device, ids, weight), values[ids]) <= LIMIT, case
 
 
 @pytest.mark.parametrize("dtype", ["q8", "q4"])

@@ -22,7 +22,7 @@ from infer.kernels import functions, quantize, upload
 from infer.kernels.arrays import from_bf16, to_bf16, to_gpu
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import CheckpointError, UnsupportedError
-from infer.kernels.tensor import GpuTensor, allocate, row_bytes, scale_row_bytes
+from infer.kernels.tensor import GpuTensor, Grouping, allocate, row_bytes
 from infer.models import build_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
@@ -64,7 +64,9 @@ def unpacked(device: Device, tensor: GpuTensor) -> tuple[Array, Array]:
         else:
             planes = data.reshape(shard.rows, 2, n_blocks, 16)
             integers.append(np.concatenate([planes[:, 0], planes[:, 1]], axis=2))
-        f16 = device.read(shard.scales, np.float16)[: shard.rows * scale_row_bytes(columns) // 2]
+        f16 = device.read(shard.scales, np.float16)[
+            : shard.rows * Grouping().row_bytes(columns) // 2
+        ]
         f16 = f16.reshape(shard.rows, -1)
         assert f16.shape[1] == -(-n_blocks // 8) * 8
         assert not f16[:, n_blocks:].any()

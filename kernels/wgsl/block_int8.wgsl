@@ -1,8 +1,9 @@
-// Blocks of 32 columns in int8: weights q8 or q4 and activations that quantize_block.wgsl wrote, with
-// one scale each. A dot product of integers is exact, so only the two scales round.
+// Blocks of 32 columns in int8: weights q8 or q4 and activations that quantize_block.wgsl wrote, which
+// have one scale each. A dot product of integers is exact, so only the scales round.
 //
 // q8 has two planes in a row, the first and the second half of every block; so have activations.
 // q4 has the first half of a block in the low nibbles and the second in the high ones.
+#include "scales.wgsl"
 // @param K u32                   columns of W
 // @param WEIGHT f32|f16|bf16|q8|q4
 #if WEIGHT == q8 or WEIGHT == q4
@@ -13,7 +14,10 @@ struct Block {
   low: vec4<u32>,
   high: vec4<u32>,
 #endif
-  scale: f32,
+  scale: vec2<f32>,  // and offset
+#if GROUP == 16
+  high_scale: vec2<f32>,
+#endif
 }
 
 struct Activations {
@@ -21,10 +25,12 @@ struct Activations {
   high: vec4<u32>,
   scale: f32,
   squares: f32,
+#if AFFINE
+  sums: vec2<f32>,  // of the integers of both halves
+#endif
 }
 
 const BLOCKS = (K + 31u) / 32u;  // of a row
-const SCALES = (BLOCKS + 7u) / 8u * 4u;  // words of two scales in a row
 #if WEIGHT == q4
 const UNIT = 0.0625;  // nibbles are multiplied as the upper halves of bytes
 #else
@@ -32,22 +38,42 @@ const UNIT = 1.0;
 #endif
 
 fn load_block(row: u32, i: u32) -> Block {
-  let scale = unpack2x16float(scales[row * SCALES + i / 2u] >> (i % 2u * 16u)).x;
-#if WEIGHT == q4
+#if GROUP == 16
+  let scale = scale_of(row, 2u * i);
+  let high_scale = scale_of(row, min(2u * i + 1u, GROUPS - 1u));
+#else
+  let scale = scale_of(row, i / (GROUP / 32u));
+#endif
+#if WEIGHT == q4 and GROUP == 16
+  return Block(weight[row * BLOCKS + i], scale, high_scale);
+#elif WEIGHT == q4
   return Block(weight[row * BLOCKS + i], scale);
+#elif GROUP == 16
+  return Block(
+    weight[row * 2u * BLOCKS + i], weight[row * 2u * BLOCKS + BLOCKS + i], scale, high_scale);
 #else
   return Block(weight[row * 2u * BLOCKS + i], weight[row * 2u * BLOCKS + BLOCKS + i], scale);
 #endif
 }
 
+fn scale_of(row: u32, group: u32) -> vec2<f32> {
+  return widen_scale(load_scale(row, group), group);
+}
+
 // Row m of x; not valid: beyond the last block.
 fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
   let first = m * 2u * BLOCKS + i;
+  let low = x[first];
+  let high = x[first + BLOCKS];
   return Activations(
-    x[first],
-    x[first + BLOCKS],
+    low,
+    high,
     select(0.0, x_scales[first], valid),
-    select(0.0, x_scales[first + BLOCKS], valid));
+    select(0.0, x_scales[first + BLOCKS], valid),
+#if AFFINE
+    vec2<f32>(f32(dot16(low, ONES)), f32(dot16(high, ONES))),
+#endif
+  );
 }
 
 fn multiply(w: Block, a: Activations) -> f32 {
@@ -58,10 +84,28 @@ fn multiply(w: Block, a: Activations) -> f32 {
   let low = w.low;
   let high = w.high;
 #endif
-  let sum = dot4I8Packed(low.x, a.low.x) + dot4I8Packed(low.y, a.low.y)
-    + dot4I8Packed(low.z, a.low.z) + dot4I8Packed(low.w, a.low.w)
-    + dot4I8Packed(high.x, a.high.x) + dot4I8Packed(high.y, a.high.y)
-    + dot4I8Packed(high.z, a.high.z) + dot4I8Packed(high.w, a.high.w);
-  return w.scale * a.scale * f32(sum);
+#if GROUP == 16
+  var sum = w.scale.x * f32(dot16(low, a.low)) + w.high_scale.x * f32(dot16(high, a.high));
+#if AFFINE
+  sum += (w.scale.y * a.sums.x + w.high_scale.y * a.sums.y) / UNIT;
+#endif
+  return a.scale * sum;
+#else
+  let sum = dot16(low, a.low) + dot16(high, a.high);
+#if AFFINE
+  return a.scale * (w.scale.x * f32(sum) + w.scale.y * (a.sums.x + a.sums.y) / UNIT);
+#else
+  return w.scale.x * a.scale * f32(sum);
+#endif
+#endif
+}
+#if AFFINE
+
+const ONES = vec4<u32>(0x01010101u);
+#endif
+
+fn dot16(a: vec4<u32>, b: vec4<u32>) -> i32 {
+  return dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y)
+    + dot4I8Packed(a.z, b.z) + dot4I8Packed(a.w, b.w);
 }
 #endif

@@ -1,7 +1,8 @@
 // y = SCALE * weight[token] for each row of the step; a shard holds SHARD_ROWS tokens from START on.
 #include "step.wgsl"
 #include "weight.wgsl"
-// @param WIDTH u32
+#include "scales.wgsl"
+// @param K u32                   columns of W
 // @param START u32
 // @param SHARD_ROWS u32
 // @param SCALE f32
@@ -10,15 +11,14 @@
 @group(0) @binding(1) var<storage, read> weight: array<vec4<u32>>;
 #if QUANTIZED
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
-@group(0) @binding(3) var<storage, read_write> y: array<vec4<f32>>;  // [rows][WIDTH]
+@group(0) @binding(3) var<storage, read_write> y: array<vec4<f32>>;  // [rows][K]
 #else
-@group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;  // [rows][WIDTH]
+@group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;  // [rows][K]
 #endif
 
-const GROUPS = (WIDTH + 7u) / 8u;
+const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
 #if QUANTIZED
-const BLOCKS = (WIDTH + 31u) / 32u;
-const SCALE_WORDS = (BLOCKS + 7u) / 8u * 4u;  // of a row
+const BLOCKS = (K + 31u) / 32u;
 
 // Eight values of a row, as kernels/tensor.py describes.
 fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
@@ -35,15 +35,20 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
   let words = vec2<u32>(unit[pair.x], unit[pair.y]);
   let unit_scale = 1.0;
 #endif
-  let both = unpack2x16float(scales[row * SCALE_WORDS + block / 2u]);
-  let scale = unit_scale * select(both.x, both.y, block % 2u == 1u);
+#if GROUP == 16
+  let of_columns = min(2u * block + half, GROUPS - 1u);
+#else
+  let of_columns = block / (GROUP / 32u);
+#endif
+  let scale = widen_scale(load_scale(row, of_columns), of_columns);
   return array<vec4<f32>, 2>(
-    scale * vec4<f32>(unpack4xI8(words.x)), scale * vec4<f32>(unpack4xI8(words.y)));
+    unit_scale * scale.x * vec4<f32>(unpack4xI8(words.x)) + scale.y,
+    unit_scale * scale.x * vec4<f32>(unpack4xI8(words.y)) + scale.y);
 }
 #else
 
 fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
-  let w = load8(row * GROUPS + group);
+  let w = load8(row * EIGHTS + group);
   return array<vec4<f32>, 2>(low4(w), high4(w));
 }
 #endif
@@ -52,11 +57,11 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
 @compute @workgroup_size(64)
 fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   let token = step.rows[id.y].token;
-  if (id.x >= GROUPS || token < START || token >= START + SHARD_ROWS) {
+  if (id.x >= EIGHTS || token < START || token >= START + SHARD_ROWS) {
     return;
   }
   let w = load_group(token - START, id.x);
-  let out = (id.y * GROUPS + id.x) * 2u;
+  let out = (id.y * EIGHTS + id.x) * 2u;
   y[out] = SCALE * w[0];
   y[out + 1u] = SCALE * w[1];
 }

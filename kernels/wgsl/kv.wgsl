@@ -24,7 +24,13 @@ fn kv_index(kv_head: u32, slot: u32) -> u32 {
 }
 #if KV == q8
 
-const KV_BLOCK = select(select(8u, 16u, HEAD_DIM % 16u == 0u), 32u, HEAD_DIM % 32u == 0u);
+#if HEAD_DIM % 32 == 0
+const KV_BLOCK = 32u;
+#elif HEAD_DIM % 16 == 0
+const KV_BLOCK = 16u;
+#else
+const KV_BLOCK = 8u;
+#endif
 
 // Where the scale of a group of eight dimensions lies, in words.
 fn kv_scale_index(group: u32) -> u32 {

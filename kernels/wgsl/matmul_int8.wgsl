@@ -6,8 +6,7 @@
 // workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS, SCALE,
 // ACTIVATION and RESIDUAL are as in matmul.wgsl.
 #include "activate.wgsl"
-// @param WEIGHT q8|q4
-// @param K u32                   columns of W
+#include "scales.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
@@ -32,8 +31,7 @@
 @group(0) @binding($(5 + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 
-const BLOCKS = (K + 31u) / 32u;          // of a row
-const SCALES = (BLOCKS + 7u) / 8u * 4u;  // words of two scales in a row of W
+const BLOCKS = (K + 31u) / 32u;  // of a row
 const SIZE = M_SIZE * N_SIZE;
 const ROWS = M_SIZE * M_TILE;
 const COLUMNS = N_SIZE * N_TILE;
@@ -47,6 +45,7 @@ const UNIT = 0.0625;
 const UNIT = 1.0;
 #let UNITS = 2
 #endif
+#let PARTS = 1 + (GROUP == 16)  // groups of a block
 // Elements of 16 bytes that an invocation loads of each tile, where all have some.
 #let X_LOADS = (2 * M_TILE + N_SIZE - 1) / N_SIZE
 #let W_LOADS = (UNITS * N_TILE + M_SIZE - 1) / M_SIZE
@@ -54,7 +53,12 @@ const UNIT = 1.0;
 var<workgroup> x_tile: array<vec4<u32>, BUFFERS * ROWS * STRIDE>;
 var<workgroup> w_tile: array<vec4<u32>, BUFFERS * COLUMNS * STRIDE>;
 var<workgroup> x_scale_tile: array<f32, BUFFERS * ROWS>;
-var<workgroup> w_scale_tile: array<f32, BUFFERS * COLUMNS>;
+#if not AFFINE
+var<workgroup> w_scale_tile: array<f32, BUFFERS * COLUMNS * $(PARTS)u>;
+#else
+var<workgroup> w_scale_tile: array<vec2<f32>, BUFFERS * COLUMNS * $(PARTS)u>;  // and offsets
+var<workgroup> x_sum_tile: array<vec2<f32>, BUFFERS * ROWS>;  // of the integers of both halves
+#endif
 
 // The row of W that is row r of the tile: with GATED, gate rows and then the same up rows.
 fn weight_row(first_output: u32, r: u32) -> u32 {
@@ -62,6 +66,15 @@ fn weight_row(first_output: u32, r: u32) -> u32 {
   return min(first_output + r % OUTPUTS, N - 1u) + min(r / OUTPUTS, 1u) * N;
 #else
   return min(first_output + r, N - 1u);
+#endif
+}
+
+// The group of part p of a block.
+fn group_of(block: u32, p: u32) -> u32 {
+#if GROUP == 16
+  return min(2u * block + p, GROUPS - 1u);
+#else
+  return block / (GROUP / 32u);
 #endif
 }
 
@@ -101,9 +114,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   var w_next$l = vec4<u32>();
 #endfor
   let x_scales_from = (first_row + tid) * 2u * BLOCKS;
-  let scales_from = weight_row(first_output, tid) * SCALES;
+  let w_scale_row = weight_row(first_output, tid);
   var x_scale_next = 0.0;
-  var w_scale_next = 0u;
+#for p in 0..PARTS
+  var w_scale_next$p = RawScale();
+#endfor
 
   for (var t = 0u; t <= BLOCKS; t++) {
     // Load tile t while tile t - 1 is in use.
@@ -130,7 +145,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         x_scale_next = x_scales[x_scales_from + t];
       }
       if (tid < COLUMNS) {
-        w_scale_next = scales[scales_from + t / 2u];
+#for p in 0..PARTS
+        w_scale_next$p = load_scale(w_scale_row, group_of(t, $pu));
+#endfor
       }
     }
     if (t > 0u) {
@@ -144,20 +161,41 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..N_TILE
       let w_low$j = w_tile[(w_base + $ju * N_SIZE) * STRIDE];
       let w_high$j = w_tile[(w_base + $ju * N_SIZE) * STRIDE + 1u];
-      let w_scale$j = w_scale_tile[w_base + $ju * N_SIZE];
+#for p in 0..PARTS
+      let w_scale$j_$p = w_scale_tile[(w_base + $ju * N_SIZE) * $(PARTS)u + $pu];
+#endfor
 #endfor
 #for i in 0..M_TILE
       let x_low$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE];
       let x_high$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE + 1u];
       let x_scale$i = x_scale_tile[x_base + $iu * M_SIZE];
+#if AFFINE
+      let x_sums$i = x_scale$i * x_sum_tile[x_base + $iu * M_SIZE];
+#endif
 #for j in 0..N_TILE
       // 2^23 + 2^22 + sum, made as the bits of a float: cheaper than a conversion (|sum| < 2^22).
       let bits$i_$j = 0x4b400000
         + dot4I8Packed(x_low$i.x, w_low$j.x) + dot4I8Packed(x_low$i.y, w_low$j.y)
         + dot4I8Packed(x_low$i.z, w_low$j.z) + dot4I8Packed(x_low$i.w, w_low$j.w)
+#if GROUP == 16
+        ;
+      let high_bits$i_$j = 0x4b400000
+#endif
         + dot4I8Packed(x_high$i.x, w_high$j.x) + dot4I8Packed(x_high$i.y, w_high$j.y)
         + dot4I8Packed(x_high$i.z, w_high$j.z) + dot4I8Packed(x_high$i.w, w_high$j.w);
-      c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j, c$i_$j);
+#if AFFINE
+      c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_0.x, c$i_$j);
+#else
+      c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_0, c$i_$j);
+#endif
+#if GROUP == 16 and AFFINE
+      c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1.x, c$i_$j);
+      c$i_$j += x_sums$i.x * w_scale$j_0.y + x_sums$i.y * w_scale$j_1.y;
+#elif GROUP == 16
+      c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1, c$i_$j);
+#elif AFFINE
+      c$i_$j = fma(x_sums$i.x + x_sums$i.y, w_scale$j_0.y, c$i_$j);
+#endif
 #endfor
 #endfor
 #if not DOUBLE
@@ -175,11 +213,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
 #if 2 * M_TILE % N_SIZE != 0
       if (x_half$l < 2u) {
-        x_tile[(x_store + x_row$l) * STRIDE + x_half$l] = x_next$l;
-      }
 #else
-      x_tile[(x_store + x_row$l) * STRIDE + x_half$l] = x_next$l;
+      {
 #endif
+        x_tile[(x_store + x_row$l) * STRIDE + x_half$l] = x_next$l;
+#if AFFINE
+        x_sum_tile[x_store + x_row$l][x_half$l] = f32(
+          dot4I8Packed(x_next$l.x, 0x01010101u) + dot4I8Packed(x_next$l.y, 0x01010101u)
+            + dot4I8Packed(x_next$l.z, 0x01010101u) + dot4I8Packed(x_next$l.w, 0x01010101u));
+#endif
+      }
 #endfor
 #for l in 0..W_LOADS
 #if UNITS * N_TILE % M_SIZE != 0
@@ -200,7 +243,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         x_scale_tile[x_store + tid] = x_scale_next;
       }
       if (tid < COLUMNS) {
-        w_scale_tile[w_store + tid] = unpack2x16float(w_scale_next >> (t % 2u * 16u)).x;
+#for p in 0..PARTS
+        let w_scale$p = widen_scale(w_scale_next$p, group_of(t, $pu));
+#if AFFINE
+        w_scale_tile[(w_store + tid) * $(PARTS)u + $pu] = w_scale$p / vec2<f32>(1.0, UNIT);
+#else
+        w_scale_tile[(w_store + tid) * $(PARTS)u + $pu] = w_scale$p.x;
+#endif
+#endfor
       }
     }
     workgroupBarrier();

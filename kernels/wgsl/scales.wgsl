@@ -1,0 +1,56 @@
+// How the integers of a quantised weight become values: scale * integer + offset, with a scale, and
+// perhaps an offset, for each group of columns of a row. Needs the binding `scales: array<u32>`.
+// @param K u32                   columns of W
+// @param GROUP u32               columns of a group: 16, or a multiple of 32
+// @param SCALES f16|bf16|f32
+// @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
+// @param SHIFT u32               what was taken from unsigned integers to make them signed
+// @param WEIGHT f32|f16|bf16|q8|q4
+#if WEIGHT == q8 or WEIGHT == q4
+#let PAIRS = not OFFSET == none
+#let AFFINE = not OFFSET == none or SHIFT != 0
+#let BYTES = (2 + 2 * (SCALES == f32)) * (1 + PAIRS)
+const GROUPS = (K + GROUP - 1u) / GROUP;               // of a row
+const SCALE_WORDS = (GROUPS * $(BYTES)u + 15u) / 16u * 4u;
+#if BYTES == 8
+alias RawScale = vec2<u32>;
+
+fn load_scale(row: u32, group: u32) -> RawScale {
+  let at = row * SCALE_WORDS + 2u * group;
+  return vec2<u32>(scales[at], scales[at + 1u]);
+}
+#else
+alias RawScale = u32;
+
+fn load_scale(row: u32, group: u32) -> RawScale {
+  return scales[row * SCALE_WORDS + group * $(BYTES)u / 4u];
+}
+#endif
+
+// (scale, offset)
+fn widen_scale(raw: RawScale, group: u32) -> vec2<f32> {
+#if BYTES == 8
+  let pair = bitcast<vec2<f32>>(raw);
+#elif SCALES == f32
+  let pair = vec2<f32>(bitcast<f32>(raw), 0.0);
+#else
+#if PAIRS
+  let both = raw;
+#else
+  let both = raw >> (group % 2u * 16u);
+#endif
+#if SCALES == f16
+  let pair = unpack2x16float(both);
+#else
+  let pair = bitcast<vec2<f32>>(vec2<u32>(both << 16u, both & 0xffff0000u));
+#endif
+#endif
+#if OFFSET == zero
+  return vec2<f32>(pair.x, pair.x * (f32(SHIFT) - pair.y));
+#elif OFFSET == bias
+  return vec2<f32>(pair.x, pair.y + f32(SHIFT) * pair.x);
+#else
+  return vec2<f32>(pair.x, f32(SHIFT) * pair.x);
+#endif
+}
+#endif
