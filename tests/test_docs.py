@@ -28,7 +28,7 @@ from infer.models.config import RawConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/decisions.md")
-FOLDERS = ("infer", "models", "kernels")
+FOLDERS = ("infer", "models", "models/formats", "kernels")
 FENCE = re.compile(r"^( *)```(\S+) ?(\S*)\n(.*?)^ *```$", re.M | re.S)
 
 
@@ -179,7 +179,7 @@ def test_what_contributing_quotes_is_in_the_file(language: str) -> None:
 
 def test_the_architecture_names_every_module() -> None:
     text = read("ARCHITECTURE.md").partition("## From a name")[0]
-    _, *tables = re.split(r"^\| `(\w+)/` \|.*\n\| ---", text, flags=re.M)
+    _, *tables = re.split(r"^\| `([\w/]+)/` \|.*\n\| ---", text, flags=re.M)
     assert tables[::2] == list(FOLDERS)
     for folder, table in zip(tables[::2], tables[1::2], strict=True):
         named = re.findall(r"`(\w+\.py)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))

@@ -19,11 +19,13 @@ HEAVY = {"numpy", "wgpu", "tokenizers", "huggingface_hub", "jinja2", "safetensor
 ALLOWED = {
     "kernels": ("infer.kernels",),
     "models": ("infer.kernels", "infer.models"),
+    "models/formats": ("infer.kernels", "infer.models"),
     "infer": ("infer",),
 }
 THIRD_PARTY = {
     "kernels": {"numpy", "wgpu"},
     "models": {"numpy", "safetensors"},
+    "models/formats": {"numpy"},
     "infer": HEAVY | {"typer"},
 }
 

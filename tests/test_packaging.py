@@ -15,12 +15,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"infer": "infer", "infer/kernels": "kernels", "infer/models": "models"}
+FOLDERS = {
+    "infer": "infer",
+    "infer/kernels": "kernels",
+    "infer/models": "models",
+    "infer/models/formats": "models/formats",
+}
 STORY = "Once upon a time"
 
 
 def packaged(*patterns: str) -> dict[str, Path]:
-    """The files of the three packages: their names in the wheel, and where they come from."""
+    """The files of the packages: their names in the wheel, and where they come from."""
     return {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}": path
         for package, folder in FOLDERS.items()
@@ -64,7 +69,7 @@ def test_a_clone_runs_as_it_is() -> None:
     code = "import infer.kernels, infer.models.llama; print(infer.__file__)"
     assert run(sys.executable, "-c", code, PYTHONPATH=str(ROOT)) == f"{ROOT}/infer/__init__.py\n"
     for link, folder in FOLDERS.items():
-        if link != folder:
+        if link != folder and "/" not in folder:
             assert (ROOT / link).readlink() == Path("..") / folder
 
 

@@ -1,0 +1,67 @@
+"""Quantised checkpoints as they are published: one file for each way of writing them.
+
+A `Format` is made from what the config says and finds, for a weight of the model, the tensors of
+the checkpoint that make it: a `Packed` matrix. That one is checked by headers alone, says by its
+`Scheme` what it will need, and reads any of its rows into a `Grouped`, which is the same for all
+formats: integers, or indices into a table, and a scale for each group of columns.
+
+To add a format:
+
+1. Write a file with a `Format` and a `Packed`, whose docstring shows the tensors with their shapes
+   and dtypes, and the formula of a value. Every key of the config that changes what is computed is
+   read with `config.expect` or `config.get`, so that a variant that is not implemented is an
+   UnsupportedError with its name. Parts are found with `part`, so that one that is missing or of
+   another shape is a CheckpointError before anything is allocated.
+2. Keep values exact. If a new `Grouped.kind` is needed, add its table in grouped.py.
+3. Register it in `_FORMATS`.
+4. Prove it: a case in scripts/make_format_references.py, where the format's own library packs and
+   unpacks a few rows, which tests/test_formats.py reads from tests/data/formats.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.models.config import RawConfig
+    from infer.models.formats.packed import Format
+
+# Of config.json, in the order in which they count: MLX writes its own under the first two.
+_KEYS = ("quantization", "quantization_config", "compression_config")
+
+# quant_method -> module and class
+_FORMATS = {
+    "gptq": ("gptq", "Gptq"),
+    "awq": ("awq", "Awq"),
+    "compressed-tensors": ("compressed_tensors", "CompressedTensors"),
+    "fp8": ("fp8", "Fp8"),
+    "mxfp4": ("mxfp4", "Mxfp4"),
+    "bitsandbytes": ("bitsandbytes", "BitsAndBytes"),
+    "mlx": ("mlx", "Mlx"),
+}
+
+
+def find_format(raw: RawConfig) -> Format | None:
+    """The format of a model's quantised weights, None for a model that has none.
+
+    Raises UnsupportedError for a method, or a variant of one, that is not implemented.
+    """
+    from infer.kernels.errors import UnsupportedError
+    from infer.models.config import RawConfig
+
+    found = {key: raw.get(key, {}, dict) for key in _KEYS}  # all count as read
+    key = next((key for key, value in found.items() if value), None)
+    if key is None:
+        return None
+    config: dict[str, Any] = found[key]
+    method = "mlx" if key == "quantization" else str(config.get("quant_method"))
+    if method not in _FORMATS:
+        raise UnsupportedError(
+            f"{raw.place}: weights quantised by {method!r} are not implemented. "
+            f"Implemented: {', '.join(_FORMATS)}."
+        )
+    module, name = _FORMATS[method]
+    cls = getattr(import_module(f"infer.models.formats.{module}"), name)
+    format_: Format = cls(RawConfig(config, f"{raw.place}: {key}"))
+    return format_

@@ -1,0 +1,243 @@
+"""compressed-tensors, as llm-compressor publishes it
+(https://github.com/vllm-project/compressed-tensors).
+
+For a module of `columns` inputs and `rows` outputs, and codes of b bits:
+
+| format         | weight                                                  |
+| -------------- | ------------------------------------------------------- |
+| pack-quantized | weight_packed, int32 [rows, columns * b / 32]           |
+| int-quantized  | weight, int8 [rows, columns]                            |
+| float-quantized| weight, E4M3 [rows, columns]                            |
+
+    weight_scale       float [rows, groups], [rows, 1], [blocks, blocks] or [1]
+    weight_zero_point  asymmetric: int8 like the scales, or where packed, int32 along the rows
+    weight_g_idx       int32 [columns], the group of each column, with actorder "group"
+    weight_shape       int64 [2], where packed
+
+A value is scale * (code - zero). Packed codes and zero points are stored plus 2^(b - 1).
+
+Quantised activations and caches are not done: the weights are used as they are, with activations
+as they come, which is nearer to the model before it was quantised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.errors import CheckpointError, UnsupportedError
+from infer.models.checkpoint import Checkpoint, TensorInfo
+from infer.models.config import RawConfig
+from infer.models.formats.grouped import Grouped, Scheme, to_signed, unpack
+from infer.models.formats.packed import (
+    FLOATS,
+    Format,
+    Packed,
+    block_scales,
+    column_order,
+    matrix_shape,
+    part,
+    read_rows,
+)
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_IGNORABLE = (".input_scale", ".output_scale", ".input_zero_point", ".k_scale", ".v_scale")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What the config says of some modules. group and block are 0 where the strategy has none."""
+
+    targets: tuple[str, ...]
+    packed: bool
+    kind: str
+    bits: int
+    symmetric: bool
+    strategy: str
+    group: int
+    block: tuple[int, int]
+    ordered: bool
+
+
+class CompressedTensors(Format):
+    """Integers of 8 bits or, packed, of 4; E4M3; scales for tensors, channels, groups or blocks."""
+
+    method = "compressed-tensors"
+
+    def __init__(self, config: RawConfig) -> None:
+        self.place = config.place
+        config.expect("transform_config", {})
+        sparsity = RawConfig(config.get("sparsity_config", {}, dict), f"{config.place}: sparsity")
+        sparsity.expect("format", "dense")
+        whole = config.get("format", "mixed-precision", str)
+        ignored: set[str] = set()
+        if config.get("kv_cache_scheme", None, dict):
+            ignored.add("the cache is not quantised")
+        self.groups = []
+        for name, values in config.get("config_groups", kind=dict).items():
+            group = RawConfig(values, f"{config.place}: {name}")
+            if group.get("input_activations", None, dict):
+                ignored.add("activations are not quantised")
+            group.expect("output_activations", None)
+            self.groups.append(_read_group(group, group.get("format", whole, str)))
+        self.ignored = tuple(sorted(ignored))
+
+    def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
+        module = key.removesuffix(".weight")
+        if f"{module}.weight_scale" not in checkpoint.tensors:
+            return None
+        rows, columns = matrix_shape(checkpoint, key, shape)
+        g = self._group_of(module)
+        if g.group and columns % g.group:
+            raise UnsupportedError(
+                f"{checkpoint.folder}: {module} has {columns} columns, no multiple of {g.group}."
+            )
+        group = g.group or g.block[1] or columns
+        bits, groups = g.bits, -(-columns // group)
+        by_strategy: dict[str, list[tuple[int, ...]]] = {
+            "tensor": [(1,), (), (1, 1)],
+            "channel": [(rows, 1), (rows,)],
+            "group": [(rows, groups)],
+            "block": [(-(-rows // (g.block[0] or 1)), groups)],
+        }
+        scale_shapes = by_strategy[g.strategy]
+        scales = part(checkpoint, f"{module}.weight_scale", scale_shapes, FLOATS)
+        zeros = index = None
+        tensors = [scales]
+        if g.packed:
+            packed_shape = (rows, -(-columns * bits // 32))
+            weight = part(checkpoint, f"{module}.weight_packed", [packed_shape], ["I32"])
+            stored = part(checkpoint, f"{module}.weight_shape", [(2,)], ["I64", "I32"])
+            if (found := tuple(read_rows(stored).tolist())) != (rows, columns):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {module} is {found}, not {(rows, columns)}. Its files "
+                    "and its config are of different models: download all of them again."
+                )
+            tensors.append(stored)
+            if not g.symmetric:
+                packed_zeros = (-(-rows * bits // 32), groups)
+                zeros = part(checkpoint, f"{module}.weight_zero_point", [packed_zeros], ["I32"])
+        else:
+            dtype = "I8" if g.kind == "int" else "F8_E4M3"
+            weight = part(checkpoint, key, [(rows, columns)], [dtype])
+            if not g.symmetric:
+                zeros = part(checkpoint, f"{module}.weight_zero_point", scale_shapes, ["I8"])
+        if g.ordered:
+            index = part(checkpoint, f"{module}.weight_g_idx", [(columns,)], ["I32"])
+        scheme = Scheme(
+            g.kind, bits, group, scales.dtype, signed=g.kind == "int", zeros=zeros is not None
+        )
+        tensors += [info for info in (weight, zeros, index) if info is not None]
+        height = {"tensor": rows, "block": g.block[0]}.get(g.strategy, 1)
+        order = None if index is None else column_order(index, group)
+        return _Matrix(
+            key, (rows, columns), scheme, tuple(tensors), weight, scales, zeros, height, order=order
+        )
+
+    def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
+        """Scales of activations and of the cache."""
+        return name.endswith(_IGNORABLE)
+
+    def _group_of(self, module: str) -> _Group:
+        """Names count before patterns, and these before classes of modules."""
+        for matches in (_by_name, _by_pattern, _by_class):
+            for group in self.groups:
+                if any(matches(target, module) for target in group.targets):
+                    return group
+        raise UnsupportedError(f"{self.place}: {module} is quantised, but no group has it.")
+
+
+def _by_name(target: str, module: str) -> bool:
+    return target == module
+
+
+def _by_pattern(target: str, module: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], module) is not None
+
+
+def _by_class(target: str, module: str) -> bool:
+    return target == ("Embedding" if module.endswith("embed_tokens") else "Linear")
+
+
+def _read_group(config: RawConfig, layout: str) -> _Group:
+    if layout not in _FORMATS:
+        raise UnsupportedError(
+            f"{config.place}: the format {layout!r} is not implemented "
+            f"(only {', '.join(_FORMATS)})."
+        )
+    targets: list[Any] = config.get("targets", kind=list)
+    weights = RawConfig(config.get("weights", kind=dict), f"{config.place}: weights")
+    weights.expect("dynamic", False)
+    weights.expect("type", "int", "float")
+    integers, packed = weights.get("type", "int", str) == "int", layout == "pack-quantized"
+    bits = weights.get("num_bits", 8, int)
+    if packed:
+        weights.expect("type", "int")
+        weights.expect("num_bits", 8, 4)
+    elif not integers:
+        weights.expect("num_bits", 8)
+    elif not 2 <= bits <= 8:
+        raise UnsupportedError(f"{weights.place}: {bits} bits are not implemented.")
+    group = weights.get("group_size", None, int)
+    default = "tensor" if group is None else "group" if group > 0 else "channel"
+    strategy = weights.get("strategy", default, str)
+    weights.expect("strategy", default, "tensor", "channel", "group", "block")
+    if strategy == "group" and (group is None or group < 1):
+        raise UnsupportedError(f"{weights.place}: group_size = {group} is no size.")
+    block = weights.get("block_structure", [0, 0], list)
+    if strategy == "block" and not (
+        len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        raise UnsupportedError(f"{weights.place}: block_structure = {block} is no size.")
+    symmetric = weights.get("symmetric", True, bool)
+    if not symmetric and (strategy not in ("group", "channel") or not integers):
+        raise UnsupportedError(f"{weights.place}: zero points of a {strategy} are not implemented.")
+    order = weights.get("actorder", None)
+    weights.expect("actorder", None, False, "weight", "static", "group", "dynamic")
+    return _Group(
+        tuple(map(str, targets)),
+        packed,
+        "int" if integers else "e4m3",
+        bits,
+        symmetric,
+        strategy,
+        group if strategy == "group" and group else 0,
+        (block[0], block[1]) if strategy == "block" else (0, 0),
+        order in ("group", "dynamic"),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix(Packed):
+    """height: rows that share a scale."""
+
+    weight: TensorInfo
+    scales: TensorInfo
+    zeros: TensorInfo | None
+    height: int
+
+    def read(self, start: int, stop: int) -> Grouped:
+        scheme, columns = self.scheme, self.shape[1]
+        codes = read_rows(self.weight, start, stop)
+        if self.weight.dtype == "I32":
+            codes = to_signed(unpack(codes.view(np.uint8), scheme.bits, columns), scheme.bits)
+        if self.order is not None:
+            codes = codes[:, self.order]
+        block = (self.height, scheme.group)
+        scale = block_scales(self.scales, block, columns, start, stop)
+        zero = None if self.zeros is None else self._zeros(self.zeros, start, stop)
+        return Grouped(scheme, codes, scale, zero, order=self.order)
+
+    def _zeros(self, info: TensorInfo, start: int, stop: int) -> NDArray[np.int16]:
+        if info.dtype == "I8":
+            return read_rows(info, start, stop).reshape(stop - start, -1).astype(np.int16)
+        bits, first = self.scheme.bits, start // 32  # 32 codes are whole int32
+        words = read_rows(info, first * bits, min(-(-stop // 32) * bits, info.shape[0]))
+        packed = np.ascontiguousarray(words.T).view(np.uint8)
+        codes = unpack(packed, bits, stop - 32 * first)[:, start - 32 * first :]
+        return to_signed(codes, bits).T.astype(np.int16)

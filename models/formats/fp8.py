@@ -1,0 +1,89 @@
+"""E4M3 weights with a scale for each block, as DeepSeek, Qwen3 and others publish them
+(quant_method "fp8").
+
+For a module of `columns` inputs and `rows` outputs, and weight_block_size (h, w):
+
+    weight            E4M3 [rows, columns]
+    weight_scale_inv  float or E8M0 [ceil(rows / h), ceil(columns / w)], or one value for all
+
+A value is scale * code: despite its name, the scale is not inverted. Files with one scale for a
+tensor or a row may call it weight_scale.
+
+Activations are not quantised, which is nearer to the model before its weights were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infer.kernels.errors import UnsupportedError
+from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
+from infer.models.formats.grouped import Grouped, Scheme
+from infer.models.formats.packed import (
+    FLOATS,
+    Format,
+    Packed,
+    block_scales,
+    matrix_shape,
+    part,
+    read_rows,
+)
+
+
+class Fp8(Format):
+    """Blocks of any size, rows or whole tensors; scales of activations are ignored."""
+
+    method = "fp8"
+    ignored = ("activations are not quantised",)
+
+    def __init__(self, config: RawConfig) -> None:
+        config.expect("fmt", "e4m3", "float8_e4m3fn")
+        config.expect("activation_scheme", "dynamic", "static")
+        config.expect("expert_dtype", "fp8")
+        block = config.get("weight_block_size", None, list)
+        if block is not None and not (
+            len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        ):
+            raise UnsupportedError(f"{config.place}: weight_block_size = {block} is no size.")
+        self.block: tuple[int, int] | None = (block[0], block[1]) if block else None
+
+    def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
+        info = checkpoint.tensors.get(key)
+        if info is None or info.dtype != "F8_E4M3":
+            return None
+        rows, columns = matrix_shape(checkpoint, key, shape)
+        shapes: list[tuple[int, ...]] = [(), (1,), (1, 1)]
+        height, group = rows, columns
+        name = f"{key}_scale_inv"
+        if self.block is not None:
+            height, group = self.block[0], min(self.block[1], columns)
+            shapes = [(-(-rows // height), -(-columns // group))]
+        elif name not in checkpoint.tensors:
+            name = f"{key}_scale"
+        found = checkpoint.tensors.get(name)
+        if self.block is None and found is not None and found.shape == (rows, 1):
+            height, shapes = 1, [(rows, 1)]
+        scales = part(checkpoint, name, shapes, [*FLOATS, "F8_E8M0"])
+        weight = part(checkpoint, key, [(rows, columns)], ["F8_E4M3"])
+        dtype = "bf16" if scales.dtype == "F8_E8M0" else scales.dtype
+        scheme = Scheme("e4m3", 8, group, dtype)
+        return _Matrix(key, (rows, columns), scheme, (weight, scales), height)
+
+    def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
+        """Scales of activations and of the cache."""
+        return name.endswith((".input_scale", ".activation_scale", ".k_scale", ".v_scale"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix(Packed):
+    """height: rows that share a scale."""
+
+    height: int
+
+    def read(self, start: int, stop: int) -> Grouped:
+        weight, scales = self.tensors
+        block = (self.height, self.scheme.group)
+        scale = block_scales(scales, block, self.shape[1], start, stop)
+        return Grouped(self.scheme, read_rows(weight, start, stop), scale)

@@ -1,0 +1,121 @@
+"""GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel publish it.
+
+For a module of `columns` inputs and `rows` outputs, with codes of b bits as one stream in int32:
+
+    qweight  int32 [columns * b / 32, rows]   codes, packed along the inputs
+    qzeros   int32 [groups, rows * b / 32]    zero points, packed along the outputs
+    scales   float [groups, rows]
+    g_idx    int32 [columns]                  the group of each input
+
+A value is scale * (code - zero). The layout "gptq" stores zero - 1, which wraps around in b bits;
+"gptq_v2" stores the zero point. Symmetric quantisation has the zero point 2^(b - 1) everywhere:
+then codes are read as signed integers. With act-order (desc_act) the inputs of a group are not
+neighbours; see Grouped.order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.errors import CheckpointError, UnsupportedError
+from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
+from infer.models.formats.grouped import Grouped, Scheme, to_signed, unpack
+from infer.models.formats.packed import (
+    FLOATS,
+    Format,
+    Packed,
+    column_order,
+    matrix_shape,
+    part,
+    read_columns,
+    read_flat,
+)
+
+
+class Gptq(Format):
+    """2, 3, 4 and 8 bits; groups of any size; symmetric or not; act-order or not."""
+
+    method = "gptq"
+
+    def __init__(self, config: RawConfig) -> None:
+        config.expect("bits", 4, 2, 3, 8)
+        self.bits: int = config.get("bits", 4, int)
+        self.group: int = config.get("group_size", 128, int)
+        if self.group != -1 and self.group < 1:
+            raise UnsupportedError(f"{config.place}: group_size = {self.group} is no size.")
+        self.symmetric: bool = config.get("sym", True, bool)
+        self.act_order: bool = config.get("desc_act", False, bool)
+        config.expect("is_marlin_format", False)
+        config.expect("pack_dtype", "int32")
+        key = "checkpoint_format" if "checkpoint_format" in config.values else "format"
+        config.expect(key, "gptq", "gptq_v2")
+        self.zero_shift = 1 if config.get(key, "gptq") == "gptq" else 0
+        overrides = config.get("dynamic", {}, dict)
+        if any(not rule.startswith("-:") for rule in overrides):  # "-:" leaves modules as they are
+            raise UnsupportedError(f"{config.place}: dynamic, sizes by module, is not implemented.")
+
+    def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
+        module = key.removesuffix(".weight")
+        if f"{module}.qweight" not in checkpoint.tensors:
+            return None
+        rows, columns = matrix_shape(checkpoint, key, shape)
+        bits, group = self.bits, columns if self.group == -1 else min(self.group, columns)
+        if rows % 32 or columns % 32:
+            raise UnsupportedError(
+                f"{checkpoint.folder}: {module} is ({rows}, {columns}); GPTQ packs multiples of 32."
+            )
+        groups = -(-columns // group)
+        weight = part(checkpoint, f"{module}.qweight", [(columns * bits // 32, rows)], ["I32"])
+        zeros = part(checkpoint, f"{module}.qzeros", [(groups, rows * bits // 32)], ["I32"])
+        scales = part(checkpoint, f"{module}.scales", [(groups, rows)], FLOATS)
+        tensors, order = [weight, zeros, scales], None
+        if self.act_order or f"{module}.g_idx" in checkpoint.tensors:
+            tensors.append(part(checkpoint, f"{module}.g_idx", [(columns,)], ["I32"]))
+            order = column_order(tensors[-1], group)
+        scheme = Scheme(
+            "int", bits, group, scales.dtype, signed=self.symmetric, zeros=not self.symmetric
+        )
+        return _Matrix(key, (rows, columns), scheme, tuple(tensors), self.zero_shift, order=order)
+
+    def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
+        """A bias of nothing but zeros, which AutoGPTQ gives to every module."""
+        info = checkpoint.tensors[name]
+        packed = f"{name.removesuffix('.bias')}.qweight" in checkpoint.tensors
+        if not (name.endswith(".bias") and packed and info.dtype in FLOATS):
+            return False
+        return not read_flat(info, 0, int(np.prod(info.shape))).any()
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix(Packed):
+    zero_shift: int
+
+    def read(self, start: int, stop: int) -> Grouped:
+        weight, zeros, scales = self.tensors[:3]
+        bits, columns = self.scheme.bits, self.shape[1]
+        codes = unpack(_bytes(read_columns(weight, start, stop).T), bits, columns)
+        if self.order is not None:
+            codes = codes[:, self.order]
+        first, last = start // 32, -(-stop // 32)  # 32 codes are whole int32
+        packed = _bytes(read_columns(zeros, first * bits, last * bits))
+        stored = unpack(packed, bits, (last - first) * 32)[:, start - first * 32 :]
+        zero = (stored[:, : stop - start].T + np.uint8(self.zero_shift)) & np.uint8((1 << bits) - 1)
+        scale = np.ascontiguousarray(read_columns(scales, start, stop).T)
+        if not self.scheme.signed:
+            return Grouped(self.scheme, codes, scale, zero.astype(np.int16), order=self.order)
+        if (zero != 1 << (bits - 1)).any():
+            raise CheckpointError(
+                f"{zeros.file}: {zeros.name} has other zero points than {1 << (bits - 1)}, but the "
+                "config says that quantisation is symmetric (sym). One of them is of another model."
+            )
+        return Grouped(self.scheme, to_signed(codes, bits), scale, order=self.order)
+
+
+def _bytes(words: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(words).view(np.uint8)

@@ -1,0 +1,95 @@
+"""MLX's quantised matrices (https://ml-explore.github.io/mlx: quantize), as mlx-lm publishes them.
+
+For a module of `columns` inputs and `rows` outputs, embeddings among them:
+
+    weight  uint32 [rows, columns * b / 32]   codes of b bits, one stream for each row
+    scales  [rows, groups]
+    biases  float [rows, groups]              of the mode "affine" alone
+
+| mode   | b             | group       | scales      | value               |
+| ------ | ------------- | ----------- | ----------- | ------------------- |
+| affine | 2 to 6, 8     | 32, 64, 128 | float       | scale * code + bias |
+| mxfp4  | 4             | 32          | E8M0, uint8 | scale * E2M1        |
+| nvfp4  | 4             | 16          | E4M3, uint8 | scale * E2M1        |
+| mxfp8  | 8             | 32          | E8M0, uint8 | scale * E4M3        |
+
+The key `quantization` of the config has one size and mode for all modules, and by their names those
+of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from infer.kernels.errors import UnsupportedError
+from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
+from infer.models.formats.grouped import TABLES, Grouped, Scheme, from_e8m0, unpack
+from infer.models.formats.packed import FLOATS, Format, Packed, matrix_shape, part, read_rows
+
+# mode -> bits, group, kind
+_MICROSCALING = {"mxfp4": (4, 32, "mxfp4"), "nvfp4": (4, 16, "mxfp4"), "mxfp8": (8, 32, "e4m3")}
+
+
+class Mlx(Format):
+    """All modes but "affine" with one bit."""
+
+    method = "mlx"
+
+    def __init__(self, config: RawConfig) -> None:
+        self.config = config
+        _mode(config)
+        for key, value in config.values.items():
+            if isinstance(value, dict):
+                _mode(RawConfig(value, f"{config.place}: {key}"))
+
+    def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
+        module = key.removesuffix(".weight")
+        if f"{module}.scales" not in checkpoint.tensors:
+            return None
+        rows, columns = matrix_shape(checkpoint, key, shape)
+        config, own = self.config, self.config.values.get(module)
+        if isinstance(own, dict):
+            config = RawConfig(own, f"{config.place}: {module}")
+        bits, group, kind = _mode(config)
+        if columns % group or columns * bits % 32:
+            raise UnsupportedError(
+                f"{checkpoint.folder}: {module} has {columns} columns, no multiple of {group}."
+            )
+        affine, grouped = kind == "int", [(rows, columns // group)]
+        weight = part(checkpoint, key, [(rows, columns * bits // 32)], ["U32"])
+        scales = part(checkpoint, f"{module}.scales", grouped, FLOATS if affine else ["U8"])
+        if not affine:
+            scheme = Scheme(kind, bits, group, "f16" if group == 16 else "bf16")
+            return _Matrix(key, (rows, columns), scheme, (weight, scales))
+        biases = part(checkpoint, f"{module}.biases", grouped, [scales.dtype])
+        scheme = Scheme(kind, bits, group, scales.dtype, biases=True)
+        return _Matrix(key, (rows, columns), scheme, (weight, scales, biases))
+
+
+def _mode(config: RawConfig) -> tuple[int, int, str]:
+    """Bits, group and kind. Raises UnsupportedError."""
+    mode = config.get("mode", "affine", str)
+    if mode in _MICROSCALING:
+        bits, group, kind = _MICROSCALING[mode]
+        config.expect("bits", bits)
+        config.expect("group_size", group)
+        return bits, group, kind
+    config.expect("mode", "affine", *_MICROSCALING)
+    config.expect("bits", 4, 2, 3, 5, 6, 8)
+    config.expect("group_size", 64, 32, 128)
+    return config.get("bits", 4, int), config.get("group_size", 64, int), "int"
+
+
+class _Matrix(Packed):
+    def read(self, start: int, stop: int) -> Grouped:
+        weight, scales, *biases = self.tensors
+        scheme, columns = self.scheme, self.shape[1]
+        codes = unpack(read_rows(weight, start, stop).view(np.uint8), scheme.bits, columns)
+        scale = read_rows(scales, start, stop)
+        if scales.dtype == "U8":
+            scale = TABLES["e4m3"][scale] if scheme.group == 16 else from_e8m0(scale)
+        bias = read_rows(biases[0], start, stop) if biases else None
+        return Grouped(scheme, codes, scale, biases=bias)

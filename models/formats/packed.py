@@ -1,0 +1,192 @@
+"""What every format offers: which tensors make a matrix, and rows of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.arrays import from_bf16
+from infer.kernels.errors import CheckpointError, UnsupportedError
+from infer.models.checkpoint import Checkpoint, TensorInfo, listed
+from infer.models.config import RawConfig
+from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0
+
+FLOATS = ("f32", "f16", "bf16")
+
+# Names of dtypes, as in TensorInfo, to how numpy reads them. What it has no type for stays bits.
+_NUMPY = {
+    "f32": "<f4",
+    "f16": "<f2",
+    "bf16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I8": "i1",
+    "U8": "u1",
+    "F8_E4M3": "u1",
+    "F8_E8M0": "u1",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(ABC):
+    """A matrix (rows, columns) of a checkpoint, as its format packs it.
+
+    tensors: all that it is made of, so that none of them counts as surplus.
+    order: the order of columns that each Grouped of it has.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    scheme: Scheme
+    tensors: tuple[TensorInfo, ...]
+    order: NDArray[np.int64] | None = field(default=None, kw_only=True)
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Grouped:
+        """Rows [start, stop). Reads no more than these need, and keeps nothing. Safe in several
+        threads. Raises CheckpointError when a file cannot be read or holds what it must not."""
+
+
+class Format(ABC):
+    """A way of publishing quantised matrices, as a config describes it.
+
+    ignored: what the config asks for and is not done because it only makes results less exact, in
+    words for people; above all, quantised activations.
+    """
+
+    method: ClassVar[str]
+    ignored: tuple[str, ...] = ()
+
+    @abstractmethod
+    def __init__(self, config: RawConfig) -> None:
+        """Raises UnsupportedError for a variant that is not implemented."""
+
+    @abstractmethod
+    def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
+        """The matrix that the model asks for as tensor `key`, or None where the checkpoint holds it
+        as a tensor of floats, or not at all: what is in the files decides which modules are
+        quantised, and lists of exceptions in the config need not be read.
+
+        Raises CheckpointError for parts that are missing or of wrong shape, and UnsupportedError
+        for those of a dtype or group size that is not implemented. Reads headers alone, or indices
+        of columns.
+        """
+
+    def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
+        """Whether a tensor that belongs to no matrix says nothing that is computed with."""
+        return False
+
+
+# Parts of a matrix
+
+
+def part(
+    checkpoint: Checkpoint, name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]
+) -> TensorInfo:
+    """A tensor of one of these shapes and dtypes. Raises CheckpointError and UnsupportedError."""
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise CheckpointError(
+            f"{checkpoint.folder} lacks {name}, a part of a quantised matrix. Download the model "
+            "again, or give the folder of a complete one."
+        )
+    if info.shape not in shapes:
+        raise CheckpointError(
+            f"{checkpoint.folder}: {name} is {info.shape}, not {' or '.join(map(str, shapes))}. "
+            "Its files and its config are of different models: download all of them again."
+        )
+    if info.dtype not in dtypes:
+        raise UnsupportedError(
+            f"{checkpoint.folder}: {name} is of dtype {info.dtype}, which is not implemented there "
+            f"(only {listed(dtypes)})."
+        )
+    return info
+
+
+def matrix_shape(checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> tuple[int, int]:
+    """The shape as (rows, columns). Raises UnsupportedError for a tensor that is no matrix."""
+    if len(shape) != 2:
+        raise UnsupportedError(
+            f"{checkpoint.folder}: {key} of shape {tuple(shape)} is quantised, which is only "
+            "implemented for matrices."
+        )
+    return shape[0], shape[1]
+
+
+# Reading
+
+
+def read_rows(info: TensorInfo, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    """Rows [start, stop) of a tensor, by default all. Values of a float dtype become float32."""
+    stop = info.shape[0] if stop is None else stop
+    values = np.empty((stop - start, *info.shape[1:]), _NUMPY[info.dtype])
+    width = values.itemsize * int(np.prod(info.shape[1:]))
+    info.read_into(values.data.cast("B"), start * width)
+    return _widened(values, info.dtype)
+
+
+def read_columns(info: TensorInfo, start: int, stop: int) -> NDArray[Any]:
+    """Columns [start, stop) of a matrix. Values of a float dtype become float32."""
+    rows, columns = info.shape
+    values = np.empty((rows, stop - start), _NUMPY[info.dtype])
+    view, width = values.data.cast("B"), values.itemsize
+    if stop - start == columns:
+        info.read_into(view)
+    else:
+        step = values.strides[0]
+        for row in range(rows):
+            at = (row * columns + start) * width
+            info.read_into(view[row * step : (row + 1) * step], at)
+    return _widened(values, info.dtype)
+
+
+def read_flat(info: TensorInfo, start: int, stop: int) -> NDArray[Any]:
+    """Values [start, stop) of a tensor, whatever its shape, row after row."""
+    values = np.empty(stop - start, _NUMPY[info.dtype])
+    info.read_into(values.data.cast("B"), start * values.itemsize)
+    return _widened(values, info.dtype)
+
+
+def _widened(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    if dtype == "bf16":
+        return from_bf16(values)
+    if dtype == "F8_E8M0":
+        return from_e8m0(values)
+    return values.astype(np.float32) if dtype == "f16" else values
+
+
+def block_scales(
+    info: TensorInfo, block: tuple[int, int], columns: int, start: int, stop: int
+) -> Floats:
+    """Scales float32 [stop - start, groups] of rows from a tensor that has one for each `block` of
+    rows and columns; a tensor of one value has it for all."""
+    height, _ = block
+    if info.shape in ((), (1,), (1, 1)):
+        whole = read_flat(info, 0, 1)
+        return np.full((stop - start, -(-columns // block[1])), whole[0], np.float32)
+    first = start // height
+    scales = read_rows(info, first, -(-stop // height)).reshape(-(-stop // height) - first, -1)
+    return np.repeat(scales, height, axis=0)[start - first * height :][: stop - start]
+
+
+def column_order(info: TensorInfo, group: int) -> NDArray[np.int64] | None:
+    """The order that makes groups consecutive, None where they are, from g_idx: the group of each
+    column. Raises CheckpointError where groups are not of `group` columns each."""
+    (columns,) = info.shape
+    groups = read_rows(info).astype(np.int64)
+    expected = np.arange(columns) // group
+    if np.array_equal(groups, expected):
+        return None
+    order = np.argsort(groups, kind="stable")
+    if not np.array_equal(groups[order], expected):
+        raise CheckpointError(
+            f"{info.file}: {info.name} does not have {group} columns in each group. Download it "
+            "again, or take another version of the model."
+        )
+    return order
