@@ -41,6 +41,7 @@ from infer.kernels.tensor import QUANTIZED
 from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, fitting_options
 from infer.models import build_model
+from infer.models.packing import Stored
 from infer.models.shapes import SHAPES, shape_config
 from infer.models.weights import converted_dtype, random_weights
 
@@ -271,7 +272,7 @@ def _random(
     with Device(adapter) as device:
         options = fitting_options(
             model,
-            lambda spec: converted_dtype(spec, dtype),
+            lambda spec: Stored(converted_dtype(spec, dtype)),
             EngineOptions(context=context or DEFAULT_CONTEXT, kv_dtype=kv_dtype),
             device.limits,
             adapter,

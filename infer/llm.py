@@ -22,10 +22,8 @@ from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
 from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.memory import checked_context, fitting_options
-from infer.models import build_model
-from infer.models.checkpoint import Checkpoint
-from infer.models.config import RawConfig
-from infer.models.weights import WeightSpec, check_checkpoint, load_weights, stored_dtype
+from infer.models import open_model
+from infer.models.weights import check_checkpoint, load_weights, stored
 from infer.sampling import LogitsProcessor, SamplingParams, logprobs
 from infer.tokenizer import Tokenizer, read_json
 
@@ -362,12 +360,12 @@ def load(
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
     """
-    stored = weight_dtype(dtype, quantize)
+    converted = weight_dtype(dtype, quantize)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
     resolved = resolve(str(model), revision=revision, offline=offline, progress=download_progress)
     adapter = choose_adapter(device)
     return _load(
-        resolved, Device(adapter, settings), context, stored, kv_dtype, progress, engine or {}
+        resolved, Device(adapter, settings), context, converted, kv_dtype, progress, engine or {}
     )
 
 
@@ -382,19 +380,14 @@ def _load(
 ) -> LLM:
     try:
         folder = resolved.folder
-        raw = RawConfig.open(folder)
-        model = build_model(raw)
+        model, checkpoint = open_model(folder)
         tokenizer = Tokenizer.from_folder(folder)
-        checkpoint = Checkpoint.open(folder)
         check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
         positions = checked_context(model, resolved.name, context)
 
-        def dtype_of(spec: WeightSpec) -> str:
-            return stored_dtype(spec, checkpoint, dtype)
-
         options = fitting_options(
             model,
-            dtype_of,
+            lambda spec: stored(spec, checkpoint, dtype),
             EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
             device.limits,
             device.adapter,

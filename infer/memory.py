@@ -13,6 +13,7 @@ from infer.kernels.kv_cache import kv_cache_bytes
 from infer.kernels.quantize import buffer_bytes
 from infer.kernels.tensor import QUANTIZED, allocate
 from infer.models.llama import Llama
+from infer.models.packing import Stored
 from infer.models.weights import WeightSpec
 
 DEFAULT_CONTEXT = 8192
@@ -35,16 +36,22 @@ class MemoryNeed:
 
 def memory_needed(
     model: Llama,
-    dtype_of: Callable[[WeightSpec], str],
+    stored: Callable[[WeightSpec], Stored],
     options: EngineOptions,
     limits: Limits,
     adapter: AdapterInfo | None = None,
 ) -> MemoryNeed:
     """What loading would allocate: the engine is built on a device that only counts."""
     device = DryDevice(limits, adapter)
-    weights = {spec.name: allocate(device, spec.shape, dtype_of(spec)) for spec in model.weights()}
+    weights, quantized = {}, []
+    for spec in model.weights():
+        how = stored(spec)
+        weights[spec.name] = allocate(
+            device, spec.shape, how.dtype, spec.name, how.grouping, how.order
+        )
+        if how.dtype in QUANTIZED and not how.packed:
+            quantized.append(spec.shape)
     weight_bytes = device.allocated
-    quantized = [weight.shape for weight in weights.values() if weight.dtype in QUANTIZED]
     if quantized:
         device.buffer(buffer_bytes(quantized, limits))
     Engine(device, model, weights, options)
@@ -81,7 +88,7 @@ def checked_context(model: Llama, name: str, context: int | None) -> int:
 
 def fitting_options(
     model: Llama,
-    dtype_of: Callable[[WeightSpec], str],
+    stored: Callable[[WeightSpec], Stored],
     options: EngineOptions,
     limits: Limits,
     adapter: AdapterInfo,
@@ -94,7 +101,7 @@ def fitting_options(
     """
     free = memory_info(adapter).free
     while True:
-        need = memory_needed(model, dtype_of, options, limits, adapter)
+        need = memory_needed(model, stored, options, limits, adapter)
         layer_bytes = need.kv_cache // (2 * model.config.num_hidden_layers)
         fits_binding = layer_bytes <= min(limits.max_binding, limits.max_buffer)
         if fits_binding and (free is None or need.total <= free):
@@ -109,7 +116,7 @@ def fitting_options(
             f"layer; one binding of {adapter.name} holds {limits.max_binding:,}. "
             f"Ask for at most {limits.max_binding // per_position} (--context)."
         )
-    quantized = any(dtype_of(spec) in QUANTIZED for spec in model.weights())
+    quantized = any(stored(spec).dtype in QUANTIZED for spec in model.weights())
     raise OutOfMemoryError(
         f"The model needs {need.total:,} bytes ({need.weights:,} of weights, {need.kv_cache:,} of "
         f"KV cache for {options.context} positions, {need.other:,} besides); {adapter.name} has "

@@ -26,10 +26,9 @@ from infer.memory import (
     kv_bytes_per_position,
     memory_needed,
 )
-from infer.models import build_model
-from infer.models.checkpoint import Checkpoint
-from infer.models.config import RawConfig
-from infer.models.weights import WeightSpec, check_checkpoint, stored_dtype
+from infer.models import open_model
+from infer.models.packing import Stored
+from infer.models.weights import WeightSpec, check_checkpoint, stored
 from infer.sampling import SamplingParams
 from infer.terminal import size
 from infer.tokenizer import read_json
@@ -259,16 +258,16 @@ def inspect_model(
 
     Raises ModelError, DeviceError, TokenizerError, RequestError.
     """
-    stored = weight_dtype(dtype, quantize)
+    converted = weight_dtype(dtype, quantize)
     found = resolve(model, revision=revision, offline=offline, progress=download_progress)
-    raw = RawConfig.open(found.folder)
-    llama = build_model(raw)
-    checkpoint = Checkpoint.open(found.folder)
+    llama, checkpoint = open_model(found.folder)
     specs = list(llama.weights())
     check_checkpoint(specs, checkpoint, llama.ignorable)
 
-    def dtype_of(spec: WeightSpec) -> str:
-        return stored_dtype(spec, checkpoint, stored)
+    storage = {spec.name: stored(spec, checkpoint, converted) for spec in specs}
+
+    def stored_as(spec: WeightSpec) -> Stored:
+        return storage[spec.name]
 
     options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
     adapter = choose_adapter(device) if device is not None or list_adapters() else None
@@ -279,7 +278,7 @@ def inspect_model(
     else:
         try:
             options = fitting_options(
-                llama, dtype_of, options, limits, adapter, may_shrink=context is None
+                llama, stored_as, options, limits, adapter, may_shrink=context is None
             )
         except OutOfMemoryError as error:
             fits, verdict = False, f"no: {error}"
@@ -291,14 +290,14 @@ def inspect_model(
                 if free is None
                 else f"yes: {size(free)} are free"
             )
-    need = memory_needed(llama, dtype_of, options, limits, adapter)
+    need = memory_needed(llama, stored_as, options, limits, adapter)
     return ModelReport(
         name=found.name,
         folder=str(found.folder),
         revision=found.revision,
         architecture=llama.config.model_type,
         parameters=sum(prod(spec.shape) for spec in specs),
-        dtypes=sorted({dtype_of(spec) for spec in specs if len(spec.shape) > 1}),
+        dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
         disk_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         max_context=llama.config.max_position_embeddings,
         context=options.context,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from infer.kernels.device import Device
 from infer.kernels.quantize import Quantizer
 from infer.kernels.record import run
-from infer.kernels.tensor import BLOCK, QUANTIZED, GpuTensor, Grouping, allocate, row_bytes
+from infer.kernels.tensor import BLOCK, CODED, QUANTIZED, GpuTensor, Grouping, allocate, row_bytes
 
 Array = NDArray[Any]  # of any float type
 
@@ -37,26 +37,30 @@ def rounded(values: Array, dtype: str) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True, eq=False)
-class Integers:
-    """Rows of a quantised matrix: signed integers int8 [rows, columns], of dtype "q8" or "q4", and
-    f32 [rows, groups] scales and the offsets (zero points or biases) that `grouping` speaks of."""
+class Codes:
+    """Rows of a quantised matrix: signed integers int8 [rows, columns] of dtype "q8" or "q4", or
+    uint8 codes of a CODED one, and f32 [rows, groups] scales and the offsets (zero points or
+    biases) that `grouping` speaks of."""
 
     dtype: str
     grouping: Grouping
-    values: NDArray[np.int8]
+    codes: NDArray[Any]
     scales: Array
     offsets: Array | None = None
 
     def pack(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """The bytes of blocks and of scales, [rows, bytes] each, as kernels/tensor.py has them."""
-        rows, columns = self.values.shape
-        padded = np.zeros((rows, -(-columns // BLOCK) * BLOCK), np.int8)
-        padded[:, :columns] = self.values
-        halves = padded.view(np.uint8).reshape(rows, -1, 2, BLOCK // 2)
+        rows, columns = self.codes.shape
+        block = 8 if self.dtype in CODED else BLOCK
+        padded = np.zeros((rows, -(-columns // block) * block), np.uint8)
+        padded[:, :columns] = self.codes.view(np.uint8)
+        halves = padded.reshape(rows, -1, 2, block // 2)
         if self.dtype == "q4":
-            blocks = (halves[:, :, 0] & 15 | halves[:, :, 1] << 4).astype(np.uint8)
-        else:
+            blocks: NDArray[Any] = halves[:, :, 0] & 15 | halves[:, :, 1] << 4
+        elif self.dtype == "q8":
             blocks = halves.swapaxes(1, 2)
+        else:
+            blocks = padded if CODED[self.dtype] == 8 else padded[:, ::2] | padded[:, 1::2] << 4
         parts = [self.scales] if self.offsets is None else [self.scales, self.offsets]
         pairs = _stored(np.stack(parts, axis=-1), self.grouping.dtype).reshape(rows, -1)
         scales = np.zeros((rows, self.grouping.row_bytes(columns)), np.uint8)
@@ -65,7 +69,7 @@ class Integers:
 
     def to_gpu(self, device: Device, label: str = "") -> GpuTensor:
         """All rows as a weight."""
-        tensor = allocate(device, self.values.shape, self.dtype, label, self.grouping)
+        tensor = allocate(device, self.codes.shape, self.dtype, label, self.grouping)
         blocks, scales = self.pack()
         for shard in tensor.shards:
             rows = slice(shard.start, shard.start + shard.rows)
@@ -81,12 +85,10 @@ def _stored(values: Array, dtype: str) -> NDArray[Any]:
     return values.astype(np.float16 if dtype == "f16" else np.float32)
 
 
-def to_gpu(
-    device: Device, values: Array | Integers, dtype: str = "f32", label: str = ""
-) -> GpuTensor:
-    """A matrix [rows, columns] in that dtype (of Integers: as they are), or a vector in f32, as a
+def to_gpu(device: Device, values: Array | Codes, dtype: str = "f32", label: str = "") -> GpuTensor:
+    """A matrix [rows, columns] in that dtype (Codes: as they are), or a vector in f32, as a
     weight on the GPU."""
-    if isinstance(values, Integers):
+    if isinstance(values, Codes):
         return values.to_gpu(device, label)
     tensor = allocate(device, values.shape, dtype, label)
     matrix = values.reshape(1, -1) if values.ndim == 1 else values

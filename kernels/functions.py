@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.arrays import Array, Integers, from_rows, to_gpu, to_rows
+from infer.kernels.arrays import Array, Codes, from_rows, to_gpu, to_rows
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ShaderError
 from infer.kernels.forward import Floats, Forward, Ids, Options, scoped_function, submit, unwritten
@@ -98,7 +98,7 @@ def validate(
 def embedding(
     device: Device,
     ids: Ids,
-    weight: Array | Integers,
+    weight: Array | Codes,
     *,
     dtype: str = "f32",
     scale: float = 1.0,
@@ -185,7 +185,7 @@ def take_rows(device: Device, x: Array, rows: Sequence[int], **options: Unpack[O
 def matmul_vec(
     device: Device,
     x: Array,
-    weight: Array | Integers,
+    weight: Array | Codes,
     *,
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
@@ -211,7 +211,7 @@ def matmul_vec(
 def matmul(
     device: Device,
     x: Array,
-    weight: Array | Integers,
+    weight: Array | Codes,
     *,
     dtype: str = "f32",
     norm: tuple[Array, float] | None = None,
@@ -233,7 +233,7 @@ def matmul(
 def _linear(
     forward: Forward,
     x: Array,
-    weight: Array | Integers,
+    weight: Array | Codes,
     dtype: str,
     norm: tuple[Array, float] | None,
     bias: Array | None,

@@ -104,7 +104,8 @@ class Fusion:
             norm = user if user.op == "rmsnorm" and user in self.absorbed else None
             linears = self.consumers[user] if norm else [user]
             int8 = {linear.op == "linear" and _quantized(linear) for linear in linears}
-            if int8 == {True} or (norm and int8 == {False}):
+            ordered = any(_ordered(linear) for linear in linears)
+            if not ordered and (int8 == {True} or (norm and int8 == {False})):
                 forms.add(Form(norm, int8.pop()))
             else:
                 others = True
@@ -155,6 +156,11 @@ class Fusion:
         if value.op == "rmsnorm":
             norm, value = value, value.inputs[0]
         return value, norm, rope
+
+
+def _ordered(linear: Value) -> bool:
+    """Whether it wants the columns of its input in an order of its own."""
+    return linear.op == "linear" and linear.attrs["weight"].order is not None
 
 
 def _quantized(linear: Value) -> bool:

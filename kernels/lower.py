@@ -246,13 +246,13 @@ class Lowering:
             tile = self.tuning.matmul_int8(rows, n) if quantized else self.tuning.matmul(rows, n)
             operands = [shard.buffer, inputs[0]]
             if shard.scales is not None:
-                operands += [shard.scales, inputs[1]]
+                operands.append(shard.scales)
             self.emit(
                 "matmul_int8" if quantized else "matmul",
-                [*operands, *rest],
+                [*operands, *inputs[1:], *rest],
                 tile_grid(-(-n // tile.columns), tile.rows),
                 params
-                | (grouping_params(weight) if quantized else {})
+                | grouping_params(weight)
                 | {"N": n // 2 if gated else n, "START": shard.start, "GATED": gated}
                 | {"M_TILE": tile.m_tile, "N_TILE": tile.n_tile, "DOUBLE": tile.double}
                 | {"M_SIZE": tile.m_size, "N_SIZE": tile.n_size},
@@ -333,28 +333,31 @@ class Lowering:
     def prepare(self, x: Value, form: Form, rows: int) -> list[Operand]:
         """Where a form of x goes: its values times the norm's weights; or, as int8, integers, and
         the scale and the sum of squares of every block."""
-        if form.int8:
-            blocks = -(-x.width // BLOCK) * padded_rows(rows)
-            operands: list[Operand] = [Scratch(blocks * BLOCK), Scratch(blocks * 8)]
-        else:
-            operands = [Scratch(4 * rows * stride(x.width))]
+        floats: list[Operand] = [Scratch(4 * rows * stride(x.width))]
+        operands = _int8_operands(x, rows) if form.int8 else floats
         self.prepared[x, form.norm, form.int8] = operands
         return operands
 
     def _int8(self, value: Value, x: Value, norm: Value | None) -> list[Operand]:
         """The int8 form of x that the projection `value` reads, made here unless x came with it."""
-        if (x, norm, True) in self.prepared:
+        order: Buffer | None = value.attrs["weight"].order
+        if order is None and (x, norm, True) in self.prepared:
             return self.prepared[x, norm, True]
-        operands = self.prepare(x, Form(norm, int8=True), self.rows(value))
+        if order is None:
+            operands = self.prepare(x, Form(norm, int8=True), self.rows(value))
+        else:  # nobody else's
+            operands = _int8_operands(x, self.rows(value))
         norms = [] if norm is None else [norm.attrs["weight"].buffer]
+        orders = [] if order is None else [order]
         self.emit(
             "quantize",
-            (x, *operands, *norms),
+            (x, *operands, *norms, *orders),
             self.row_grid(value, -(-x.width // (8 * BLOCK))),
             {
                 "K": x.width,
                 "X_STRIDE": stride(x.width),
                 "NORM": norm is not None,
+                "ORDER": order is not None,
                 "QUANTIZE": True,
             },
         )
@@ -514,6 +517,12 @@ class Lowering:
         if operand is self.output or operand.op == "input":
             return None
         return 4 * padded_rows(self.rows(operand)) * stride(operand.width)
+
+
+def _int8_operands(x: Value, rows: int) -> list[Operand]:
+    """The integers, and the scales and sums of squares of their blocks."""
+    blocks = -(-x.width // BLOCK) * padded_rows(rows)
+    return [Scratch(blocks * BLOCK), Scratch(blocks * 8)]
 
 
 def grouping_params(weight: GpuTensor) -> dict[str, Any]:

@@ -1,28 +1,34 @@
 """Weights on the GPU.
 
-A float matrix is rows of values. A quantised one is blocks of 32 consecutive columns of a row, the
-last block padded with zeros. A weight is scale * q, with an f16 scale for each block. Two buffers:
+A float matrix is rows of values. The others have two buffers. The first, array<vec4<u32>>, is
 
-* blocks, array<vec4<u32>>, KB = ceil(columns / 32) blocks a row. q4, -8 to 7: unit k of a row is
-  block k; its byte i holds value i in the low nibble and value 16 + i in the high one, both in
-  two's complement. q8, -127 to 127: int8 in two planes, units [0, KB) the first 16 values of each
-  block, units [KB, 2 KB) the other 16.
-* scales, [rows][groups, padded with zeros to 16 bytes], one for each group of columns (see
-  `Grouping`), those of other people's formats with an offset beside each of them.
+* q4 and q8, integers: KB = ceil(columns / 32) blocks a row, the last one padded with zeros. q4, -8
+  to 7: unit k of a row is block k; its byte i holds value i in the low nibble and value 16 + i in
+  the high one, both in two's complement. q8, int8 in two planes: units [0, KB) the first 16
+  values of each block, units [KB, 2 KB) the other 16.
+* e4m3, mxfp4, nf4 and iq4nl, codes of floats (wgsl/weight.wgsl): rows of bytes or of nibbles, the
+  first column in the lowest bits, padded to eight columns.
+
+The second is scales, [rows][groups, padded with zeros to 16 bytes], one for each group of columns,
+and what lies beside them: see `Grouping`. What is quantised here has an f16 scale for 32 columns.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 QUANTIZED = ("q8", "q4")
+CODED = {"e4m3": 8, "mxfp4": 4, "nf4": 4, "iq4nl": 4}  # floats of so many bits
 BLOCK = 32  # columns of a block
 _UNITS = {"q8": 2, "q4": 1}  # of 16 bytes, in a block
-_SHARD_ROWS = 32  # shards of quantised weights start at a multiple of this
+_SHARD_ROWS = 32  # shards of what has scales start at a multiple of this
 
 
 def row_bytes(columns: int, dtype: str) -> int:
@@ -30,6 +36,8 @@ def row_bytes(columns: int, dtype: str) -> int:
     their scales)."""
     if dtype in QUANTIZED:
         return -(-columns // BLOCK) * 16 * _UNITS[dtype]
+    if dtype in CODED:
+        return -(-columns // 8) * CODED[dtype]
     return -(-columns // 8) * 8 * ITEMSIZE[dtype]
 
 
@@ -59,6 +67,9 @@ class Grouping:
         return -(-self.groups(columns) * pair * ITEMSIZE[self.dtype] // 16) * 16
 
 
+OWN = Grouping()  # that of weights which are quantised here
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """Rows [start, start + rows) of a weight, in a buffer of their own, or two if quantised."""
@@ -80,18 +91,26 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class GpuTensor:
-    """A weight: dtype "f32", "f16", "bf16", "q8" or "q4"; shape (rows, columns), or (columns,) for
-    a vector, which is always f32. A tensor larger than one binding lies in several shards of whole
-    rows. grouping: of one that is quantised."""
+    """A weight: dtype "f32", "f16", "bf16", "q8", "q4" or of CODED; shape (rows, columns), or
+    (columns,) for a vector, which is always f32. A tensor larger than one binding lies in several
+    shards of whole rows. grouping: of one that has scales. order: of its columns, u32 [columns],
+    where these are not in their own; column i goes with the activation's value order[i]."""
 
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
-    grouping: Grouping = Grouping()
+    grouping: Grouping = OWN
+    order: Buffer | None = None
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """All that it is made of."""
+        order = [] if self.order is None else [self.order]
+        return [buffer for shard in self.shards for buffer in shard.buffers] + order
 
     @property
     def nbytes(self) -> int:
-        return sum(shard.nbytes for shard in self.shards)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
     def buffer(self) -> Buffer:
@@ -105,7 +124,8 @@ def allocate(
     shape: tuple[int, ...],
     dtype: str,
     label: str = "",
-    grouping: Grouping = Grouping(),
+    grouping: Grouping = OWN,
+    order: NDArray[np.int64] | None = None,
 ) -> GpuTensor:
     """A zero-filled weight of (rows, columns), or an f32 vector (columns,).
 
@@ -115,14 +135,13 @@ def allocate(
         buffer = device.buffer(row_bytes(shape[0], "f32"), label=label)
         return GpuTensor("f32", shape, (Shard(buffer, 0, 1),))
     rows, columns = shape
-    quantized = dtype in QUANTIZED
-    stride, scale_stride = (
-        row_bytes(columns, dtype),
-        grouping.row_bytes(columns) if quantized else 0,
+    scaled = dtype in QUANTIZED or dtype in CODED
+    stride, scale_stride = row_bytes(columns, dtype), grouping.row_bytes(columns) if scaled else 0
+    per_shard = min(device.limits.max_binding, device.limits.max_buffer) // max(
+        stride, scale_stride
     )
-    per_shard = min(device.limits.max_binding, device.limits.max_buffer) // stride
-    if quantized:
-        per_shard = per_shard // _SHARD_ROWS * _SHARD_ROWS  # a row of scales is not longer
+    if scaled:
+        per_shard = per_shard // _SHARD_ROWS * _SHARD_ROWS
         if per_shard == 0:
             raise UnsupportedError(
                 f"{label or 'A weight'} of {columns} columns cannot be quantised for "
@@ -138,10 +157,12 @@ def allocate(
     try:
         for start in range(0, rows, per_shard):
             count = min(per_shard, rows - start)
-            blocks = new(count * stride, label)
-            scales = new(count * scale_stride, f"{label} scales") if quantized else None
+            blocks = new(-(-count * stride // 16) * 16, label)
+            scales = new(count * scale_stride, f"{label} scales") if scaled else None
             shards.append(Shard(blocks, start, count, scales))
+        if order is not None:
+            buffers.append(device.upload(order.astype(np.uint32), label=f"{label} order"))
     except OutOfMemoryError:
         device.destroy(buffers)
         raise
-    return GpuTensor(dtype, shape, tuple(shards), grouping)
+    return GpuTensor(dtype, shape, tuple(shards), grouping, None if order is None else buffers[-1])

@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from infer.models.checkpoint import Checkpoint
     from infer.models.config import RawConfig
     from infer.models.llama import Llama
 
@@ -36,6 +39,22 @@ ARCHITECTURES = {
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
 }
+
+
+def open_model(folder: Path) -> tuple[Llama, Checkpoint]:
+    """The model in a folder, and its checkpoint, of which the headers are read. Raises ModelError
+    for what is missing, damaged or not implemented."""
+    from infer.models.checkpoint import Checkpoint
+    from infer.models.config import RawConfig
+    from infer.models.formats import find_format, find_packed
+
+    raw = RawConfig.open(folder)
+    found = find_format(raw)
+    model = build_model(raw)
+    checkpoint = Checkpoint.open(folder)
+    if found is not None:
+        checkpoint = find_packed(checkpoint, found, model.weights())
+    return model, checkpoint
 
 
 def build_model(raw: RawConfig) -> Llama:

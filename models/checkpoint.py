@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from infer.models.formats.packed import Packed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -65,10 +68,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder by name."""
+    """The tensors of a folder by name. packed: quantised matrices by the names of the tensors that
+    a model asks for; what these are made of is not among the tensors. format: how they are packed.
+    """
 
     folder: Path
     tensors: dict[str, TensorInfo]
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+    format: str | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

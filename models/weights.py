@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from infer.kernels.plan import Dispatch, dispatch, linear_grid
 from infer.kernels.quantize import Quantizer
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import ITEMSIZE, QUANTIZED, GpuTensor, allocate, row_bytes
-from infer.kernels.upload import PIECE_BYTES, Uploader
+from infer.kernels.tensor import ITEMSIZE, QUANTIZED, GpuTensor, Shard, allocate, row_bytes
+from infer.kernels.upload import PIECE_BYTES, Fill, Uploader
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
+from infer.models.packing import PackedRows, Stored, stored_packed
 
 # bf16 is kept as its bits: numpy has no such type.
 _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
@@ -80,14 +82,30 @@ class WeightSpec:
         return (first, *self.sources[0].shape[1:])
 
 
-def stored_dtype(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> str:
-    """The dtype of a weight on the GPU: f32 for a vector, else that of `converted_dtype`, else its
-    sources' own. Sources of different dtypes are widened to f32, which holds each of them exactly.
+def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> Stored:
+    """How a weight lies on the GPU: f32 for a vector, else in `converted_dtype`, else as its
+    sources are. Sources of different dtypes are widened to f32, which holds each of them exactly.
+
+    Raises UnsupportedError for a conversion of what is quantised already, and for sources of which
+    some are.
     """
+    packed = [checkpoint.packed[s.key] for s in spec.sources if s.key in checkpoint.packed]
+    if packed and dtype is not None:
+        raise UnsupportedError(
+            f"{checkpoint.folder} is quantised already ({checkpoint.format}): its weights are not "
+            f"converted to {dtype}. Leave out --dtype and --quantize."
+        )
+    if packed and len(packed) < len(spec.sources):
+        raise UnsupportedError(
+            f"{checkpoint.folder} has some of {listed(s.key for s in spec.sources)} quantised and "
+            "others not, which is not implemented."
+        )
+    if packed:
+        return stored_packed(packed, spec.name)
     if dtype is not None or len(spec.shape) == 1:
-        return converted_dtype(spec, dtype or "f32")
+        return Stored(converted_dtype(spec, dtype or "f32"))
     dtypes = {checkpoint.tensors[source.key].dtype for source in spec.sources}
-    return dtypes.pop() if len(dtypes) == 1 else "f32"
+    return Stored(dtypes.pop() if len(dtypes) == 1 else "f32")
 
 
 def converted_dtype(spec: WeightSpec, dtype: str) -> str:
@@ -123,15 +141,19 @@ def load_weights(
         _check_dtype(dtype)
     check_checkpoint(specs, checkpoint, ignorable)
     _check_rows(device, specs)
-    with _allocated(device, specs, lambda spec: stored_dtype(spec, checkpoint, dtype)) as weights:
+    storage = {spec.name: stored(spec, checkpoint, dtype) for spec in specs}
+    with _allocated(device, specs, storage) as weights:
         allocated(weights)
-        with Quantizer(device, weights) as quantizer:
-            transfers = [
-                transfer
-                for spec in specs
-                for transfer in _transfers(spec, weights[spec.name], checkpoint, quantizer)
-            ]
-            transfers.sort(key=lambda t: (t.info.file, t.info.offset))  # as the disk has them
+        of_floats = {name: w for name, w in weights.items() if not storage[name].packed}
+        with Quantizer(device, of_floats) as quantizer:
+            transfers: list[_Transfer] = []
+            for spec in specs:
+                weight, how = weights[spec.name], storage[spec.name]
+                if how.packed:
+                    transfers += _packed_transfers(spec, weight, checkpoint, how)
+                else:
+                    transfers += _transfers(spec, weight, checkpoint, quantizer)
+            transfers.sort(key=lambda t: t.place)  # as the disk has them
             total, done = sum(t.nbytes for t in transfers), 0
 
             def on_submitted(nbytes: int) -> None:
@@ -142,7 +164,7 @@ def load_weights(
 
             with Uploader(device, total, on_submitted) as uploader:
                 for t in transfers:
-                    uploader.write(t.buffer, t.offset, t.nbytes, t.fill, t.stride)
+                    uploader.write(t.buffer, t.offset, t.nbytes, t.fill, t.unit)
                     if t.then is not None:
                         uploader.run(t.then)
             quantizer.check()
@@ -162,7 +184,9 @@ def random_weights(
     _check_dtype(dtype)
     _check_rows(device, specs)
     with (
-        _allocated(device, specs, lambda spec: converted_dtype(spec, dtype)) as weights,
+        _allocated(
+            device, specs, {spec.name: Stored(converted_dtype(spec, dtype)) for spec in specs}
+        ) as weights,
         Quantizer(device, weights) as quantizer,
     ):
         params: list[Buffer] = []
@@ -194,17 +218,19 @@ def random_weights(
 
 @contextmanager
 def _allocated(
-    device: Device, specs: Sequence[WeightSpec], dtype_of: Callable[[WeightSpec], str]
+    device: Device, specs: Sequence[WeightSpec], storage: Mapping[str, Stored]
 ) -> Iterator[dict[str, GpuTensor]]:
     """The weights, zero-filled; freed when the block fails."""
     weights: dict[str, GpuTensor] = {}
     try:
         for spec in specs:
-            weights[spec.name] = allocate(device, spec.shape, dtype_of(spec), spec.name)
+            how = storage[spec.name]
+            weights[spec.name] = allocate(
+                device, spec.shape, how.dtype, spec.name, how.grouping, how.order
+            )
         yield weights
     except BaseException:
-        shards = [shard for tensor in weights.values() for shard in tensor.shards]
-        device.destroy(buffer for shard in shards for buffer in shard.buffers)
+        device.destroy(buffer for tensor in weights.values() for buffer in tensor.buffers)
         raise
 
 
@@ -220,7 +246,12 @@ def check_checkpoint(
 
     Raises CheckpointError for tensors that are missing, surplus or of another shape, and
     UnsupportedError for a dtype that is not implemented."""
-    wanted = {source.key: source.shape for spec in specs for source in spec.sources}
+    wanted = {
+        source.key: source.shape
+        for spec in specs
+        for source in spec.sources
+        if source.key not in checkpoint.packed
+    }
     found, folder = checkpoint.tensors, checkpoint.folder
     missing = [key for key in wanted if key not in found]
     if missing:
@@ -279,23 +310,34 @@ def _check_rows(device: Device, specs: Sequence[WeightSpec]) -> None:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """`rows` rows of a source, from its value `first` on, to byte `offset` of a buffer. Each row is
-    `columns` values there and `stride` bytes, padding included, here."""
+    """nbytes bytes to byte `offset` of a buffer, in units of `unit` bytes, as `fill` makes them of
+    what lies at `place`: a file, and the byte there."""
+
+    place: tuple[Path, int]
+    buffer: Buffer
+    offset: int
+    nbytes: int
+    unit: int
+    fill: Fill
+    then: Dispatch | None = None  # what makes the weight of them, if these are not its rows
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a source, from its value `first` on. Each row is `columns` values there and `stride`
+    bytes, padding included, in `dtype` here."""
 
     info: TensorInfo
     first: int
-    rows: int
     columns: int
     dtype: str
-    buffer: Buffer
-    offset: int
     stride: int
     added: float = 0.0
-    then: Dispatch | None = None  # what makes the weight of them, if these are not its rows
 
     @property
-    def nbytes(self) -> int:
-        return self.rows * self.stride
+    def place(self) -> tuple[Path, int]:
+        """Where they begin."""
+        return self.info.file, self.info.offset + self.first * ITEMSIZE[self.info.dtype]
 
     def fill(self, view: memoryview, start: int) -> None:
         """Write the rows from byte `start` on, as many as `view` holds."""
@@ -345,42 +387,52 @@ def _transfers(
     vector = len(tensor.shape) == 1
     columns = 1 if vector else tensor.shape[1]
     stride = ITEMSIZE["f32"] if vector else row_bytes(columns, tensor.dtype)
+    for source, shard, start, end, row in _placed(spec, tensor):
+        info = checkpoint.tensors[source.key]
+        if tensor.dtype not in QUANTIZED:
+            rows = _Rows(info, row * columns, columns, tensor.dtype, stride, spec.added)
+            at = (start - shard.start) * stride
+            nbytes = (end - start) * stride
+            yield _Transfer(rows.place, shard.buffer, at, nbytes, stride, rows.fill)
+            continue
+        own_stride = row_bytes(columns, info.dtype)
+        at_once = quantizer.rows_at_once(columns, info.dtype)
+        for done in range(0, end - start, at_once):
+            count = min(at_once, end - start - done)
+            rows = _Rows(info, (row + done) * columns, columns, info.dtype, own_stride)
+            first = start - shard.start + done
+            kernel = quantizer.quantize(spec.name, shard, first, count, info.dtype)
+            nbytes = count * own_stride
+            yield _Transfer(rows.place, quantizer.buffer, 0, nbytes, own_stride, rows.fill, kernel)
+
+
+def _packed_transfers(
+    spec: WeightSpec, tensor: GpuTensor, checkpoint: Checkpoint, how: Stored
+) -> Iterator[_Transfer]:
+    """The same of quantised sources: blocks, then their scales."""
+    columns = tensor.shape[1]
+    for source, shard, start, end, row in _placed(spec, tensor):
+        matrix = checkpoint.packed[source.key]
+        rows = PackedRows(matrix, row, end - start, how)
+        info = matrix.tensors[0]
+        strides = row_bytes(columns, how.dtype), how.grouping.row_bytes(columns)
+        fills = rows.fill_blocks, rows.fill_scales
+        for buffer, stride, fill in zip(shard.buffers, strides, fills, strict=True):
+            at, nbytes = (start - shard.start) * stride, (end - start) * stride
+            yield _Transfer((info.file, info.offset), buffer, at, nbytes, stride, fill)
+
+
+def _placed(spec: WeightSpec, tensor: GpuTensor) -> Iterator[tuple[Source, Shard, int, int, int]]:
+    """For each source and each shard that holds some of it: rows [start, end) of the weight, and
+    where in the source's tensor they begin."""
     top = 0
     for source in spec.sources:
-        bottom, info = top + source.rows, checkpoint.tensors[source.key]
-        skipped = source.start - top
+        bottom = top + source.rows
         for shard in tensor.shards:
-            count = tensor.shape[0] if vector else shard.rows
+            count = tensor.shape[0] if len(tensor.shape) == 1 else shard.rows
             start, end = max(top, shard.start), min(bottom, shard.start + count)
-            if tensor.dtype not in QUANTIZED and start < end:
-                yield _Transfer(
-                    info,
-                    (start + skipped) * columns,
-                    end - start,
-                    columns,
-                    tensor.dtype,
-                    shard.buffer,
-                    (start - shard.start) * stride,
-                    stride,
-                    spec.added,
-                )
-            elif start < end:
-                at_once = quantizer.rows_at_once(columns, info.dtype)
-                for first in range(start, end, at_once):
-                    rows = min(at_once, end - first)
-                    yield _Transfer(
-                        info,
-                        (first + skipped) * columns,
-                        rows,
-                        columns,
-                        info.dtype,
-                        quantizer.buffer,
-                        0,
-                        row_bytes(columns, info.dtype),
-                        then=quantizer.quantize(
-                            spec.name, shard, first - shard.start, rows, info.dtype
-                        ),
-                    )
+            if start < end:
+                yield source, shard, start, end, start - top + source.start
         top = bottom
 
 

@@ -12,19 +12,15 @@ from numpy.typing import NDArray
 
 from infer.engine import Engine, EngineOptions
 from infer.kernels.device import Device
-from infer.models import build_model
-from infer.models.checkpoint import Checkpoint
-from infer.models.config import RawConfig
+from infer.models import open_model
 from infer.models.weights import load_weights
 from infer.sampling import SamplingParams
 
 
 def build_engine(device: Device, folder: Path, **options: Any) -> Engine:
     """The model in a folder, with a cache in f32 unless the options (of EngineOptions) differ."""
-    model = build_model(RawConfig.open(folder))
-    weights = load_weights(
-        device, list(model.weights()), Checkpoint.open(folder), ignorable=model.ignorable
-    )
+    model, checkpoint = open_model(folder)
+    weights = load_weights(device, list(model.weights()), checkpoint, ignorable=model.ignorable)
     own: dict[str, Any] = {"context": 128, "kv_dtype": "f32"} | options
     engine = Engine(device, model, weights, EngineOptions(**own))
     engine.compile()

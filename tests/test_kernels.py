@@ -19,7 +19,7 @@ from conftest import LEAST, OpenDevice
 
 from infer.kernels import check, functions, reference
 from infer.kernels.arena import Arena
-from infer.kernels.arrays import Array, Integers, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.arrays import Array, Codes, from_rows, rounded, to_gpu, to_rows
 from infer.kernels.check import check_device, exact_weight, int8_rows, kv_step
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
@@ -275,7 +275,7 @@ def test_quantized_linear(
 
 def grouped(
     rng: np.random.Generator, shape: tuple[int, int], dtype: str, grouping: Grouping
-) -> tuple[Integers, Array]:
+) -> tuple[Codes, Array]:
     """Random integers in groups, and what they mean, in float64."""
     n, k = shape
     least = -8 if dtype == "q4" else -128 + 1  # as int8 activations are
@@ -291,7 +291,7 @@ def grouped(
     if grouping.offset == "bias":
         offsets = rounded(normal(rng, *scales.shape) / 8, grouping.dtype)
         values += spread(offsets)[:, :k]
-    return Integers(dtype, grouping, q, scales, offsets), values
+    return Codes(dtype, grouping, q, scales, offsets), values
 
 
 GROUPINGS: Factors = SETTINGS | {

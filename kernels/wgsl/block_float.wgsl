@@ -1,14 +1,22 @@
-// Blocks of eight columns in f32: weights f32, f16 or bf16, activations as they are.
+// Blocks of eight columns in f32: weights that are floats, activations as they are.
 //
 // NORM: activations are multiplied by the norm's weights, and their squares are passed on. SCALED:
 // the kernel that made x has multiplied it already, because weights of a norm that come from far
 // away in memory would keep all invocations waiting.
 #include "weight.wgsl"
+#include "scales.wgsl"
 // @param K u32                   columns of W
 // @param NORM bool
 // @param SCALED bool
-#if WEIGHT == f32 or WEIGHT == f16 or WEIGHT == bf16
+#if not (WEIGHT == q8 or WEIGHT == q4)
+#if CODES
+struct Block {
+  codes: Packed8,
+  scale: f32,
+}
+#else
 alias Block = Packed8;
+#endif
 
 struct Activations {
   low: vec4<f32>,
@@ -20,7 +28,12 @@ const BLOCKS = (K + 7u) / 8u;  // of a row
 const UNIT = 1.0;              // what multiply's results are multiples of
 
 fn load_block(row: u32, i: u32) -> Block {
+#if CODES
+  let group = i / (GROUP / 8u);
+  return Block(load8(row * BLOCKS + i), widen_scale(load_scale(row, group), group).x);
+#else
   return load8(row * BLOCKS + i);
+#endif
 }
 
 // Row m of x; not valid: beyond the last block.
@@ -52,6 +65,10 @@ fn masked(value: vec4<f32>, column: u32, valid: bool) -> vec4<f32> {
 }
 
 fn multiply(w: Block, a: Activations) -> f32 {
+#if CODES
+  return w.scale * (dot(low4(w.codes), a.low) + dot(high4(w.codes), a.high));
+#else
   return dot(low4(w), a.low) + dot(high4(w), a.high);
+#endif
 }
 #endif

@@ -5,7 +5,7 @@
 // q4 has the first half of a block in the low nibbles and the second in the high ones.
 #include "scales.wgsl"
 // @param K u32                   columns of W
-// @param WEIGHT f32|f16|bf16|q8|q4
+// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
 #if WEIGHT == q8 or WEIGHT == q4
 struct Block {
 #if WEIGHT == q4

@@ -9,12 +9,10 @@
 #let QUANTIZED = WEIGHT == q8 or WEIGHT == q4
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> weight: array<vec4<u32>>;
-#if QUANTIZED
+#if SCALES_BOUND
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
-@group(0) @binding(3) var<storage, read_write> y: array<vec4<f32>>;  // [rows][K]
-#else
-@group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;  // [rows][K]
 #endif
+@group(0) @binding($(2 + SCALES_BOUND)) var<storage, read_write> y: array<vec4<f32>>;  // [rows][K]
 
 const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
 #if QUANTIZED
@@ -49,13 +47,25 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
 
 fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
   let w = load8(row * EIGHTS + group);
+#if CODES
+  let of_columns = group / (GROUP / 8u);
+  let scale = widen_scale(load_scale(row, of_columns), of_columns).x;
+  return array<vec4<f32>, 2>(scale * low4(w), scale * high4(w));
+#else
   return array<vec4<f32>, 2>(low4(w), high4(w));
+#endif
 }
 #endif
 
 // grid (groups of eight / 64, rows)
 @compute @workgroup_size(64)
-fn main(@builtin(global_invocation_id) id: vec3<u32>) {
+fn main(
+  @builtin(global_invocation_id) id: vec3<u32>,
+  @builtin(local_invocation_index) tid: u32,
+) {
+#if TABLE
+  fill_codes(tid);
+#endif
   let token = step.rows[id.y].token;
   if (id.x >= EIGHTS || token < START || token >= START + SHARD_ROWS) {
     return;

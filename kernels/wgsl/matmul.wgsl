@@ -8,7 +8,7 @@
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
 #include "weight.wgsl"
 #include "activate.wgsl"
-// @param K u32                   columns of W
+#include "scales.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
@@ -23,21 +23,24 @@
 // @param RESIDUAL bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // rows up to a multiple of the tile
-@group(0) @binding(2) var<storage, read_write> y: array<f32>;
+#if CODES
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+#endif
+@group(0) @binding($(2 + CODES)) var<storage, read_write> y: array<f32>;
 #if BIAS
-@group(0) @binding(3) var<storage, read> bias: array<f32>;
+@group(0) @binding($(3 + CODES)) var<storage, read> bias: array<f32>;
 #endif
 #if RESIDUAL
-@group(0) @binding($(3 + BIAS)) var<storage, read> residual: array<f32>;
+@group(0) @binding($(3 + CODES + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 
-const GROUPS = (K + 7u) / 8u;
+const EIGHTS = (K + 7u) / 8u;
 const SIZE = M_SIZE * N_SIZE;
 const ROWS = M_SIZE * M_TILE;
 const COLUMNS = N_SIZE * N_TILE;
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 5u;  // 16 columns are 4 elements, one more against bank conflicts
-const TILES = (GROUPS + 1u) / 2u;
+const TILES = (EIGHTS + 1u) / 2u;
 const BUFFERS = $(1 + DOUBLE)u;
 // What an invocation loads of each tile: elements of x, groups of W (where all have some).
 #let X_LOADS = (4 * M_TILE + N_SIZE - 1) / N_SIZE
@@ -62,9 +65,20 @@ fn weight_row(first_output: u32, r: u32) -> u32 {
 #endif
 }
 
+#if CODES
+
+// The group of eight columns of a tile.
+fn group_of(tile: u32, eight: u32) -> u32 {
+  return (2u * tile + eight) / (GROUP / 8u);
+}
+#endif
+
 // grid (N / OUTPUTS, rows / ROWS)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+#if TABLE
+  fill_codes(tid);
+#endif
   let first_row = id.y * ROWS;
   let first_output = id.x * OUTPUTS;
 
@@ -83,14 +97,18 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
   let x_row$l = (tid + $lu * SIZE) / 4u;
   let x_column$l = tid % 4u;
-  let x_from$l = (first_row + x_row$l) * GROUPS * 2u + x_column$l;
+  let x_from$l = (first_row + x_row$l) * EIGHTS * 2u + x_column$l;
   var x_next$l = vec4<f32>();
 #endfor
 #for l in 0..W_LOADS
   let w_row$l = (tid + $lu * SIZE) / 2u;
   let w_column$l = tid % 2u;
-  let w_from$l = weight_row(first_output, w_row$l) * GROUPS + w_column$l;
+  let w_from$l = weight_row(first_output, w_row$l) * EIGHTS + w_column$l;
   var w_next$l = load8(w_from$l);
+#if CODES
+  let w_scale_row$l = weight_row(first_output, w_row$l);
+  var w_scale_next$l = RawScale();
+#endif
 #if (K + 7) / 8 % 2 != 0
   var w_valid$l = true;
 #endif
@@ -102,7 +120,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
 #if K % 16 != 0
       x_next$l = masked(
-        x[min(x_from$l + t * 4u, (first_row + x_row$l + 1u) * GROUPS * 2u - 1u)],
+        x[min(x_from$l + t * 4u, (first_row + x_row$l + 1u) * EIGHTS * 2u - 1u)],
         t * 16u + x_column$l * 4u);
 #else
       x_next$l = x[x_from$l + t * 4u];
@@ -110,10 +128,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
 #for l in 0..W_LOADS
 #if (K + 7) / 8 % 2 != 0
-      w_valid$l = 2u * t + w_column$l < GROUPS;
+      w_valid$l = 2u * t + w_column$l < EIGHTS;
       w_next$l = load8(select(0u, w_from$l + 2u * t, w_valid$l));
 #else
       w_next$l = load8(w_from$l + 2u * t);
+#endif
+#if CODES
+      w_scale_next$l = load_scale(w_scale_row$l, min(group_of(t, w_column$l), GROUPS - 1u));
 #endif
 #endfor
     }
@@ -158,6 +179,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       if (w_row$l < COLUMNS) {
         var w_low$l = low4(w_next$l);
         var w_high$l = high4(w_next$l);
+#if CODES
+        let w_scale$l = widen_scale(w_scale_next$l, group_of(t, w_column$l)).x;
+        w_low$l *= w_scale$l;
+        w_high$l *= w_scale$l;
+#endif
 #if (K + 7) / 8 % 2 != 0
         w_low$l = select(vec4<f32>(), w_low$l, w_valid$l);
         w_high$l = select(vec4<f32>(), w_high$l, w_valid$l);

@@ -37,12 +37,15 @@
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 @group(0) @binding(3) var<storage, read> x_scales: array<f32>;
 #else
-#let STEP = 2 + NORM
+#let STEP = 2 + CODES + NORM
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+#if CODES
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+#endif
 #if SCALED
-@group(0) @binding(2) var<storage, read> scaled_x: array<vec4<f32>>;
+@group(0) @binding($(2 + CODES)) var<storage, read> scaled_x: array<vec4<f32>>;
 #elif NORM
-@group(0) @binding(2) var<storage, read> norm_weight: array<vec4<f32>>;
+@group(0) @binding($(2 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
 #endif
 #endif
 #let FIRST = STEP + STOPS
@@ -103,6 +106,9 @@ fn main(
   if (first >= N) {
     return;
   }
+#if TABLE
+  fill_codes(me.index);
+#endif
 #if TEAM == WG
   let team = 0u;
   let lane = me.index;

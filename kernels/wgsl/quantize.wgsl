@@ -4,11 +4,15 @@
 // @param K u32
 // @param X_STRIDE u32
 // @param NORM bool
+// @param ORDER bool              column i is column order[i] of x
 @group(0) @binding(0) var<storage, read> x: array<f32>;
 @group(0) @binding(1) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding(2) var<storage, read_write> x_int8_scales: array<f32>;
 #if NORM
-@group(0) @binding(3) var<storage, read> norm_weight: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> norm_weight: array<f32>;
+#endif
+#if ORDER
+@group(0) @binding($(3 + NORM)) var<storage, read> order: array<u32>;
 #endif
 
 const BLOCKS = (K + 31u) / 32u;
@@ -22,14 +26,25 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let block = id.x * 8u + tid / 8u;
   let column = id.x * 256u + tid * 4u;
   var value = vec4<f32>();
+#if NORM
+  var norm = vec4<f32>();
+#endif
 #for i in 0..4
   if (column + $iu < K) {
-    value[$i] = x[id.y * X_STRIDE + column + $iu];
+#if ORDER
+    let from$i = order[column + $iu];
+#else
+    let from$i = column + $iu;
+#endif
+    value[$i] = x[id.y * X_STRIDE + from$i];
+#if NORM
+    norm[$i] = norm_weight[from$i];
+#endif
   }
 #endfor
   squares[tid] = dot(value, value);
 #if NORM
-  value *= norm_weight[min(column, K - 1u) / 4u];
+  value *= norm;
 #endif
   most[tid] = magnitude(value);
   workgroupBarrier();

@@ -5,8 +5,9 @@
 // @param SCALES f16|bf16|f32
 // @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
 // @param SHIFT u32               what was taken from unsigned integers to make them signed
-// @param WEIGHT f32|f16|bf16|q8|q4
-#if WEIGHT == q8 or WEIGHT == q4
+// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+#let SCALES_BOUND = not (WEIGHT == f32 or WEIGHT == f16 or WEIGHT == bf16)
+#if SCALES_BOUND
 #let PAIRS = not OFFSET == none
 #let AFFINE = not OFFSET == none or SHIFT != 0
 #let BYTES = (2 + 2 * (SCALES == f32)) * (1 + PAIRS)

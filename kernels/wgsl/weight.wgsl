@@ -1,5 +1,9 @@
 // Eight consecutive weights of the binding `weight: array<vec4<u32>>`, as stored and widened to f32.
-// @param WEIGHT f32|f16|bf16|q8|q4
+// Those of a few bits are codes of floats, without their scale: e4m3, a byte each, and those of four
+// bits, from the lowest on: mxfp4 (E2M1), nf4 and iq4nl, which index a table.
+// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+#let CODES = WEIGHT == e4m3 or WEIGHT == mxfp4 or WEIGHT == nf4 or WEIGHT == iq4nl
+#let TABLE = WEIGHT == nf4 or WEIGHT == iq4nl
 #if WEIGHT == f32
 struct Packed8 {
   low: vec4<u32>,
@@ -17,6 +21,82 @@ fn low4(w: Packed8) -> vec4<f32> {
 fn high4(w: Packed8) -> vec4<f32> {
   return bitcast<vec4<f32>>(w.high);
 }
+#elif WEIGHT == e4m3
+alias Packed8 = vec2<u32>;
+
+fn load8(i: u32) -> Packed8 {
+  let both = weight[i / 2u];
+  return select(both.xy, both.zw, i % 2u == 1u);
+}
+
+fn low4(w: Packed8) -> vec4<f32> {
+  return widen(w.x);
+}
+
+fn high4(w: Packed8) -> vec4<f32> {
+  return widen(w.y);
+}
+
+// As f16 they have an exponent with the bias 15 instead of 7.
+fn widen(w: u32) -> vec4<f32> {
+  let even = unpack2x16float(((w & 0x00800080u) << 8u) | ((w & 0x007f007fu) << 7u));
+  let odd = unpack2x16float((w & 0x80008000u) | ((w & 0x7f007f00u) >> 1u));
+  return 256.0 * vec4<f32>(even.x, odd.x, even.y, odd.y);
+}
+#elif CODES
+alias Packed8 = u32;
+
+fn load8(i: u32) -> Packed8 {
+  return weight[i / 4u][i % 4u];
+}
+#if WEIGHT == mxfp4
+
+fn low4(w: Packed8) -> vec4<f32> {
+  return vec4<f32>(widen(w).x, widen(w >> 4u).x, widen(w >> 8u).x, widen(w >> 12u).x);
+}
+
+fn high4(w: Packed8) -> vec4<f32> {
+  return vec4<f32>(widen(w).y, widen(w >> 4u).y, widen(w >> 8u).y, widen(w >> 12u).y);
+}
+
+// The first of both halves. As f16 they have an exponent with the bias 15 instead of 1.
+fn widen(w: u32) -> vec2<f32> {
+  return 16384.0 * unpack2x16float(((w & 0x00080008u) << 12u) | ((w & 0x00070007u) << 9u));
+}
+#else
+
+#if WEIGHT == nf4
+// QLoRA (Dettmers et al. 2023)
+const CODES_OF_4_BITS = array<f32, 16>(
+  -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+  -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+  0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+  0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0);
+#else
+// llama.cpp, ggml-common.h
+const CODES_OF_4_BITS = array<f32, 16>(
+  -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
+  1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0);
+#endif
+var<workgroup> codes: array<f32, 16>;  // where lanes read different ones at a time
+
+fn fill_codes(i: u32) {
+  var table = CODES_OF_4_BITS;
+  if (i < 16u) {
+    codes[i] = table[i];
+  }
+  workgroupBarrier();
+}
+
+fn low4(w: Packed8) -> vec4<f32> {
+  return vec4<f32>(
+    codes[w & 15u], codes[(w >> 4u) & 15u], codes[(w >> 8u) & 15u], codes[(w >> 12u) & 15u]);
+}
+
+fn high4(w: Packed8) -> vec4<f32> {
+  return low4(w >> 16u);
+}
+#endif
 #else
 alias Packed8 = vec4<u32>;
 

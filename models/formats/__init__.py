@@ -20,12 +20,16 @@ To add a format:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer.models.checkpoint import Checkpoint
     from infer.models.config import RawConfig
     from infer.models.formats.packed import Format
+    from infer.models.weights import WeightSpec
 
 # Of config.json, in the order in which they count: MLX writes its own under the first two.
 _KEYS = ("quantization", "quantization_config", "compression_config")
@@ -65,3 +69,22 @@ def find_format(raw: RawConfig) -> Format | None:
     cls = getattr(import_module(f"infer.models.formats.{module}"), name)
     format_: Format = cls(RawConfig(config, f"{raw.place}: {key}"))
     return format_
+
+
+def find_packed(checkpoint: Checkpoint, found: Format, specs: Iterable[WeightSpec]) -> Checkpoint:
+    """The checkpoint with those of the model's weights that are quantised as packed matrices.
+
+    Raises CheckpointError and UnsupportedError, as Format.matrix does.
+    """
+    packed = {}
+    for source in (source for spec in specs for source in spec.sources):
+        matrix = found.matrix(checkpoint, source.key, source.shape)
+        if matrix is not None:
+            packed[source.key] = matrix
+    parts = {tensor.name for matrix in packed.values() for tensor in matrix.tensors}
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name not in parts and not found.ignorable(checkpoint, name)
+    }
+    return replace(checkpoint, tensors=tensors, packed=packed, format=found.method)

@@ -1,0 +1,144 @@
+"""Quantised matrices of checkpoints (formats/), packed for the GPU as kernels/tensor.py says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Event, Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.arrays import Codes
+from infer.kernels.errors import UnsupportedError
+from infer.kernels.tensor import BLOCK, CODED, OWN, Grouping, row_bytes
+from infer.models.checkpoint import listed
+from infer.models.formats.grouped import Grouped, Scheme
+from infer.models.formats.packed import Packed
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """How a weight lies on the GPU: see GpuTensor. packed: it is made of a quantised matrix, not of
+    floats."""
+
+    dtype: str
+    grouping: Grouping = OWN
+    packed: bool = False
+    order: NDArray[np.int64] | None = None
+
+
+def stored_packed(matrices: Sequence[Packed], name: str) -> Stored:
+    """What holds all these matrices exactly, one below the other in the weight `name`.
+
+    Raises UnsupportedError for kinds, or groups, that have no kernel.
+    """
+    schemes = [matrix.scheme for matrix in matrices]
+    columns = matrices[0].shape[1]
+    kinds = {(scheme.kind, scheme.signed) for scheme in schemes}
+    if len(kinds) > 1 or not {kind for kind, _ in kinds} <= {"int", *CODED}:
+        raise UnsupportedError(
+            f"{name} is made of weights of the kind {listed(sorted(kind for kind, _ in kinds))}, "
+            "which is not implemented."
+        )
+    kind = schemes[0].kind
+    group = math.gcd(*(_whole(scheme.group, columns) for scheme in schemes))
+    if group % BLOCK and group != BLOCK // 2 and not (kind in CODED and group % 8 == 0):
+        raise UnsupportedError(
+            f"{name} has a scale for {group} columns, which is not implemented: only for 16, and "
+            "for multiples of 32."
+        )
+    if any(not _same_order(matrix, matrices[0]) for matrix in matrices):
+        raise UnsupportedError(
+            f"{name} is made of {listed(m.name for m in matrices)}, whose columns are quantised in "
+            "different orders (act-order), which is not implemented."
+        )
+    bits = max(scheme.bits for scheme in schemes)
+    unsigned = kind == "int" and not schemes[0].signed
+    shift = 1 << bits - 1 if unsigned and bits in (4, 8) else 0  # fewer bits fit as they are
+    offsets = {_offset(scheme) for scheme in schemes}
+    offset = "bias" if "bias" in offsets else "zero" if "zero" in offsets else "none"
+    dtypes = {scheme.scale_dtype for scheme in schemes}
+    if offsets == {"bias", "zero"}:
+        dtypes.add("f32")  # zero points become biases: products that f32 holds
+    scales = dtypes.pop() if len(dtypes) == 1 else "f32"
+    grouping = Grouping(group, scales, offset, shift)
+    dtype = kind if kind in CODED else "q4" if bits <= 4 else "q8"
+    return Stored(dtype, grouping, packed=True, order=matrices[0].order)
+
+
+def _offset(scheme: Scheme) -> str:
+    return "zero" if scheme.zeros else "bias" if scheme.biases else "none"
+
+
+def _whole(group: int, columns: int) -> int:
+    """Columns of a group, those of whole blocks where a row has one scale."""
+    return -(-columns // BLOCK) * BLOCK if group >= columns else group
+
+
+def _same_order(a: Packed, b: Packed) -> bool:
+    if a.order is None or b.order is None:
+        return a.order is b.order
+    return np.array_equal(a.order, b.order)
+
+
+def codes(grouped: Grouped, stored: Stored) -> Codes:
+    """Rows of a matrix as `stored` has them: the same values."""
+    scheme, grouping = grouped.scheme, stored.grouping
+    columns = grouped.codes.shape[1]
+    values, scales = grouped.codes, grouped.scales
+    if scheme.kind == "int":
+        values = (values.view(np.uint8) - np.uint8(grouping.shift)).view(np.int8)
+    offsets = None
+    if grouping.offset == "zero":
+        offsets = np.zeros_like(scales) if grouped.zeros is None else grouped.zeros
+    elif grouping.offset == "bias" and grouped.zeros is not None:
+        offsets = -scales * grouped.zeros
+    elif grouping.offset == "bias":
+        offsets = np.zeros_like(scales) if grouped.biases is None else grouped.biases
+    times = _whole(scheme.group, columns) // grouping.group
+
+    def spread(parts: NDArray[Any]) -> NDArray[Any]:
+        return np.repeat(parts, times, axis=1)[:, : grouping.groups(columns)]
+
+    return Codes(
+        stored.dtype,
+        grouping,
+        values,
+        spread(scales),
+        None if offsets is None else spread(offsets),
+    )
+
+
+class PackedRows:
+    """`rows` rows of a matrix, from `first` on, on their way to the GPU: what fills the staging
+    memory of blocks and then of scales. A row is unpacked once, in any thread."""
+
+    def __init__(self, matrix: Packed, first: int, rows: int, stored: Stored) -> None:
+        columns = matrix.shape[1]
+        self._matrix, self._first, self._stored = matrix, first, stored
+        self._stride = row_bytes(columns, stored.dtype)
+        self._scales = np.empty((rows, stored.grouping.row_bytes(columns)), np.uint8)
+        self._lock, self._left, self._done = Lock(), rows, Event()
+
+    def fill_blocks(self, view: memoryview, start: int) -> None:
+        """The bytes of blocks from byte `start` on, whole rows."""
+        row, count = start // self._stride, len(view) // self._stride
+        try:
+            grouped = self._matrix.read(self._first + row, self._first + row + count)
+            blocks, self._scales[row : row + count] = codes(grouped, self._stored).pack()
+            np.frombuffer(view, np.uint8)[:] = blocks.reshape(-1)
+        except BaseException:
+            self._done.set()  # nobody shall wait for what will not come
+            raise
+        with self._lock:
+            self._left -= count
+            if self._left == 0:
+                self._done.set()
+
+    def fill_scales(self, view: memoryview, start: int) -> None:
+        """The same of scales, which blocks must be asked for before."""
+        self._done.wait()
+        np.frombuffer(view, np.uint8)[:] = self._scales.reshape(-1)[start : start + len(view)]
