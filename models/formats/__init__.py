@@ -43,6 +43,7 @@ _FORMATS = {
     "mxfp4": ("mxfp4", "Mxfp4"),
     "bitsandbytes": ("bitsandbytes", "BitsAndBytes"),
     "mlx": ("mlx", "Mlx"),
+    "gguf": ("gguf_blocks", "GgufBlocks"),
 }
 
 

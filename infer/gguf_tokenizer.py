@@ -1,0 +1,238 @@
+"""The tokenizer of a GGUF file, made from its metadata (`tokenizer.ggml.*`)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from infer.kernels.errors import TokenizerError
+from infer.models.formats.gguf import Gguf
+from infer.tokenizer import Tokenizer
+
+_KEY = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+# Types of tokens. Unused ones only fill the vocabulary up.
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre -> what text is split by before bytes are merged; None is GPT-2's own way.
+_SPLITS = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+    "smollm": r"\p{N}",
+    "gpt-2": None,
+}
+_WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words of the vocabulary are not merged
+_NFC = ("qwen2", "deepseek-r1-qwen")
+
+
+def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
+    """The tokenizer, its special tokens and chat templates.
+
+    Raises TokenizerError for a kind that is not implemented, and for metadata that is incomplete.
+    """
+    found = _Metadata(gguf)
+    kinds = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kind = found.get("model", str)
+    if kind not in kinds:
+        raise TokenizerError(
+            f"{gguf.file} has a tokenizer of the kind {kind!r}, which is not implemented (only "
+            f"{' and '.join(kinds)}). Take a version of the model with a tokenizer.json."
+        )
+    tokens = found.texts("tokens")
+    types = found.numbers("token_type", len(tokens), _NORMAL)
+    backend, adds_bos = kinds[kind](found, tokens, types)
+    added = [
+        AddedToken(token, normalized=False, special=of == _CONTROL)
+        for token, of in zip(tokens, types, strict=True)
+        if of in (_CONTROL, _USER_DEFINED)
+    ]
+    backend.add_tokens(added)
+    ids = {name: found.token_id(key, len(tokens)) for name, key in _SPECIAL.items()}
+    before = ids["bos_token"] if found.get("add_bos_token", bool, adds_bos) else None
+    after = ids["eos_token"] if found.get("add_eos_token", bool, False) else None
+    if before is not None or after is not None:
+        ends = [("BOS", before), ("EOS", after)]
+        backend.post_processor = processors.TemplateProcessing(
+            single=" ".join(
+                (["BOS"] if before is not None else [])
+                + ["$A"]
+                + (["EOS"] if after is not None else [])
+            ),
+            special_tokens=[(name, number) for name, number in ends if number is not None],
+        )
+    eos_ids = [found.token_id(key, len(tokens)) for key in _ENDS]
+    return Tokenizer(
+        backend,
+        special_tokens={name: tokens[number] for name, number in ids.items() if number is not None},
+        eos_token_ids=[number for number in eos_ids if number is not None],
+        templates=_templates(gguf.metadata),
+    )
+
+
+class _Metadata:
+    """Reads keys of the tokenizer, each of its type."""
+
+    def __init__(self, gguf: Gguf) -> None:
+        self.gguf = gguf
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self.gguf.metadata.get(_KEY + key, default)
+        if value is not None and type(value) is not kind:
+            raise self.error(f"{_KEY}{key} is no {kind.__name__}")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self.gguf.metadata.get(_KEY + key)
+        if not isinstance(value, list) or not value:
+            raise self.error(f"it has no {_KEY}{key}")
+        return value
+
+    def numbers(self, key: str, count: int, default: float | None = None) -> Sequence[float]:
+        """A number for each token."""
+        value = self.gguf.metadata.get(_KEY + key)
+        if value is None and default is not None:
+            return [default] * count
+        if value is None or isinstance(value, list) or len(value) != count:
+            raise self.error(f"{_KEY}{key} are not {count} numbers")
+        numbers: list[float] = value.tolist()
+        return numbers
+
+    def token_id(self, key: str, count: int) -> int | None:
+        number: int | None = self.get(key, int)
+        if number is not None and not 0 <= number < count:
+            raise self.error(f"{_KEY}{key} = {number} is no token of {count}")
+        return number
+
+    def error(self, what: str) -> TokenizerError:
+        return TokenizerError(f"The tokenizer of {self.gguf.file} cannot be read: {what}.")
+
+
+def _byte_level(
+    found: _Metadata, tokens: Sequence[str], types: Sequence[float]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Merges of bytes, as in GPT-2; and whether BOS is added where the file does not say."""
+    pre = found.get("pre", str, "")
+    if pre not in _SPLITS:
+        raise TokenizerError(
+            f"{found.gguf.file} splits text in the way {pre!r} before it is tokenised, which is "
+            f"not implemented (only {', '.join(_SPLITS)})."
+        )
+    merges = _pairs(found)
+    backend = tokenizers.Tokenizer(_bpe(found, tokens, types, merges, ignore_merges=pre in _WHOLE))
+    split = _SPLITS[pre]
+    steps: list[Any] = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
+    by_gpt2 = split is None or pre == "smollm"
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if pre in _NFC:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre in _WHOLE
+
+
+def _sentencepiece(
+    found: _Metadata, tokens: Sequence[str], types: Sequence[float]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Merges of characters with bytes for those unknown, as SentencePiece's BPE does them."""
+    if found.get("remove_extra_whitespaces", bool, False):
+        raise found.error("removing extra whitespace is not implemented")
+    if f"{_KEY}merges" in found.gguf.metadata:
+        merges = _pairs(found)
+    else:
+        scores = found.numbers("scores", len(tokens))
+        normal = {
+            token: score
+            for token, score, of in zip(tokens, scores, types, strict=True)
+            if of == _NORMAL
+        }
+        merges = _merges_of(normal)
+    unknown = found.token_id("unknown_token_id", len(tokens))
+    backend = tokenizers.Tokenizer(
+        _bpe(
+            found,
+            tokens,
+            types,
+            merges,
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=_BYTE in types,
+        )
+    )
+    prefix = found.get("add_space_prefix", bool, True)
+    spaces = normalizers.Replace(" ", "▁")
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    )
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend, True
+
+
+def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The pairs that make tokens, those of the highest score first: SentencePiece merges the
+    neighbours whose union scores highest."""
+    pairs = [
+        (-score, -cut, token[:cut], token[cut:])
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    return [(left, right) for *_, left, right in sorted(pairs)]
+
+
+def _pairs(found: _Metadata) -> list[tuple[str, str]]:
+    merges = [tuple(merge.split(" ")) for merge in found.texts("merges")]
+    pairs = [(merge[0], merge[1]) for merge in merges if len(merge) == 2]
+    if len(pairs) != len(merges):
+        raise found.error(f"{_KEY}merges are not all pairs")
+    return pairs
+
+
+def _bpe(
+    found: _Metadata,
+    tokens: Sequence[str],
+    types: Sequence[float],
+    merges: list[tuple[str, str]],
+    **options: Any,
+) -> models.BPE:
+    vocab = {
+        token: i for i, (token, of) in enumerate(zip(tokens, types, strict=True)) if of != _UNUSED
+    }
+    for left, right in merges:  # the library would panic
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise found.error(f"{left!r} and {right!r} are merged, but not all are tokens")
+    return models.BPE(vocab, merges, **options)
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name; the only or plain one is called `default`."""
+    templates = {
+        key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
+        for key, value in metadata.items()
+        if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+    }
+    return {name: source for name, source in templates.items() if isinstance(source, str)}

@@ -1,0 +1,202 @@
+"""The blocks that GGUF tensors are packed in (https://github.com/ggml-org/ggml: ggml-common.h,
+ggml-quants.c).
+
+Rows are cut into blocks of 32 or 256 columns. In a block of 256, groups of 16 or 32 columns have
+scales that are quantised themselves, as integers times an f16 number d; their biases likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.errors import CheckpointError
+from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
+from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0, to_signed
+from infer.models.formats.packed import Format, Packed, matrix_shape
+
+Bytes = NDArray[np.uint8]
+# Codes [blocks, values], scales [blocks, groups] and biases like these.
+Parts = tuple[NDArray[Any], Floats, Floats | None]
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """values: columns of a block. nbytes: its bytes. decode: from blocks [blocks, nbytes]."""
+
+    values: int
+    nbytes: int
+    scheme: Scheme
+    decode: Callable[[Bytes], Parts]
+
+
+class GgufBlocks(Format):
+    """The tensors of a GGUF file that hold blocks."""
+
+    method = "gguf"
+
+    def __init__(self, config: RawConfig) -> None:
+        """Each tensor of a file says for itself what it holds."""
+
+    def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
+        info = checkpoint.tensors.get(key)
+        if info is None or info.dtype not in BLOCKS:
+            return None
+        rows, columns = matrix_shape(checkpoint, key, shape)
+        if info.shape != (rows, columns):
+            raise CheckpointError(
+                f"{info.file}: {key} is {info.shape}, not {(rows, columns)}. Download it again."
+            )
+        return _Matrix(key, (rows, columns), BLOCKS[info.dtype].scheme, (info,))
+
+
+class _Matrix(Packed):
+    def read(self, start: int, stop: int) -> Grouped:
+        (info,) = self.tensors
+        block, rows = BLOCKS[info.dtype], stop - start
+        stride = self.shape[1] // block.values * block.nbytes
+        data = np.empty((rows * stride // block.nbytes, block.nbytes), np.uint8)
+        info.read_into(data.data.cast("B"), start * stride)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows as that
+            codes, scales, biases = block.decode(data)
+        return Grouped(
+            self.scheme,
+            codes.reshape(rows, -1),
+            scales.reshape(rows, -1),
+            biases=None if biases is None else biases.reshape(rows, -1),
+        )
+
+
+# Parts of blocks
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """The f16 number at a byte [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _planes(packed: Bytes, bits: int, width: int) -> Bytes:
+    """Codes of so many bits. Each `width` bytes hold, in their lowest bits, as many consecutive
+    codes, in the next bits those that follow, and so on."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    parts = packed.reshape(len(packed), -1, 1, width) >> shifts
+    return (parts & np.uint8((1 << bits) - 1)).reshape(len(packed), -1)
+
+
+def _joined(low: Bytes, high: Bytes, bits: int) -> Bytes:
+    """Codes from their lowest `bits` bits and those above."""
+    return low | high << np.uint8(bits)
+
+
+def _bits(packed: Bytes) -> Bytes:
+    """Bits from the lowest of the first byte on [blocks, 8 * bytes]."""
+    return np.unpackbits(packed, axis=1, bitorder="little")
+
+
+def _k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Eight scales and eight minima of 6 bits, from 12 bytes, in Q4_K and Q5_K."""
+    first = packed[:, :8] & np.uint8(63)  # of four scales, then of four minima
+    second = _joined(_planes(packed[:, 8:], 4, 4), packed[:, :8] >> np.uint8(6), 4)
+    scales = np.concatenate([first[:, :4], second[:, :4]], axis=1)
+    return scales, np.concatenate([first[:, 4:], second[:, 4:]], axis=1)
+
+
+# Blocks of 32
+
+
+def _q4_0(blocks: Bytes) -> Parts:
+    return to_signed(_planes(blocks[:, 2:], 4, 16), 4), _half(blocks, 0), None
+
+
+def _q4_1(blocks: Bytes) -> Parts:
+    return _planes(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Parts:
+    codes = _joined(_planes(blocks[:, 6:], 4, 16), _bits(blocks[:, 2:6]), 4)
+    return to_signed(codes, 5), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Bytes) -> Parts:
+    codes = _joined(_planes(blocks[:, 8:], 4, 16), _bits(blocks[:, 4:8]), 4)
+    return codes, _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Parts:
+    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None
+
+
+def _iq4_nl(blocks: Bytes) -> Parts:
+    return _planes(blocks[:, 2:], 4, 16), _half(blocks, 0), None
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    return _planes(blocks[:, 1:], 4, 16), from_e8m0(blocks[:, :1]), None
+
+
+# Blocks of 256
+
+
+def _q2_k(blocks: Bytes) -> Parts:
+    scales = blocks[:, :16]
+    biases = -(_half(blocks, 82) * (scales >> 4))
+    return _planes(blocks[:, 16:80], 2, 32), _half(blocks, 80) * (scales & 15), biases
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    high, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+    scales = _joined(_planes(packed[:, :8], 4, 8), _planes(packed[:, 8:], 2, 4), 4)
+    codes = _joined(_planes(low, 2, 32), _planes(high, 1, 32), 2)
+    return to_signed(codes, 3), _half(blocks, 108) * to_signed(scales, 6), None
+
+
+def _q4_k(blocks: Bytes) -> Parts:
+    scales, minima = _k_scales(blocks[:, 4:16])
+    biases = -(_half(blocks, 2) * minima)
+    return _planes(blocks[:, 16:], 4, 32), _half(blocks, 0) * scales, biases
+
+
+def _q5_k(blocks: Bytes) -> Parts:
+    scales, minima = _k_scales(blocks[:, 4:16])
+    codes = _joined(_planes(blocks[:, 48:], 4, 32), _planes(blocks[:, 16:48], 1, 32), 4)
+    return codes, _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
+
+
+def _q6_k(blocks: Bytes) -> Parts:
+    codes = _joined(_planes(blocks[:, :128], 4, 64), _planes(blocks[:, 128:192], 2, 32), 4)
+    return to_signed(codes, 6), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    scales = _joined(_planes(blocks[:, 4:8], 4, 1), _planes(blocks[:, 2:4], 2, 1), 4)
+    return _planes(blocks[:, 8:], 4, 16), _half(blocks, 0) * to_signed(scales, 6), None
+
+
+def _signed(bits: int, group: int, dtype: str) -> Scheme:
+    return Scheme("int", bits, group, dtype, signed=True)
+
+
+def _biased(bits: int, group: int, dtype: str) -> Scheme:
+    return Scheme("int", bits, group, dtype, biases=True)
+
+
+BLOCKS = {
+    "Q4_0": BlockType(32, 18, _signed(4, 32, "f16"), _q4_0),
+    "Q4_1": BlockType(32, 20, _biased(4, 32, "f16"), _q4_1),
+    "Q5_0": BlockType(32, 22, _signed(5, 32, "f16"), _q5_0),
+    "Q5_1": BlockType(32, 24, _biased(5, 32, "f16"), _q5_1),
+    "Q8_0": BlockType(32, 34, _signed(8, 32, "f16"), _q8_0),
+    "Q2_K": BlockType(256, 84, _biased(2, 16, "f32"), _q2_k),
+    "Q3_K": BlockType(256, 110, _signed(3, 16, "f32"), _q3_k),
+    "Q4_K": BlockType(256, 144, _biased(4, 32, "f32"), _q4_k),
+    "Q5_K": BlockType(256, 176, _biased(5, 32, "f32"), _q5_k),
+    "Q6_K": BlockType(256, 210, _signed(6, 16, "f32"), _q6_k),
+    "IQ4_NL": BlockType(32, 18, Scheme("iq4nl", 4, 32, "f16"), _iq4_nl),
+    "IQ4_XS": BlockType(256, 136, Scheme("iq4nl", 4, 32, "f32"), _iq4_xs),
+    "MXFP4": BlockType(32, 17, Scheme("mxfp4", 4, 32, "bf16"), _mxfp4),
+}

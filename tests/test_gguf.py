@@ -1,0 +1,612 @@
+"""GGUF files: written by the format's own package, read as what they were made from."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf as library
+import numpy as np
+import pytest
+import tokenizers
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
+from numpy.typing import NDArray
+from tokenizers import decoders, pre_tokenizers
+
+from infer.gguf_tokenizer import gguf_tokenizer
+from infer.kernels.errors import (
+    CheckpointError,
+    InferError,
+    ModelNotFoundError,
+    TokenizerError,
+    UnsupportedError,
+)
+from infer.models import build_model
+from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
+from infer.models.formats import find_format
+from infer.models.formats.gguf import Gguf
+from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
+from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
+from infer.models.formats.packed import read_rows
+from infer.models.weights import check_checkpoint
+from infer.tokenizer import Tokenizer
+
+DATA = Path(__file__).parent / "data"
+TEXTS = json.loads((DATA / "text" / "expected.json").read_text(encoding="utf-8"))
+Kind = library.GGMLQuantizationType
+Array = NDArray[Any]
+
+
+def write(
+    file: Path,
+    tensors: Mapping[str, Array] | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    arch: str = "llama",
+    add: Callable[[library.GGUFWriter], object] = lambda writer: None,
+    split: int = 0,
+) -> Gguf:
+    """A file as the library writes it. Tensors of a kind are given as bytes of its blocks."""
+    writer = library.GGUFWriter(file, arch, split_max_tensors=split)
+    add(writer)
+    for name, array in (tensors or {}).items():
+        writer.add_tensor(name, array, raw_dtype=(kinds or {}).get(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Gguf.open(file if not split else sorted(file.parent.glob(f"{file.stem}-*"))[0])
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_what_the_library_makes_of_them(tmp_path: Path, kind: str) -> None:
+    block, of = BLOCKS[kind], Kind[kind]
+    assert GGML_QUANT_SIZES[of] == (block.values, block.nbytes)
+    rng = np.random.default_rng(0)
+    rows, columns = 37, 3 * block.values
+    data = rng.integers(0, 256, (rows, 3 * block.nbytes), np.uint8)
+    if kind == "MXFP4":
+        data[:, :: block.nbytes] %= 255  # the exponent that means NaN is a number there
+    gguf = write(tmp_path / "m.gguf", {"a": data, "b": data[::-1]}, dict.fromkeys("ab", of))
+    checkpoint = Checkpoint(tmp_path, gguf.tensors)
+    matrix = GgufBlocks(RawConfig({})).matrix(checkpoint, "a", (rows, columns))
+    assert matrix is not None
+    with np.errstate(all="ignore"):  # such scales as bytes happen to be
+        expected = library.dequantize(data, of)
+        grouped = matrix.read(0, rows)
+        np.testing.assert_array_equal(grouped.dequantize(), expected)
+        np.testing.assert_array_equal(matrix.read(5, 11).dequantize(), expected[5:11])
+    scheme = matrix.scheme
+    assert grouped.scheme == scheme
+    assert grouped.scales.shape == (rows, scheme.groups(columns))
+    assert grouped.codes.dtype == (np.int8 if scheme.signed else np.uint8)
+    assert int(np.ptp(grouped.codes.astype(int))) == (1 << scheme.bits) - 1
+    assert (grouped.biases is not None) == scheme.biases
+    for shape in ((rows, columns - 1), (rows + 1, columns), (rows, columns, 1)):
+        with pytest.raises(InferError, match="a"):
+            GgufBlocks(RawConfig({})).matrix(checkpoint, "a", shape)
+
+
+# Headers
+
+
+def test_metadata_is_read(tmp_path: Path) -> None:
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_uint8("u8", 200)
+        writer.add_int64("i64", -(1 << 40))
+        writer.add_float32("f32", 1e-6)
+        writer.add_float64("f64", 0.1)
+        writer.add_bool("yes", True)
+        writer.add_string("text", "größer ▁")
+        writer.add_array("texts", ["a", "", "é"])
+        writer.add_array("numbers", [1, -2, 3])
+        writer.add_array("reals", [0.5, -1.5])
+
+    tensors = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.arange(5, dtype=np.float16),
+    }
+    gguf = write(tmp_path / "m.gguf", tensors, add=add)
+    found = gguf.metadata
+    assert found["general.architecture"] == "llama"
+    assert (found["u8"], found["i64"], found["yes"]) == (200, -(1 << 40), True)
+    assert (found["f32"], found["f64"]) == (1e-6, 0.1)
+    assert (found["text"], found["texts"]) == ("größer ▁", ["a", "", "é"])
+    assert found["numbers"].tolist() == [1, -2, 3]
+    assert found["reals"].tolist() == [0.5, -1.5]
+    assert list(gguf.tensors) == ["a", "b"]
+    assert [info.dtype for info in gguf.tensors.values()] == ["f32", "f16"]
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(read_rows(gguf.tensors[name]), array)
+
+
+def test_a_model_in_several_files_is_read(tmp_path: Path) -> None:
+    tensors = {f"t{i}": np.full((2, 4), i, np.float32) for i in range(5)}
+    gguf = write(tmp_path / "m.gguf", tensors, split=2)
+    assert len({info.file for info in gguf.tensors.values()}) == 3
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(read_rows(gguf.tensors[name]), array)
+    with pytest.raises(CheckpointError, match="one of 3 files"):
+        Gguf.open(tmp_path / "m-00002-of-00003.gguf")
+    (tmp_path / "m-00003-of-00003.gguf").unlink()
+    with pytest.raises(ModelNotFoundError, match="m-00003-of-00003"):
+        Gguf.open(tmp_path / "m-00001-of-00003.gguf")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_array("texts", ["one", "two"])
+        writer.add_array("numbers", [1, 2, 3])
+        writer.add_float32("real", 0.5)
+
+    write(tmp_path / "m.gguf", {"a": np.ones((3, 8), np.float32)}, add=add)
+    return tmp_path / "m.gguf"
+
+
+def test_a_cut_file_is_damaged(small: Path) -> None:
+    data = small.read_bytes()
+    end = next(iter(Gguf.open(small).tensors.values()))
+    for length in range(end.offset + end.nbytes):
+        small.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=r"m\.gguf"):
+            Gguf.open(small)
+
+
+def test_no_byte_that_changes_does_harm(small: Path) -> None:
+    data = small.read_bytes()
+    chance = random.Random(0)
+    outcomes = set()
+    for at in range(len(data)):
+        for value in (0, 255, data[at] ^ 1 << chance.randrange(8)):
+            small.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
+            try:
+                gguf = Gguf.open(small)
+                assert all(info.offset + info.nbytes <= len(data) for info in gguf.tensors.values())
+                outcomes.add("read")
+            except InferError as error:
+                outcomes.add(type(error).__name__)
+    assert outcomes == {"read", "CheckpointError", "UnsupportedError"}
+
+
+HUGE = (1 << 62).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, b"GGML", "no GGUF file"),
+        (0, b"version https://git-lfs", "git lfs pull"),
+        (4, b"\x01\0\0\0", "version 1"),
+        (4, b"\0\0\0\x03", "big-endian"),
+        (8, HUGE, "cannot hold"),
+        (16, HUGE, "cannot hold"),
+        (24, HUGE, "cannot hold"),
+    ],
+)
+def test_absurd_headers_are_refused(small: Path, at: int, value: bytes, message: str) -> None:
+    data = small.read_bytes()
+    small.write_bytes(data[:at] + value + data[at + len(value) :])
+    with pytest.raises(InferError, match=message):
+        Gguf.open(small)
+
+
+@pytest.mark.parametrize("text", [b"texts", b"numbers"])
+def test_absurd_arrays_are_refused(small: Path, text: bytes) -> None:
+    data = small.read_bytes()
+    at = data.index(text) + len(text) + 4 + 4  # type, type of the items
+    small.write_bytes(data[:at] + HUGE + data[at + 8 :])
+    with pytest.raises(CheckpointError, match="cannot hold"):
+        Gguf.open(small)
+
+
+def test_blocks_that_are_not_implemented_are_named(tmp_path: Path) -> None:
+    data = np.zeros((2, 66), np.uint8)
+    with pytest.raises(UnsupportedError, match="a is of type IQ2_XXS"):
+        write(tmp_path / "m.gguf", {"a": data}, {"a": Kind.IQ2_XXS})
+
+
+def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"none\.gguf"):
+        Gguf.open(tmp_path / "none.gguf")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Gguf.open(tmp_path)
+
+
+# Models
+
+
+def turned(array: Array, heads: int) -> Array:
+    """As the converter turns rows of q and k for llama.cpp (LlamaModel.permute)."""
+    return (
+        array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(array.shape)
+    )
+
+
+def converted(
+    file: Path, name: str, more: Callable[[library.GGUFWriter], object] = lambda writer: None
+) -> Gguf:
+    """A stored model, written as the converter of llama.cpp does it."""
+    raw = RawConfig.open(DATA / "models" / name)
+    config, arch = build_model(raw).config, raw.values["model_type"]
+    names = library.get_tensor_name_map(
+        {value: key for key, value in library.MODEL_ARCH_NAMES.items()}[arch],
+        config.num_hidden_layers,
+    )
+    tensors: dict[str, Array] = {}
+    for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
+        array = read_rows(info)
+        if arch == "llama" and ".q_proj." in key:
+            array = turned(array, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in key:
+            array = turned(array, config.num_key_value_heads)
+        own = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert own is not None
+        tensors[own] = array if array.ndim == 1 else array.astype(np.float16)
+
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_freq_base(config.rope.theta)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_vocab_size(config.vocab_size)
+        more(writer)
+
+    return write(file, tensors, arch=arch, add=add)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_f32", "qwen2", "qwen3"])
+def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> None:
+    gguf = converted(tmp_path / "m.gguf", name)
+    config = gguf_config(gguf)
+    checkpoint = gguf_checkpoint(gguf, config)
+    assert isinstance(find_format(config), GgufBlocks)
+    model, original = build_model(config), build_model(RawConfig.open(DATA / "models" / name))
+    assert model.config == original.config
+    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
+        values = read_rows(info)
+        wanted = values if values.ndim == 1 else values.astype(np.float16).astype(np.float32)
+        found = checkpoint.tensors[key]
+        np.testing.assert_array_equal(read_rows(found), wanted)
+        for start in range(0, len(values), 7):  # any rows, whole heads or not
+            rows = read_rows(found, start, min(start + 5, len(values)))
+            np.testing.assert_array_equal(rows, wanted[start : start + 5])
+
+
+def test_turned_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    q = library.quantize(rng.standard_normal((64, 64), np.float32), Kind.Q8_0)
+    k = library.quantize(rng.standard_normal((32, 64), np.float32), Kind.Q5_1)
+    tensors = {"blk.0.attn_q.weight": turned(q, 4), "blk.0.attn_k.weight": turned(k, 2)}
+    kinds = {"blk.0.attn_q.weight": Kind.Q8_0, "blk.0.attn_k.weight": Kind.Q5_1}
+    gguf = write(tmp_path / "m.gguf", tensors, kinds)
+    config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2})
+    checkpoint = gguf_checkpoint(gguf, config)
+    for part, data, kind in (("q", q, Kind.Q8_0), ("k", k, Kind.Q5_1)):
+        key = f"model.layers.0.self_attn.{part}_proj.weight"
+        matrix = GgufBlocks(config).matrix(checkpoint, key, (len(data), 64))
+        assert matrix is not None
+        wanted = library.dequantize(data, kind)
+        np.testing.assert_array_equal(matrix.read(0, len(data)).dequantize(), wanted)
+        np.testing.assert_array_equal(matrix.read(9, 26).dequantize(), wanted[9:26])
+
+
+def test_every_name_of_an_architecture_is_known(tmp_path: Path) -> None:
+    """What the library would write for a model is what its weights are called."""
+    names = library.get_tensor_name_map(MODEL_ARCH.QWEN3, 2)
+    model = build_model(RawConfig.open(DATA / "models" / "qwen3"))
+    for source in (source for spec in model.weights() for source in spec.sources):
+        own = names.get_name(source.key, try_suffixes=(".weight", ".bias"))
+        assert own is not None
+        gguf = write(tmp_path / "m.gguf", {own: np.ones(4, np.float32)}, arch="qwen3")
+        config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2})
+        assert list(gguf_checkpoint(gguf, config).tensors) == [source.key]
+
+
+def test_rope_scaling_is_read(tmp_path: Path) -> None:
+    def yarn(writer: library.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(library.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+
+    rope = gguf_config(converted(tmp_path / "m.gguf", "llama", yarn)).rope(16)
+    assert (rope.kind, rope.scaling) == (
+        "yarn",
+        {"factor": 4.0, "original_max_position_embeddings": 32},
+    )
+
+    def linear(writer: library.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(library.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(2.0)
+
+    rope = gguf_config(converted(tmp_path / "m.gguf", "llama", linear)).rope(16)
+    assert (rope.kind, rope.scaling) == ("linear", {"factor": 2.0})
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float, original: float) -> Array:
+    """How much slower each pair turns, by Llama 3's own rule (apply_scaling of its model.py)."""
+    factors = []
+    for i in range(0, head_dim, 2):
+        wave = 2 * math.pi * theta ** (i / head_dim)
+        if wave < original / 4:
+            factors.append(1.0)
+        elif wave > original:
+            factors.append(factor)
+        else:
+            smooth = (original / wave - 1) / 3
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
+    def opened(factors: Array) -> RawConfig:
+        def add(writer: library.GGUFWriter) -> None:
+            for key, value in (("context_length", 131072), ("embedding_length", 256)):
+                writer.add_uint32(f"llama.{key}", value)
+            for key in ("block_count", "feed_forward_length"):
+                writer.add_uint32(f"llama.{key}", 1)
+            writer.add_head_count(2)
+            writer.add_rope_freq_base(500000.0)
+            writer.add_layer_norm_rms_eps(1e-5)
+
+        tensors = {"token_embd.weight": np.ones((4, 256), np.float32), "rope_freqs.weight": factors}
+        gguf = write(tmp_path / "m.gguf", tensors, add=add)
+        config = gguf_config(gguf)
+        assert "rope_freqs.weight" not in gguf_checkpoint(gguf, config).tensors
+        return config
+
+    scaling = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    for factor in (8.0, 32.0):
+        rope = opened(llama3_factors(128, 5e5, factor, 8192)).rope(128)
+        assert (rope.kind, rope.scaling) == ("llama3", scaling | {"factor": factor})
+    assert opened(np.ones(64, np.float32)).rope(128).kind == "default"
+    with pytest.raises(UnsupportedError, match="only one that is implemented"):
+        opened(llama3_factors(128, 5e5, 8.0, 4096))
+    with pytest.raises(CheckpointError, match="rope_freqs"):
+        opened(np.ones(63, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda writer: writer.add_expert_count(8), "expert_count = 8"),
+        (lambda writer: writer.add_logit_scale(2.0), "llama.logit_scale is not implemented"),
+        (lambda writer: writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE), "longrope"),
+        (lambda writer: writer.add_rope_scaling_yarn_attn_factor(2.0), "yarn_attn_factor"),
+    ],
+)
+def test_models_are_refused_by_name(tmp_path: Path, add: Any, message: str) -> None:
+    gguf = converted(tmp_path / "m.gguf", "llama", add)
+    with pytest.raises(UnsupportedError, match=message):
+        gguf_config(gguf)
+
+
+def test_what_differs_from_layer_to_layer_is_refused(tmp_path: Path) -> None:
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_head_count([4, 8])
+
+    gguf = write(tmp_path / "m.gguf", {"a": np.ones(4, np.float32)}, add=add)
+    with pytest.raises(UnsupportedError, match="head_count differ from layer to layer"):
+        gguf_config(gguf)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    gguf = write(tmp_path / "m.gguf", {"a": np.ones(4, np.float32)}, arch="mamba")
+    with pytest.raises(UnsupportedError, match="'mamba'"):
+        gguf_config(gguf)
+
+
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # not Qwen3: its head_dim is not read there
+def test_transformers_reads_the_same_model(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    gguf = converted(tmp_path / "m.gguf", name, vocabulary)
+    config = gguf_config(gguf)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype="float32"
+    )
+    for key, info in gguf_checkpoint(gguf, config).tensors.items():
+        np.testing.assert_array_equal(read_rows(info), model.state_dict()[key].numpy())
+    for key in ("hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert np.float32(getattr(model.config, key)) == np.float32(config.values[key])
+
+
+# Tokenizers
+
+
+def vocabulary(writer: library.GGUFWriter, name: str = "llama3", pre: str = "llama-bpe") -> None:
+    """The tokens and merges of a stored tokenizer, of byte-level BPE."""
+    backend = json.loads((DATA / "text" / name / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = sorted(backend["model"]["vocab"], key=backend["model"]["vocab"].get)
+    added = {token["content"]: 3 if token["special"] else 4 for token in backend["added_tokens"]}
+    tokens += [token for token in added if token not in backend["model"]["vocab"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([added.get(token, 1) for token in tokens])
+    merges = backend["model"]["merges"]
+    writer.add_token_merges([x if isinstance(x, str) else " ".join(x) for x in merges])
+
+
+def text_of(name: str) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(DATA / "text" / name / "tokenizer.json"))
+
+
+SAMPLES: Sequence[str] = [
+    *(entry["text"] for entry in TEXTS["llama3"]["encode"]),
+    "In 2024 there were 12345 <|eot_id|> dogs; it'S 3.14159",
+    "e\u0301 ﬁ \u00a0 x",
+    "\n\n  \n x\t\ty   z",
+]
+
+
+def test_a_byte_level_tokenizer_is_read(tmp_path: Path) -> None:
+    def add(writer: library.GGUFWriter) -> None:
+        vocabulary(writer, "chatml", "gpt-2")
+        writer.add_eos_token_id(2)
+        writer.add_chat_template("{{ messages[0].content }}")
+
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
+    wanted = text_of("chatml")
+    wanted.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    wanted.normalizer = None
+    for text in SAMPLES:
+        ids = wanted.encode(text).ids
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids, False) == wanted.decode(ids, skip_special_tokens=False)
+    assert tokenizer.special_tokens == {"eos_token": wanted.id_to_token(2)}
+    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
+def test_text_is_split_as_transformers_does(tmp_path: Path, pre: str) -> None:
+    pytest.importorskip("transformers")
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        convert_gguf_tokenizer,
+        get_gguf_tokenizer,
+    )
+
+    gguf = write(tmp_path / "m.gguf", add=lambda writer: vocabulary(writer, "llama3", pre))
+    architecture, values, _ = get_gguf_tokenizer(str(tmp_path / "m.gguf"))
+    wanted, _ = convert_gguf_tokenizer(architecture, values)
+    tokenizer = gguf_tokenizer(gguf)
+    for text in SAMPLES:
+        # Qwen's own tokenizer.json normalises text; what transformers makes of GGUF does not.
+        normal = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        ids = wanted.encode(normal, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["It", "'s", " ", "123", "45", " dogs", "!\n"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!\n"]),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!\n"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
+        ("gpt-2", ["It", "'s", " 12345", " dogs", "!", "\n"]),
+    ],
+)
+def test_text_is_split_before_merging(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    gguf = write(tmp_path / "m.gguf", add=lambda writer: vocabulary(writer, "llama3", pre))
+    backend = gguf_tokenizer(gguf)._backend
+    assert backend.pre_tokenizer is not None
+    found = backend.pre_tokenizer.pre_tokenize_str("It's 12345 dogs!\n")
+    decode = decoders.ByteLevel().decode
+    assert [decode([piece]) for piece, _ in found] == pieces
+
+
+@pytest.mark.parametrize("stored", ["merges", "scores"])
+def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
+    wanted = text_of("mistral")
+    backend = json.loads(wanted.to_str())["model"]
+    tokens = sorted(backend["vocab"], key=backend["vocab"].get)
+    merges = [x if isinstance(x, str) else " ".join(x) for x in backend["merges"]]
+
+    def kind(token: str) -> int:
+        if token.startswith("<0x"):
+            return 6
+        return {"<unk>": 2, "<s>": 3, "</s>": 3}.get(token, 1)
+
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_types([kind(token) for token in tokens])
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        if stored == "merges":
+            writer.add_token_merges(merges)
+        else:  # as in SentencePiece, the later merged the lower
+            rank = {merge.replace(" ", ""): -float(i) for i, merge in enumerate(merges)}
+            writer.add_token_scores([rank.get(token, -1e6) for token in tokens])
+
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
+    reference = Tokenizer(wanted, special_tokens={"bos_token": "<s>"})  # no second BOS
+    for text in SAMPLES:
+        ids = reference.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == wanted.decode(ids)
+    assert tokenizer.special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    assert tokenizer.bos_token_id == 1
+    assert len(tokenizer.byte_token_ids) == 256
+
+
+def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
+    def add(writer: library.GGUFWriter) -> None:
+        vocabulary(writer)
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(1)
+        writer.add_eot_token_id(4)
+        writer.add_add_eos_token(True)
+        writer.add_chat_template(
+            [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+        )
+
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
+    bare = tokenizer.encode("a dog", add_special_tokens=False)
+    assert tokenizer.encode("a dog") == [0, *bare, 1]  # llama-bpe has BOS unless the file says no
+    assert tokenizer.eos_token_ids == {1, 4}
+    assert tokenizer.templates == {"default": "A", "tool_use": "B"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.add_string("tokenizer.ggml.model", "t5"), "'t5'"),
+        (lambda w: vocabulary(w, pre="default"), "'default'"),
+        (lambda w: w.add_string("tokenizer.ggml.model", "llama"), "no tokenizer.ggml.tokens"),
+        (lambda w: (vocabulary(w), w.add_bos_token_id(9999)), "9999 is no token"),
+        (lambda w: (vocabulary(w), w.add_string("tokenizer.ggml.bos_token_id", "1")), "no int"),
+        (lambda w: None, "None"),
+    ],
+)
+def test_tokenizers_are_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:
+    gguf = write(tmp_path / "m.gguf", add=change)
+    with pytest.raises(TokenizerError, match=message):
+        gguf_tokenizer(gguf)
+
+
+def test_merges_outside_of_the_vocabulary_are_damage(tmp_path: Path) -> None:
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(["a", "b"])
+        writer.add_token_merges(["a b"])
+
+    gguf = write(tmp_path / "m.gguf", add=add)
+    with pytest.raises(TokenizerError, match="'a' and 'b' are merged"):
+        gguf_tokenizer(gguf)
+    gguf.metadata["tokenizer.ggml.merges"] = ["a"]
+    with pytest.raises(TokenizerError, match="not all pairs"):
+        gguf_tokenizer(gguf)
