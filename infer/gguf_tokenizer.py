@@ -21,7 +21,7 @@ _SPECIAL = {
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 # Types of tokens. Unused ones only fill the vocabulary up.
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,9 +64,9 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
     types = found.numbers("token_type", len(tokens), _NORMAL)
     backend, adds_bos = kinds[kind](found, tokens, types)
     added = [
-        AddedToken(token, normalized=False, special=of == _CONTROL)
+        AddedToken(token, normalized=False, special=of != _USER_DEFINED)
         for token, of in zip(tokens, types, strict=True)
-        if of in (_CONTROL, _USER_DEFINED)
+        if of in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
     backend.add_tokens(added)
     ids = {name: found.token_id(key, len(tokens)) for name, key in _SPECIAL.items()}

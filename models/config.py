@@ -118,6 +118,10 @@ class RawConfig:
             raise UnsupportedError(f"{self.place}: {key!r} must be positive, not {value}.")
         return value
 
+    def section(self, key: str) -> RawConfig:
+        """The object under a key, empty where there is none."""
+        return RawConfig(self.get(key, {}, dict), f"{self.place}: {key}")
+
     def expect(self, key: str, *accepted: Any) -> None:
         """A key that may only have these values (the first is the default)."""
         value = self.get(key, accepted[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from infer.kernels.errors import CheckpointError, InferError, UnsupportedError
-from infer.models.checkpoint import SINGLE, Checkpoint
+from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format
 from infer.models.formats.grouped import TABLES, from_e8m0, to_signed, unpack
@@ -140,12 +140,16 @@ def test_the_scheme_says_what_is_read(name: str) -> None:
     assert (matrix.order is not None) == (name in ("gptq_4bit_act_order", "gptq_4bit_zeros"))
 
 
+def unused(found: Format, checkpoint: Checkpoint, matrix: Packed) -> list[str]:
+    """The tensors that mean something and belong to no matrix."""
+    left = checkpoint.tensors.keys() - {info.name for info in matrix.tensors}
+    return [name for name in left if not found.ignorable(checkpoint, name)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_belongs_to_the_matrix(name: str) -> None:
     found, checkpoint = opened(DATA / name)
-    used = {info.name for info in matrix_of(name).tensors}
-    left = [key for key in checkpoint.tensors if key not in used]
-    assert all(found.ignorable(checkpoint, key) for key in left)
+    assert not unused(found, checkpoint, matrix_of(name))
     assert found.matrix(checkpoint, "lm_head.weight", (8, 8)) is None
 
 
@@ -171,6 +175,35 @@ def test_e4m3_is_that_of_torch() -> None:
     torch = pytest.importorskip("torch")
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     np.testing.assert_array_equal(TABLES["e4m3"], codes.float().numpy())
+
+
+def test_zero_points_of_symmetric_integers_must_be_zero(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("compressed_int8")
+    edit(folder, lambda arrays: arrays.update(weight_zero_point=np.zeros((48, 1), np.int8)))
+    found, checkpoint = opened(folder)
+    matrix = found.matrix(checkpoint, KEY, values_of("compressed_int8").shape)
+    assert matrix is not None
+    assert not unused(found, checkpoint, matrix)
+    edit(folder, lambda arrays: arrays["weight_zero_point"].__setitem__(47, 1))
+    found, checkpoint = opened(folder)
+    assert unused(found, checkpoint, matrix)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_more_is_read_than_rows_need(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = matrix_of(name)
+    codes = max(matrix.tensors, key=lambda info: info.nbytes)
+    read: list[int] = []
+    original = TensorInfo.read_into
+
+    def counted(self: TensorInfo, view: memoryview, start: int = 0) -> None:
+        if self.name == codes.name:
+            read.append(len(view))
+        original(self, view, start)
+
+    monkeypatch.setattr(TensorInfo, "read_into", counted)
+    matrix.read(8, 16)
+    assert 0 < sum(read) <= -(-8 * codes.nbytes // matrix.shape[0])
 
 
 # What is refused
@@ -232,6 +265,49 @@ def test_schemes_of_weights_are_refused_by_name(
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=message):
         opened(folder)
+
+
+def variants(config: Any) -> Iterator[Any]:
+    """The config with each of its values, at any depth, replaced by what it should not be."""
+    items = config.items() if isinstance(config, dict) else enumerate(config)
+    for key, value in items:
+        copies = [None, -1, 0, True, 1.5, "x", [], {}, ["x"], {"x": 1}, 1 << 70]
+        if isinstance(value, dict | list):
+            copies += variants(value)
+        for other in copies:
+            changed = config.copy()
+            changed[key] = other
+            yield changed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gptq_4bit", "awq", "mlx_4bit", "fp8_block", "nf4", "bnb_int8", "compressed_int8"),
+        *("compressed_int4_zeros", "compressed_fp8_block", "compressed_fp8_channel"),
+    ],
+)
+def test_no_config_does_harm(name: str) -> None:
+    config = json.loads((DATA / name / "config.json").read_text())
+    checkpoint = Checkpoint.open(DATA / name)
+    values = values_of(name)
+    outcomes = set()
+    for changed in variants(config):
+        try:
+            found = find_format(RawConfig(changed))
+            if found is None:
+                outcomes.add("none")
+                continue
+            matrix = found.matrix(checkpoint, KEY, values.shape)
+            if matrix is None or unused(found, checkpoint, matrix):  # which loading would refuse
+                outcomes.add("refused")
+                continue
+            got = matrix.read(0, len(values)).dequantize()
+            np.testing.assert_allclose(got, values, rtol=3e-7, atol=0)  # or it was told otherwise
+            outcomes.add("same")
+        except InferError:
+            outcomes.add("refused")
+    assert {"same", "refused"} <= outcomes
 
 
 def test_a_model_without_a_format_has_none() -> None:

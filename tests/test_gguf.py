@@ -558,6 +558,8 @@ def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
         "eos_token": "</s>",
         "unk_token": "<unk>",
     }
+    for ids in TEXTS["mistral"]["decode"]:
+        assert tokenizer.decode(ids["ids"]) == reference.decode(ids["ids"])
     assert tokenizer.bos_token_id == 1
     assert len(tokenizer.byte_token_ids) == 256
 

@@ -42,6 +42,7 @@ from infer.models.formats.packed import (
     column_order,
     matrix_shape,
     part,
+    read_flat,
     read_rows,
 )
 
@@ -72,15 +73,14 @@ class CompressedTensors(Format):
     def __init__(self, config: RawConfig) -> None:
         self.place = config.place
         config.expect("transform_config", {})
-        sparsity = RawConfig(config.get("sparsity_config", {}, dict), f"{config.place}: sparsity")
-        sparsity.expect("format", "dense")
+        config.section("sparsity_config").expect("format", "dense")
         whole = config.get("format", "mixed-precision", str)
         ignored: set[str] = set()
         if config.get("kv_cache_scheme", None, dict):
             ignored.add("the cache is not quantised")
         self.groups = []
-        for name, values in config.get("config_groups", kind=dict).items():
-            group = RawConfig(values, f"{config.place}: {name}")
+        groups = config.section("config_groups")
+        for group in map(groups.section, groups.values):
             if group.get("input_activations", None, dict):
                 ignored.add("activations are not quantised")
             group.expect("output_activations", None)
@@ -140,7 +140,10 @@ class CompressedTensors(Format):
         )
 
     def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
-        """Scales of activations and of the cache."""
+        """Scales of activations and of the cache; zero points of zero, which older files have."""
+        info = checkpoint.tensors[name]
+        if name.endswith(".weight_zero_point") and info.dtype == "I8":
+            return not read_flat(info, 0, info.nbytes).any()
         return name.endswith(_IGNORABLE)
 
     def _group_of(self, module: str) -> _Group:
@@ -171,7 +174,7 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
             f"(only {', '.join(_FORMATS)})."
         )
     targets: list[Any] = config.get("targets", kind=list)
-    weights = RawConfig(config.get("weights", kind=dict), f"{config.place}: weights")
+    weights = config.section("weights")
     weights.expect("dynamic", False)
     weights.expect("type", "int", "float")
     integers, packed = weights.get("type", "int", str) == "int", layout == "pack-quantized"

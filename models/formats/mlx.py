@@ -43,17 +43,15 @@ class Mlx(Format):
         _mode(config)
         for key, value in config.values.items():
             if isinstance(value, dict):
-                _mode(RawConfig(value, f"{config.place}: {key}"))
+                _mode(config.section(key))
 
     def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
         module = key.removesuffix(".weight")
         if f"{module}.scales" not in checkpoint.tensors:
             return None
         rows, columns = matrix_shape(checkpoint, key, shape)
-        config, own = self.config, self.config.values.get(module)
-        if isinstance(own, dict):
-            config = RawConfig(own, f"{config.place}: {module}")
-        bits, group, kind = _mode(config)
+        own = isinstance(self.config.values.get(module), dict)
+        bits, group, kind = _mode(self.config.section(module) if own else self.config)
         if columns % group or columns * bits % 32:
             raise UnsupportedError(
                 f"{checkpoint.folder}: {module} has {columns} columns, no multiple of {group}."
