@@ -189,7 +189,8 @@ def compressed(
         low, high = parts.amin(2), parts.amax(2)
     elif strategy == "block":
         height, width = args["block_structure"]
-        parts = w.reshape(ROWS // height, height, COLUMNS // width, width)
+        padded = torch.nn.functional.pad(w, (0, -COLUMNS % width, 0, -ROWS % height))
+        parts = padded.reshape(-(-ROWS // height), height, -1, width)
         low, high = parts.amin((1, 3)), parts.amax((1, 3))
     elif strategy == "channel":
         low, high = w.amin(1, keepdim=True), w.amax(1, keepdim=True)
@@ -227,7 +228,10 @@ def fp8(block: tuple[int, int] | None, dtype: str = "float32") -> Result:
     w = weights()
     height, width = block or (ROWS, COLUMNS)
     parts = w.reshape(ROWS // height, height, COLUMNS // width, width)
-    scale = (parts.abs().amax((1, 3)) / 448).to(getattr(torch, dtype))
+    scale = parts.abs().amax((1, 3)) / 448
+    if dtype == "float8_e8m0fnu":
+        scale = scale.log2().ceil().exp2()
+    scale = scale.to(getattr(torch, dtype))
     spread = scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)
     code = (w / spread).to(torch.float8_e4m3fn)
     # Every code once, NaN left out.
@@ -318,10 +322,11 @@ CASES: dict[str, Callable[[], Result]] = {
     "compressed_fp8_tensor": lambda: compressed("float-quantized", kind="float", strategy="tensor"),
     "compressed_fp8_channel": lambda: compressed("float-quantized", kind="float", dtype="bfloat16"),
     "compressed_fp8_block": lambda: compressed(
-        "float-quantized", kind="float", strategy="block", block_structure=[16, 64]
+        "float-quantized", kind="float", strategy="block", block_structure=[32, 96]
     ),
     "fp8_block": lambda: fp8((24, 64)),
     "fp8_block_bf16": lambda: fp8((16, 32), "bfloat16"),
+    "fp8_block_e8m0": lambda: fp8((16, 32), "float8_e8m0fnu"),
     "fp8_tensor": lambda: fp8(None),
     "mxfp4": mxfp4,
     "nf4": lambda: nf4(False),

@@ -113,6 +113,9 @@ def test_the_scheme_says_what_is_read(name: str) -> None:
     grouped = matrix.read(0, rows)
     groups = (rows, scheme.groups(columns))
     assert grouped.scheme == scheme
+    config = json.loads((DATA / name / "config.json").read_text())
+    method = config.get("quantization_config", {}).get("quant_method", "mlx")
+    assert opened(DATA / name)[0].method == method
     assert grouped.codes.shape == (rows, columns)
     assert grouped.codes.dtype == (np.int8 if scheme.signed else np.uint8)
     low, high = (-(1 << (scheme.bits - 1)), 0) if scheme.signed else (0, 1 << scheme.bits)
@@ -151,6 +154,32 @@ def test_every_tensor_belongs_to_the_matrix(name: str) -> None:
     found, checkpoint = opened(DATA / name)
     assert not unused(found, checkpoint, matrix_of(name))
     assert found.matrix(checkpoint, "lm_head.weight", (8, 8)) is None
+
+
+def test_targets_are_found_by_name_pattern_and_class(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("compressed_int4_zeros")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    right, wrong = groups["group_0"], json.loads(json.dumps(groups["group_0"]))
+    wrong["weights"]["group_size"] = 64
+    module = KEY.removesuffix(".weight")
+    for better, worse in ((module, "re:.*q_proj$"), ("re:.*q_proj$", "Linear"), (module, "Linear")):
+        for order in ((better, worse), (worse, better)):
+            config["quantization_config"]["config_groups"] = {
+                target: (right if target == better else wrong) | {"targets": [target]}
+                for target in order
+            }
+            path.write_text(json.dumps(config))
+            found, checkpoint = opened(folder)
+            matrix = found.matrix(checkpoint, KEY, values_of("compressed_int4_zeros").shape)
+            assert matrix is not None
+            assert matrix.scheme.group == 32
+    config["quantization_config"]["config_groups"] = {"a": right | {"targets": ["Embedding"]}}
+    path.write_text(json.dumps(config))
+    found, checkpoint = opened(folder)
+    with pytest.raises(UnsupportedError, match="no group has it"):
+        found.matrix(checkpoint, KEY, values_of("compressed_int4_zeros").shape)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -246,6 +275,7 @@ def test_variants_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"targets": ["re:("]}, "no pattern"),
         ({"num_bits": 3}, "num_bits = 3"),
         ({"type": "float"}, "type = 'float'"),
         ({"strategy": "tensor_group"}, "tensor_group"),
@@ -261,7 +291,8 @@ def test_schemes_of_weights_are_refused_by_name(
     folder = copy_of("compressed_int4")
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= changes
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    (group if "targets" in changes else group["weights"]).update(changes)
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match=message):
         opened(folder)

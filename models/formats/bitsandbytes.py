@@ -33,7 +33,15 @@ from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import TABLES, Floats, Grouped, Scheme, unpack
-from infer.models.formats.packed import Format, Packed, matrix_shape, part, read_flat, read_rows
+from infer.models.formats.packed import (
+    Format,
+    Packed,
+    matrix_shape,
+    part,
+    read_flat,
+    read_rows,
+    wrong_shape,
+)
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _STATE_BYTES = 1 << 16  # far more than there ever are
@@ -89,10 +97,7 @@ def _read_nf4(checkpoint: Checkpoint, key: str, shape: tuple[int, int]) -> Packe
             f"{info.file}: {key} has {columns} columns, no multiple of its blocks of {block}."
         )
     if state.get("shape") != [rows, columns]:
-        raise CheckpointError(
-            f"{info.file}: {key} is {state.get('shape')}, not {[rows, columns]}. Its files and its "
-            "config are of different models: download all of them again."
-        )
+        raise wrong_shape(info, state.get("shape"), [rows, columns])
     count = rows * columns // block
     weight = part(checkpoint, key, [(rows * columns // 2, 1)], ["U8"])
     table = part(checkpoint, f"{key}.quant_map", [(16,)], ["f32"])
@@ -102,7 +107,7 @@ def _read_nf4(checkpoint: Checkpoint, key: str, shape: tuple[int, int]) -> Packe
     tensors, nested = [weight, absmax, table, info], None
     if absmax.dtype == "U8":
         size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if type(size) is not int or size < 1 or type(offset) is not float:
+        if type(size) is not int or size < 1 or type(offset) not in (int, float):
             raise CheckpointError(f"{info.file}: {info.name} lacks the scales' own scales.")
         outer = part(checkpoint, f"{key}.nested_absmax", [(-(-count // size),)], ["f32"])
         inner = part(checkpoint, f"{key}.nested_quant_map", [(256,)], ["f32"])

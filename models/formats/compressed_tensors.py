@@ -25,12 +25,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.errors import CheckpointError, UnsupportedError
+from infer.kernels.errors import UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Grouped, Scheme, to_signed, unpack
@@ -44,6 +43,7 @@ from infer.models.formats.packed import (
     part,
     read_flat,
     read_rows,
+    wrong_shape,
 )
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -114,10 +114,7 @@ class CompressedTensors(Format):
             weight = part(checkpoint, f"{module}.weight_packed", [packed_shape], ["I32"])
             stored = part(checkpoint, f"{module}.weight_shape", [(2,)], ["I64", "I32"])
             if (found := tuple(read_rows(stored).tolist())) != (rows, columns):
-                raise CheckpointError(
-                    f"{checkpoint.folder}: {module} is {found}, not {(rows, columns)}. Its files "
-                    "and its config are of different models: download all of them again."
-                )
+                raise wrong_shape(stored, found, (rows, columns))
             tensors.append(stored)
             if not g.symmetric:
                 packed_zeros = (-(-rows * bits // 32), groups)
@@ -173,7 +170,12 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
             f"{config.place}: the format {layout!r} is not implemented "
             f"(only {', '.join(_FORMATS)})."
         )
-    targets: list[Any] = config.get("targets", kind=list)
+    targets = [str(target) for target in config.get("targets", kind=list)]
+    try:
+        for target in targets:
+            re.compile(target.removeprefix("re:"))
+    except re.error as error:
+        raise UnsupportedError(f"{config.place}: the target {target!r} is no pattern.") from error
     weights = config.section("weights")
     weights.expect("dynamic", False)
     weights.expect("type", "int", "float")
@@ -203,7 +205,7 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
     order = weights.get("actorder", None)
     weights.expect("actorder", None, False, "weight", "static", "group", "dynamic")
     return _Group(
-        tuple(map(str, targets)),
+        tuple(targets),
         packed,
         "int" if integers else "e4m3",
         bits,

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.errors import CheckpointError
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0, to_signed
-from infer.models.formats.packed import Format, Packed, matrix_shape
+from infer.models.formats.packed import Format, Packed, matrix_shape, wrong_shape
 
 Bytes = NDArray[np.uint8]
 # Codes [blocks, values], scales [blocks, groups] and biases like these.
@@ -49,9 +48,7 @@ class GgufBlocks(Format):
             return None
         rows, columns = matrix_shape(checkpoint, key, shape)
         if info.shape != (rows, columns):
-            raise CheckpointError(
-                f"{info.file}: {key} is {info.shape}, not {(rows, columns)}. Download it again."
-            )
+            raise wrong_shape(info, info.shape, (rows, columns))
         return _Matrix(key, (rows, columns), BLOCKS[info.dtype].scheme, (info,))
 
 

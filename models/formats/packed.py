@@ -97,16 +97,20 @@ def part(
             "again, or give the folder of a complete one."
         )
     if info.shape not in shapes:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {name} is {info.shape}, not {' or '.join(map(str, shapes))}. "
-            "Its files and its config are of different models: download all of them again."
-        )
+        raise wrong_shape(info, info.shape, " or ".join(map(str, shapes)))
     if info.dtype not in dtypes:
         raise UnsupportedError(
             f"{checkpoint.folder}: {name} is of dtype {info.dtype}, which is not implemented there "
             f"(only {listed(dtypes)})."
         )
     return info
+
+
+def wrong_shape(info: TensorInfo, found: object, wanted: object) -> CheckpointError:
+    return CheckpointError(
+        f"{info.file}: {info.name} is {found}, not {wanted}. The files and the config are of "
+        "different models: download all of them again."
+    )
 
 
 def matrix_shape(checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> tuple[int, int]:
