@@ -18,7 +18,7 @@ from infer.kernels.errors import CheckpointError, InferError, UnsupportedError
 from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format
-from infer.models.formats.grouped import TABLES, from_e8m0, to_signed, unpack
+from infer.models.formats.grouped import TABLES, Grouped, Scheme, from_e8m0, to_signed, unpack
 from infer.models.formats.packed import Format, Packed
 
 DATA = Path(__file__).parent / "data" / "formats"
@@ -180,6 +180,49 @@ def test_targets_are_found_by_name_pattern_and_class(copy_of: Callable[[str], Pa
     found, checkpoint = opened(folder)
     with pytest.raises(UnsupportedError, match="no group has it"):
         found.matrix(checkpoint, KEY, values_of("compressed_int4_zeros").shape)
+
+
+@pytest.mark.parametrize("offsets", ["none", "zeros", "biases"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_dequantisation_is_its_formula(offsets: str, ordered: bool) -> None:
+    rng = np.random.default_rng(0)
+    rows, columns, group = 3, 11, 4  # the last group is short
+    codes = rng.integers(-8, 8, (rows, columns)).astype(np.int8)
+    scales = rng.standard_normal((rows, 3)).astype(np.float32)
+    zeros = rng.integers(-8, 8, (rows, 3)).astype(np.int16) if offsets == "zeros" else None
+    biases = rng.standard_normal((rows, 3)).astype(np.float32) if offsets == "biases" else None
+    order = rng.permutation(columns) if ordered else None
+    scheme = Scheme("int", 4, group, "f32", signed=True)
+    got = Grouped(scheme, codes, scales, zeros, biases, order).dequantize()
+    for row in range(rows):
+        for i in range(columns):
+            g = i // group
+            value = float(codes[row, i]) - (0 if zeros is None else zeros[row, g])
+            value = scales[row, g].item() * value + (0 if biases is None else biases[row, g].item())
+            assert got[row, i if order is None else order[i]] == pytest.approx(value, rel=1e-6)
+
+
+def test_columns_of_compressed_tensors_are_ordered_by_group(tmp_path: Path) -> None:
+    """actorder = "group": the group of column i is g_idx[i]."""
+    rng = np.random.default_rng(0)
+    rows, columns = 3, 8
+    weight = rng.integers(-8, 8, (rows, columns)).astype(np.int8)
+    scales = rng.standard_normal((rows, 2)).astype(np.float32)
+    index = np.array([1, 0, 0, 1, 1, 0, 1, 0], np.int32)
+    args = {"num_bits": 4, "strategy": "group", "group_size": 4, "actorder": "group"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"a": {"targets": ["Linear"], "weights": args}},
+    }
+    parts = {"weight": weight, "weight_scale": scales, "weight_g_idx": index}
+    prefix = KEY.removesuffix("weight")
+    save_file({f"{prefix}{part}": array for part, array in parts.items()}, tmp_path / SINGLE)
+    found = find_format(RawConfig({"quantization_config": config}))
+    assert found is not None
+    matrix = found.matrix(Checkpoint.open(tmp_path), KEY, (rows, columns))
+    assert matrix is not None
+    np.testing.assert_array_equal(matrix.read(0, 3).dequantize(), weight * scales[:, index])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])

@@ -26,6 +26,7 @@ from infer.models.formats.gguf_blocks import BLOCKS
 
 _VERSIONS = (2, 3)
 _HEADER_BYTES = 1 << 27  # of a whole header; large vocabularies take a tenth of it
+_PIECE = 1 << 20  # read at once
 _MAX_SIZES = 4
 _AGAIN = "Download it again."
 
@@ -143,26 +144,31 @@ class _Header:
     def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
         self.file, self.stream = file, stream
         self.limit = min(size, _HEADER_BYTES)
+        self.data, self.at = bytearray(), 0  # what was read of the file, and how far it is used
 
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.file} is damaged or incomplete ({what}). {_AGAIN}")
 
-    def take(self, count: int, each: int = 1) -> bytes:
-        """The next count * each bytes."""
-        if count * each > self.limit - self.stream.tell():
-            raise self.damaged(f"{count} at byte {self.stream.tell()} reach beyond its end")
-        return self.stream.read(count * each)
+    def take(self, nbytes: int) -> bytearray:
+        """The next bytes."""
+        start, end = self.at, self.at + nbytes
+        if end > self.limit:
+            raise self.damaged(f"{nbytes} bytes at {start} reach beyond its end")
+        if end > len(self.data):
+            self.data += self.stream.read(max(end - len(self.data), _PIECE))
+        self.at = end
+        return self.data[start:end]
 
     def numbers(self, dtype: str, count: int) -> NDArray[Any]:
-        return np.frombuffer(self.take(count, np.dtype(dtype).itemsize), dtype)
+        return np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype)
 
     def number(self, dtype: str) -> Any:
         return self.numbers(dtype, 1)[0].item()
 
     def count(self, least: int) -> int:
         """A number of things that take at least so many bytes each."""
-        count: int = self.number("<u8")
-        if count * least > self.limit - self.stream.tell():
+        count = int.from_bytes(self.take(8), "little")
+        if count * least > self.limit - self.at:
             raise self.damaged(f"it cannot hold {count} entries")
         return count
 
@@ -218,7 +224,7 @@ def _read_header(header: _Header, size: int) -> tuple[dict[str, Any], dict[str, 
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise header.damaged(f"an alignment of {alignment}")
     found = list(_read_tensors(header, tensor_count))
-    start = -(-header.stream.tell() // alignment) * alignment
+    start = -(-header.at // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
     end = start
     for info in sorted(found, key=lambda info: info.offset):
