@@ -52,7 +52,8 @@ _IGNORABLE = (".input_scale", ".output_scale", ".input_zero_point", ".k_scale", 
 
 @dataclass(frozen=True)
 class _Group:
-    """What the config says of some modules. group and block are 0 where the strategy has none."""
+    """What the config says of some modules. size: columns of a group, with the strategy "group";
+    block: rows and columns of one, with "block"; else 0."""
 
     targets: tuple[str, ...]
     packed: bool
@@ -60,9 +61,24 @@ class _Group:
     bits: int
     symmetric: bool
     strategy: str
-    group: int
+    size: int
     block: tuple[int, int]
     ordered: bool
+
+    def width(self, columns: int) -> int:
+        """Columns that share a scale."""
+        return {"group": self.size, "block": self.block[1]}.get(self.strategy, columns)
+
+    def height(self, rows: int) -> int:
+        """Rows that share a scale."""
+        return {"tensor": rows, "block": self.block[0]}.get(self.strategy, 1)
+
+    def scale_shapes(self, rows: int, groups: int) -> list[tuple[int, ...]]:
+        """The shapes that scales may have."""
+        if self.strategy == "tensor":
+            return [(1,), (), (1, 1)]
+        blocks = (-(-rows // self.height(rows)), groups)
+        return [blocks, (rows,)] if self.strategy == "channel" else [blocks]
 
 
 class CompressedTensors(Format):
@@ -92,49 +108,37 @@ class CompressedTensors(Format):
         if f"{module}.weight_scale" not in checkpoint.tensors:
             return None
         rows, columns = matrix_shape(checkpoint, key, shape)
-        g = self._group_of(module)
-        if g.group and columns % g.group:
-            raise UnsupportedError(
-                f"{checkpoint.folder}: {module} has {columns} columns, no multiple of {g.group}."
-            )
-        group = g.group or g.block[1] or columns
-        bits, groups = g.bits, -(-columns // group)
-        by_strategy: dict[str, list[tuple[int, ...]]] = {
-            "tensor": [(1,), (), (1, 1)],
-            "channel": [(rows, 1), (rows,)],
-            "group": [(rows, groups)],
-            "block": [(-(-rows // (g.block[0] or 1)), groups)],
-        }
-        scale_shapes = by_strategy[g.strategy]
+        group = self._group_of(module)
+        width, bits = group.width(columns), group.bits
+        groups = -(-columns // width)
+        scale_shapes = group.scale_shapes(rows, groups)
         scales = part(checkpoint, f"{module}.weight_scale", scale_shapes, FLOATS)
-        zeros = index = None
-        tensors = [scales]
-        if g.packed:
-            packed_shape = (rows, -(-columns * bits // 32))
-            weight = part(checkpoint, f"{module}.weight_packed", [packed_shape], ["I32"])
+        tensors, zeros, order = [scales], None, None
+        if group.packed:
+            packed = (rows, -(-columns * bits // 32))
+            weight = part(checkpoint, f"{module}.weight_packed", [packed], ["I32"])
             stored = part(checkpoint, f"{module}.weight_shape", [(2,)], ["I64", "I32"])
             if (found := tuple(read_rows(stored).tolist())) != (rows, columns):
                 raise wrong_shape(stored, found, (rows, columns))
             tensors.append(stored)
-            if not g.symmetric:
-                packed_zeros = (-(-rows * bits // 32), groups)
-                zeros = part(checkpoint, f"{module}.weight_zero_point", [packed_zeros], ["I32"])
         else:
-            dtype = "I8" if g.kind == "int" else "F8_E4M3"
+            dtype = "I8" if group.kind == "int" else "F8_E4M3"
             weight = part(checkpoint, key, [(rows, columns)], [dtype])
-            if not g.symmetric:
-                zeros = part(checkpoint, f"{module}.weight_zero_point", scale_shapes, ["I8"])
-        if g.ordered:
-            index = part(checkpoint, f"{module}.weight_g_idx", [(columns,)], ["I32"])
+        tensors.append(weight)
+        if not group.symmetric:
+            packed_zeros = (-(-rows * bits // 32), groups)
+            shapes, dtype = ([packed_zeros], "I32") if group.packed else (scale_shapes, "I8")
+            zeros = part(checkpoint, f"{module}.weight_zero_point", shapes, [dtype])
+            tensors.append(zeros)
+        if group.ordered:
+            tensors.append(part(checkpoint, f"{module}.weight_g_idx", [(columns,)], ["I32"]))
+            order = column_order(tensors[-1], width)
+        integers = group.kind == "int"
         scheme = Scheme(
-            g.kind, bits, group, scales.dtype, signed=g.kind == "int", zeros=zeros is not None
+            group.kind, bits, width, scales.dtype, signed=integers, zeros=not group.symmetric
         )
-        tensors += [info for info in (weight, zeros, index) if info is not None]
-        height = {"tensor": rows, "block": g.block[0]}.get(g.strategy, 1)
-        order = None if index is None else column_order(index, group)
-        return _Matrix(
-            key, (rows, columns), scheme, tuple(tensors), weight, scales, zeros, height, order=order
-        )
+        parts = (weight, scales, zeros, group.height(rows))
+        return _Matrix(key, (rows, columns), scheme, tuple(tensors), *parts, order=order)
 
     def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
         """Scales of activations and of the cache; zero points of zero, which older files have."""
