@@ -43,12 +43,12 @@ class ResolvedModel:
     """Where a model's files are.
 
     Attributes:
-        folder: holds config.json and the weights.
-        name: for people: `demo`, the folder's name, or the hub id.
+        path: a folder that holds config.json and the weights, or a GGUF file, which is all.
+        name: for people: `demo`, the folder's or the file's name, or the hub id.
         revision: the commit of a model from the hub, else None.
     """
 
-    folder: Path
+    path: Path
     name: str
     revision: str | None = None
 
@@ -64,7 +64,7 @@ def resolve(
     """Find a model's files, fetching from the hub what is not in its cache.
 
     Args:
-        model: `demo`, a local folder, or a hub id `org/name`.
+        model: `demo`, a local folder or GGUF file, or a hub id `org/name`.
         revision: branch, tag or commit of a hub id.
         offline: use the cache alone.
         token: for gated and private repositories; by default the one that `hf auth login` stored,
@@ -86,14 +86,19 @@ def resolve(
                 "id, or none."
             )
         return ResolvedModel(_check_folder(path), path.resolve().name)
+    if path.is_file() and path.suffix == ".gguf":
+        if revision is not None:
+            raise ModelNotFoundError(f"{model} is a local file, which has no revisions.")
+        return ResolvedModel(path, path.stem)
     if path.is_file():
         raise UnsupportedError(
-            f"{model} is a file. Give the folder that holds config.json and *.safetensors."
+            f"{model} is a file. Give the folder that holds config.json and *.safetensors, or a "
+            ".gguf file."
         )
     if not HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
-            f"There is no folder {model}. A model is a local folder, a hub id such as org/name, "
-            f"or {DEMO!r}."
+            f"There is no folder {model}. A model is a local folder, a .gguf file, a hub id such "
+            f"as org/name, or {DEMO!r}."
         )
     return _resolve_hub_id(model, revision, offline, token, progress)
 

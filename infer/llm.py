@@ -349,7 +349,7 @@ def load(
 ) -> LLM:
     """Load a model onto a GPU.
 
-    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct"), a local folder, or "demo".
+    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct"), a folder, a .gguf file, or "demo".
     device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
     context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
     or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
@@ -379,9 +379,9 @@ def _load(
     engine_options: Mapping[str, Any],
 ) -> LLM:
     try:
-        folder = resolved.folder
-        model, checkpoint = open_model(folder)
-        tokenizer = Tokenizer.from_folder(folder)
+        path = resolved.path
+        model, checkpoint = open_model(path)
+        tokenizer = Tokenizer.open(path)
         check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
         positions = checked_context(model, resolved.name, context)
 
@@ -412,7 +412,7 @@ def _load(
             )
         ((engine, compiled),) = started
         compiled.result()
-        defaults = read_json(folder / "generation_config.json")
+        defaults = read_json(path / "generation_config.json")
         return LLM(resolved.name, engine, tokenizer, defaults)
     except BaseException:
         device.close()

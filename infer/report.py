@@ -13,7 +13,6 @@ import numpy
 import wgpu
 
 import infer
-from infer.chat import read_templates
 from infer.engine import EngineOptions
 from infer.hub import resolve
 from infer.kernels.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
@@ -31,7 +30,7 @@ from infer.models.packing import Stored
 from infer.models.weights import WeightSpec, check_checkpoint, stored
 from infer.sampling import SamplingParams
 from infer.terminal import size
-from infer.tokenizer import read_json
+from infer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from infer.kernels.check import CheckResult
@@ -196,11 +195,12 @@ class ModelReport:
     """
 
     name: str
-    folder: str
+    path: str
     revision: str | None
     architecture: str
     parameters: int
     dtypes: list[str]
+    format: str | None
     disk_bytes: int
     max_context: int
     context: int
@@ -221,13 +221,15 @@ class ModelReport:
 
     def text(self) -> str:
         chat = "with a chat template" if self.chat_template else "without a chat template"
+        bits = 8 * self.disk_bytes / self.parameters
         missing = "missing: the model cannot be run without tokenizer.json"
         return _table(
             {
                 "model": f"{self.name}, {self.architecture}",
-                "folder": self.folder,
+                "files": self.path,
                 "parameters": f"{self.parameters:,}",
                 "tokenizer": chat if self.tokenizer else missing,
+                "format": f"{self.format or 'floats'}, {bits:.2f} bits per weight",
                 "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)} "
                 f"({size(self.disk_bytes)} on the disk)",
                 "KV cache": f"{size(self.kv_cache_bytes)} for {self.context:,} positions "
@@ -260,7 +262,7 @@ def inspect_model(
     """
     converted = weight_dtype(dtype, quantize)
     found = resolve(model, revision=revision, offline=offline, progress=download_progress)
-    llama, checkpoint = open_model(found.folder)
+    llama, checkpoint = open_model(found.path)
     specs = list(llama.weights())
     check_checkpoint(specs, checkpoint, llama.ignorable)
 
@@ -291,14 +293,17 @@ def inspect_model(
                 else f"yes: {size(free)} are free"
             )
     need = memory_needed(llama, stored_as, options, limits, adapter)
+    has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
+    tokenizer = Tokenizer.open(found.path) if has_tokenizer else None
     return ModelReport(
         name=found.name,
-        folder=str(found.folder),
+        path=str(found.path),
         revision=found.revision,
         architecture=llama.config.model_type,
         parameters=sum(prod(spec.shape) for spec in specs),
         dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
-        disk_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        format=checkpoint.format,
+        disk_bytes=checkpoint.nbytes,
         max_context=llama.config.max_position_embeddings,
         context=options.context,
         kv_dtype=kv_dtype,
@@ -307,10 +312,8 @@ def inspect_model(
         kv_cache_bytes=need.kv_cache,
         other_bytes=need.other,
         total_bytes=need.total,
-        chat_template=bool(
-            read_templates(found.folder, read_json(found.folder / "tokenizer_config.json"))
-        ),
-        tokenizer=(found.folder / "tokenizer.json").is_file(),
+        chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        tokenizer=tokenizer is not None,
         adapter=None if adapter is None else adapter_json(adapter),
         fits=fits,
         verdict=verdict,

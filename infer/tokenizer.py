@@ -51,6 +51,16 @@ class Tokenizer:
         )
 
     @classmethod
+    def open(cls, path: Path) -> "Tokenizer":
+        """That of a model folder or a GGUF file. Raises TokenizerError."""
+        if not path.is_file():
+            return cls.from_folder(path)
+        from infer.gguf_tokenizer import gguf_tokenizer
+        from infer.models.formats.gguf import Gguf
+
+        return gguf_tokenizer(Gguf.open(path))
+
+    @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
         """Read tokenizer.json, and what lies beside it about special tokens, ends and templates.
 

@@ -41,17 +41,24 @@ ARCHITECTURES = {
 }
 
 
-def open_model(folder: Path) -> tuple[Llama, Checkpoint]:
-    """The model in a folder, and its checkpoint, of which the headers are read. Raises ModelError
-    for what is missing, damaged or not implemented."""
+def open_model(path: Path) -> tuple[Llama, Checkpoint]:
+    """The model in a folder or a GGUF file, and its checkpoint, of which the headers are read.
+    Raises ModelError for what is missing, damaged or not implemented."""
     from infer.models.checkpoint import Checkpoint
     from infer.models.config import RawConfig
     from infer.models.formats import find_format, find_packed
+    from infer.models.formats.gguf import Gguf
+    from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
 
-    raw = RawConfig.open(folder)
+    if path.is_file():
+        gguf = Gguf.open(path)
+        raw = gguf_config(gguf)
+        checkpoint = gguf_checkpoint(gguf, raw)
+    else:
+        raw = RawConfig.open(path)
+        checkpoint = Checkpoint.open(path)
     found = find_format(raw)
     model = build_model(raw)
-    checkpoint = Checkpoint.open(folder)
     if found is not None:
         checkpoint = find_packed(checkpoint, found, model.weights())
     return model, checkpoint

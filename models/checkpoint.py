@@ -68,14 +68,20 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder by name. packed: quantised matrices by the names of the tensors that
-    a model asks for; what these are made of is not among the tensors. format: how they are packed.
-    """
+    """The tensors of a folder (or a GGUF file) by name. packed: quantised matrices by the names of
+    the tensors that a model asks for; what these are made of is not among the tensors. format: how
+    they are packed."""
 
     folder: Path
     tensors: dict[str, TensorInfo]
     packed: Mapping[str, Packed] = field(default_factory=dict)
     format: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything in the files that the model uses."""
+        parts = [tensor for matrix in self.packed.values() for tensor in matrix.tensors]
+        return sum(tensor.nbytes for tensor in {*self.tensors.values(), *parts})
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

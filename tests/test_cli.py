@@ -38,7 +38,7 @@ from infer.options import parse_bias, parse_template_arg
 from infer.terminal import ProgressLine, size
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO_FOLDER = resolve(DEMO).folder
+DEMO_FOLDER = resolve(DEMO).path
 PROMPT = "Once upon a time"
 
 

@@ -190,7 +190,7 @@ def test_the_architecture_names_every_module() -> None:
 def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:
     text = read("ARCHITECTURE.md").partition("| decode | prefill |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
-    model = build_model(RawConfig.open(resolve(DEMO).folder))
+    model = build_model(RawConfig.open(resolve(DEMO).path))
     device = DryDevice(Limits(workgroup_storage=32768))
     weights = {spec.name: allocate(device, spec.shape, "bf16") for spec in model.weights()}
     engine = Engine(device, model, weights, EngineOptions(context=1024))
@@ -207,7 +207,7 @@ def test_every_architecture_is_in_the_readme() -> None:
 
 
 def test_quantised_checkpoints_are_refused_by_name() -> None:
-    values = RawConfig.open(resolve(DEMO).folder).values | {"quantization_config": {"bits": 4}}
+    values = RawConfig.open(resolve(DEMO).path).values | {"quantization_config": {"bits": 4}}
     with pytest.raises(errors.UnsupportedError, match="quantization_config"):
         build_model(RawConfig(values))
 

@@ -234,9 +234,13 @@ def turned(array: Array, heads: int) -> Array:
 
 
 def converted(
-    file: Path, name: str, more: Callable[[library.GGUFWriter], object] = lambda writer: None
+    file: Path,
+    name: str,
+    more: Callable[[library.GGUFWriter], object] = lambda writer: None,
+    kind: Kind | None = None,
 ) -> Gguf:
-    """A stored model, written as the converter of llama.cpp does it."""
+    """A stored model, written as the converter of llama.cpp does it, matrices quantised if `kind`
+    says so."""
     raw = RawConfig.open(DATA / "models" / name)
     config, arch = build_model(raw).config, raw.values["model_type"]
     names = library.get_tensor_name_map(
@@ -244,6 +248,7 @@ def converted(
         config.num_hidden_layers,
     )
     tensors: dict[str, Array] = {}
+    kinds: dict[str, Kind] = {}
     for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
         array = read_rows(info)
         if arch == "llama" and ".q_proj." in key:
@@ -253,6 +258,8 @@ def converted(
         own = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert own is not None
         tensors[own] = array if array.ndim == 1 else array.astype(np.float16)
+        if kind is not None and array.ndim == 2:
+            tensors[own], kinds[own] = library.quantize(array, kind), kind
 
     def add(writer: library.GGUFWriter) -> None:
         writer.add_context_length(config.max_position_embeddings)
@@ -269,7 +276,7 @@ def converted(
         writer.add_vocab_size(config.vocab_size)
         more(writer)
 
-    return write(file, tensors, arch=arch, add=add)
+    return write(file, tensors, kinds, arch=arch, add=add)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_f32", "qwen2", "qwen3"])

@@ -172,8 +172,8 @@ for kwargs in json.loads(sys.argv[1]):
     except InferError as error:
         outcomes.append({"error": type(error).__name__, "message": str(error)})
     else:
-        paths = sorted(p for p in found.folder.rglob("*") if p.is_file())
-        files = {p.relative_to(found.folder).as_posix(): p.read_text() for p in paths}
+        paths = sorted(p for p in found.path.rglob("*") if p.is_file())
+        files = {p.relative_to(found.path).as_posix(): p.read_text() for p in paths}
         outcomes.append({"name": found.name, "revision": found.revision, "files": files})
 print(json.dumps(outcomes))
 """
@@ -331,7 +331,7 @@ def test_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     for model in (str(folder), "org/tiny", "./org/tiny/", "~/org/tiny"):
         found = resolve(model)
-        assert (found.folder.resolve(), found.name) == (folder.resolve(), "tiny")
+        assert (found.path.resolve(), found.name) == (folder.resolve(), "tiny")
         assert found.revision is None
     with pytest.raises(ModelNotFoundError, match="no revisions"):
         resolve("org/tiny", revision="main")
@@ -342,8 +342,8 @@ def test_demo_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     found = resolve("demo")
     assert found.name == "demo"
-    assert found.folder.samefile(Path(infer.__file__).parent / "demo")
-    assert resolve("./demo").folder.samefile(tmp_path / "demo")
+    assert found.path.samefile(Path(infer.__file__).parent / "demo")
+    assert resolve("./demo").path.samefile(tmp_path / "demo")
 
 
 @pytest.mark.parametrize(

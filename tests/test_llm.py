@@ -28,7 +28,7 @@ from infer.kernels.adapters import MemoryInfo
 from infer.kernels.device import Buffer, Device
 from infer.kernels.quantize import buffer_bytes
 
-DEMO_FOLDER = resolve(DEMO).folder
+DEMO_FOLDER = resolve(DEMO).path
 STORY = "Once upon a time"
 # Its greedy answer's best tokens lead by far: rounding does not change it.
 COUNT = [{"role": "user", "content": "Count from 1 to 15."}]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import OpenDevice
+from engines import build_engine, scores
 from numpy.typing import NDArray
-from test_formats import CASES, DATA, KEY, copy_of, edit, opened, values_of  # noqa: F401
+from reference_models import load, relative_error
+from safetensors.numpy import save_file
+from test_formats import CASES, DATA, KEY, opened, values_of
+from test_gguf import Kind, converted
 
 from infer.kernels import reference
 from infer.kernels.check import int8_rows
@@ -17,11 +23,16 @@ from infer.kernels.device import Device, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.kernels.tensor import QUANTIZED, GpuTensor
+from infer.models import open_model
+from infer.models.checkpoint import Checkpoint
 from infer.models.formats import find_packed
+from infer.models.formats.grouped import TABLES
+from infer.models.formats.packed import read_rows
 from infer.models.weights import Source, WeightSpec, load_weights
 
 Array = NDArray[Any]
 LIMIT = 1e-10  # of f32 arithmetic
+LLAMA = DATA.parent / "models" / "llama"
 
 
 def loaded(device: Device, folder: Path, shape: tuple[int, ...], name: str = "w") -> GpuTensor:
@@ -65,3 +76,102 @@ def test_every_format_on_the_gpu(open_device: OpenDevice, case: str, settings: S
             forward = Forward(device, n)
             y = forward.run(forward.ops.linear(forward.input(x), weight))
         assert nmse(y, reference.matmul(exact, expected)) <= LIMIT
+
+
+# Models
+
+
+def mlx_packed(values: Array) -> dict[str, Array]:
+    """A matrix in MLX's 4 bits, in groups of 32."""
+    groups = values.reshape(len(values), -1, 32)
+    low, high = groups.min(axis=2, keepdims=True), groups.max(axis=2, keepdims=True)
+    scales = ((high - low) / 15).astype(np.float16).astype(np.float32)
+    codes = np.clip(np.rint((groups - low) / scales), 0, 15).astype(np.uint32)
+    words = (codes.reshape(len(values), -1, 8) << 4 * np.arange(8, dtype=np.uint32)).sum(axis=2)
+    pair = {"scales": scales, "biases": low}
+    return {"weight": words.astype(np.uint32)} | {
+        name: part.reshape(len(values), -1).astype(np.float16) for name, part in pair.items()
+    }
+
+
+def e4m3_packed(values: Array) -> dict[str, Array]:
+    """A matrix in E4M3, with a scale for each 32x32 of it."""
+    rows, columns = values.shape
+    blocks = values.reshape(rows // 32, 32, columns // 32, 32)
+    scales = (abs(blocks).max(axis=(1, 3), keepdims=True) / 448).astype(np.float32)
+    table = TABLES["e4m3"][:127]
+    nearest = abs(abs(blocks / scales)[..., None] - table).argmin(axis=-1).astype(np.uint8)
+    codes = np.where(blocks < 0, nearest | 0x80, nearest).reshape(rows, columns)
+    return {"weight": codes, "weight_scale_inv": scales.reshape(rows // 32, columns // 32)}
+
+
+QUANTIZED_MODELS: dict[str, tuple[dict[str, Any], Callable[[Array], dict[str, Array]], float]] = {
+    "mlx": ({"quantization": {"bits": 4, "group_size": 32}}, mlx_packed, 1e-1),
+    "fp8": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
+        e4m3_packed,
+        1e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED_MODELS)
+def test_a_quantised_model_answers_as_its_values_do(
+    device: Device, method: str, tmp_path: Path
+) -> None:
+    """As one of floats that has these values. Rounding activations to int8 costs this model 8 %."""
+    changes, pack, tolerance = QUANTIZED_MODELS[method]
+    config = json.loads((LLAMA / "config.json").read_text())
+    packed: dict[str, Array] = {}
+    floats: dict[str, Array] = {}
+    for key, info in Checkpoint.open(LLAMA).tensors.items():
+        floats[key] = packed[key] = read_rows(info)
+        if "_proj." in key:
+            parts = pack(packed.pop(key))
+            packed |= {f"{key.removesuffix('weight')}{name}": part for name, part in parts.items()}
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    save(packed, folder / "model.safetensors")
+    _, checkpoint = open_model(folder)
+    assert len(checkpoint.packed) == 7 * config["num_hidden_layers"]
+    ids = load("llama").prompt_ids.tolist()
+    with device.scope():
+        expected = scores(build_engine(device, as_floats(checkpoint, floats, tmp_path)), ids)
+        actual = scores(build_engine(device, folder), ids)
+    assert relative_error(actual, expected) <= tolerance
+    assert relative_error(expected, load("llama").logits) > 1e-3  # it was quantised
+
+
+def save(tensors: dict[str, Array], file: Path) -> None:
+    """As safetensors; uint8 named e4m3 is what E4M3 is called."""
+    save_file(tensors, file)
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    raw = file.read_bytes()
+    header = raw[8 : 8 + size].replace(b'"U8"', b'"F8_E4M3"')
+    header = header.rstrip() + b" " * (-len(header.rstrip()) % 8)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+
+
+def test_a_gguf_file_answers_as_its_values_do(device: Device, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    converted(file, "llama", kind=Kind.Q8_0)
+    _, checkpoint = open_model(file)
+    floats = {key: read_rows(info) for key, info in checkpoint.tensors.items()}
+    ids = load("llama").prompt_ids.tolist()
+    with device.scope():
+        expected = scores(build_engine(device, as_floats(checkpoint, floats, tmp_path)), ids)
+        actual = scores(build_engine(device, file), ids)
+    assert relative_error(actual, expected) <= 1e-1
+    assert relative_error(expected, load("llama").logits) < 1e-1
+
+
+def as_floats(checkpoint: Checkpoint, floats: dict[str, Array], folder: Path) -> Path:
+    """A model with the values of the packed matrices, and these floats besides."""
+    for key, matrix in checkpoint.packed.items():
+        floats[key] = matrix.read(0, matrix.shape[0]).dequantize()
+    path = folder / "floats"
+    path.mkdir()
+    (path / "config.json").write_bytes((LLAMA / "config.json").read_bytes())
+    save_file(floats, path / "model.safetensors")
+    return path

@@ -218,7 +218,7 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
             tensors[name] = _Turned(*fields, heads[own])
         else:
             tensors[name] = TensorInfo(*fields)
-    return Checkpoint(gguf.file.parent, tensors)
+    return Checkpoint(gguf.file, tensors)
 
 
 @dataclass(frozen=True)
