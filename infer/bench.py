@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from math import prod
@@ -37,13 +37,13 @@ from infer.kernels.bandwidth import copy_bandwidth
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.kv_cache import KV_DTYPES
-from infer.kernels.tensor import QUANTIZED
+from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, fitting_options
 from infer.models import build_model
-from infer.models.packing import Stored
+from infer.models.packing import PUBLISHED
 from infer.models.shapes import SHAPES, shape_config
-from infer.models.weights import converted_dtype, random_weights
+from infer.models.weights import random_storage, random_weights
 
 
 def run_bench(
@@ -54,6 +54,7 @@ def run_bench(
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
+    format: str | None = None,
     kv_dtype: str = "f16",
     prompt_tokens: int = 512,
     decode_tokens: int = 128,
@@ -66,9 +67,10 @@ def run_bench(
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
     model, device, context, dtype, quantize, kv_dtype: as for `load`; a shape's weights are bf16
-    where dtype and quantize are None. prompt_tokens of the prefill test; decode_tokens of every
-    decode test, of which there is one more for each of `depths`, the tokens that are in the cache
-    before it. Each test runs `repeats` times after a warm-up. profile: time every kernel.
+    where dtype and quantize are None, or packed as in checkpoints of a `format` (a key of
+    PUBLISHED). prompt_tokens of the prefill test; decode_tokens of every decode test, of which
+    there is one more for each of `depths`, the tokens that are in the cache before it. Each test
+    runs `repeats` times after a warm-up. profile: time every kernel.
     json_path: a file to write the report to, or a folder, for a file named after date, adapter and
     model. progress is told what runs. Raises RequestError and whatever `load` raises.
     """
@@ -85,7 +87,7 @@ def run_bench(
     adapter = choose_adapter(device)
     if profile and "timestamp-query" not in adapter.features:
         raise RequestError(f"{adapter} has no timestamp queries: leave out --profile.")
-    opened = open_engine(model, shape, device, context, dtype, kv_dtype, quantize)
+    opened = open_engine(model, shape, device, context, dtype, kv_dtype, quantize, format)
     progress(f"copy bandwidth of {adapter}")
     with Device(adapter) as own:
         bandwidth = copy_bandwidth(own)
@@ -114,7 +116,9 @@ def run_bench(
             model=name,
             random_weights=shape is not None,
             architecture=c.model_type,
-            dtype=quantize or "+".join(sorted({w.dtype for w in weights if len(w.shape) == 2})),
+            dtype=quantize
+            or format
+            or "+".join(sorted({w.dtype for w in weights if len(w.shape) == 2})),
             kv_dtype=engine.options.kv_dtype,
             parameters=sum(prod(weight.shape) for weight in weights),
             weight_bytes=sum(weight.nbytes for weight in weights),
@@ -168,6 +172,9 @@ def main(
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights")
     parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
     parser.add_argument(
+        "--format", choices=PUBLISHED, help="random weights as checkpoints of that kind have them"
+    )
+    parser.add_argument(
         "--kv-dtype", choices=KV_DTYPES, default="f16", help="of the KV cache (default: f16)"
     )
 
@@ -202,6 +209,7 @@ def main(
             context=options.context,
             dtype=options.dtype,
             quantize=options.quantize,
+            format=options.format,
             kv_dtype=options.kv_dtype,
             prompt_tokens=options.prompt_tokens,
             decode_tokens=options.decode_tokens,
@@ -235,16 +243,24 @@ def open_engine(
     dtype: str | None = None,
     kv_dtype: str = "f16",
     quantize: str | None = None,
+    format: str | None = None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
 
     As for `run_bench`. Raises RequestError unless one of model and shape is given.
     """
-    if model is not None and shape is None:
+    if model is not None and shape is None and format is None:
         return _loaded(model, device, context, dtype, kv_dtype, quantize)
     if shape is not None and model is None:
-        return _random(shape, device, context, weight_dtype(dtype, quantize) or "bf16", kv_dtype)
-    raise RequestError("Give either a model or a shape.")
+        if format is not None and (dtype or quantize):
+            raise RequestError("A format has dtypes of its own: give no other beside it.")
+        stored = weight_dtype(dtype, quantize) or "bf16"
+        return _random(shape, device, context, stored, kv_dtype, format)
+    raise RequestError("Give either a model or a shape; a format is for a shape.")
+
+
+def _dtypes(weights: Iterable[GpuTensor]) -> str:
+    return "+".join(sorted({weight.dtype for weight in weights if len(weight.shape) == 2}))
 
 
 @contextmanager
@@ -264,21 +280,27 @@ def _loaded(
 
 @contextmanager
 def _random(
-    shape: str, selector: str | int | None, context: int | None, dtype: str, kv_dtype: str
+    shape: str,
+    selector: str | int | None,
+    context: int | None,
+    dtype: str,
+    kv_dtype: str,
+    format: str | None,
 ) -> Iterator[tuple[str, Engine]]:
     """An engine of that shape on random weights."""
     model = build_model(shape_config(shape))
+    published = None if format is None else PUBLISHED[format]
     adapter = choose_adapter(selector)
     with Device(adapter) as device:
         options = fitting_options(
             model,
-            lambda spec: Stored(converted_dtype(spec, dtype)),
+            lambda spec: random_storage(spec, dtype, published),
             EngineOptions(context=context or DEFAULT_CONTEXT, kv_dtype=kv_dtype),
             device.limits,
             adapter,
             may_shrink=context is None,
         )
-        weights = random_weights(device, list(model.weights()), dtype)
+        weights = random_weights(device, list(model.weights()), dtype, published=published)
         engine = Engine(device, model, weights, options)
         engine.compile()
         device.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event, Lock
 from typing import Any
 
@@ -30,13 +30,49 @@ class Stored:
     order: NDArray[np.int64] | None = None
 
 
+@dataclass(frozen=True)
+class Published:
+    """A kind of checkpoint: its scheme, and the dtype of embeddings and head where these are not
+    quantised."""
+
+    scheme: Scheme
+    embeddings: str | None = None
+
+
+_ROW = 1 << 20  # columns: all of them share a scale
+PUBLISHED = {
+    "gptq": Published(Scheme("int", 4, 128, "f16", signed=True), "f16"),
+    "awq": Published(Scheme("int", 4, 128, "f16", zeros=True), "f16"),
+    "w8a16": Published(Scheme("int", 8, _ROW, "bf16", signed=True), "bf16"),
+    "mlx-4bit": Published(Scheme("int", 4, 64, "bf16", biases=True)),
+    "mlx-8bit": Published(Scheme("int", 8, 64, "bf16", biases=True)),
+    "q4_0": Published(Scheme("int", 4, 32, "f16", signed=True)),
+    "q4_k": Published(Scheme("int", 4, 32, "f32", biases=True)),
+    "q6_k": Published(Scheme("int", 6, 16, "f32", signed=True)),
+    "iq4_nl": Published(Scheme("iq4nl", 4, 32, "f16")),
+    "fp8": Published(Scheme("e4m3", 8, 128, "f32"), "bf16"),
+    "mxfp4": Published(Scheme("mxfp4", 4, 32, "bf16"), "bf16"),
+    "nf4": Published(Scheme("nf4", 4, 64, "f32"), "bf16"),
+}
+
+
 def stored_packed(matrices: Sequence[Packed], name: str) -> Stored:
     """What holds all these matrices exactly, one below the other in the weight `name`.
 
-    Raises UnsupportedError for kinds, or groups, that have no kernel.
+    Raises UnsupportedError for kinds, groups and orders that have no kernel.
     """
-    schemes = [matrix.scheme for matrix in matrices]
-    columns = matrices[0].shape[1]
+    first = matrices[0]
+    if any(not _same_order(matrix, first) for matrix in matrices):
+        raise UnsupportedError(
+            f"{name} is made of {listed(m.name for m in matrices)}, whose columns are quantised in "
+            "different orders (act-order), which is not implemented."
+        )
+    stored = stored_schemes([matrix.scheme for matrix in matrices], first.shape[1], name)
+    return replace(stored, order=first.order)
+
+
+def stored_schemes(schemes: Sequence[Scheme], columns: int, name: str) -> Stored:
+    """The same of what matrices of so many columns are known by."""
     kinds = {(scheme.kind, scheme.signed) for scheme in schemes}
     if len(kinds) > 1 or not {kind for kind, _ in kinds} <= {"int", *CODED}:
         raise UnsupportedError(
@@ -50,23 +86,17 @@ def stored_packed(matrices: Sequence[Packed], name: str) -> Stored:
             f"{name} has a scale for {group} columns, which is not implemented: only for 16, and "
             "for multiples of 32."
         )
-    if any(not _same_order(matrix, matrices[0]) for matrix in matrices):
-        raise UnsupportedError(
-            f"{name} is made of {listed(m.name for m in matrices)}, whose columns are quantised in "
-            "different orders (act-order), which is not implemented."
-        )
     bits = max(scheme.bits for scheme in schemes)
     unsigned = kind == "int" and not schemes[0].signed
     shift = 1 << bits - 1 if unsigned and bits in (4, 8) else 0  # fewer bits fit as they are
     offsets = {_offset(scheme) for scheme in schemes}
     offset = "bias" if "bias" in offsets else "zero" if "zero" in offsets else "none"
     dtypes = {scheme.scale_dtype for scheme in schemes}
-    if offsets == {"bias", "zero"}:
+    if offsets >= {"bias", "zero"}:
         dtypes.add("f32")  # zero points become biases: products that f32 holds
     scales = dtypes.pop() if len(dtypes) == 1 else "f32"
-    grouping = Grouping(group, scales, offset, shift)
     dtype = kind if kind in CODED else "q4" if bits <= 4 else "q8"
-    return Stored(dtype, grouping, packed=True, order=matrices[0].order)
+    return Stored(dtype, Grouping(group, scales, offset, shift), packed=True)
 
 
 def _offset(scheme: Scheme) -> str:

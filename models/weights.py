@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.arrays import from_bf16, to_bf16
+from infer.kernels.arrays import Codes, from_bf16, to_bf16
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.plan import Dispatch, dispatch, linear_grid
@@ -22,7 +22,7 @@ from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import ITEMSIZE, QUANTIZED, GpuTensor, Shard, allocate, row_bytes
 from infer.kernels.upload import PIECE_BYTES, Fill, Uploader
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
-from infer.models.packing import PackedRows, Stored, stored_packed
+from infer.models.packing import PackedRows, Published, Stored, stored_packed, stored_schemes
 
 # bf16 is kept as its bits: numpy has no such type.
 _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
@@ -115,6 +115,15 @@ def converted_dtype(spec: WeightSpec, dtype: str) -> str:
     return EMBEDDING_DTYPE if dtype == "q4" and spec.name in _EMBEDDINGS else dtype
 
 
+def random_storage(spec: WeightSpec, dtype: str, published: Published | None) -> Stored:
+    """How `random_weights` stores a weight."""
+    if published is None or len(spec.shape) == 1:
+        return Stored(converted_dtype(spec, dtype))
+    if spec.name in _EMBEDDINGS and published.embeddings is not None:
+        return Stored(published.embeddings)
+    return stored_schemes([published.scheme], spec.shape[1], spec.name)
+
+
 def load_weights(
     device: Device,
     specs: Sequence[WeightSpec],
@@ -172,22 +181,27 @@ def load_weights(
 
 
 def random_weights(
-    device: Device, specs: Sequence[WeightSpec], dtype: str, seed: int = 0
+    device: Device,
+    specs: Sequence[WeightSpec],
+    dtype: str,
+    seed: int = 0,
+    published: Published | None = None,
 ) -> dict[str, GpuTensor]:
     """Weights of the given shapes with random values, made on the GPU: for benchmarks and tests.
 
     Matrices are of `dtype`, their values uniform with a standard deviation of 1/sqrt(columns);
     where it is quantised, they are made of those that "bf16" has. Vectors are within 1 ± 0.1 where
     the name contains "norm", else within ± 0.02. The values depend on seed, name and place alone.
+    published: matrices are packed as in checkpoints of that kind instead, of random codes.
     Raises UnsupportedError and OutOfMemoryError.
     """
     _check_dtype(dtype)
     _check_rows(device, specs)
     with (
         _allocated(
-            device, specs, {spec.name: Stored(converted_dtype(spec, dtype)) for spec in specs}
+            device, specs, {spec.name: random_storage(spec, dtype, published) for spec in specs}
         ) as weights,
-        Quantizer(device, weights) as quantizer,
+        Quantizer(device, weights if published is None else {}) as quantizer,
     ):
         params: list[Buffer] = []
         kernels: list[Dispatch] = []
@@ -195,12 +209,16 @@ def random_weights(
         def fill(name: str, dtype: str, buffer: Buffer, first: int, rows: int) -> None:
             shape = weights[name].shape
             params.append(device.upload(_fill_params(name, shape, dtype, first, rows, seed)))
-            nbytes = rows * row_bytes(shape[-1], dtype)
+            nbytes = buffer.nbytes if dtype == "bits" else rows * row_bytes(shape[-1], dtype)
             kernels.append(_fill(device, dtype, params[-1], buffer, nbytes))
 
         try:
             for name, tensor in weights.items():
                 for shard in tensor.shards:
+                    if shard.scales is not None and published is not None:
+                        _fill_packed(device, tensor, shard)
+                        fill(name, "bits", shard.buffer, shard.start, shard.rows)
+                        continue
                     if tensor.dtype not in QUANTIZED:
                         fill(name, tensor.dtype, shard.buffer, shard.start, shard.rows)
                         continue
@@ -447,9 +465,27 @@ def _fill_params(
         mean, spread = 0.0, (3 / columns) ** 0.5  # uniform in ± sqrt(3) deviates by 1
     else:
         mean, spread = (1.0, 0.1) if "norm" in name else (0.0, 0.02)
-    stride = row_bytes(columns, dtype) // ITEMSIZE[dtype]
+    stride = columns if dtype == "bits" else row_bytes(columns, dtype) // ITEMSIZE[dtype]
     own_seed = zlib.crc32(name.encode(), seed & 0xFFFFFFFF)
     return np.array((rows, columns, stride, first, own_seed, mean, spread, 0), _FILL)
+
+
+def _fill_packed(device: Device, tensor: GpuTensor, shard: Shard) -> None:
+    """Scales with which random codes are about as large as other random weights, around zero."""
+    assert shard.scales is not None
+    grouping, (_, columns) = tensor.grouping, tensor.shape
+    bits = 8 if tensor.dtype in ("q8", "e4m3") else 4
+    size = {"e4m3": 100.0, "mxfp4": 3.0, "nf4": 0.5, "iq4nl": 60.0}.get(tensor.dtype, 2**bits / 3.5)
+    scales = np.full((1, grouping.groups(columns)), columns**-0.5 / size)
+    offsets = {"none": None, "zero": np.full_like(scales, grouping.shift)}.get(
+        grouping.offset, -grouping.shift * scales
+    )
+    codes = np.zeros((1, columns), np.uint8)
+    _, row = Codes(tensor.dtype, grouping, codes, scales, offsets).pack()
+    step = max(1, PIECE_BYTES // row.nbytes)
+    for first in range(0, shard.rows, step):
+        rows = np.repeat(row, min(step, shard.rows - first), axis=0)
+        device.write(shard.scales, rows, offset=first * row.nbytes)
 
 
 def _fill(device: Device, dtype: str, params: Buffer, buffer: Buffer, nbytes: int) -> Dispatch:

@@ -1,7 +1,7 @@
 // Fills a weight with random values from a hash of their place, spread evenly around a mean. A value
 // is never the mean itself, so never zero where the mean is; padding is zero.
 //
-// @param DTYPE f32|f16|bf16   how the values are stored
+// @param DTYPE f32|f16|bf16|bits   how the values are stored; bits: random ones, of any codes
 
 #include "grid.wgsl"
 
@@ -43,6 +43,8 @@ fn value(index: u32) -> f32 {
 fn word(index: u32) -> u32 {
 #if DTYPE == f32
   return bitcast<u32>(value(index));
+#elif DTYPE == bits
+  return pcg(pcg(index) ^ params.seed);
 #elif DTYPE == f16
   return pack2x16float(vec2<f32>(value(2u * index), value(2u * index + 1u)));
 #else
