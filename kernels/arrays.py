@@ -51,7 +51,7 @@ class Codes:
     def pack(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """The bytes of blocks and of scales, [rows, bytes] each, as kernels/tensor.py has them."""
         rows, columns = self.codes.shape
-        block = 8 if self.dtype in CODED else BLOCK
+        block = 128 // CODED[self.dtype] if self.dtype in CODED else BLOCK
         padded = np.zeros((rows, -(-columns // block) * block), np.uint8)
         padded[:, :columns] = self.codes.view(np.uint8)
         halves = padded.reshape(rows, -1, 2, block // 2)

@@ -7,7 +7,7 @@ A float matrix is rows of values. The others have two buffers. The first, array<
   the high one, both in two's complement. q8, int8 in two planes: units [0, KB) the first 16
   values of each block, units [KB, 2 KB) the other 16.
 * e4m3, mxfp4, nf4 and iq4nl, codes of floats (wgsl/weight.wgsl): rows of bytes or of nibbles, the
-  first column in the lowest bits, padded to eight columns.
+  first column in the lowest bits, padded to 16 bytes.
 
 The second is scales, [rows][groups, padded with zeros to 16 bytes], one for each group of columns,
 and what lies beside them: see `Grouping`. What is quantised here has an f16 scale for 32 columns.
@@ -37,7 +37,7 @@ def row_bytes(columns: int, dtype: str) -> int:
     if dtype in QUANTIZED:
         return -(-columns // BLOCK) * 16 * _UNITS[dtype]
     if dtype in CODED:
-        return -(-columns // 8) * CODED[dtype]
+        return -(-columns * CODED[dtype] // 128) * 16
     return -(-columns // 8) * 8 * ITEMSIZE[dtype]
 
 
@@ -157,7 +157,7 @@ def allocate(
     try:
         for start in range(0, rows, per_shard):
             count = min(per_shard, rows - start)
-            blocks = new(-(-count * stride // 16) * 16, label)
+            blocks = new(count * stride, label)
             scales = new(count * scale_stride, f"{label} scales") if scaled else None
             shards.append(Shard(blocks, start, count, scales))
         if order is not None:

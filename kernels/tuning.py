@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from infer.kernels.device import Device
 from infer.kernels.errors import ShaderError
-from infer.kernels.tensor import BLOCK, QUANTIZED
+from infer.kernels.tensor import BLOCK, CODED, QUANTIZED
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ class Tuning:
         row, so that what is read at one time lies close together in memory."""
         lanes, most = self.subgroup_size, self.limits.max_invocations
         int8 = shape.dtype in QUANTIZED
-        blocks = -(-shape.k // (BLOCK if int8 else 8))
+        columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a block
+        blocks = -(-shape.k // columns)
         if not lanes:
             workgroup = max(32, min(128, most, power_of_two(blocks)))
             return VecVariant(workgroup, workgroup, 2, 1)

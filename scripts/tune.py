@@ -43,6 +43,7 @@ from infer.kernels.tensor import BLOCK, QUANTIZED
 from infer.kernels.tuning import Tuning, VecShape
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
+from infer.models.packing import PUBLISHED
 from infer.models.shapes import SHAPES
 
 # What is tried: for each kernel (a method of Tuning) the values of its variant's fields.
@@ -369,6 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="index or part of the name of an adapter")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (a shape's: bf16)")
     parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
+    parser.add_argument("--format", choices=PUBLISHED, help="as such checkpoints pack them")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="f16")
     parser.add_argument("--kernel", choices=GRIDS, default="matmul_vec")
     parser.add_argument(
@@ -397,6 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.dtype,
             options.kv_dtype,
             options.quantize,
+            options.format,
         ) as (name, engine):
             sweep = Sweep(engine, options.kernel, only=options.only, values=values)
             _run(sweep, name, options)
@@ -428,7 +431,7 @@ def _run(sweep: Sweep, name: str, options: argparse.Namespace) -> None:
     if options.json is not None:
         report = {
             "model": name,
-            "dtype": options.quantize or options.dtype,
+            "dtype": options.quantize or options.format or options.dtype,
             "adapter": adapter.name,
         }
         report["driver"] = adapter.driver

@@ -1,4 +1,5 @@
-// Blocks of eight columns in f32: weights that are floats, activations as they are.
+// Blocks of columns in f32: weights that are floats, eight columns, or codes of floats, 16 bytes, which
+// are 16 or 32 columns; activations as they are.
 //
 // NORM: activations are multiplied by the norm's weights, and their squares are passed on. SCALED:
 // the kernel that made x has multiplied it already, because weights of a norm that come from far
@@ -9,28 +10,42 @@
 // @param NORM bool
 // @param SCALED bool
 #if not (WEIGHT == q8 or WEIGHT == q4)
+#let EIGHTS = 1 + (WEIGHT == e4m3) + 3 * (CODES and not WEIGHT == e4m3)  // of a block
+#let SCALES_OF_BLOCK = 1 + (EIGHTS == 4 and GROUP == 16)
 #if CODES
 struct Block {
-  codes: Packed8,
-  scale: f32,
+  codes: vec4<u32>,
+#for s in 0..SCALES_OF_BLOCK
+  scale$s: f32,
+#endfor
 }
 #else
 alias Block = Packed8;
 #endif
 
 struct Activations {
-  low: vec4<f32>,
-  high: vec4<f32>,
+#for e in 0..EIGHTS
+  low$e: vec4<f32>,
+  high$e: vec4<f32>,
+#endfor
   squares: f32,
 }
 
-const BLOCKS = (K + 7u) / 8u;  // of a row
-const UNIT = 1.0;              // what multiply's results are multiples of
+const BLOCKS = (K + $(8 * EIGHTS - 1)u) / $(8 * EIGHTS)u;  // of a row
+const UNIT = 1.0;  // what multiply's results are multiples of
 
 fn load_block(row: u32, i: u32) -> Block {
 #if CODES
-  let group = i / (GROUP / 8u);
-  return Block(load8(row * BLOCKS + i), widen_scale(load_scale(row, group), group).x);
+#for s in 0..SCALES_OF_BLOCK
+  let group$s = (i * $(8 * EIGHTS)u + $(16 * $s)u) / GROUP;
+  let raw$s = load_scale(row, min(group$s, GROUPS - 1u));
+#endfor
+  return Block(
+    weight[row * BLOCKS + i],
+#for s in 0..SCALES_OF_BLOCK
+    widen_scale(raw$s, group$s).x,
+#endfor
+  );
 #else
   return load8(row * BLOCKS + i);
 #endif
@@ -38,25 +53,49 @@ fn load_block(row: u32, i: u32) -> Block {
 
 // Row m of x; not valid: beyond the last block.
 fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
-  let at = m * 2u * BLOCKS + 2u * i;
-  let low = masked(x[at], 8u * i, valid);
-  let high = masked(x[at + 1u], 8u * i + 4u, valid);
+#for e in 0..EIGHTS
+  let eight$e = $(EIGHTS)u * i + $eu;
+  let column$e = 8u * eight$e;
+#if EIGHTS > 1
+  let at$e = (m * ROW_EIGHTS + min(eight$e, ROW_EIGHTS - 1u)) * 2u;
+#else
+  let at$e = (m * ROW_EIGHTS + eight$e) * 2u;
+#endif
+  let low$e = masked(x[at$e], column$e, valid);
+  let high$e = masked(x[at$e + 1u], column$e + 4u, valid);
+#endfor
 #if NORM
-  let squares = dot(low, low) + dot(high, high);
-#if SCALED
+  var squares = 0.0;
+#for e in 0..EIGHTS
+  squares += dot(low$e, low$e) + dot(high$e, high$e);
+#endfor
+#endif
   return Activations(
-    masked(scaled_x[at], 8u * i, valid), masked(scaled_x[at + 1u], 8u * i + 4u, valid), squares);
+#for e in 0..EIGHTS
+#if SCALED
+    masked(scaled_x[at$e], column$e, valid),
+    masked(scaled_x[at$e + 1u], column$e + 4u, valid),
+#elif NORM
+    low$e * norm_weight[min(2u * eight$e, 2u * ROW_EIGHTS - 2u)],
+    high$e * norm_weight[min(2u * eight$e, 2u * ROW_EIGHTS - 2u) + 1u],
 #else
-  return Activations(low * norm_weight[2u * i], high * norm_weight[2u * i + 1u], squares);
+    low$e,
+    high$e,
 #endif
+#endfor
+#if NORM
+    squares,
 #else
-  return Activations(low, high, 0.0);
+    0.0,
 #endif
+  );
 }
+
+const ROW_EIGHTS = (K + 7u) / 8u;
 
 // Columns beyond K are padding: zero in W, anything in x.
 fn masked(value: vec4<f32>, column: u32, valid: bool) -> vec4<f32> {
-#if K % 8 != 0
+#if K % (8 * EIGHTS) != 0
   let inside = column + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(K);
   return select(vec4<f32>(), value, inside & vec4<bool>(valid));
 #else
@@ -65,10 +104,28 @@ fn masked(value: vec4<f32>, column: u32, valid: bool) -> vec4<f32> {
 }
 
 fn multiply(w: Block, a: Activations) -> f32 {
-#if CODES
-  return w.scale * (dot(low4(w.codes), a.low) + dot(high4(w.codes), a.high));
+#if not CODES
+  return dot(low4(w), a.low0) + dot(high4(w), a.high0);
 #else
-  return dot(low4(w), a.low) + dot(high4(w), a.high);
+#if WEIGHT == e4m3
+  let w0 = w.codes.xy;
+  let w1 = w.codes.zw;
+#else
+  let w0 = w.codes.x;
+  let w1 = w.codes.y;
+  let w2 = w.codes.z;
+  let w3 = w.codes.w;
+#endif
+#for e in 0..EIGHTS
+  let sum$e = dot(low4(w$e), a.low$e) + dot(high4(w$e), a.high$e);
+#endfor
+#if SCALES_OF_BLOCK == 2
+  return w.scale0 * (sum0 + sum1) + w.scale1 * (sum2 + sum3);
+#elif EIGHTS == 4
+  return w.scale0 * ((sum0 + sum1) + (sum2 + sum3));
+#else
+  return w.scale0 * (sum0 + sum1);
+#endif
 #endif
 }
 #endif

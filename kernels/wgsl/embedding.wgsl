@@ -46,7 +46,7 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
 #else
 
 fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
-  let w = load8(row * EIGHTS + group);
+  let w = load8(row * W_EIGHTS + group);
 #if CODES
   let of_columns = group / (GROUP / 8u);
   let scale = widen_scale(load_scale(row, of_columns), of_columns).x;

@@ -103,7 +103,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..W_LOADS
   let w_row$l = (tid + $lu * SIZE) / 2u;
   let w_column$l = tid % 2u;
-  let w_from$l = weight_row(first_output, w_row$l) * EIGHTS + w_column$l;
+  let w_from$l = weight_row(first_output, w_row$l) * W_EIGHTS + w_column$l;
   var w_next$l = load8(w_from$l);
 #if CODES
   let w_scale_row$l = weight_row(first_output, w_row$l);

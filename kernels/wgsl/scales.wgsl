@@ -6,6 +6,14 @@
 // @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
 // @param SHIFT u32               what was taken from unsigned integers to make them signed
 // @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+// A row of codes of floats is padded to 16 bytes: so many groups of eight columns.
+#if WEIGHT == e4m3
+const W_EIGHTS = (K + 15u) / 16u * 2u;
+#elif WEIGHT == mxfp4 or WEIGHT == nf4 or WEIGHT == iq4nl
+const W_EIGHTS = (K + 31u) / 32u * 4u;
+#else
+const W_EIGHTS = (K + 7u) / 8u;
+#endif
 #let SCALES_BOUND = not (WEIGHT == f32 or WEIGHT == f16 or WEIGHT == bf16)
 #if SCALES_BOUND
 #let PAIRS = not OFFSET == none
