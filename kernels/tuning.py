@@ -193,6 +193,10 @@ class Tuning:
             unroll = min(4, max(1, blocks // lanes)) if shape.gated and outputs == 1 else 1
             return VecVariant(workgroup, lanes, outputs, unroll)
         rows_of_weights = shape.n * (1 + shape.gated)
+        if shape.dtype in CODED:  # arithmetic bounds them: what is read of x serves many rows of W
+            outputs = 8 if CODED[shape.dtype] == 4 and rows_of_weights > 4096 else 4
+            workgroup = max(lanes, min(128, most))
+            return VecVariant(workgroup, workgroup, max(1, outputs // shape.rows), 1)
         if int8 or (shape.gated and rows_of_weights * shape.k <= _SMALL):
             team, outputs = max(1, _THREADS // rows_of_weights), 1
         else:

@@ -32,7 +32,11 @@ struct Activations {
 }
 
 const BLOCKS = (K + $(8 * EIGHTS - 1)u) / $(8 * EIGHTS)u;  // of a row
-const UNIT = 1.0;  // what multiply's results are multiples of
+#if CODES
+const UNIT = CODE;  // what multiply's results are multiples of
+#else
+const UNIT = 1.0;
+#endif
 
 fn load_block(row: u32, i: u32) -> Block {
 #if CODES

@@ -49,7 +49,7 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
   let w = load8(row * W_EIGHTS + group);
 #if CODES
   let of_columns = group / (GROUP / 8u);
-  let scale = widen_scale(load_scale(row, of_columns), of_columns).x;
+  let scale = CODE * widen_scale(load_scale(row, of_columns), of_columns).x;
   return array<vec4<f32>, 2>(scale * low4(w), scale * high4(w));
 #else
   return array<vec4<f32>, 2>(low4(w), high4(w));

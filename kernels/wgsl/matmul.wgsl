@@ -180,7 +180,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         var w_low$l = low4(w_next$l);
         var w_high$l = high4(w_next$l);
 #if CODES
-        let w_scale$l = widen_scale(w_scale_next$l, group_of(t, w_column$l)).x;
+        let w_scale$l = CODE * widen_scale(w_scale_next$l, group_of(t, w_column$l)).x;
         w_low$l *= w_scale$l;
         w_high$l *= w_scale$l;
 #endif

@@ -1,6 +1,7 @@
 // Eight consecutive weights of the binding `weight: array<vec4<u32>>`, as stored and widened to f32.
 // Those of a few bits are codes of floats, without their scale: e4m3, a byte each, and those of four
-// bits, from the lowest on: mxfp4 (E2M1), nf4 and iq4nl, which index a table.
+// bits, from the lowest on: mxfp4 (E2M1), nf4 and iq4nl, which index a table. They are widened to
+// multiples of CODE.
 // @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
 #let CODES = WEIGHT == e4m3 or WEIGHT == mxfp4 or WEIGHT == nf4 or WEIGHT == iq4nl
 #let TABLE = WEIGHT == nf4 or WEIGHT == iq4nl
@@ -37,11 +38,12 @@ fn high4(w: Packed8) -> vec4<f32> {
   return widen(w.y);
 }
 
-// As f16 they have an exponent with the bias 15 instead of 7.
+const CODE = 256.0;  // as f16 they have an exponent with the bias 15 instead of 7
+
 fn widen(w: u32) -> vec4<f32> {
   let even = unpack2x16float(((w & 0x00800080u) << 8u) | ((w & 0x007f007fu) << 7u));
   let odd = unpack2x16float((w & 0x80008000u) | ((w & 0x7f007f00u) >> 1u));
-  return 256.0 * vec4<f32>(even.x, odd.x, even.y, odd.y);
+  return vec4<f32>(even.x, odd.x, even.y, odd.y);
 }
 #elif CODES
 alias Packed8 = u32;
@@ -59,9 +61,11 @@ fn high4(w: Packed8) -> vec4<f32> {
   return vec4<f32>(widen(w).y, widen(w >> 4u).y, widen(w >> 8u).y, widen(w >> 12u).y);
 }
 
-// The first of both halves. As f16 they have an exponent with the bias 15 instead of 1.
+const CODE = 16384.0;  // as f16 they have an exponent with the bias 15 instead of 1
+
+// The first of both halves.
 fn widen(w: u32) -> vec2<f32> {
-  return 16384.0 * unpack2x16float(((w & 0x00080008u) << 12u) | ((w & 0x00070007u) << 9u));
+  return unpack2x16float(((w & 0x00080008u) << 12u) | ((w & 0x00070007u) << 9u));
 }
 #else
 
@@ -78,6 +82,7 @@ const CODES_OF_4_BITS = array<f32, 16>(
   -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
   1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0);
 #endif
+const CODE = 1.0;
 var<workgroup> codes: array<f32, 16>;  // where lanes read different ones at a time
 
 fn fill_codes(i: u32) {
