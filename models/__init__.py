@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "gpt_neox": "GPTNeoX",
     "granite": "Granite",
     "helium": "Helium",
+    "hunyuan_v1_dense": "HunyuanDense",
     "llama": "Llama",
     "ministral": "Ministral",
     "mistral": "Mistral",

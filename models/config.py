@@ -49,9 +49,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: kind is "default", "linear", "llama3", "yarn", "longrope" or "dynamic";
-    scaling holds that kind's own keys as config.json names them. interleaved: neighbouring
-    dimensions turn together."""
+    """Rotary embedding: kind is one of _ROPE_KEYS; scaling holds its own keys as config.json names
+    them. interleaved: neighbouring dimensions turn together."""
 
     theta: float
     rotary_dim: int
@@ -168,7 +167,10 @@ class RawConfig:
         partial = float(values.pop("partial_rotary_factor", partial))
         kind = values.pop("rope_type", None) or values.get("type") or "default"
         values.pop("type", None)
-        kind = "longrope" if kind == "su" else kind  # as the first files call it
+        if kind == "su":  # as the first files call it
+            kind = "longrope"
+        if kind == "dynamic" and values.get("alpha"):  # not dynamic at all
+            kind = "ntk_alpha"
         known = _ROPE_KEYS.get(kind)
         if known is None:
             raise UnsupportedError(
@@ -201,6 +203,7 @@ _ROPE_KEYS: dict[str, set[str]] = {
         "high_freq_factor",
         "original_max_position_embeddings",
     },
+    "ntk_alpha": {"alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
     "longrope": {
         "factor",
         "original_max_position_embeddings",

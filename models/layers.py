@@ -43,6 +43,8 @@ class DecoderConfig:
     head_bias: bool = False  # of the logits
     qk_norm: bool = False  # on each head of q and k
     wide_qk_norm: bool = False  # on all of q and all of k
+    norm_after_rope: bool = False
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
     fused_qkv: bool = False  # one tensor in the checkpoint
     fused_gate_up: bool = False
     embedding_multiplier: float = 1.0
@@ -221,9 +223,9 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
     if config.output_bias:
         yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
     if config.qk_norm or config.wide_qk_norm:
-        for part in "qk":
+        for part, norm in zip("qk", config.norm_names, strict=True):
             width = heads[part] if config.wide_qk_norm else d
-            yield stacked(f"{name}.{part}_norm", prefix, {f"{part}_norm.weight": (width,)})
+            yield stacked(f"{name}.{part}_norm", prefix, {f"{norm}.weight": (width,)})
 
 
 def attention(
@@ -240,10 +242,13 @@ def attention(
     q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
     q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
-    if config.qk_norm or config.wide_qk_norm:
+    normed = config.qk_norm or config.wide_qk_norm
+    if normed and not config.norm_after_rope:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
+    if normed and config.norm_after_rope:
+        q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping
     y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap)

@@ -86,6 +86,12 @@ def _dynamic(rope: RopeConfig, length: int) -> NDArray[np.float32]:
     return F32(1.0) / _base(rope, rope.theta * growth ** (dim / (dim - 2)))
 
 
+def _ntk_alpha(rope: RopeConfig) -> NDArray[np.float32]:
+    """NTK-aware scaling by a fixed factor; only `alpha` of its keys is used (Hunyuan)."""
+    dim = rope.rotary_dim
+    return F32(1.0) / _base(rope, rope.theta * _number(rope, "alpha") ** (dim / (dim - 2)))
+
+
 def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
     """Llama 3.1: long wavelengths slowed by `factor`, short ones kept, a ramp between."""
     frequencies = _default(rope)
@@ -170,4 +176,9 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3}
+_FREQUENCIES = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "ntk_alpha": _ntk_alpha,
+}

@@ -525,6 +525,23 @@ CASES: dict[str, Case] = {
     "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
     "helium": Case(small("helium", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
+    "hunyuan_v1_dense": Case(
+        small(
+            "hunyuan_v1_dense",
+            attention_bias=True,
+            rope_scaling={
+                "alpha": 50.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "type": "dynamic",
+            },
+            use_cla=False,
+            use_qk_norm=True,
+        )
+    ),
     "llama": Case(llama()),
     "llama_f32": Case(
         llama_first(hidden_size=48, num_attention_heads=3, intermediate_size=64, vocab_size=257),

@@ -30,6 +30,7 @@ from infer.models.rope import rope_table
         ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be of type float"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
         ("llama", {"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla = True"),
         ("llama", {"no_rope_layer_interval": 4}, "no_rope_layer_interval = 4"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm = true"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true"),

@@ -543,6 +543,8 @@ def frequencies_of(rope: RopeConfig, length: int) -> tuple[Array, float]:
     if rope.kind == "dynamic":  # NTK-aware, for the length so far
         growth = s["factor"] * max(length, own) / own - (s["factor"] - 1)
         return (theta * growth ** (dim / (dim - 2))) ** (-2 * pair / dim), 1.0
+    if rope.kind == "ntk_alpha":
+        return (theta * s["alpha"] ** (dim / (dim - 2))) ** (-2 * pair / dim), 1.0
     if rope.kind == "longrope":  # Ding et al. 2024
         original = s["original_max_position_embeddings"]
         factors = s["long_factor" if length > original else "short_factor"]
@@ -578,6 +580,7 @@ ROPES = {
         original_max_position_embeddings=64,
     ),
     "yarn": rope_of("yarn", factor=4.0, original_max_position_embeddings=64),
+    "ntk_alpha": rope_of("dynamic", alpha=40.0, factor=1.0),
     "longrope": rope_of(
         "longrope",
         short_factor=[1 + i / 16 for i in range(16)],

@@ -31,6 +31,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "glm": {"partial_rotary_factor": 1.0},
     "glm4": {"partial_rotary_factor": 1.0},
     "granite": {"attention_multiplier": 0.45},
+    "hunyuan_v1_dense": {"rope_scaling": None},
     "llama_rope_dynamic": {"rope_scaling": None},
     "llama_rope_dynamic_decode": {"rope_scaling": None},
     "llama_rope_linear": {"rope_scaling": None},

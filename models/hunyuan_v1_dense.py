@@ -1,0 +1,26 @@
+"""Hunyuan (Tencent 2025), the dense models: Llama with a norm on each query and key head."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class HunyuanDense(Llama):
+    """q and k are normed head by head after they were turned."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw.expect("use_qk_norm", True)
+        raw.expect("use_cla", False)
+        bias = raw.get("attention_bias", False, bool)
+        return DecoderConfig.read(
+            raw,
+            eps=1e-5,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            norm_after_rope=True,
+            norm_names=("query_layernorm", "key_layernorm"),
+        )
