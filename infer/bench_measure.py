@@ -46,11 +46,11 @@ Progress = Callable[[str], None]
 
 
 def weight_bytes_per_token(engine: Engine) -> int:
-    """Bytes of the matrices that decode multiplies with: all but an embedding that is not also the
-    head, of which it looks up one row."""
+    """Bytes of the matrices that decode multiplies with: all but an embedding that is not also
+    the head, of which it looks up one row, and the experts that a token is not routed to."""
     tied = engine.model.config.tie_word_embeddings
     return sum(
-        weight.nbytes
+        engine.model.active(name, weight.nbytes)
         for name, weight in engine.weights.items()
         if len(weight.shape) == 2 and (tied or name != "embed_tokens")
     )
@@ -67,12 +67,13 @@ def kv_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, tokens: 
 
 
 def prefill_flops(model: Llama, tokens: int) -> int:
-    """Operations of a prefill: 2 for every value of a layer's matrices and token, and of the head
-    for the last token; 4 in attention for every query value and position that it attends to."""
+    """Operations of a prefill: 2 for every value of a layer's matrices that a token multiplies
+    with, and of the head for the last token; 4 in attention for every query value and position
+    that it attends to."""
     c = model.config
     head = c.vocab_size * c.hidden_size
     layers = sum(
-        prod(spec.shape)
+        model.active(spec.name, prod(spec.shape))
         for spec in model.weights()
         if len(spec.shape) == 2 and spec.name not in ("embed_tokens", "lm_head")
     )

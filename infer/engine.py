@@ -145,6 +145,8 @@ class Engine:
         if not self.options.fuse:  # the score matrix is written, for whole pages
             positions = -(-self.context // PAGE) * PAGE
             widest = max(widest, c.num_attention_heads * positions)
+        if c.experts is not None:  # each of a row's experts makes a row of its own
+            widest = max(widest, c.experts.per_token * stride(max(c.experts.inner, c.hidden_size)))
         rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
         return max(16, min(self.options.prefill_chunk, rows, self.context))
 

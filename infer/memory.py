@@ -47,7 +47,7 @@ def memory_needed(
     for spec in model.weights():
         how = stored(spec)
         weights[spec.name] = allocate(
-            device, spec.shape, how.dtype, spec.name, how.grouping, how.order
+            device, spec.shape, how.dtype, spec.name, how.grouping, how.order, spec.unit
         )
         if how.dtype in QUANTIZED and not how.packed:
             quantized.append(spec.shape)

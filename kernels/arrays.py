@@ -85,12 +85,14 @@ def _stored(values: Array, dtype: str) -> NDArray[Any]:
     return values.astype(np.float16 if dtype == "f16" else np.float32)
 
 
-def to_gpu(device: Device, values: Array | Codes, dtype: str = "f32", label: str = "") -> GpuTensor:
-    """A matrix [rows, columns] in that dtype (Codes: as they are), or a vector in f32, as a
-    weight on the GPU."""
+def to_gpu(
+    device: Device, values: Array | Codes, dtype: str = "f32", label: str = "", unit: int = 1
+) -> GpuTensor:
+    """A matrix [rows, columns] in that dtype (Codes: as they are), or a vector in f32, as a weight
+    on the GPU. unit: as in tensor.allocate."""
     if isinstance(values, Codes):
         return values.to_gpu(device, label)
-    tensor = allocate(device, values.shape, dtype, label)
+    tensor = allocate(device, values.shape, dtype, label, unit=unit)
     matrix = values.reshape(1, -1) if values.ndim == 1 else values
     stored = tensor.dtype
     if stored in QUANTIZED:

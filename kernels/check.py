@@ -151,6 +151,13 @@ def cases() -> Iterator[Case]:
     ):
         run = partial(_linear, functions.matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
         yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
+    for normalize in (False, True):
+        name = "normalized" if normalize else "plain"
+        yield Case("route", name, partial(_route, normalize=normalize))
+    for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
+        for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
+            yield Case(kernel, f"{dtype}, {rows} rows", partial(function, dtype=dtype, rows=rows))
+    yield Case("sigmoid_gate", "", _sigmoid_gate)
     for layout, rotary_dim in product(("half-split", "interleaved"), (24, 16)):
         run = partial(_rope, interleaved=layout == "interleaved", rotary_dim=rotary_dim)
         yield Case("rope", f"{layout}, {rotary_dim} of 24", run)
@@ -244,6 +251,42 @@ def _linear(
         options["residual"] = inputs(rows, n)
         expected = expected + options["residual"]
     return function(device, x, weight, **options), expected
+
+
+def _route(device: Device, inputs: Inputs, normalize: bool) -> Outcome:
+    logits = inputs(3, 37)
+    logits[1] = 0.0  # of equals the first
+    options: dict[str, Any] = {"slots": 5, "normalize": normalize}
+    ids, weights = functions.route(device, logits, **options)
+    expected_ids, expected = reference.route(logits, **options)
+    return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)
+
+
+def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
+    x = exact = inputs(rows, 67)
+    if dtype in QUANTIZED:
+        x, exact = int8_rows(inputs.rng, rows, 67)
+    logits = inputs(rows, 7)
+    weight = exact_weight(inputs.rng, 7 * 2 * 21, 67, dtype).reshape(7, 2 * 21, 67)
+    y = functions.expert_gate_up(device, x, logits, weight, slots=3, dtype=dtype)
+    return y, reference.expert_gate_up(exact, reference.route(logits, 3, False)[0], weight)
+
+
+def _down(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
+    x = exact = inputs(3 * rows, 37)
+    if dtype in QUANTIZED:
+        x, exact = int8_rows(inputs.rng, 3 * rows, 37)
+    x, exact = x.reshape(rows, 3, 37), exact.reshape(rows, 3, 37)
+    logits, residual = inputs(rows, 7), inputs(rows, 67)
+    weight = exact_weight(inputs.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)
+    y = functions.expert_down(device, x, logits, weight, dtype=dtype, residual=residual)
+    ids, weights = reference.route(logits, 3, False)
+    return y, residual + reference.expert_down(exact, ids, weights, weight)
+
+
+def _sigmoid_gate(device: Device, inputs: Inputs) -> Outcome:
+    x, gate = inputs(3, 67), inputs(3, 1)
+    return functions.sigmoid_gate(device, x, gate), x / (1 + np.exp(-gate.astype(np.float64)))
 
 
 def _rope(device: Device, inputs: Inputs, interleaved: bool, rotary_dim: int) -> Outcome:

@@ -39,6 +39,8 @@ __all__ = [
     "elementwise_add",
     "elementwise_mul",
     "embedding",
+    "expert_down",
+    "expert_gate_up",
     "kv_write",
     "layernorm",
     "matmul",
@@ -49,7 +51,9 @@ __all__ = [
     "rope_attention",
     "rope_kv_write",
     "rope_table",
+    "route",
     "sample",
+    "sigmoid_gate",
     "softcap",
     "softmax",
     "take_rows",
@@ -254,6 +258,82 @@ def _linear(
     elif activation is not None:
         y = ops.activation(y, activation)
     return y if residual is None else forward.input(residual) + y
+
+
+# Experts
+
+
+@scoped_function
+def route(
+    device: Device, logits: Array, *, slots: int, normalize: bool, **options: Unpack[Options]
+) -> tuple[NDArray[np.int64], Floats]:
+    """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
+    first: their softmax over all experts, normalize: over those chosen."""
+    forward = Forward(device, len(logits), **options)
+    y = forward.run(forward.ops.route(forward.input(logits), slots, normalize=normalize))
+    return y[:, :slots].astype(np.int64), y[:, slots:]
+
+
+@scoped_function
+def expert_gate_up(
+    device: Device,
+    x: Array,
+    logits: Array,
+    weight: Array,
+    *,
+    slots: int,
+    dtype: str = "f32",
+    norm: tuple[Array, float] | None = None,
+    tiled: bool = False,
+    **options: Unpack[Options],
+) -> Floats:
+    """silu(x gate^T) * (x up^T) by the experts that the logits choose for each row of x, [rows,
+    slots, inner]; weight [experts, 2 * inner, width], gate on top of up, stored as `dtype`.
+
+    Up to 8 rows go through expert_matmul_vec; more, and all if tiled, are sorted by their expert
+    for matmul or matmul_int8.
+    """
+    forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1 if tiled else 0, **options)
+    ops, inner = forward.ops, weight.shape[1] // 2
+    routing = ops.route(forward.input(logits), slots, normalize=False)
+    value = forward.input(x)
+    if norm is not None:
+        value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
+    stored = to_gpu(device, weight.reshape(-1, weight.shape[2]), dtype, unit=weight.shape[1])
+    y = forward.run(ops.expert_gate_up(value, routing, stored))
+    return y.reshape(len(x), slots, -1)[..., :inner]
+
+
+@scoped_function
+def expert_down(
+    device: Device,
+    x: Array,
+    logits: Array,
+    weight: Array,
+    *,
+    normalize: bool = False,
+    dtype: str = "f32",
+    residual: Array | None = None,
+    tiled: bool = False,
+    **options: Unpack[Options],
+) -> Floats:
+    """The sum of what its experts make of x [rows, slots, inner], each times its weight, plus
+    residual: [rows, width]; weight [experts, width, inner], stored as `dtype`. The logits, slots
+    and kernels are those of `route` and `expert_gate_up`."""
+    forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1 if tiled else 0, **options)
+    ops, (rows, slots, inner) = forward.ops, x.shape
+    routing = ops.route(forward.input(logits), slots, normalize=normalize)
+    value = forward.input(to_rows(x.reshape(-1, inner), rows * slots).reshape(rows, -1))
+    stored = to_gpu(device, weight.reshape(-1, inner), dtype, unit=weight.shape[1])
+    y = ops.expert_down(value, routing, stored)
+    return forward.run(y if residual is None else forward.input(residual) + y)
+
+
+@scoped_function
+def sigmoid_gate(device: Device, x: Array, gate: Array, **options: Unpack[Options]) -> Floats:
+    """x * sigmoid(gate); x [rows, width], gate [rows, 1]."""
+    forward = Forward(device, len(x), **options)
+    return forward.run(forward.ops.sigmoid_gate(forward.input(x), forward.input(gate)))
 
 
 # Positions and attention

@@ -1,6 +1,7 @@
 """Which ops of a traced forward share a kernel.
 
 rmsnorm -> linear                     the norm goes into matmul_vec (decode)
+route -> experts                      the choice goes into their first projection (decode)
 linear -> + residual                  the sum goes into the projection
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
@@ -15,6 +16,8 @@ from dataclasses import dataclass, replace
 
 from infer.kernels.ops import Rope, Value
 from infer.kernels.tensor import QUANTIZED
+
+PROJECTIONS = ("linear", "expert_gate_up", "expert_down")  # of whole rows of their first input
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,11 @@ class Fusion:
     def _absorb(self, value: Value) -> None:
         if value.op == "rmsnorm" and self.vec and self._whole_row(value):
             users = self.consumers[value]
-            if users and all(user.op == "linear" for user in users):
+            if users and all(user.op in PROJECTIONS for user in users):
+                self.absorbed.add(value)
+        elif value.op == "route" and self.vec:
+            readers = [user.op for user in self.consumers[value]]
+            if readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}:
                 self.absorbed.add(value)
         elif value.op == "add":
             linear = self._residual_of(value)
@@ -78,7 +85,8 @@ class Fusion:
     def _residual_of(self, value: Value) -> Value | None:
         """The projection whose result is only added to something: the later operand first."""
         for linear, other in (value.inputs[::-1], value.inputs):
-            if linear.op == "linear" and self.consumers[linear] == [value] and other is not linear:
+            alone = self.consumers[linear] == [value] and other is not linear
+            if linear.op in ("linear", "expert_down") and alone:
                 return linear if other.op != "slice" and linear not in self.absorbed else None
         return None
 
@@ -97,18 +105,20 @@ class Fusion:
 
     def next_form(self, value: Value) -> Form | None:
         """The one form, if there is one, in which projections want to read an activation that is
-        made for them: int8, or multiplied by the weights of the norm that goes into them."""
+        made for them: int8, or multiplied by the weights of the norm that goes into them. Where
+        some read int8 and others not, as a router does, those read the activation itself."""
         forms: set[Form] = set()
         others = False
         for user in self._readers(value):
             norm = user if user.op == "rmsnorm" and user in self.absorbed else None
             linears = self.consumers[user] if norm else [user]
-            int8 = {linear.op == "linear" and _quantized(linear) for linear in linears}
-            ordered = any(_ordered(linear) for linear in linears)
-            if not ordered and (int8 == {True} or (norm and int8 == {False})):
-                forms.add(Form(norm, int8.pop()))
-            else:
+            int8 = {linear.op in PROJECTIONS and _quantized(linear) for linear in linears}
+            if any(_ordered(linear) for linear in linears):
                 others = True
+                continue
+            if True in int8 or norm:
+                forms.add(Form(norm, True in int8))
+            others = others or len(int8) > 1 or not (norm or True in int8)
         return replace(forms.pop(), alone=not others) if len(forms) == 1 else None
 
     def _readers(self, value: Value) -> list[Value]:

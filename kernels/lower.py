@@ -1,7 +1,8 @@
 """From traced ops to dispatches: which kernel runs each op.
 
-Every op has a kernel of its own; with `fuse`, groups of ops share one (fuse.py). Attention has
-a module of its own (lower_attention.py), and so has where activations lie (arena.py).
+Every op has a kernel of its own; with `fuse`, groups of ops share one (fuse.py). Attention and
+experts have modules of their own (lower_attention.py, lower_experts.py), and so has where
+activations lie (arena.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from infer.kernels.arena import Arena, Kernel, Operand, Scratch, colour
 from infer.kernels.device import Buffer, Device
 from infer.kernels.fuse import Form, Fusion
 from infer.kernels.lower_attention import lower_attention
+from infer.kernels.lower_experts import lower_down, lower_gate_up, lower_route
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
@@ -60,6 +62,7 @@ class Lowering:
         self.absorbed = self.fusion.absorbed if self.fusion else set()
         self.same: dict[Value, Value] = {}  # ops that turn out to be their input
         self.prepared: dict[tuple[Value, Value | None, bool], list[Operand]] = {}
+        self.tiles: dict[Value, list[Operand]] = {}  # of a routing: experts and rows of tiles
         self.kernels: list[Kernel] = []
         for value in ops.values:
             if value not in self.absorbed:
@@ -129,7 +132,7 @@ class Lowering:
                 {
                     "K": value.width,
                     "WEIGHT": weight.dtype,
-                    **grouping_params(weight),
+                    **weight.grouping.params,
                     "START": shard.start,
                     "SHARD_ROWS": shard.rows,
                     "SCALE": float(value.attrs["scale"]),
@@ -252,10 +255,10 @@ class Lowering:
                 [*operands, *inputs[1:], *rest],
                 tile_grid(-(-n // tile.columns), tile.rows),
                 params
-                | grouping_params(weight)
+                | weight.grouping.params
                 | {"N": n // 2 if gated else n, "START": shard.start, "GATED": gated}
-                | {"M_TILE": tile.m_tile, "N_TILE": tile.n_tile, "DOUBLE": tile.double}
-                | {"M_SIZE": tile.m_size, "N_SIZE": tile.n_size},
+                | {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+                | tile.params,
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
             )
@@ -297,7 +300,7 @@ class Lowering:
                 [*operands, *inputs[1:], *added, *outputs],
                 linear_grid(-(-n // variant.per_workgroup), self.device.limits.max_workgroups),
                 params
-                | grouping_params(weight)
+                | weight.grouping.params
                 | {
                     "N": n,
                     "START": shard.start,
@@ -367,7 +370,8 @@ class Lowering:
         a, b = value.inputs
         for linear, other in ((b, a), (a, b)):
             if linear in self.absorbed:
-                self._linear(linear, value, residual=other)
+                lower = lower_down if linear.op == "expert_down" else Lowering._linear
+                lower(self, linear, value, residual=other)
                 return
         self._elementwise("elementwise_add", value)
 
@@ -472,6 +476,30 @@ class Lowering:
     def _lower_attention(self, value: Value) -> None:
         lower_attention(self, value)
 
+    def _lower_route(self, value: Value) -> None:
+        lower_route(self, value)
+
+    def _lower_expert_gate_up(self, value: Value) -> None:
+        lower_gate_up(self, value)
+
+    def _lower_expert_down(self, value: Value) -> None:
+        lower_down(self, value, value)
+
+    def _lower_sigmoid_gate(self, value: Value) -> None:
+        (x, x_stride, _), (gate, gate_stride, gate_offset) = map(self.source, value.inputs)
+        self.emit(
+            "sigmoid_gate",
+            (x, gate, value),
+            self.row_grid(value, -(-value.width // 64)),
+            {
+                "WIDTH": value.width,
+                "STRIDE": x_stride,
+                "GATE_STRIDE": gate_stride,
+                "GATE_OFFSET": gate_offset,
+            },
+            moved=lambda rows, kv_len: 8 * rows * value.width,
+        )
+
     # Placing
 
     def reserve(self, arena: Arena) -> None:
@@ -523,17 +551,6 @@ def _int8_operands(x: Value, rows: int) -> list[Operand]:
     """The integers, and the scales and sums of squares of their blocks."""
     blocks = -(-x.width // BLOCK) * padded_rows(rows)
     return [Scratch(blocks * BLOCK), Scratch(blocks * 8)]
-
-
-def grouping_params(weight: GpuTensor) -> dict[str, Any]:
-    """Those of scales.wgsl."""
-    grouping = weight.grouping
-    return {
-        "GROUP": grouping.group,
-        "SCALES": grouping.dtype,
-        "OFFSET": grouping.offset,
-        "SHIFT": grouping.shift,
-    }
 
 
 def padded_rows(rows: int) -> int:

@@ -149,6 +149,46 @@ class Ops:
         """cap * tanh(x / cap) (Gemma Team 2024)."""
         return self._value("softcap", x.width, x, cap=cap)
 
+    def route(self, logits: Value, slots: int, *, normalize: bool) -> Value:
+        """The experts of each row: those with the `slots` largest logits, and their softmax over
+        all experts; normalize: over those chosen. Rows are ids, best first, then weights."""
+        if not 0 < slots <= logits.width:
+            raise ValueError(f"{slots} experts cannot be chosen of {logits.width}")
+        experts = logits.width
+        return self._value(
+            "route", 2 * slots, logits, slots=slots, experts=experts, normalize=normalize
+        )
+
+    def expert_gate_up(self, x: Value, routing: Value, weight: GpuTensor) -> Value:
+        """silu(x gate^T) * (x up^T) by each of a row's experts, one result after the other, each in
+        stride(inner) values; weight [experts * 2 * inner, width]: gate, then up, of each expert."""
+        inner = self._expert_rows(routing, weight, 2)
+        if weight.shape[1] != x.width:
+            raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
+        width = routing.attrs["slots"] * stride(inner)
+        return self._value("expert_gate_up", width, x, routing, weight=weight, outputs=inner)
+
+    def expert_down(self, x: Value, routing: Value, weight: GpuTensor) -> Value:
+        """What a row's experts make of their results x, each times its weight in `routing`, added
+        up in the order of the ids; weight [experts * width, inner]."""
+        width = self._expert_rows(routing, weight, 1)
+        if routing.attrs["slots"] * stride(weight.shape[1]) != x.width:
+            raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
+        return self._value("expert_down", width, x, routing, weight=weight, outputs=width)
+
+    @staticmethod
+    def _expert_rows(routing: Value, weight: GpuTensor, parts: int) -> int:
+        rows, rest = divmod(weight.shape[0], parts * int(routing.attrs["experts"]))
+        if rest or any(shard.start % (parts * rows) for shard in weight.shards):
+            raise ValueError(f"a weight of {weight.shape} does not fit the experts")
+        return rows
+
+    def sigmoid_gate(self, x: Value, gate: Value) -> Value:
+        """x * sigmoid(gate), the gate a single value for each row."""
+        if gate.width != 1:
+            raise ValueError(f"a gate has one value for each row, not {gate.width}")
+        return self._value("sigmoid_gate", x.width, x, gate)
+
     def add(self, a: Value, b: Value) -> Value:
         return self._value("add", self._same_width(a, b), a, b)
 

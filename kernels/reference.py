@@ -61,6 +61,31 @@ def softcap(x: Array, cap: float) -> Array:
     return result
 
 
+def route(logits: Array, slots: int, normalize: bool) -> tuple[NDArray[np.int64], Array]:
+    """logits [rows, experts] -> ids and weights [rows, slots] of the largest, the first of equals:
+    softmax over all experts, normalize: over those chosen."""
+    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :slots]
+    chosen = np.take_along_axis(softmax(logits), ids, -1)
+    return ids, chosen / chosen.sum(-1, keepdims=True) if normalize else chosen
+
+
+def expert_gate_up(x: Array, ids: NDArray[np.int64], weight: Array) -> Array:
+    """x [rows, width], ids [rows, slots], weight [experts, 2 * inner, width], gate on top of up ->
+    silu(x gate^T) * (x up^T), [rows, slots, inner]."""
+    both = np.einsum("rw,rsnw->rsn", x.astype(np.float64), weight.astype(np.float64)[ids])
+    gate, up = np.split(both, 2, axis=-1)
+    result: Array = silu(gate) * up
+    return result
+
+
+def expert_down(x: Array, ids: NDArray[np.int64], weights: Array, weight: Array) -> Array:
+    """x [rows, slots, inner], ids and weights [rows, slots], weight [experts, width, inner] -> the
+    weighted sum of the experts' projections, [rows, width]."""
+    parts = np.einsum("rsi,rswi->rsw", x.astype(np.float64), weight.astype(np.float64)[ids])
+    result: Array = np.einsum("rs,rsw->rw", weights.astype(np.float64), parts)
+    return result
+
+
 def rope(
     x: Array, positions: Array, frequencies: Array, head_dim: int, interleaved: bool = False
 ) -> Array:

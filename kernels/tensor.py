@@ -16,6 +16,8 @@ and what lies beside them: see `Grouping`. What is quantised here has an f16 sca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +58,16 @@ class Grouping:
     dtype: str = "f16"
     offset: str = "none"
     shift: int = 0
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Those of wgsl/scales.wgsl."""
+        return {
+            "GROUP": self.group,
+            "SCALES": self.dtype,
+            "OFFSET": self.offset,
+            "SHIFT": self.shift,
+        }
 
     def groups(self, columns: int) -> int:
         """Groups of a row."""
@@ -126,10 +138,13 @@ def allocate(
     label: str = "",
     grouping: Grouping = OWN,
     order: NDArray[np.int64] | None = None,
+    unit: int = 1,
 ) -> GpuTensor:
-    """A zero-filled weight of (rows, columns), or an f32 vector (columns,).
+    """A zero-filled weight of (rows, columns), or an f32 vector (columns,). No shard ends inside of
+    `unit` rows.
 
-    Raises OutOfMemoryError, and UnsupportedError where a row is too long to be quantised.
+    Raises OutOfMemoryError, and UnsupportedError where these, or a row to be quantised, are larger
+    than a binding.
     """
     if len(shape) == 1:
         buffer = device.buffer(row_bytes(shape[0], "f32"), label=label)
@@ -146,6 +161,14 @@ def allocate(
             raise UnsupportedError(
                 f"{label or 'A weight'} of {columns} columns cannot be quantised for "
                 f"{device.adapter.name}: {_SHARD_ROWS} rows do not fit in one binding."
+            )
+        unit = lcm(unit, _SHARD_ROWS)
+    if per_shard < rows:
+        per_shard = per_shard // unit * unit
+        if per_shard == 0:
+            raise UnsupportedError(
+                f"An expert of {label or 'a layer'}, {unit * stride:,} bytes in {dtype}, is larger "
+                "than one binding of this device. Take another device (--device)."
             )
     buffers: list[Buffer] = []
 

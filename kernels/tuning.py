@@ -68,6 +68,17 @@ class TileVariant:
         """Bytes of workgroup memory."""
         return (1 + self.double) * (self.rows + self.columns) * 5 * 16
 
+    @property
+    def params(self) -> dict[str, int | bool]:
+        """The kernel's."""
+        return {
+            "M_SIZE": self.m_size,
+            "N_SIZE": self.n_size,
+            "M_TILE": self.m_tile,
+            "N_TILE": self.n_tile,
+            "DOUBLE": self.double,
+        }
+
 
 class Int8TileVariant(TileVariant):
     """The same of matmul_int8, for weights of any grouping."""
@@ -223,6 +234,13 @@ class Tuning:
             choice[Int8TileVariant(4, 8, True, 16, 8)] = 0.9
             choice[Int8TileVariant(4, 4, True, 8, 16)] = 0.75
         return self._fastest(choice, rows, n)
+
+    def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
+        """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
+        kind = Int8TileVariant if dtype in QUANTIZED else TileVariant
+        tile = kind(8 if rows > 32 else 4, 8, True, 8, 16)
+        fits = tile.storage <= self.limits.workgroup_storage
+        return tile if fits else replace(tile, double=False)
 
     def _fastest(self, tiles: dict[Tile, float], rows: int, n: int) -> Tile:
         """Of tiles and their speeds where there are many. WebGPU does not say how many

@@ -15,6 +15,20 @@ from infer.models.weights import Source, WeightSpec
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts: how many, how many of them work on a token, the width of each; whether
+    the weights of those that do add up to one; the width of an expert that all tokens share, or 0;
+    and for each layer whether it has experts."""
+
+    count: int
+    per_token: int
+    inner: int
+    normalize: bool
+    shared_inner: int
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
@@ -59,6 +73,7 @@ class DecoderConfig:
     activation: str = "silu"
     gated: bool = True  # the MLP
     parallel: bool = False  # attention and MLP of a layer read the same
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def read(

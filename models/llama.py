@@ -39,12 +39,22 @@ class Llama:
             for norm in self.norms:
                 yield from layers.norm_weights(c, f"{name}.{norm}", f"{prefix}.{norm}")
             yield from layers.attention_weights(c, f"{name}.self_attn", f"{prefix}.self_attn")
-            yield from layers.mlp_weights(c, f"{name}.mlp", f"{prefix}.mlp")
+            yield from self.mlp_weights(i, f"{name}.mlp", prefix)
         yield from layers.norm_weights(c, "norm", "model.norm")
         if not c.tie_word_embeddings:
             yield layers.stacked("lm_head", "lm_head", {"weight": (c.vocab_size, c.hidden_size)})
         if c.head_bias:
             yield layers.stacked("lm_head.bias", "lm_head", {"bias": (c.vocab_size,)})
+
+    def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        return layers.mlp_weights(self.config, name, f"{prefix}.mlp")
+
+    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+        return layers.mlp(ops, x, w, self.config)
+
+    def active(self, name: str, count: int) -> int:
+        """Of so many values or bytes of a matrix, those that one token multiplies with."""
+        return count
 
     def ignorable(self, key: str) -> bool:
         """Whether a surplus tensor of a checkpoint says nothing new."""
@@ -78,4 +88,4 @@ class Llama:
         x = layers.norm(ops, h, w, "input_layernorm", c)
         h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
         x = layers.norm(ops, h, w, "post_attention_layernorm", c)
-        return h + layers.mlp(ops, x, Scope(w, "mlp"), c)
+        return h + self.mlp(ops, x, Scope(w, "mlp"))

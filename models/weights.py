@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +64,35 @@ class Source:
 
     @property
     def rows(self) -> int:
-        return len(self.part) if self.part is not None else self.shape[0]
+        """Of the weight; a stack of matrices counts as one matrix."""
+        if self.part is not None:
+            return len(self.part)
+        return self.shape[0] if len(self.shape) == 1 else prod(self.shape[:-1])
 
 
 @dataclass(frozen=True)
 class WeightSpec:
     """A weight of the model: a matrix (rows, columns) or a vector (columns,). Several sources are
-    stacked along their first axis, as q, k and v are into one projection. added: to every value of
-    a vector, as some checkpoints hold a norm's weights less one."""
+    stacked along their first axis, as q, k and v are into one projection. Some checkpoints may have
+    `others` instead, with the same rows. No shard ends inside of `unit` rows. added: to every value
+    of a vector, as some checkpoints hold a norm's weights less one."""
 
     name: str
     sources: tuple[Source, ...]
+    others: tuple[Source, ...] = ()
+    unit: int = 1
     added: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
         first = sum(source.rows for source in self.sources)
         return (first, *self.sources[0].shape[1:])
+
+    def found(self, checkpoint: Checkpoint) -> tuple[Source, ...]:
+        """Those of the sources that the checkpoint has."""
+        known = checkpoint.tensors.keys() | checkpoint.packed.keys()
+        has_others = any(source.key in known for source in self.others)
+        return self.others if has_others else self.sources
 
 
 def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> Stored:
@@ -89,28 +102,31 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
     Raises UnsupportedError for a conversion of what is quantised already, and for sources of which
     some are.
     """
-    packed = [checkpoint.packed[s.key] for s in spec.sources if s.key in checkpoint.packed]
+    sources = spec.found(checkpoint)
+    packed = [checkpoint.packed[s.key] for s in sources if s.key in checkpoint.packed]
     if packed and dtype is not None:
         raise UnsupportedError(
             f"{checkpoint.folder} is quantised already ({checkpoint.format}): its weights are not "
             f"converted to {dtype}. Leave out --dtype and --quantize."
         )
-    if packed and len(packed) < len(spec.sources):
+    if packed and len(packed) < len(sources):
         raise UnsupportedError(
-            f"{checkpoint.folder} has some of {listed(s.key for s in spec.sources)} quantised and "
+            f"{checkpoint.folder} has some of {listed(s.key for s in sources)} quantised and "
             "others not, which is not implemented."
         )
     if packed:
         return stored_packed(packed, spec.name)
     if dtype is not None or len(spec.shape) == 1:
         return Stored(converted_dtype(spec, dtype or "f32"))
-    dtypes = {checkpoint.tensors[source.key].dtype for source in spec.sources}
+    dtypes = {checkpoint.tensors[source.key].dtype for source in sources}
     return Stored(dtypes.pop() if len(dtypes) == 1 else "f32")
 
 
 def converted_dtype(spec: WeightSpec, dtype: str) -> str:
-    """The dtype of a weight in a model that is converted to `dtype`."""
-    if len(spec.shape) == 1:
+    """The dtype of a weight in a model that is converted to `dtype`. Routers are not quantised:
+    they are small, and what they choose must not change."""
+    router = spec.name.endswith(".router") and dtype in QUANTIZED
+    if len(spec.shape) == 1 or router:
         return "f32"
     return EMBEDDING_DTYPE if dtype == "q4" and spec.name in _EMBEDDINGS else dtype
 
@@ -244,7 +260,7 @@ def _allocated(
         for spec in specs:
             how = storage[spec.name]
             weights[spec.name] = allocate(
-                device, spec.shape, how.dtype, spec.name, how.grouping, how.order
+                device, spec.shape, how.dtype, spec.name, how.grouping, how.order, spec.unit
             )
         yield weights
     except BaseException:
@@ -267,7 +283,7 @@ def check_checkpoint(
     wanted = {
         source.key: source.shape
         for spec in specs
-        for source in spec.sources
+        for source in spec.found(checkpoint)
         if source.key not in checkpoint.packed
     }
     found, folder = checkpoint.tensors, checkpoint.folder
@@ -405,7 +421,7 @@ def _transfers(
     vector = len(tensor.shape) == 1
     columns = 1 if vector else tensor.shape[1]
     stride = ITEMSIZE["f32"] if vector else row_bytes(columns, tensor.dtype)
-    for source, shard, start, end, row in _placed(spec, tensor):
+    for source, shard, start, end, row in _placed(spec.found(checkpoint), tensor):
         info = checkpoint.tensors[source.key]
         if tensor.dtype not in QUANTIZED:
             rows = _Rows(info, row * columns, columns, tensor.dtype, stride, spec.added)
@@ -429,7 +445,7 @@ def _packed_transfers(
 ) -> Iterator[_Transfer]:
     """The same of quantised sources: blocks, then their scales."""
     columns = tensor.shape[1]
-    for source, shard, start, end, row in _placed(spec, tensor):
+    for source, shard, start, end, row in _placed(spec.found(checkpoint), tensor):
         matrix = checkpoint.packed[source.key]
         rows = PackedRows(matrix, row, end - start, how)
         info = matrix.tensors[0]
@@ -440,11 +456,13 @@ def _packed_transfers(
             yield _Transfer((info.file, info.offset), buffer, at, nbytes, stride, fill)
 
 
-def _placed(spec: WeightSpec, tensor: GpuTensor) -> Iterator[tuple[Source, Shard, int, int, int]]:
+def _placed(
+    sources: Sequence[Source], tensor: GpuTensor
+) -> Iterator[tuple[Source, Shard, int, int, int]]:
     """For each source and each shard that holds some of it: rows [start, end) of the weight, and
     where in the source's tensor they begin."""
     top = 0
-    for source in spec.sources:
+    for source in sources:
         bottom = top + source.rows
         for shard in tensor.shards:
             count = tensor.shape[0] if len(tensor.shape) == 1 else shard.rows

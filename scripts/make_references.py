@@ -12,6 +12,8 @@ reference.npz          prompt_ids      int64 [prompt]
                        greedy_ids      int64 [steps], how generate(), with its cache, goes on
                        greedy_margins  float32 [steps], (best - second best logit) / norm of logits
                        final_logits    float32 [vocab], the logits that chose greedy_ids[-1]
+                       routing_margin  float32, only with a choice of experts: the least (last
+                                       chosen - first other logit) / norm of logits of a router
 
 Everything is computed in float32 with eager attention, from the weights as the checkpoint rounds
 them. A float64 run would say little more: transformers computes norms, the rope tables and softmax
@@ -61,6 +63,8 @@ GREEDY_STEPS = 32
 # A relative error of 1e-4 moves the difference of two logits by at most sqrt(2) * 1e-4 of their
 # norm, so with this margin equal tokens follow from equal logits.
 MIN_MARGIN = 1e-3
+# The same of a router's logits: an expert more or less is another model.
+MIN_ROUTING_MARGIN = 3e-4
 # A continuation that repeats a few tokens would prove little.
 MIN_DISTINCT = 12
 
@@ -516,6 +520,74 @@ def olmo2(**changes: Any) -> dict[str, Any]:
     return config
 
 
+def mixtral(**changes: Any) -> dict[str, Any]:
+    own = {
+        "intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 6,
+        "output_router_logits": False,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "transformers_version": "4.36.0",
+        "vocab_size": 300,
+    }
+    return mistral() | {"model_type": "mixtral"} | own | changes
+
+
+def qwen3_moe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "decoder_sparse_step": 1,
+        "max_window_layers": 2,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+    }
+    return qwen3() | {"model_type": "qwen3_moe"} | own | changes
+
+
+def qwen2_moe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 28,
+        "norm_topk_prob": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 40,
+        "tie_word_embeddings": False,
+        "vocab_size": 300,
+    }
+    return qwen2() | {"model_type": "qwen2_moe"} | own | changes
+
+
+def olmoe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "clip_qkv": None,
+        "intermediate_size": 24,
+        "norm_topk_prob": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "pad_token_id": 1,
+        "rope_scaling": None,
+        "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.43.0.dev0",
+        "vocab_size": 300,
+    }
+    config = llama() | {"model_type": "olmoe"} | own | changes
+    return {
+        key: value for key, value in config.items() if key not in ("mlp_bias", "pretraining_tp")
+    }
+
+
 CASES: dict[str, Case] = {
     "ernie4_5": Case(small("ernie4_5", use_bias=True)),
     "exaone4": Case(
@@ -642,6 +714,25 @@ CASES: dict[str, Case] = {
             use_sliding_window=True,
         )
     ),
+    "mixtral": Case(mixtral()),
+    "mixtral_sliding": Case(mixtral(num_experts_per_tok=1, sliding_window=16)),
+    "qwen3_moe": Case(qwen3_moe()),
+    # The second layer has experts; the others are dense, each for a reason of its own.
+    "qwen3_moe_dense": Case(
+        qwen3_moe(
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            norm_topk_prob=False,
+            num_experts_per_tok=8,
+            num_hidden_layers=4,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "qwen2_moe": Case(qwen2_moe()),
+    "qwen2_moe_sliding": Case(
+        qwen2_moe(max_window_layers=2, num_hidden_layers=3, use_sliding_window=True),
+    ),
+    "olmoe": Case(olmoe()),
 }
 
 
@@ -670,8 +761,9 @@ def random_weight(
     if name.endswith("embed_tokens.weight"):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
-    gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")) else 1.0
-    return rng.normal(0.0, gain * shape[1] ** -0.5, shape)
+    peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
+    gain = 1.5 if name.endswith(peaked) else 1.0
+    return rng.normal(0.0, gain * shape[-1] ** -0.5, shape)
 
 
 def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
@@ -688,10 +780,34 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     return model.eval()
 
 
+class RoutingMargins:
+    """How clearly a model's routers choose while it runs, in `with`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self.margins: list[float] = []
+
+    def __enter__(self) -> "RoutingMargins":
+        self.hooks = [router.register_forward_hook(self.see) for router in self.routers]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def see(self, router: Any, args: Any, output: Any) -> None:
+        logits, chosen = output[0], router.top_k
+        if chosen < logits.shape[-1]:
+            best = logits.topk(chosen + 1).values
+            margins = (best[..., -2] - best[..., -1]) / logits.norm(dim=-1)
+            self.margins.append(float(margins.min()))
+
+
 def answers(model: PreTrainedModel, prompt_ids: NDArray[np.int64]) -> dict[str, Any]:
     """The arrays of reference.npz. The model must be fresh (see dynamic rope above)."""
     ids = torch.from_numpy(prompt_ids)[None]
-    with torch.no_grad():
+    routing = RoutingMargins(model)
+    with torch.no_grad(), routing:
         logits = model(ids).logits[0]
         out = model.generate(
             ids,
@@ -711,7 +827,7 @@ def answers(model: PreTrainedModel, prompt_ids: NDArray[np.int64]) -> dict[str, 
         "greedy_ids": out.sequences[0, len(prompt_ids) :].numpy(),
         "greedy_margins": margins.numpy(),
         "final_logits": step_logits[-1].numpy(),
-    }
+    } | ({"routing_margin": np.float32(min(routing.margins))} if routing.margins else {})
 
 
 def is_fair(reference: Mapping[str, Any]) -> bool:
@@ -721,6 +837,7 @@ def is_fair(reference: Mapping[str, Any]) -> bool:
         len(greedy_ids) == GREEDY_STEPS
         and float(reference["greedy_margins"].min()) >= MIN_MARGIN
         and len(np.unique(greedy_ids)) >= MIN_DISTINCT
+        and float(reference.get("routing_margin", np.inf)) >= MIN_ROUTING_MARGIN
     )
 
 

@@ -31,6 +31,7 @@ class Reference:
     greedy_ids: int64 [steps], the greedy continuation of the prompt, one token per pass.
     greedy_margins: float32 [steps], (best - second best logit) / norm of the logits.
     final_logits: float32 [vocab], the logits that chose greedy_ids[-1].
+    routing_margin: float32, how clearly a mixture of experts chooses them at the least.
     """
 
     case: str
@@ -39,6 +40,7 @@ class Reference:
     greedy_ids: NDArray[np.int64]
     greedy_margins: NDArray[np.float32]
     final_logits: NDArray[np.float32]
+    routing_margin: NDArray[np.float32] | None = None
 
     def write_checkpoint(self, path: Path, spelling: Spelling = "published") -> Path:
         """Make the folder `path` with config.json and the safetensors files; returns `path`."""

@@ -179,6 +179,7 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen2.5-0.5b", 494_032_768),
         ("qwen3-0.6b", 596_049_920),
+        ("qwen3-30b-a3b", 30_532_122_624),
         ("smollm2-135m", 134_515_008),
         ("starcoder2-3b", 3_030_371_328),
     ],
@@ -198,6 +199,8 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     """As deep as the real model, which is what makes values grow, but narrow."""
     narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    heads |= {"num_experts": 4, "num_experts_per_tok": 2} if "num_experts" in SHAPES[name] else {}
+    narrow |= {"moe_intermediate_size": 32}
     params = replace(measure.GREEDY, max_tokens=129)
     with device.scope():
         engine = make_engine(device, SHAPES[name] | narrow | heads)
@@ -219,6 +222,18 @@ def test_bytes_of_a_token(device: Device, tied: bool) -> None:
         # Four steps after a prompt of one see 2, 3, 4 and 5 positions.
         assert measure.kv_bytes_per_token(engine.model, "f16", 1, 4) == 3.5 * KV_BYTES
         assert measure.kv_bytes_per_token(engine.model, "f32", 100, 1) == 101 * 2 * KV_BYTES
+
+
+def test_only_chosen_experts_count(device: Device) -> None:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = TINY | experts | {"model_type": "qwen3_moe", "mlp_only_layers": [0]}
+    dense, router, expert = 3 * 48 * 32, 6 * 32, 3 * 24 * 32
+    layers = LAYERS - dense + router + 2 * expert
+    with device.scope():
+        engine = make_engine(device, config)
+        assert measure.weight_bytes_per_token(engine) == 2 * (layers + 64 * 32)
+        attention = 4 * 32 * 2 * (1 + 2 + 3)
+        assert measure.prefill_flops(engine.model, 3) == 2 * (3 * layers + 64 * 32) + attention
 
 
 def test_windows_bound_what_attention_reads() -> None:

@@ -276,10 +276,10 @@ def test_random_weights_are_those_in_bf16_quantised(device: Device, dtype: str) 
 
 def test_embeddings_and_output_projection_take_eight_bits() -> None:
     specs = [weight(name, w=(8, 8)) for name in ("embed_tokens", "lm_head", "layers.0.mlp.down")]
-    specs.append(weight("norm", w=(8,)))
-    assert [converted_dtype(spec, "q4") for spec in specs] == ["q8", "q8", "q4", "f32"]
-    assert [converted_dtype(spec, "q8") for spec in specs] == ["q8", "q8", "q8", "f32"]
-    assert [converted_dtype(spec, "f16") for spec in specs] == ["f16", "f16", "f16", "f32"]
+    specs += [weight("layers.0.mlp.router", w=(8, 8)), weight("norm", w=(8,))]
+    assert [converted_dtype(spec, "q4") for spec in specs] == ["q8", "q8", "q4", "f32", "f32"]
+    assert [converted_dtype(spec, "q8") for spec in specs] == ["q8", "q8", "q8", "f32", "f32"]
+    assert [converted_dtype(spec, "f16") for spec in specs] == ["f16"] * 4 + ["f32"]
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -332,17 +332,21 @@ def test_embeddings_are_read_from_several_shards(dtype: str) -> None:
     np.testing.assert_array_equal(got, exact.astype(np.float32))
 
 
+@pytest.mark.parametrize(("case", "share"), [("llama", 1.0), ("mixtral", 0.9), ("qwen2_moe", 0.9)])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_model_computes_with_what_is_stored(device: Device, tmp_path: Path, dtype: str) -> None:
+def test_a_model_computes_with_what_is_stored(
+    device: Device, tmp_path: Path, dtype: str, case: str, share: float
+) -> None:
     """Against the same model with weights of scale times integer in f32. What is left is the
-    activations, which projections round to eight bits: much to this model of random weights."""
-    reference = load("llama")
+    activations, which projections round to eight bits: much to this model of random weights. In
+    some rows that makes a router choose otherwise; the `share` of rows counts."""
+    reference = load(case)
     folder = reference.write_checkpoint(tmp_path / "model")
     model = build_model(RawConfig.open(folder))
     specs, checkpoint = list(model.weights()), Checkpoint.open(folder)
     weights = load_weights(device, specs, checkpoint, ignorable=model.ignorable, dtype=dtype)
     exact = {
-        name: to_gpu(device, dequantized(device, tensor)) if len(tensor.shape) == 2 else tensor
+        name: to_gpu(device, dequantized(device, tensor)) if tensor.dtype in FORMATS else tensor
         for name, tensor in weights.items()
     }
     options = EngineOptions(context=128, kv_dtype="f32")
@@ -351,7 +355,8 @@ def test_a_model_computes_with_what_is_stored(device: Device, tmp_path: Path, dt
         engine = Engine(device, model, stored, options)
         engine.compile()
         logits.append(scores(engine, reference.prompt_ids.tolist()))
-    assert 0 < relative_error(*logits) < 0.15
+    errors = [relative_error(*rows) for rows in zip(*logits, strict=True)]
+    assert 0 < np.quantile(errors, share) < 0.15
 
 
 @pytest.mark.live

@@ -353,7 +353,9 @@ def model_specs(shape: str, limits: Limits, lanes: int, dtype: str) -> Iterator[
     c = model.config
     dry = DryDevice(limits)
     dry.subgroups, dry.subgroup_size = lanes > 0, lanes
-    weights = {spec.name: allocate(dry, spec.shape, dtype) for spec in model.weights()}
+    weights = {
+        spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in model.weights()
+    }
     for kv_dtype, fuse, (rows, logits) in product(
         KV_DTYPES, (True, False), ((1, 1), (8, 1), (512, 1), (128, None))
     ):
@@ -386,6 +388,7 @@ def test_every_kernel_compiles_for_real_models(device: Device) -> None:
     many = Limits(1 << 31, 1 << 32, 49152, 1024, storage_buffers=9)
     specs = {KernelSpec.of("fill_random", DTYPE=dtype) for dtype in ("f32", "f16", "bf16")}
     specs |= {KernelSpec.of("copy", VECTORS=1024), KernelSpec.of("subgroup_size")}
+    specs |= {KernelSpec.of("sigmoid_gate", WIDTH=9, STRIDE=16, GATE_STRIDE=8, GATE_OFFSET=5)}
     specs |= {
         KernelSpec.of("quantize_weight", WEIGHT=stored, FORMAT=dtype)
         for stored, dtype in product(("f32", "f16", "bf16"), ("q8", "q4"))
@@ -431,7 +434,7 @@ def outer_split(text: str) -> tuple[str, str]:
 
 def number(expression: str, constants: dict[str, int]) -> int:
     """The value of a WGSL const-expression of integers."""
-    text = re.sub(r"\b(\d+)[ui]\b", r"\1", expression).replace("/", "//")
+    text = re.sub(r"\b(0x[0-9a-f]+|\d+)[ui]\b", r"\1", expression).replace("/", "//")
     return int(eval(text, {"min": min, "max": max}, constants))
 
 

@@ -3,12 +3,15 @@
 //
 // GATED: W holds gate rows, then up rows, and y = activate(gate) * up. Else y = x W^T, after BIAS is
 // added multiplied by SCALE, then activated where there is an ACTIVATION. RESIDUAL is added to y.
+// GROUPED: W holds experts one below the other, of N outputs each, and a tile has rows that are
+// routed to the same one.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
 #include "weight.wgsl"
 #include "activate.wgsl"
 #include "scales.wgsl"
+#include "tile_rows.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
@@ -32,6 +35,10 @@
 #endif
 #if RESIDUAL
 @group(0) @binding($(3 + CODES + BIAS)) var<storage, read> residual: array<f32>;
+#endif
+#if GROUPED
+@group(0) @binding($(3 + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
+@group(0) @binding($(4 + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
 #endif
 
 const EIGHTS = (K + 7u) / 8u;
@@ -73,7 +80,7 @@ fn group_of(tile: u32, eight: u32) -> u32 {
 }
 #endif
 
-// grid (N / OUTPUTS, rows / ROWS)
+// grid (N / OUTPUTS, rows / ROWS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
 #if TABLE
@@ -81,6 +88,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
   let first_row = id.y * ROWS;
   let first_output = id.x * OUTPUTS;
+#if GROUPED
+  if (!in_shard(tile_experts[id.y])) {
+    return;
+  }
+  let expert_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
+#else
+  let expert_row = 0u;
+#endif
 
   // Neighbouring invocations go along a Z curve, so that they share what they load.
   let lane = tid % 32u;
@@ -97,16 +112,17 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
   let x_row$l = (tid + $lu * SIZE) / 4u;
   let x_column$l = tid % 4u;
-  let x_from$l = (first_row + x_row$l) * EIGHTS * 2u + x_column$l;
+  let x_at$l = x_row(first_row + x_row$l);
+  let x_from$l = x_at$l * EIGHTS * 2u + x_column$l;
   var x_next$l = vec4<f32>();
 #endfor
 #for l in 0..W_LOADS
   let w_row$l = (tid + $lu * SIZE) / 2u;
   let w_column$l = tid % 2u;
-  let w_from$l = weight_row(first_output, w_row$l) * W_EIGHTS + w_column$l;
+  let w_from$l = (expert_row + weight_row(first_output, w_row$l)) * W_EIGHTS + w_column$l;
   var w_next$l = load8(w_from$l);
 #if CODES
-  let w_scale_row$l = weight_row(first_output, w_row$l);
+  let w_scale_row$l = expert_row + weight_row(first_output, w_row$l);
   var w_scale_next$l = RawScale();
 #endif
 #if (K + 7) / 8 % 2 != 0
@@ -120,7 +136,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
 #if K % 16 != 0
       x_next$l = masked(
-        x[min(x_from$l + t * 4u, (first_row + x_row$l + 1u) * EIGHTS * 2u - 1u)],
+        x[min(x_from$l + t * 4u, (x_at$l + 1u) * EIGHTS * 2u - 1u)],
         t * 16u + x_column$l * 4u);
 #else
       x_next$l = x[x_from$l + t * 4u];
@@ -197,10 +213,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   }
 
 #for i in 0..M_TILE
+  let y_row$i = y_row(first_row + ty + $iu * M_SIZE);
 #for j in 0..N_TILE / (1 + GATED)
-  if (first_output + tx + $ju * N_SIZE < N) {
+  if (first_output + tx + $ju * N_SIZE < N && is_written(y_row$i)) {
     let n = START + first_output + tx + $ju * N_SIZE;
-    let out = (first_row + ty + $iu * M_SIZE) * Y_STRIDE + n;
+    let out = y_row$i * Y_STRIDE + n;
 #if GATED
     var gate = c$i_$j;
     var up = c$i_$($j + N_TILE / 2);

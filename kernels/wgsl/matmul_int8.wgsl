@@ -4,9 +4,10 @@
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
 // workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS, SCALE,
-// ACTIVATION and RESIDUAL are as in matmul.wgsl.
+// ACTIVATION, RESIDUAL and GROUPED are as in matmul.wgsl.
 #include "activate.wgsl"
 #include "scales.wgsl"
+#include "tile_rows.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
@@ -29,6 +30,10 @@
 #endif
 #if RESIDUAL
 @group(0) @binding($(5 + BIAS)) var<storage, read> residual: array<f32>;
+#endif
+#if GROUPED
+@group(0) @binding($(5 + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
+@group(0) @binding($(6 + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
 #endif
 
 const BLOCKS = (K + 31u) / 32u;  // of a row
@@ -78,11 +83,19 @@ fn group_of(block: u32, p: u32) -> u32 {
 #endif
 }
 
-// grid (N / OUTPUTS, rows / ROWS)
+// grid (N / OUTPUTS, rows / ROWS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   let first_row = id.y * ROWS;
   let first_output = id.x * OUTPUTS;
+#if GROUPED
+  if (!in_shard(tile_experts[id.y])) {
+    return;
+  }
+  let expert_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
+#else
+  let expert_row = 0u;
+#endif
 
   // Neighbouring invocations go along a Z curve, so that they share what they load.
   let lane = tid % 32u;
@@ -100,21 +113,22 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
   let x_half$l = (tid + $lu * SIZE) / ROWS;
   let x_row$l = (tid + $lu * SIZE) % ROWS;
-  let x_from$l = ((first_row + x_row$l) * 2u + min(x_half$l, 1u)) * BLOCKS;
+  let x_from$l = (x_row(first_row + x_row$l) * 2u + min(x_half$l, 1u)) * BLOCKS;
   var x_next$l = vec4<u32>();
 #endfor
 #for l in 0..W_LOADS
   let w_half$l = (tid + $lu * SIZE) / COLUMNS;
   let w_row$l = (tid + $lu * SIZE) % COLUMNS;
 #if WEIGHT == q4
-  let w_from$l = weight_row(first_output, w_row$l) * BLOCKS;
+  let w_from$l = (expert_row + weight_row(first_output, w_row$l)) * BLOCKS;
 #else
-  let w_from$l = (weight_row(first_output, w_row$l) * 2u + min(w_half$l, 1u)) * BLOCKS;
+  let w_from$l =
+    ((expert_row + weight_row(first_output, w_row$l)) * 2u + min(w_half$l, 1u)) * BLOCKS;
 #endif
   var w_next$l = vec4<u32>();
 #endfor
-  let x_scales_from = (first_row + tid) * 2u * BLOCKS;
-  let w_scale_row = weight_row(first_output, tid);
+  let x_scales_from = x_row(first_row + min(tid, ROWS - 1u)) * 2u * BLOCKS;
+  let w_scale_row = expert_row + weight_row(first_output, tid);
   var x_scale_next = 0.0;
 #for p in 0..PARTS
   var w_scale_next$p = RawScale();
@@ -257,10 +271,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   }
 
 #for i in 0..M_TILE
+  let y_row$i = y_row(first_row + ty + $iu * M_SIZE);
 #for j in 0..N_TILE / (1 + GATED)
-  if (first_output + tx + $ju * N_SIZE < N) {
+  if (first_output + tx + $ju * N_SIZE < N && is_written(y_row$i)) {
     let n = START + first_output + tx + $ju * N_SIZE;
-    let out = (first_row + ty + $iu * M_SIZE) * Y_STRIDE + n;
+    let out = y_row$i * Y_STRIDE + n;
 #if GATED
     var gate = UNIT * c$i_$j;
     var up = UNIT * c$i_$($j + N_TILE / 2);

@@ -78,7 +78,7 @@ def find_packed(checkpoint: Checkpoint, found: Format, specs: Iterable[WeightSpe
     Raises CheckpointError and UnsupportedError, as Format.matrix does.
     """
     packed = {}
-    for source in (source for spec in specs for source in spec.sources):
+    for source in (source for spec in specs for source in (*spec.sources, *spec.others)):
         matrix = found.matrix(checkpoint, source.key, source.shape)
         if matrix is not None:
             packed[source.key] = matrix

@@ -1,0 +1,299 @@
+// Projections of a few rows by the experts that each is routed to, built like matmul_vec.wgsl. W
+// holds the experts one below the other.
+//
+// Without COMBINE a workgroup has a row and one of its experts, whose part of W is gate rows and
+// then up rows, and y[row][slot] = silu(gate) * up; with NORM x is normed as in matmul_vec.wgsl.
+// With ROUTE every workgroup chooses the experts by itself, and one of them writes what was chosen.
+// With COMBINE x has the rows [row][slot], and y[row] is the sum of W x over the slots, each times
+// the expert's weight: one long dot product. RESIDUAL is added to it.
+// NEXT_NORM, QUANTIZE and KEEP are those of matmul_vec.wgsl.
+// A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
+#include "reduce.wgsl"
+#include "block_float.wgsl"
+#include "block_int8.wgsl"
+#include "quantize_block.wgsl"
+#include "routing.wgsl"
+#include "top_experts.wgsl"
+// @param N u32                   outputs of an expert
+// @param Y_STRIDE u32            of a row, or of one of its slots
+// @param TEAM u32                invocations of a team: a multiple of the subgroups' size, or WG
+// @param OUTPUTS u32             outputs per team
+// @param UNROLL u32              blocks in flight per row of W
+// @param EPS f32
+// @param FIRST_EXPERT u32        of this shard of W
+// @param SHARD_EXPERTS u32
+// @param COMBINE bool
+// @param RESIDUAL bool
+// @param KEEP bool
+// @param QUANTIZE bool           TEAMS * OUTPUTS == 32
+// @param NEXT_NORM bool
+@group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
+#if ROUTE
+@group(0) @binding(1) var<storage, read> logits: array<f32>;
+#else
+@group(0) @binding(1) var<storage, read> routing: array<f32>;
+#endif
+#if WEIGHT == q8 or WEIGHT == q4
+#let FIRST = 5
+@group(0) @binding(2) var<storage, read> x: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> scales: array<u32>;
+@group(0) @binding(4) var<storage, read> x_scales: array<f32>;
+#else
+#let FIRST = 3 + CODES + NORM
+@group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;
+#if CODES
+@group(0) @binding(3) var<storage, read> scales: array<u32>;
+#endif
+#if SCALED
+@group(0) @binding($(3 + CODES)) var<storage, read> scaled_x: array<vec4<f32>>;
+#elif NORM
+@group(0) @binding($(3 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
+#endif
+#endif
+#if RESIDUAL
+@group(0) @binding($(FIRST)) var<storage, read> residual: array<f32>;
+#endif
+#if KEEP
+@group(0) @binding($(FIRST + RESIDUAL)) var<storage, read_write> y: array<f32>;
+#endif
+#let NEXT = FIRST + RESIDUAL + KEEP
+#if QUANTIZE
+@group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
+@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<f32>;
+#elif NEXT_NORM
+@group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
+#endif
+#if NEXT_NORM
+@group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
+#endif
+#if ROUTE
+@group(0) @binding($(NEXT + 2 * QUANTIZE)) var<storage, read_write> routing: array<f32>;
+#endif
+
+#let W_ROWS = OUTPUTS * (2 - COMBINE)
+#let ROWS_OF_X = 1 + COMBINE * (SLOTS - 1)
+const TEAMS = WG / TEAM;
+const VALUES = $(W_ROWS + NORM)u;      // sums per team
+const STEPS = BLOCKS * $(ROWS_OF_X)u;
+#if SUBGROUPS
+const PARTS = TEAM / 4u;               // of each sum at most: no subgroup has fewer lanes
+#else
+const PARTS = 1u;
+#endif
+
+var<workgroup> partial: array<array<array<f32, PARTS>, VALUES>, TEAMS>;
+#if QUANTIZE
+var<workgroup> outputs: array<vec4<f32>, 8>;      // and what is quantised of them:
+var<workgroup> scaled_outputs: array<vec4<f32>, 8>;
+#endif
+
+fn in_shard(expert: u32) -> bool {
+  return expert - FIRST_EXPERT < SHARD_EXPERTS;
+}
+
+// The first row of W that an expert has; of one that is not in this shard, any.
+fn row_of(expert: u32) -> u32 {
+  return select(0u, expert - FIRST_EXPERT, in_shard(expert)) * N * $(2 - COMBINE)u;
+}
+
+fn total(team: u32, value: u32, parts: u32) -> f32 {
+  var sum = 0.0;
+  for (var i = 0u; i < parts; i++) {
+    sum += partial[team][value][i];
+  }
+  return sum;
+}
+
+// grid (N / (TEAMS * OUTPUTS), rows * SLOTS); COMBINE: rows
+@compute @workgroup_size(WG)
+fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
+#if TABLE
+  fill_codes(me.index);
+#endif
+  let first = id.x * (TEAMS * OUTPUTS);
+#if TEAM == WG
+  let team = 0u;
+  let lane = me.index;
+#if SUBGROUPS
+  let part = me.subgroup;
+  let parts = me.n_subgroups;
+#else
+  let part = 0u;
+  let parts = 1u;
+#endif
+#else
+  // Teams are made of whole subgroups.
+  let parts = me.n_subgroups / TEAMS;
+  let team = me.subgroup / parts;
+  let part = me.subgroup % parts;
+  let lane = part * (WG / me.n_subgroups) + me.lane;
+#endif
+
+  // One output for each of the first invocations: what is added to it is under way from the start.
+  let n = first + me.index;
+  let own_output = me.index < TEAMS * OUTPUTS && n < N;
+#if RESIDUAL
+  var own_residual = 0.0;
+#endif
+#if NEXT_NORM
+  var own_norm = 0.0;
+#endif
+  if (own_output) {
+#if RESIDUAL
+    own_residual = residual[id.y * Y_STRIDE + n];
+#endif
+#if NEXT_NORM
+    own_norm = next_norm[n];
+#endif
+  }
+
+#if ROUTE
+  choose_experts(id.y / SLOTS, me);
+  let expert = chosen[id.y % SLOTS];
+#elif not COMBINE
+  let expert = expert_of(id.y / SLOTS, id.y % SLOTS);
+#endif
+#if COMBINE
+  let writes = own_output;
+#else
+  let writes = own_output && in_shard(expert);
+  let expert_row = row_of(expert);
+#endif
+#for o in 0..OUTPUTS
+  let output$o = min(first + team * OUTPUTS + $ou, N - 1u);
+#if COMBINE
+  var sum$o = 0.0;
+#else
+  let row$(2 * $o) = expert_row + output$o;
+  let row$(2 * $o + 1) = expert_row + output$o + N;
+  var sum$(2 * $o) = 0.0;
+  var sum$(2 * $o + 1) = 0.0;
+#endif
+#endfor
+#if NORM
+  var squares = 0.0;
+#endif
+
+  for (var base = lane; base < STEPS; base += TEAM * UNROLL) {
+#for u in 0..UNROLL
+#if COMBINE
+    let at$u = min(base + $uu * TEAM, STEPS - 1u);
+    let slot$u = at$u / BLOCKS;
+    let i$u = at$u % BLOCKS;
+    let expert$u = expert_of(id.y, slot$u);
+    let expert_row$u = row_of(expert$u);
+#for o in 0..OUTPUTS
+    let w$o_$u = load_block(expert_row$u + output$o, i$u);
+#endfor
+#else
+    let i$u = min(base + $uu * TEAM, BLOCKS - 1u);
+#for r in 0..W_ROWS
+    let w$r_$u = load_block(row$r, i$u);
+#endfor
+#endif
+#endfor
+#for u in 0..UNROLL
+#if COMBINE
+    let x$u = load_activations(id.y * SLOTS + slot$u, i$u, base + $uu * TEAM < STEPS);
+#else
+    let x$u = load_activations(id.y / SLOTS, i$u, base + $uu * TEAM < STEPS);
+#endif
+#endfor
+#for u in 0..UNROLL
+#if COMBINE
+    let weight$u = select(0.0, weight_of(id.y, slot$u), in_shard(expert$u));
+#for o in 0..OUTPUTS
+    sum$o += weight$u * multiply(w$o_$u, x$u);
+#endfor
+#else
+#if NORM
+    squares += x$u.squares;
+#endif
+#for r in 0..W_ROWS
+    sum$r += multiply(w$r_$u, x$u);
+#endfor
+#endif
+#endfor
+  }
+
+#for r in 0..W_ROWS
+  keep(team, part, $ru, sum$r, me);
+#endfor
+#if NORM
+  keep(team, part, $(W_ROWS)u, squares, me);
+#endif
+  workgroupBarrier();
+
+  if (writes) {
+    let owner = me.index / OUTPUTS;  // the team that has this output
+    let place = me.index % OUTPUTS;
+#if NORM
+    let mean = total(owner, $(W_ROWS)u, parts) / f32(K);
+    let scale = UNIT * inverseSqrt(mean + EPS);
+#else
+    let scale = UNIT;
+#endif
+#if COMBINE
+    var value = scale * total(owner, place, parts);
+#else
+    let gate = scale * total(owner, 2u * place, parts);
+    let up = scale * total(owner, 2u * place + 1u, parts);
+    var value = gate / (1.0 + exp(-gate)) * up;
+#endif
+#if RESIDUAL
+    value += own_residual;
+#endif
+#if KEEP
+    y[id.y * Y_STRIDE + n] = value;
+#endif
+#if QUANTIZE
+    outputs[me.index / 4u][me.index % 4u] = value;
+#if NEXT_NORM
+    value *= own_norm;
+#endif
+    scaled_outputs[me.index / 4u][me.index % 4u] = value;
+#elif NEXT_NORM
+    next_x[id.y * Y_STRIDE + n] = value * own_norm;
+#endif
+  }
+#if QUANTIZE
+
+  workgroupBarrier();
+#if COMBINE
+  if (me.index < 8u) {
+#else
+  if (me.index < 8u && in_shard(expert)) {
+#endif
+    var most = 0u;
+    var squares_out = 0.0;
+#for i in 0..8
+    most = max(most, magnitude(scaled_outputs[$i]));
+    squares_out += dot(outputs[$i], outputs[$i]);
+#endfor
+    store_int8(id.y, N / 32u, id.x, me.index, scaled_outputs[me.index], most);
+    if (me.index == 0u) {
+      store_scale(id.y, N / 32u, id.x, most, squares_out);
+    }
+  }
+#endif
+#if ROUTE
+  if (id.x == 0u) {
+    write_routing(id.y / SLOTS, id.y % SLOTS, id.y % SLOTS + 1u, me);
+  }
+#endif
+}
+
+// Sum a value over the team, as far as it goes without waiting for the other subgroups.
+fn keep(team: u32, part: u32, value: u32, sum: f32, me: Invocation) {
+#if SUBGROUPS
+  let whole = subgroupAdd(sum);
+  if (me.lane == 0u) {
+    partial[team][value][part] = whole;
+  }
+#else
+  let whole = workgroup_add(sum, me);
+  if (me.index == 0u) {
+    partial[team][value][part] = whole;
+  }
+#endif
+}

@@ -1,0 +1,12 @@
+// The experts of each row and their weights.
+#include "reduce.wgsl"
+#include "top_experts.wgsl"
+@group(0) @binding(0) var<storage, read> logits: array<f32>;
+@group(0) @binding(1) var<storage, read_write> routing: array<f32>;  // [row][SLOTS ids, SLOTS weights]
+
+// grid (1, rows)
+@compute @workgroup_size(WG)
+fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
+  choose_experts(id.y, me);
+  write_routing(id.y, 0u, SLOTS, me);
+}

@@ -1,0 +1,25 @@
+"""Mixtral (Jiang et al. 2024): Mistral with experts in each layer, of which two are chosen."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.moe import MixtureOfExperts, read_experts
+
+
+class Mixtral(MixtureOfExperts):
+    """The weights of the experts that are chosen add up to one."""
+
+    block = "block_sparse_moe"
+    gate, up, down = "w1", "w3", "w2"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return DecoderConfig.read(
+            raw,
+            windows=layer_windows(raw, raw.size("sliding_window", None)),
+            theta=1e6,
+            experts=read_experts(
+                raw, "num_local_experts", "intermediate_size", per_token=2, normalize=True
+            ),
+        )

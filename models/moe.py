@@ -1,0 +1,111 @@
+"""Mixture of experts (Shazeer et al. 2017; Mixtral: Jiang et al. 2024): in place of one MLP a layer
+has many, and a router that chooses some of them for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import Ops, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import ExpertsConfig, Scope, Weights
+from infer.models.llama import Llama
+from infer.models.weights import Source, WeightSpec
+
+
+class MixtureOfExperts(Llama):
+    """The layers that the config says have experts, and perhaps one more that all tokens share."""
+
+    # How a checkpoint calls the block, and the projections of an expert. If transformers 5 was told
+    # to write what it has in memory, the experts of a layer are two tensors of an mlp.
+    block = "mlp"
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+
+    @property
+    def experts(self) -> ExpertsConfig:
+        assert self.config.experts is not None  # read_config has read it
+        return self.config.experts
+
+    def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """router, experts.gate_up_proj and experts.down_proj, one expert below the other, and those
+        of shared_expert, whose gate is the router's last row."""
+        c, experts = self.config, self.experts
+        if not experts.layers[layer]:
+            yield from super().mlp_weights(layer, name, prefix)
+            return
+        prefix, fused = f"{prefix}.{self.block}", f"{prefix}.mlp"
+        router = {"gate.weight": (experts.count, c.hidden_size)}
+        if experts.shared_inner:
+            router["shared_expert_gate.weight"] = (1, c.hidden_size)
+        own, other = (layers.stacked("", place, router).sources for place in (prefix, fused))
+        yield WeightSpec(f"{name}.router", own, other)
+        into, back = (experts.inner, c.hidden_size), (c.hidden_size, experts.inner)
+        gate_up, down = (
+            tuple(
+                Source(f"{prefix}.experts.{expert}.{part}.weight", shape)
+                for expert in range(experts.count)
+                for part in parts
+            )
+            for parts, shape in (((self.gate, self.up), into), ((self.down,), back))
+        )
+        both = (experts.count, 2 * experts.inner, c.hidden_size)
+        for part, sources, shape in (
+            ("gate_up_proj", gate_up, both),
+            ("down_proj", down, (experts.count, *back)),
+        ):
+            others = (Source(f"{fused}.experts.{part}", shape),)
+            yield WeightSpec(f"{name}.experts.{part}", sources, others, unit=shape[1])
+        if experts.shared_inner:
+            shared = replace(c, intermediate_size=experts.shared_inner)
+            yield from layers.mlp_weights(
+                shared, f"{name}.shared_expert", f"{prefix}.shared_expert"
+            )
+
+    def active(self, name: str, count: int) -> int:
+        """The experts that are chosen, of all."""
+        experts = self.experts
+        return count * experts.per_token // experts.count if ".experts." in name else count
+
+    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+        """The sum of what the chosen experts make of x, each times its weight."""
+        experts = self.experts
+        if "router" not in w:
+            return super().mlp(ops, x, w)
+        both = ops.linear(x, w["router"])
+        logits, *gates = ops.split(both, experts.count, *[1] * bool(experts.shared_inner))
+        routing = ops.route(logits, experts.per_token, normalize=experts.normalize)
+        y = ops.expert_gate_up(x, routing, w["experts.gate_up_proj"])
+        y = ops.expert_down(y, routing, w["experts.down_proj"])
+        for gate in gates:
+            shared = layers.mlp(ops, x, Scope(w, "shared_expert"), self.config)
+            y = ops.sigmoid_gate(shared, gate) + y
+        return y
+
+
+def read_experts(
+    raw: RawConfig,
+    count: str,
+    inner: str,
+    *,
+    per_token: int,
+    normalize: bool,
+    shared_inner: int = 0,
+    sparse: bool = False,
+) -> ExpertsConfig:
+    """The keys that all of them have. count and inner: what the config calls these; transformers 5
+    says num_local_experts where older files have num_experts. per_token: where it says nothing.
+    sparse: it may say that some layers have no experts. Raises UnsupportedError."""
+    raw.expect("hidden_act", "silu", "swish")
+    n_layers = raw.size("num_hidden_layers")
+    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[count]
+    n_experts = raw.size(count, None) or raw.size(other)
+    chosen = raw.size("num_experts_per_tok", per_token)
+    if chosen > n_experts:
+        raise UnsupportedError(f"{raw.place}: {chosen} experts cannot be chosen of {n_experts}.")
+    having = [True] * n_layers
+    if sparse:
+        step, dense = raw.size("decoder_sparse_step", 1), raw.get("mlp_only_layers", [], list)
+        having = [i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
+    return ExpertsConfig(n_experts, chosen, raw.size(inner), normalize, shared_inner, tuple(having))

@@ -1,0 +1,28 @@
+"""OLMoE (Muennighoff et al. 2024): Llama with experts, and norms on all of q and of k."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.moe import MixtureOfExperts, read_experts
+
+
+class Olmoe(MixtureOfExperts):
+    """q and k are normed before they are taken apart into heads."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        return DecoderConfig.read(
+            raw,
+            qkv_bias=bias,
+            output_bias=bias,
+            wide_qk_norm=True,
+            experts=read_experts(
+                raw,
+                "num_experts",
+                "intermediate_size",
+                per_token=8,
+                normalize=raw.get("norm_topk_prob", False, bool),
+            ),
+        )

@@ -1,0 +1,31 @@
+"""Qwen3 with experts (Yang et al. 2025), as in Qwen3-30B-A3B."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.moe import MixtureOfExperts, read_experts
+
+
+class Qwen3Moe(MixtureOfExperts):
+    """The attention of Qwen3, whose sliding window, where it is used, is that of all layers."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        used = raw.get("use_sliding_window", False, bool)
+        return DecoderConfig.read(
+            raw,
+            windows=layer_windows(raw, raw.size("sliding_window", 4096) if used else None),
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            experts=read_experts(
+                raw,
+                "num_experts",
+                "moe_intermediate_size",
+                per_token=8,
+                normalize=raw.get("norm_topk_prob", False, bool),
+                sparse=True,
+            ),
+        )

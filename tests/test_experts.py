@@ -1,0 +1,351 @@
+"""The kernels of a mixture of experts against float64, and what models do with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import LEAST, OpenDevice
+from reference_models import load
+from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, covering, settings_of
+
+from infer.kernels import functions, reference
+from infer.kernels.arrays import Array, to_gpu
+from infer.kernels.check import exact_weight, int8_rows
+from infer.kernels.device import Device, Settings
+from infer.kernels.errors import UnsupportedError
+from infer.kernels.forward import Forward
+from infer.kernels.reference import nmse
+from infer.kernels.tensor import QUANTIZED
+from infer.models import build_model
+from infer.models.checkpoint import SINGLE, Checkpoint
+from infer.models.config import RawConfig
+from infer.models.shapes import SHAPES
+from infer.models.weights import load_weights
+
+ROUTE: Factors = SETTINGS | {
+    "rows": (1, 3, 8, 40),
+    "choice": ((1, 1), (7, 7), (4, 60), (6, 300)),
+    "normalize": (False, True),
+}
+
+
+def logits_of(rng: np.random.Generator, rows: int, experts: int, kind: str = "") -> Array:
+    logits = rng.standard_normal((rows, experts), np.float32)
+    if kind == "one":  # all rows on one expert: the others have none
+        logits[:, experts // 2] += 100.0
+    elif kind == "equal":
+        logits[:] = 0.5
+    return logits
+
+
+@covering(ROUTE)
+def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        slots, experts = case["choice"]
+        logits = logits_of(rng, case["rows"], experts)
+        options: dict[str, Any] = {"slots": slots, "normalize": case["normalize"]}
+        ids, weights = functions.route(open_device(settings_of(case)), logits, **options)
+        expected_ids, expected = reference.route(logits, **options)
+        assert (ids == expected_ids).all(), case
+        assert nmse(weights, expected) <= LIMIT, case
+
+
+def test_equal_logits_choose_the_first(device: Device) -> None:
+    logits = np.array([[1, 2, 2, 2, 0], [0, 0, 0, 0, 0], [3, 1, 1, 3, 1]], np.float32)
+    ids, weights = functions.route(device, logits, slots=3, normalize=True)
+    assert ids.tolist() == [[1, 2, 3], [0, 1, 2], [0, 3, 1]]
+    assert np.allclose(weights[:2], 1 / 3)
+
+
+def test_large_logits_do_not_overflow(device: Device) -> None:
+    logits = np.array([[1e30, -1e30, 0], [500, 499, -500]], np.float32)
+    ids, weights = functions.route(device, logits, slots=2, normalize=False)
+    assert ids.tolist() == [[0, 2], [0, 1]]
+    assert np.allclose(weights, [[1, 0], [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]])
+
+
+EXPERTS: Factors = SETTINGS | {
+    "rows": (1, 3, 8, 9, 130),
+    "tiled": (False, True),
+    "experts": ((1, 1), (1, 5), (5, 5), (3, 37)),  # slots, experts
+    "shape": ((7, 1), (37, 40), (131, 64), (520, 9)),
+    "dtype": ("f32", "f16", "bf16", "q8", "q4"),
+    "kind": ("", "one", "equal"),
+}
+
+
+def activations(
+    rng: np.random.Generator, dtype: str, rows: int, columns: int
+) -> tuple[Array, Array]:
+    """What is given, and what a kernel reads of it."""
+    if dtype in QUANTIZED:
+        return int8_rows(rng, rows, columns)
+    x = rng.standard_normal((rows, columns), np.float32)
+    return x, x
+
+
+def own_of(case: Case) -> Case:
+    return {name: value for name, value in case.items() if name not in SETTINGS}
+
+
+def limit_of(dtype: str) -> float:
+    return INT8_LIMIT if dtype in QUANTIZED else LIMIT
+
+
+def gate_up_error(
+    device: Device,
+    rng: np.random.Generator,
+    rows: int,
+    tiled: bool,
+    experts: tuple[int, int],
+    shape: tuple[int, int],
+    dtype: str,
+    kind: str,
+    norm: bool = False,
+    **options: Any,
+) -> float:
+    (slots, n_experts), (k, n) = experts, shape
+    x, exact = activations(rng, dtype, rows, k)
+    weight = exact_weight(rng, n_experts * 2 * n, k, dtype).reshape(n_experts, 2 * n, k)
+    logits = logits_of(rng, rows, n_experts, kind)
+    if norm:
+        options["norm"] = rng.standard_normal(k, np.float32), EPS
+        exact = reference.rmsnorm(x, *options["norm"])
+    options |= {"slots": slots, "dtype": dtype, "tiled": tiled}
+    y = functions.expert_gate_up(device, x, logits, weight, **options)
+    ids, _ = reference.route(logits, slots, False)
+    return nmse(y, reference.expert_gate_up(exact, ids, weight))
+
+
+@covering(EXPERTS)
+def test_expert_gate_up(
+    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+) -> None:
+    for case in cases:
+        error = gate_up_error(open_device(settings_of(case)), rng, **own_of(case))
+        assert error <= limit_of(case["dtype"]), case
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 9])
+@pytest.mark.parametrize("settings", [Settings(), LEAST])
+def test_expert_gate_up_after_a_norm(
+    open_device: OpenDevice, rng: np.random.Generator, settings: Settings, rows: int, fuse: bool
+) -> None:
+    for shape in ((131, 64), (64, 21)):
+        own: Case = {"rows": rows, "tiled": False, "experts": (2, 5), "shape": shape}
+        own |= {"dtype": "bf16", "kind": "", "norm": True, "fuse": fuse}
+        assert gate_up_error(open_device(settings), rng, **own) <= LIMIT
+
+
+def down_error(
+    device: Device,
+    rng: np.random.Generator,
+    rows: int,
+    tiled: bool,
+    experts: tuple[int, int],
+    shape: tuple[int, int],
+    dtype: str,
+    kind: str,
+    form: str,
+) -> float:
+    (slots, n_experts), (k, n) = experts, shape
+    x, exact = (a.reshape(rows, slots, k) for a in activations(rng, dtype, rows * slots, k))
+    weight = exact_weight(rng, n_experts * n, k, dtype).reshape(n_experts, n, k)
+    logits = logits_of(rng, rows, n_experts, kind)
+    options: dict[str, Any] = {"dtype": dtype, "tiled": tiled, "normalize": "normalize" in form}
+    ids, weights = reference.route(logits, slots, options["normalize"])
+    expected = reference.expert_down(exact, ids, weights, weight)
+    if "residual" in form:
+        options["residual"] = rng.standard_normal((rows, n), np.float32)
+        expected = expected + options["residual"]
+    return nmse(functions.expert_down(device, x, logits, weight, **options), expected)
+
+
+@covering(EXPERTS | {"form": ("", "residual", "normalize residual")})
+def test_expert_down(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        error = down_error(open_device(settings_of(case)), rng, **own_of(case))
+        assert error <= limit_of(case["dtype"]), case
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_sigmoid_gate(least_device: Device, rng: np.random.Generator, rows: int) -> None:
+    x, gate = rng.standard_normal((rows, 67), np.float32), 20 * rng.standard_normal((rows, 1))
+    y = functions.sigmoid_gate(least_device, x, gate.astype(np.float32))
+    assert nmse(y, x / (1 + np.exp(-gate))) <= LIMIT
+
+
+def layer_error(
+    device: Device, rng: np.random.Generator, dtype: str, rows: int, plan_rows: int, **options: Any
+) -> float:
+    """Of a whole layer: residual, norm, router, experts, and a projection that reads the result;
+    against the same in kernels of their own."""
+    width, inner, experts, slots = 96, 64, 5, 2
+    shapes = {"router": (experts, width), "gate_up": (experts * 2 * inner, width)}
+    shapes |= {"down": (experts * width, inner), "next": (70, width), "first": (width, 72)}
+    values = {name: exact_weight(rng, *shape, "bf16") for name, shape in shapes.items()}
+    x, added, norms = (
+        rng.standard_normal(shape, np.float32) for shape in ((rows, 72), (rows, width), (2, width))
+    )
+
+    def output(**own: Any) -> Array:
+        forward = Forward(device, rows, plan_rows=plan_rows, **own)
+        ops = forward.ops
+        w = {n: to_gpu(device, v, "f32" if n == "router" else dtype) for n, v in values.items()}
+        first, second = (to_gpu(device, norm) for norm in norms)
+        h = forward.input(added) + ops.linear(forward.input(x), w["first"])
+        normed = ops.rmsnorm(h, first, EPS)
+        routing = ops.route(ops.linear(normed, w["router"]), slots, normalize=True)
+        y = ops.expert_gate_up(normed, routing, w["gate_up"])
+        h = h + ops.expert_down(y, routing, w["down"])
+        return forward.run(ops.linear(ops.rmsnorm(h, second, EPS), w["next"]))
+
+    return nmse(output(**options), output(fuse=False).astype(np.float64))
+
+
+@pytest.mark.parametrize(("rows", "plan_rows"), [(1, 1), (3, 8), (9, 9), (40, 300)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
+def test_a_layer_of_experts(
+    open_device: OpenDevice, rng: np.random.Generator, dtype: str, rows: int, plan_rows: int
+) -> None:
+    own = Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST
+    for settings in own if rows < 10 else own[:1]:
+        device = open_device(settings)
+        with device.scope():
+            error = layer_error(device, rng, dtype, rows, plan_rows)
+            # A sum that rounds otherwise may round another way to int8.
+            assert error <= (1e-6 if dtype in QUANTIZED else LIMIT), settings
+
+
+def test_prefill_is_deterministic(device: Device, rng: np.random.Generator) -> None:
+    x, logits = rng.standard_normal((100, 4, 40), np.float32), logits_of(rng, 100, 9)
+    weight = rng.standard_normal((9, 64, 40), np.float32)
+    runs = [functions.expert_down(device, x, logits, weight) for _ in range(3)]
+    assert all((run == runs[0]).all() for run in runs)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9])
+@pytest.mark.parametrize(
+    ("dtype", "binding"), [("f32", 1 << 18), ("bf16", 1 << 17), ("q4", 1 << 16)]
+)
+def test_experts_larger_than_a_binding(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, binding: int
+) -> None:
+    """They lie in shards of whole experts."""
+    small = open_device(Settings(max_binding=binding))
+    with small.scope():
+        shards = to_gpu(small, np.zeros((73 * 64, 32)), dtype, unit=64).shards
+        assert len(shards) > 1
+        assert all(shard.start % 64 == 0 for shard in shards)
+    own: Case = {"rows": rows, "tiled": False, "experts": (3, 73), "dtype": dtype, "kind": ""}
+    assert gate_up_error(small, rng, shape=(96, 32), **own) <= limit_of(dtype)
+    for form in ("", "residual"):
+        assert down_error(small, rng, shape=(32, 64), form=form, **own) <= limit_of(dtype)
+
+
+def test_an_expert_larger_than_a_binding_is_refused(open_device: OpenDevice) -> None:
+    small = open_device(Settings(max_binding=1 << 14))
+    x, logits, weight = (np.zeros(shape, np.float32) for shape in ((1, 64), (1, 8), (8, 128, 64)))
+    with pytest.raises(UnsupportedError, match="larger than one binding"):
+        functions.expert_gate_up(small, x, logits, weight, slots=1)
+
+
+# Configs
+
+QWEN3_MOE = SHAPES["qwen3-30b-a3b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 129}, "129 experts cannot be chosen of 128"),
+        ({"num_experts": None}, "lacks 'num_local_experts'"),
+        ({"norm_topk_prob": 1}, "'norm_topk_prob' must be of type bool"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 changes the computation"),
+        ({"model_type": "qwen3"}, "num_experts = 128 changes the computation"),
+    ],
+)
+def test_configs_of_experts_are_read_strictly(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        build_model(RawConfig(QWEN3_MOE | changes))
+
+
+def test_experts_have_two_names() -> None:
+    """transformers 5 writes num_local_experts."""
+    renamed = QWEN3_MOE | {"num_local_experts": 128, "num_experts": None}
+    old, new = (build_model(RawConfig(config)).config for config in (QWEN3_MOE, renamed))
+    assert old.experts == new.experts
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [True] * 6),
+        ({"decoder_sparse_step": 2}, [False, True] * 3),
+        ({"mlp_only_layers": [0, 4]}, [False, True, True, True, False, True]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [5]}, [False, False, True] + [False] * 3),
+    ],
+)
+def test_which_layers_have_experts(changes: dict[str, Any], expected: list[bool]) -> None:
+    model = build_model(RawConfig(QWEN3_MOE | {"num_hidden_layers": 6} | changes))
+    names = {spec.name for spec in model.weights()}
+    assert [f"layers.{i}.mlp.router" in names for i in range(6)] == expected
+    assert [f"layers.{i}.mlp.down_proj" not in names for i in range(6)] == expected
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("dtype", [None, "q8"])
+def test_experts_in_one_tensor(
+    device: Device, tmp_path: Path, case: str, dtype: str | None
+) -> None:
+    """As transformers 5 keeps them, and writes them if told to, give the same weights."""
+    folder = load(case).write_checkpoint(tmp_path / "apart")
+    model = build_model(RawConfig.open(folder))
+    specs, apart = list(model.weights()), Checkpoint.open(folder)
+    fused: dict[str, Array] = {}
+    for spec in specs:
+        parts = []
+        for source in spec.sources:
+            info = apart.tensors[source.key]
+            values = np.empty(info.shape, np.uint16)
+            info.read_into(values.data.cast("B"))
+            parts.append(values)
+        if spec.others:
+            whole = np.concatenate(parts)
+            rows = np.split(whole, np.cumsum([other.rows for other in spec.others])[:-1])
+            for other, part in zip(spec.others, rows, strict=True):
+                fused[other.key] = part.reshape(other.shape)
+        else:
+            fused |= {s.key: part for s, part in zip(spec.sources, parts, strict=True)}
+    (tmp_path / "fused").mkdir()
+    save_bf16(fused, tmp_path / "fused" / SINGLE)
+    with device.scope():
+        loaded = [
+            load_weights(device, specs, checkpoint, ignorable=model.ignorable, dtype=dtype)
+            for checkpoint in (apart, Checkpoint.open(tmp_path / "fused"))
+        ]
+        for spec in specs:
+            ours, theirs = (weights[spec.name] for weights in loaded)
+            assert ours.dtype == theirs.dtype
+            for a, b in zip(ours.shards[0].buffers, theirs.shards[0].buffers, strict=True):
+                np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
+
+
+def save_bf16(tensors: dict[str, Array], file: Path) -> None:
+    header, data, start = {}, b"", 0
+    for name, bits in tensors.items():
+        data += bits.tobytes()
+        offsets = [start, len(data)]
+        header[name] = {"dtype": "BF16", "shape": list(bits.shape), "data_offsets": offsets}
+        start = len(data)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
