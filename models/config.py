@@ -47,6 +47,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Counts of things that are listed one by one: more of them would be damage.
+_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000, "num_local_experts": 10_000}
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding: kind is one of _ROPE_KEYS; scaling holds its own keys as config.json names
@@ -101,9 +105,11 @@ class RawConfig:
 
     def size(self, key: str, default: Any = _MISSING) -> int:
         """A positive count."""
-        value = self.get(key, default, int)
-        if value is not None and not 0 < value < 2**31:
-            raise UnsupportedError(f"{self.place}: {key!r} must be a positive count, not {value}.")
+        value, most = self.get(key, default, int), _MOST.get(key, 2**31 - 1)
+        if value is not None and not 0 < value <= most:
+            raise UnsupportedError(
+                f"{self.place}: {key!r} must be a count from 1 to {most}, not {value}."
+            )
         return value  # type: ignore[no-any-return]
 
     def with_defaults(self, **defaults: Any) -> RawConfig:
