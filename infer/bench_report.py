@@ -134,6 +134,12 @@ class BenchReport:
         return cls(**values)
 
     @property
+    def model_and_dtypes(self) -> str:
+        """Of weights and, where it is not f16, of the KV cache."""
+        cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
+        return f"{self.model} {self.dtype}{cache}"
+
+    @property
     def file_name(self) -> str:
         """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
         that is not in f16 is named too."""
@@ -178,7 +184,7 @@ def results_table(reports: Sequence[BenchReport], *, adapters: bool = False) -> 
     header += ["test", "t/s", "GB/s", "share", "TFLOP/s"]
     rows = [
         [
-            f"{report.model} {report.dtype}",
+            report.model_and_dtypes,
             _scaled(report.weight_bytes, (2**30, "GiB"), (2**20, "MiB")),
             _scaled(report.parameters, (10**9, "B"), (10**6, "M")),
             f"{report.adapter} ({report.backend})" if adapters else report.backend,

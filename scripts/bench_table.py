@@ -3,7 +3,7 @@
     python scripts/bench_table.py                     print it
     python scripts/bench_table.py --write README.md   put it between the file's markers
 
-Of several reports of one model, dtype and adapter the newest counts.
+Of several reports of one model, dtypes and adapter the newest counts.
 """
 
 import argparse
@@ -20,10 +20,10 @@ BEGIN, END = "<!-- benchmarks: scripts/bench_table.py -->", "<!-- end of benchma
 
 
 def newest(reports: Iterable[BenchReport]) -> list[BenchReport]:
-    """One report for each adapter, model and dtype, sorted by them."""
-    last: dict[tuple[str, str, str], BenchReport] = {}
+    """One report for each adapter, model and dtype of weights and cache, sorted by them."""
+    last: dict[tuple[str, str, str, str], BenchReport] = {}
     for report in sorted(reports, key=lambda report: report.date):
-        last[report.adapter, report.model, report.dtype] = report
+        last[report.adapter, report.model, report.dtype, report.kv_dtype] = report
     return [last[key] for key in sorted(last)]
 
 
