@@ -63,7 +63,7 @@ class Grouping:
     def params(self) -> dict[str, Any]:
         """Those of wgsl/scales.wgsl."""
         return {
-            "GROUP": self.group,
+            "GROUP_SIZE": self.group,
             "SCALES": self.dtype,
             "OFFSET": self.offset,
             "SHIFT": self.shift,

@@ -10,4 +10,5 @@ ensure_adapter
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
-.venv/bin/python -m pytest -m "not live and not full" "$@"
+# A file of tests for each process: drivers compile kernels on one core, and keep them.
+.venv/bin/python -m pytest -n auto --dist loadfile -m "not live and not full" "$@"

@@ -11,7 +11,7 @@
 // @param SCALED bool
 #if not (WEIGHT == q8 or WEIGHT == q4)
 #let EIGHTS = 1 + (WEIGHT == e4m3) + 3 * (CODES and not WEIGHT == e4m3)  // of a block
-#let SCALES_OF_BLOCK = 1 + (EIGHTS == 4 and GROUP == 16)
+#let SCALES_OF_BLOCK = 1 + (EIGHTS == 4 and GROUP_SIZE == 16)
 #if CODES
 struct Block {
   codes: vec4<u32>,
@@ -41,7 +41,7 @@ const UNIT = 1.0;
 fn load_block(row: u32, i: u32) -> Block {
 #if CODES
 #for s in 0..SCALES_OF_BLOCK
-  let group$s = (i * $(8 * EIGHTS)u + $(16 * $s)u) / GROUP;
+  let group$s = (i * $(8 * EIGHTS)u + $(16 * $s)u) / GROUP_SIZE;
   let raw$s = load_scale(row, min(group$s, GROUPS - 1u));
 #endfor
   return Block(

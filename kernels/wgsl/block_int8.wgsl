@@ -15,7 +15,7 @@ struct Block {
   high: vec4<u32>,
 #endif
   scale: vec2<f32>,  // and offset
-#if GROUP == 16
+#if GROUP_SIZE == 16
   high_scale: vec2<f32>,
 #endif
 }
@@ -38,17 +38,17 @@ const UNIT = 1.0;
 #endif
 
 fn load_block(row: u32, i: u32) -> Block {
-#if GROUP == 16
+#if GROUP_SIZE == 16
   let scale = scale_of(row, 2u * i);
   let high_scale = scale_of(row, min(2u * i + 1u, GROUPS - 1u));
 #else
-  let scale = scale_of(row, i / (GROUP / 32u));
+  let scale = scale_of(row, i / (GROUP_SIZE / 32u));
 #endif
-#if WEIGHT == q4 and GROUP == 16
+#if WEIGHT == q4 and GROUP_SIZE == 16
   return Block(weight[row * BLOCKS + i], scale, high_scale);
 #elif WEIGHT == q4
   return Block(weight[row * BLOCKS + i], scale);
-#elif GROUP == 16
+#elif GROUP_SIZE == 16
   return Block(
     weight[row * 2u * BLOCKS + i], weight[row * 2u * BLOCKS + BLOCKS + i], scale, high_scale);
 #else
@@ -84,7 +84,7 @@ fn multiply(w: Block, a: Activations) -> f32 {
   let low = w.low;
   let high = w.high;
 #endif
-#if GROUP == 16
+#if GROUP_SIZE == 16
   var sum = w.scale.x * f32(dot16(low, a.low)) + w.high_scale.x * f32(dot16(high, a.high));
 #if AFFINE
   sum += (w.scale.y * a.sums.x + w.high_scale.y * a.sums.y) / UNIT;

@@ -33,10 +33,10 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
   let words = vec2<u32>(unit[pair.x], unit[pair.y]);
   let unit_scale = 1.0;
 #endif
-#if GROUP == 16
+#if GROUP_SIZE == 16
   let of_columns = min(2u * block + half, GROUPS - 1u);
 #else
-  let of_columns = block / (GROUP / 32u);
+  let of_columns = block / (GROUP_SIZE / 32u);
 #endif
   let scale = widen_scale(load_scale(row, of_columns), of_columns);
   return array<vec4<f32>, 2>(
@@ -48,7 +48,7 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
 fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
   let w = load8(row * W_EIGHTS + group);
 #if CODES
-  let of_columns = group / (GROUP / 8u);
+  let of_columns = group / (GROUP_SIZE / 8u);
   let scale = CODE * widen_scale(load_scale(row, of_columns), of_columns).x;
   return array<vec4<f32>, 2>(scale * low4(w), scale * high4(w));
 #else

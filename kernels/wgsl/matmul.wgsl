@@ -76,7 +76,7 @@ fn weight_row(first_output: u32, r: u32) -> u32 {
 
 // The group of eight columns of a tile.
 fn group_of(tile: u32, eight: u32) -> u32 {
-  return (2u * tile + eight) / (GROUP / 8u);
+  return (2u * tile + eight) / (GROUP_SIZE / 8u);
 }
 #endif
 

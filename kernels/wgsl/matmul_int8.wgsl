@@ -50,7 +50,7 @@ const UNIT = 0.0625;
 const UNIT = 1.0;
 #let UNITS = 2
 #endif
-#let PARTS = 1 + (GROUP == 16)  // groups of a block
+#let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
 // Elements of 16 bytes that an invocation loads of each tile, where all have some.
 #let X_LOADS = (2 * M_TILE + N_SIZE - 1) / N_SIZE
 #let W_LOADS = (UNITS * N_TILE + M_SIZE - 1) / M_SIZE
@@ -76,10 +76,10 @@ fn weight_row(first_output: u32, r: u32) -> u32 {
 
 // The group of part p of a block.
 fn group_of(block: u32, p: u32) -> u32 {
-#if GROUP == 16
+#if GROUP_SIZE == 16
   return min(2u * block + p, GROUPS - 1u);
 #else
-  return block / (GROUP / 32u);
+  return block / (GROUP_SIZE / 32u);
 #endif
 }
 
@@ -191,7 +191,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       let bits$i_$j = 0x4b400000
         + dot4I8Packed(x_low$i.x, w_low$j.x) + dot4I8Packed(x_low$i.y, w_low$j.y)
         + dot4I8Packed(x_low$i.z, w_low$j.z) + dot4I8Packed(x_low$i.w, w_low$j.w)
-#if GROUP == 16
+#if GROUP_SIZE == 16
         ;
       let high_bits$i_$j = 0x4b400000
 #endif
@@ -202,10 +202,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
       c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_0, c$i_$j);
 #endif
-#if GROUP == 16 and AFFINE
+#if GROUP_SIZE == 16 and AFFINE
       c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1.x, c$i_$j);
       c$i_$j += x_sums$i.x * w_scale$j_0.y + x_sums$i.y * w_scale$j_1.y;
-#elif GROUP == 16
+#elif GROUP_SIZE == 16
       c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1, c$i_$j);
 #elif AFFINE
       c$i_$j = fma(x_sums$i.x + x_sums$i.y, w_scale$j_0.y, c$i_$j);

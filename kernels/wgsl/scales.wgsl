@@ -1,7 +1,7 @@
 // How the integers of a quantised weight become values: scale * integer + offset, with a scale, and
 // perhaps an offset, for each group of columns of a row. Needs the binding `scales: array<u32>`.
 // @param K u32                   columns of W
-// @param GROUP u32               columns of a group: 16, or a multiple of 32
+// @param GROUP_SIZE u32          columns of a group: 16, or a multiple of 32
 // @param SCALES f16|bf16|f32
 // @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
 // @param SHIFT u32               what was taken from unsigned integers to make them signed
@@ -19,7 +19,7 @@ const W_EIGHTS = (K + 7u) / 8u;
 #let PAIRS = not OFFSET == none
 #let AFFINE = not OFFSET == none or SHIFT != 0
 #let BYTES = (2 + 2 * (SCALES == f32)) * (1 + PAIRS)
-const GROUPS = (K + GROUP - 1u) / GROUP;               // of a row
+const GROUPS = (K + GROUP_SIZE - 1u) / GROUP_SIZE;  // of a row
 const SCALE_WORDS = (GROUPS * $(BYTES)u + 15u) / 16u * 4u;
 #if BYTES == 8
 alias RawScale = vec2<u32>;
