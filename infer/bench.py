@@ -41,8 +41,7 @@ from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, fitting_options
 from infer.models import build_model
-from infer.models.packing import PUBLISHED
-from infer.models.shapes import SHAPES, shape_config
+from infer.models.shapes import PUBLISHED, SHAPES, shape_config
 from infer.models.weights import random_storage, random_weights
 
 

@@ -1,12 +1,15 @@
-"""config.json of well-known models, for benchmarks on random weights: nothing is downloaded."""
+"""Of well-known models config.json, and of well-known formats how they pack weights: for benchmarks
+on random weights, for which nothing is downloaded."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 from infer.kernels.errors import ModelNotFoundError
 from infer.models.config import RawConfig
+from infer.models.formats.grouped import Scheme
 
 # Of each published config.json, everything that says what is computed.
 _LLAMA_3: dict[str, Any] = {
@@ -171,3 +174,32 @@ def shape_config(name: str) -> RawConfig:
     if name not in SHAPES:
         raise ModelNotFoundError(f"There is no shape {name!r}. There are: {', '.join(SHAPES)}.")
     return RawConfig(copy.deepcopy(SHAPES[name]), name)
+
+
+# How published checkpoints pack weights
+
+
+@dataclass(frozen=True)
+class Published:
+    """A kind of checkpoint: its scheme, and the dtype of embeddings and head where these are not
+    quantised."""
+
+    scheme: Scheme
+    embeddings: str | None = None
+
+
+_ROW = 1 << 20  # columns: all of them share a scale
+PUBLISHED = {
+    "gptq": Published(Scheme("int", 4, 128, "f16", signed=True), "f16"),
+    "awq": Published(Scheme("int", 4, 128, "f16", zeros=True), "f16"),
+    "w8a16": Published(Scheme("int", 8, _ROW, "bf16", signed=True), "bf16"),
+    "mlx-4bit": Published(Scheme("int", 4, 64, "bf16", biases=True)),
+    "mlx-8bit": Published(Scheme("int", 8, 64, "bf16", biases=True)),
+    "q4_0": Published(Scheme("int", 4, 32, "f16", signed=True)),
+    "q4_k": Published(Scheme("int", 4, 32, "f32", biases=True)),
+    "q6_k": Published(Scheme("int", 6, 16, "f32", signed=True)),
+    "iq4_nl": Published(Scheme("iq4nl", 4, 32, "f16")),
+    "fp8": Published(Scheme("e4m3", 8, 128, "f32"), "bf16"),
+    "mxfp4": Published(Scheme("mxfp4", 4, 32, "bf16"), "bf16"),
+    "nf4": Published(Scheme("nf4", 4, 64, "f32"), "bf16"),
+}

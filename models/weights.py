@@ -23,7 +23,8 @@ from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import ITEMSIZE, QUANTIZED, GpuTensor, Shard, allocate, row_bytes
 from infer.kernels.upload import PIECE_BYTES, Fill, Uploader
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
-from infer.models.packing import PackedRows, Published, Stored, stored_packed, stored_schemes
+from infer.models.packing import PackedRows, Stored, stored_packed, stored_schemes
+from infer.models.shapes import Published
 
 # bf16 is kept as its bits: numpy has no such type.
 _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}

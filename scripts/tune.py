@@ -43,8 +43,7 @@ from infer.kernels.tensor import BLOCK, QUANTIZED
 from infer.kernels.tuning import Tuning, VecShape
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
-from infer.models.packing import PUBLISHED
-from infer.models.shapes import SHAPES
+from infer.models.shapes import PUBLISHED, SHAPES
 
 # What is tried: for each kernel (a method of Tuning) the values of its variant's fields.
 TILES: dict[str, tuple[int, ...]] = {

@@ -27,12 +27,13 @@ from infer.engine import Engine, EngineOptions
 from infer.kernels.bandwidth import BLOCK, copy, copy_bandwidth
 from infer.kernels.device import Device
 from infer.kernels.errors import ModelNotFoundError, RequestError
+from infer.kernels.forward import Forward
 from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
 from infer.models import build_model
 from infer.models.config import RawConfig
-from infer.models.shapes import SHAPES, shape_config
+from infer.models.shapes import PUBLISHED, SHAPES, shape_config
 from infer.models.weights import random_weights
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -209,6 +210,27 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     logits = np.stack([step.logits for step in steps if step.logits is not None])
     assert np.isfinite(logits).all()
     assert np.ptp(logits, axis=1).min() > 0.1
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
+    """Values about as large as those of other random weights, around zero."""
+    model = build_model(RawConfig(TINY | {"hidden_size": 256, "intermediate_size": 256}))
+    with device.scope():
+        weights = random_weights(device, list(model.weights()), "bf16", published=PUBLISHED[kind])
+        forward = Forward(device, 64)
+        rows = forward.ops.embedding(weights["layers.0.mlp.down_proj"])
+        values = forward.run(rows, tokens=range(64))
+        assert abs(values.mean()) < 0.01
+        assert values.std() * 256**0.5 == pytest.approx(1, rel=0.4)
+        engine = Engine(device, model, weights, EngineOptions(context=64))
+        engine.compile()
+        (step,) = engine.generate(
+            [1, 2, 3], replace(measure.GREEDY, max_tokens=1), with_logits=True
+        )
+    assert step.logits is not None
+    assert np.isfinite(step.logits).all()
+    assert np.ptp(step.logits) > 0.1
 
 
 # What a step costs
