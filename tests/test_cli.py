@@ -493,7 +493,7 @@ BAD_MODELS = {
     "no weights": ({WEIGHTS: None}, "has no weights"),
     "architecture": (
         {"config__json": json_with(model_type="gpt2")},
-        "the architecture 'gpt2' is not implemented. Implemented: llama, mistral, qwen2, qwen3",
+        "the architecture 'gpt2' is not implemented. Implemented: cohere, cohere2, ernie4_5,",
     ),
     "no tokenizer": ({"tokenizer__json": None}, "has no tokenizer.json"),
 }

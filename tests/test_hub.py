@@ -371,8 +371,12 @@ def test_names_that_are_neither_folder_nor_hub_id(model: str) -> None:
         resolve(model)
 
 
-def test_file_is_not_a_model(tmp_path: Path) -> None:
+def test_a_file_is_a_model_if_it_is_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_text("GGUF")
-    with pytest.raises(UnsupportedError, match="is a file"):
-        resolve(str(path))
+    assert resolve(str(path)).path == path
+    assert resolve(str(path)).name == "model"
+    with pytest.raises(ModelNotFoundError, match="has no revisions"):
+        resolve(str(path), revision="main")
+    with pytest.raises(UnsupportedError, match=r"is a file\. Give the folder"):
+        resolve(str(path.rename(tmp_path / "model.bin")))

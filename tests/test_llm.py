@@ -27,6 +27,7 @@ from infer.hub import DEMO, resolve
 from infer.kernels.adapters import MemoryInfo
 from infer.kernels.device import Buffer, Device
 from infer.kernels.quantize import buffer_bytes
+from infer.models.packing import Stored
 
 DEMO_FOLDER = resolve(DEMO).path
 STORY = "Once upon a time"
@@ -654,7 +655,7 @@ def test_keys_that_no_binding_holds(llm: LLM) -> None:
     with pytest.raises(infer.OutOfMemoryError, match=rf"Ask for at most {most} \(--context\)"):
         infer.memory.fitting_options(
             llm.engine.model,
-            lambda spec: "f16",
+            lambda spec: Stored("f16"),
             replace(llm.engine.options, context=most + 1),
             small,
             llm.device.adapter,
