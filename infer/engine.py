@@ -22,7 +22,7 @@ from infer.kernels.arena import Arena
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.kv_cache import PAGE, KVCache
-from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
+from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, padded_rows
 from infer.kernels.ops import Ops, Rope, stride
 from infer.kernels.plan import DispatchPlan
 from infer.kernels.record import PublicQueue, RawQueue, Recording, StepQueue
@@ -413,9 +413,11 @@ class Engine:
         self.check_prompt(ids, room=0)
         self._turn_for(len(ids))
         row = 4 * stride(self.vocab_size)
-        rows = min(self.rows["prefill"], self.device.limits.max_binding // row, 128)
+        # Of more than a few rows, matmul writes whole tiles.
+        whole = self.device.limits.max_binding >= 128 * row
+        rows = min(self.rows["prefill"], 128 if whole else MAX_VEC_ROWS)
         with self.device.scope():
-            logits = self.device.buffer(-(-rows // 128) * 128 * row, label="logits of all rows")
+            logits = self.device.buffer(padded_rows(rows) * row, label="logits of all rows")
             plan = self._lower(StepKind(rows), logits).place(Arena(self.device))
             recording = Recording((*plan.body, *plan.head))
             self.tokens.clear()

@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import OpenDevice
 from engines import Answer, answer, build_engine, scores
 from numpy.typing import NDArray
 from reference_models import load, relative_error
 from wgpu.backends.wgpu_native import ffi, lib
 
 from infer.engine import Engine
-from infer.kernels.device import Device
+from infer.kernels.device import Device, Settings
 from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.ops import stride
 from infer.kernels.record import Recording
 from infer.kernels.step import NO_TOKEN
 from infer.sampling import SamplingParams
@@ -193,6 +195,19 @@ def test_the_context_is_used_to_its_end(build: Build) -> None:
     with pytest.raises(RequestError, match="has 48 tokens, and the context holds 48"):
         next(engine.generate([*prompt_ids, 1, 2, 3], params))
     assert scores(engine, [*prompt_ids, 1, 2, 3]).shape == (48, engine.vocab_size)
+
+
+def test_scores_fit_in_a_binding(open_device: OpenDevice, tmp_path: Path) -> None:
+    """Of which 128 rows of logits are a little more: then a few rows at a time."""
+    reference = load("llama")
+    row = 4 * stride(reference.logits.shape[1])
+    folder = reference.write_checkpoint(tmp_path / "llama")
+    device = open_device(Settings(max_binding=128 * row - 256))
+    with device.scope():
+        engine = build_engine(device, folder)
+        assert (
+            relative_error(scores(engine, reference.prompt_ids.tolist()), reference.logits) < 1e-4
+        )
 
 
 @pytest.mark.parametrize(
