@@ -115,9 +115,7 @@ def run_bench(
             model=name,
             random_weights=shape is not None,
             architecture=c.model_type,
-            dtype=quantize
-            or format
-            or "+".join(sorted({w.dtype for w in weights if len(w.shape) == 2})),
+            dtype=quantize or format or _dtypes(weights),
             kv_dtype=engine.options.kv_dtype,
             parameters=sum(prod(weight.shape) for weight in weights),
             weight_bytes=sum(weight.nbytes for weight in weights),

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from infer.kernels import functions, reference
-from infer.kernels.arrays import Array, rounded
+from infer.kernels.arrays import Array, Codes, rounded
+from infer.kernels.codes import TABLES
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError
 from infer.kernels.kv_cache import KV_DTYPES, kept, kv_block
 from infer.kernels.sampler import INVALID_TOKEN
-from infer.kernels.tensor import BLOCK, QUANTIZED
+from infer.kernels.tensor import BLOCK, CODED, QUANTIZED, Grouping
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
 EPS = 1e-6
@@ -105,6 +106,33 @@ def _integers(rng: np.random.Generator, rows: int, columns: int, least: int) -> 
     return q
 
 
+def grouped(
+    rng: np.random.Generator, shape: tuple[int, int], dtype: str, grouping: Grouping
+) -> tuple[Codes, Array]:
+    """A random quantised matrix [rows, columns], and its values in float64."""
+    n, k = shape
+    scales = rounded(rng.lognormal(-4, 0.5, (n, grouping.groups(k))), grouping.dtype)
+    spread = partial(np.repeat, repeats=grouping.group, axis=1)
+    if dtype in CODED:
+        codes = rng.integers(0, 1 << CODED[dtype], shape, np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0  # which is no number in e4m3
+        values = TABLES[dtype][codes].astype(np.float64)
+    else:
+        least = -8 if dtype == "q4" else -128 + 1  # as int8 activations are
+        codes = rng.integers(least, -least, shape, np.int8)
+        values = codes.astype(np.float64) + grouping.shift
+    offsets = None
+    if grouping.offset == "zero":
+        offsets = rng.integers(0, 17, scales.shape).astype(np.float32)
+        values -= spread(offsets)[:, :k]
+    values *= spread(scales.astype(np.float64))[:, :k]
+    if grouping.offset == "bias":
+        numbers = rng.standard_normal(scales.shape, np.float32) / 8
+        offsets = rounded(numbers, grouping.dtype)
+        values += spread(offsets)[:, :k]
+    return Codes(dtype, grouping, codes, scales, offsets), values
+
+
 def check_device(
     device: Device, progress: Callable[[CheckResult], None] | None = None
 ) -> list[CheckResult]:
@@ -158,6 +186,10 @@ def cases() -> Iterator[Case]:
         for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
             yield Case(kernel, f"{dtype}, {rows} rows", partial(function, dtype=dtype, rows=rows))
     yield Case("sigmoid_gate", "", _sigmoid_gate)
+    for (dtype, grouping), rows in product(_PUBLISHED, (1, 3, 40)):
+        run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
+        kernel = "matmul_vec" if rows <= 8 else "matmul"
+        yield Case(kernel, f"{dtype}, {rows} rows, {grouping}", run)
     for layout, rotary_dim in product(("half-split", "interleaved"), (24, 16)):
         run = partial(_rope, interleaved=layout == "interleaved", rotary_dim=rotary_dim)
         yield Case("rope", f"{layout}, {rotary_dim} of 24", run)
@@ -287,6 +319,28 @@ def _down(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
 def _sigmoid_gate(device: Device, inputs: Inputs) -> Outcome:
     x, gate = inputs(3, 67), inputs(3, 1)
     return functions.sigmoid_gate(device, x, gate), x / (1 + np.exp(-gate.astype(np.float64)))
+
+
+# What published checkpoints have: groups of other sizes, zero points and biases, codes of floats.
+_PUBLISHED = (
+    ("q4", Grouping(128, "f16", "zero", 8)),
+    ("q4", Grouping(64, "bf16", "bias", 8)),
+    ("q8", Grouping(16, "f32")),
+    ("q8", Grouping(32, "f32", "bias", 128)),
+    ("e4m3", Grouping(128, "f32")),
+    ("mxfp4", Grouping(32, "bf16")),
+    ("nf4", Grouping(64, "f32")),
+    ("iq4nl", Grouping(32, "f16")),
+)
+
+
+def _grouped(device: Device, inputs: Inputs, dtype: str, grouping: Grouping, rows: int) -> Outcome:
+    x = exact = inputs(rows, 331)
+    if dtype in QUANTIZED:
+        x, exact = int8_rows(inputs.rng, rows, 331)
+    weight, values = grouped(inputs.rng, (37, 331), dtype, grouping)
+    function = functions.matmul_vec if rows <= 8 else functions.matmul
+    return function(device, x, weight), reference.matmul(exact, values)
 
 
 def _rope(device: Device, inputs: Inputs, interleaved: bool, rotary_dim: int) -> Outcome:

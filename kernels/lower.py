@@ -205,7 +205,7 @@ class Lowering:
         quantized = weight.dtype in QUANTIZED
         scaled = not quantized and (x, norm, False) in self.prepared
         if quantized:
-            inputs = self._int8(value, x, norm)
+            inputs = self.int8_form(value, x, norm)
         elif scaled:
             inputs += self.prepared[x, norm, False]
         elif norm is not None:
@@ -341,7 +341,7 @@ class Lowering:
         self.prepared[x, form.norm, form.int8] = operands
         return operands
 
-    def _int8(self, value: Value, x: Value, norm: Value | None) -> list[Operand]:
+    def int8_form(self, value: Value, x: Value, norm: Value | None) -> list[Operand]:
         """The int8 form of x that the projection `value` reads, made here unless x came with it."""
         order: Buffer | None = value.attrs["weight"].order
         if order is None and (x, norm, True) in self.prepared:

@@ -56,7 +56,7 @@ def lower_gate_up(low: Lowering, value: Value) -> None:
     inputs: list[Operand] = [x]
     scaled = (x, norm, False) in low.prepared
     if weight.dtype in QUANTIZED:
-        inputs, scaled = low._int8(value, x, norm), False
+        inputs, scaled = low.int8_form(value, x, norm), False
     elif scaled:
         inputs += low.prepared[x, norm, False]
     elif norm is not None:

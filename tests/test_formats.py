@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from infer.kernels.codes import TABLES
 from infer.kernels.errors import CheckpointError, InferError, UnsupportedError
 from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format
-from infer.models.formats.grouped import TABLES, Grouped, Scheme, from_e8m0, to_signed, unpack
+from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, to_signed, unpack
 from infer.models.formats.packed import Format, Packed
 
 DATA = Path(__file__).parent / "data" / "formats"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations, product
 from typing import Any
 
@@ -19,8 +18,8 @@ from conftest import LEAST, OpenDevice
 
 from infer.kernels import check, functions, reference
 from infer.kernels.arena import Arena
-from infer.kernels.arrays import Array, Codes, from_rows, rounded, to_gpu, to_rows
-from infer.kernels.check import check_device, exact_weight, int8_rows, kv_step
+from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.check import check_device, exact_weight, grouped, int8_rows, kv_step
 from infer.kernels.device import Device, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
@@ -271,27 +270,6 @@ def test_quantized_linear(
     for case in cases:
         own = {name: value for name, value in case.items() if name not in SETTINGS}
         assert quantized_error(open_device(settings_of(case)), rng, **own) <= INT8_LIMIT, case
-
-
-def grouped(
-    rng: np.random.Generator, shape: tuple[int, int], dtype: str, grouping: Grouping
-) -> tuple[Codes, Array]:
-    """Random integers in groups, and what they mean, in float64."""
-    n, k = shape
-    least = -8 if dtype == "q4" else -128 + 1  # as int8 activations are
-    q = rng.integers(least, -least, (n, k), np.int8)
-    scales = rounded(rng.lognormal(-4, 0.5, (n, grouping.groups(k))), grouping.dtype)
-    spread = partial(np.repeat, repeats=grouping.group, axis=1)
-    values = q.astype(np.float64) + grouping.shift
-    offsets = None
-    if grouping.offset == "zero":
-        offsets = rng.integers(0, 17, scales.shape).astype(np.float32)
-        values -= spread(offsets)[:, :k]
-    values *= spread(scales.astype(np.float64))[:, :k]
-    if grouping.offset == "bias":
-        offsets = rounded(normal(rng, *scales.shape) / 8, grouping.dtype)
-        values += spread(offsets)[:, :k]
-    return Codes(dtype, grouping, q, scales, offsets), values
 
 
 GROUPINGS: Factors = SETTINGS | {

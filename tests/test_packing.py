@@ -19,6 +19,7 @@ from test_gguf import Kind, converted
 
 from infer.kernels import reference
 from infer.kernels.check import int8_rows
+from infer.kernels.codes import TABLES
 from infer.kernels.device import Device, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
@@ -26,7 +27,6 @@ from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.models import open_model
 from infer.models.checkpoint import Checkpoint
 from infer.models.formats import find_packed
-from infer.models.formats.grouped import TABLES
 from infer.models.formats.packed import read_rows
 from infer.models.weights import Source, WeightSpec, load_weights
 

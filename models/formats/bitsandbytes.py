@@ -29,10 +29,11 @@ from typing import Any
 
 import numpy as np
 
+from infer.kernels.codes import TABLES
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
-from infer.models.formats.grouped import TABLES, Floats, Grouped, Scheme, unpack
+from infer.models.formats.grouped import Floats, Grouped, Scheme, unpack
 from infer.models.formats.packed import (
     Format,
     Packed,

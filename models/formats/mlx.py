@@ -23,10 +23,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from infer.kernels.codes import TABLES
 from infer.kernels.errors import UnsupportedError
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
-from infer.models.formats.grouped import TABLES, Grouped, Scheme, from_e8m0, unpack
+from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, unpack
 from infer.models.formats.packed import FLOATS, Format, Packed, matrix_shape, part, read_rows
 
 # mode -> bits, group, kind
