@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.kernels.codes import E2M1_NIBBLES
 from infer.kernels.device import Device
 from infer.kernels.quantize import Quantizer
 from infer.kernels.record import run
@@ -30,9 +31,11 @@ def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def rounded(values: Array, dtype: str) -> NDArray[np.float32]:
-    """The values as a weight of that dtype holds them."""
+    """The values as a weight, or a scale, of that dtype holds them."""
     if dtype == "bf16":
         return from_bf16(to_bf16(values))
+    if dtype == "e8m0":
+        return (values.astype(np.float32).view(np.uint32) & 0x7F800000).view(np.float32)
     return values.astype(np.float16 if dtype == "f16" else np.float32).astype(np.float32)
 
 
@@ -53,14 +56,19 @@ class Codes:
         rows, columns = self.codes.shape
         block = 128 // CODED[self.dtype] if self.dtype in CODED else BLOCK
         padded = np.zeros((rows, -(-columns // block) * block), np.uint8)
-        padded[:, :columns] = self.codes.view(np.uint8)
+        raw = self.codes.view(np.uint8)
+        padded[:, :columns] = E2M1_NIBBLES[raw] if self.dtype == "mxfp4" else raw
         halves = padded.reshape(rows, -1, 2, block // 2)
-        if self.dtype == "q4":
+        if self.dtype in ("q4", "mxfp4"):
             blocks: NDArray[Any] = halves[:, :, 0] & 15 | halves[:, :, 1] << 4
         elif self.dtype == "q8":
             blocks = halves.swapaxes(1, 2)
+        elif self.dtype == "e4m3":
+            first, second = padded[:, ::2].astype(np.uint16), padded[:, 1::2].astype(np.uint16)
+            signs = (first & 0x80) << 8 | (second & 0x80) << 7
+            blocks = (signs | (first & 0x7F) << 7 | second & 0x7F).view(np.uint8)
         else:
-            blocks = padded if CODED[self.dtype] == 8 else padded[:, ::2] | padded[:, 1::2] << 4
+            blocks = padded[:, ::2] | padded[:, 1::2] << 4
         parts = [self.scales] if self.offsets is None else [self.scales, self.offsets]
         pairs = _stored(np.stack(parts, axis=-1), self.grouping.dtype).reshape(rows, -1)
         scales = np.zeros((rows, self.grouping.row_bytes(columns)), np.uint8)
@@ -79,9 +87,11 @@ class Codes:
 
 
 def _stored(values: Array, dtype: str) -> NDArray[Any]:
-    """Values of a float type as numbers of the dtype, bf16 as its bits."""
+    """Values of a float type as numbers of the dtype, bf16 as its bits, e8m0 as exponents."""
     if dtype == "bf16":
         return to_bf16(values)
+    if dtype == "e8m0":
+        return (values.astype(np.float32).view(np.uint32) >> 23).astype(np.uint8)
     return values.astype(np.float16 if dtype == "f16" else np.float32)
 
 

@@ -22,7 +22,7 @@ from infer.kernels.device import Device
 from infer.kernels.errors import InferError
 from infer.kernels.kv_cache import KV_DTYPES, kept, kv_block
 from infer.kernels.sampler import INVALID_TOKEN
-from infer.kernels.tensor import BLOCK, CODED, QUANTIZED, Grouping
+from infer.kernels.tensor import BLOCK, CODED, INTEGERS, QUANTIZED, Grouping
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
 EPS = 1e-6
@@ -264,7 +264,7 @@ def _linear(
     activation = next((word for word in form.split() if word in reference.ACTIVATIONS), None)
     activate = reference.ACTIVATIONS[activation or "silu"]
     x = expected = inputs(rows, k)
-    if dtype in QUANTIZED:
+    if dtype in INTEGERS:
         x, expected = int8_rows(inputs.rng, rows, k)
     weight = exact_weight(inputs.rng, 2 * n if gated else n, k, dtype)
     options: dict[str, Any] = {"dtype": dtype, "gated": gated, "activation": activation}
@@ -296,7 +296,7 @@ def _route(device: Device, inputs: Inputs, normalize: bool) -> Outcome:
 
 def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
     x = exact = inputs(rows, 67)
-    if dtype in QUANTIZED:
+    if dtype in INTEGERS:
         x, exact = int8_rows(inputs.rng, rows, 67)
     logits = inputs(rows, 7)
     weight = exact_weight(inputs.rng, 7 * 2 * 21, 67, dtype).reshape(7, 2 * 21, 67)
@@ -306,7 +306,7 @@ def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
 
 def _down(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
     x = exact = inputs(3 * rows, 37)
-    if dtype in QUANTIZED:
+    if dtype in INTEGERS:
         x, exact = int8_rows(inputs.rng, 3 * rows, 37)
     x, exact = x.reshape(rows, 3, 37), exact.reshape(rows, 3, 37)
     logits, residual = inputs(rows, 7), inputs(rows, 67)
@@ -328,7 +328,7 @@ _PUBLISHED = (
     ("q8", Grouping(16, "f32")),
     ("q8", Grouping(32, "f32", "bias", 128)),
     ("e4m3", Grouping(128, "f32")),
-    ("mxfp4", Grouping(32, "bf16")),
+    ("mxfp4", Grouping(32, "e8m0")),
     ("nf4", Grouping(64, "f32")),
     ("iq4nl", Grouping(32, "f16")),
 )
@@ -336,7 +336,7 @@ _PUBLISHED = (
 
 def _grouped(device: Device, inputs: Inputs, dtype: str, grouping: Grouping, rows: int) -> Outcome:
     x = exact = inputs(rows, 331)
-    if dtype in QUANTIZED:
+    if dtype in INTEGERS:
         x, exact = int8_rows(inputs.rng, rows, 331)
     weight, values = grouped(inputs.rng, (37, 331), dtype, grouping)
     function = functions.matmul_vec if rows <= 8 else functions.matmul

@@ -43,6 +43,10 @@ def _e4m3() -> Floats:
     return np.concatenate([magnitude, -magnitude]).astype(np.float32)
 
 
+# For each code of E2M1 the one that kernels/wgsl/e2m1.wgsl reads: -0 is 0.
+_POSITIVE = (0, 1, 2, 3, 4, 6, 5, 7)
+E2M1_NIBBLES = np.array([*_POSITIVE, *(-value & 15 for value in _POSITIVE)], np.uint8)
+
 # dtype -> the value of each code
 TABLES: dict[str, Floats] = {
     "nf4": np.array(_NF4, np.float32),

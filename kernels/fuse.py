@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from infer.kernels.ops import Rope, Value
-from infer.kernels.tensor import QUANTIZED
+from infer.kernels.tensor import INTEGERS
 
 PROJECTIONS = ("linear", "expert_gate_up", "expert_down")  # of whole rows of their first input
 
@@ -112,7 +112,7 @@ class Fusion:
         for user in self._readers(value):
             norm = user if user.op == "rmsnorm" and user in self.absorbed else None
             linears = self.consumers[user] if norm else [user]
-            int8 = {linear.op in PROJECTIONS and _quantized(linear) for linear in linears}
+            int8 = {linear.op in PROJECTIONS and _integers(linear) for linear in linears}
             if any(_ordered(linear) for linear in linears):
                 others = True
                 continue
@@ -173,5 +173,5 @@ def _ordered(linear: Value) -> bool:
     return linear.op == "linear" and linear.attrs["weight"].order is not None
 
 
-def _quantized(linear: Value) -> bool:
-    return linear.attrs["weight"].dtype in QUANTIZED
+def _integers(linear: Value) -> bool:
+    return linear.attrs["weight"].dtype in INTEGERS

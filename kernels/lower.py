@@ -19,7 +19,7 @@ from infer.kernels.lower_experts import lower_down, lower_gate_up, lower_route
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, QUANTIZED, GpuTensor
+from infer.kernels.tensor import BLOCK, INTEGERS, GpuTensor
 from infer.kernels.tuning import Tuning, VecShape
 
 MAX_VEC_ROWS = 8
@@ -202,9 +202,9 @@ class Lowering:
             raise ValueError("a projection reads whole rows")
         rows = self.rows(value)
         inputs: list[Operand] = [x]
-        quantized = weight.dtype in QUANTIZED
-        scaled = not quantized and (x, norm, False) in self.prepared
-        if quantized:
+        int8 = weight.dtype in INTEGERS
+        scaled = not int8 and (x, norm, False) in self.prepared
+        if int8:
             inputs = self.int8_form(value, x, norm)
         elif scaled:
             inputs += self.prepared[x, norm, False]
@@ -243,15 +243,15 @@ class Lowering:
         params: dict[str, Any],
     ) -> None:
         k = weight.shape[1]
-        quantized = weight.dtype in QUANTIZED
+        int8 = weight.dtype in INTEGERS
         for shard in weight.shards:
             n = shard.rows
-            tile = self.tuning.matmul_int8(rows, n) if quantized else self.tuning.matmul(rows, n)
+            tile = self.tuning.matmul_int8(rows, n) if int8 else self.tuning.matmul(rows, n)
             operands = [shard.buffer, inputs[0]]
             if shard.scales is not None:
                 operands.append(shard.scales)
             self.emit(
-                "matmul_int8" if quantized else "matmul",
+                "matmul_int8" if int8 else "matmul",
                 [*operands, *inputs[1:], *rest],
                 tile_grid(-(-n // tile.columns), tile.rows),
                 params

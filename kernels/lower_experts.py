@@ -14,7 +14,7 @@ from infer.kernels.arena import Operand, Scratch
 from infer.kernels.fuse import Form
 from infer.kernels.ops import Value, stride
 from infer.kernels.plan import Count
-from infer.kernels.tensor import BLOCK, QUANTIZED, GpuTensor, Shard
+from infer.kernels.tensor import BLOCK, INTEGERS, GpuTensor, Shard
 from infer.kernels.tuning import TileVariant, VecShape
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def lower_gate_up(low: Lowering, value: Value) -> None:
         raise ValueError("a projection reads whole rows")
     inputs: list[Operand] = [x]
     scaled = (x, norm, False) in low.prepared
-    if weight.dtype in QUANTIZED:
+    if weight.dtype in INTEGERS:
         inputs, scaled = low.int8_form(value, x, norm), False
     elif scaled:
         inputs += low.prepared[x, norm, False]
@@ -85,7 +85,7 @@ def lower_down(low: Lowering, value: Value, result: Value, residual: Value | Non
     weight: GpuTensor = value.attrs["weight"]
     routing = value.inputs[1]
     inputs: list[Operand] = [value.inputs[0]]
-    if weight.dtype in QUANTIZED:
+    if weight.dtype in INTEGERS:
         inputs = _slots_int8(low, value.inputs[0], routing, weight.shape[1])
     added: list[Operand] = [] if residual is None else [low.source(residual)[0]]
     if low.kind.vec:
@@ -216,7 +216,7 @@ def _matmul(
         if shard.scales is not None:
             operands.append(shard.scales)
         low.emit(
-            "matmul_int8" if weight.dtype in QUANTIZED else "matmul",
+            "matmul_int8" if weight.dtype in INTEGERS else "matmul",
             [*operands, *inputs[1:], result, *low.tiles[routing]],
             lambda rows, kv_len: (x, _tiles(routing, tile.rows, rows), 1),
             tile.params

@@ -6,8 +6,9 @@ A float matrix is rows of values. The others have two buffers. The first, array<
   to 7: unit k of a row is block k; its byte i holds value i in the low nibble and value 16 + i in
   the high one, both in two's complement. q8, int8 in two planes: units [0, KB) the first 16
   values of each block, units [KB, 2 KB) the other 16.
-* e4m3, mxfp4, nf4 and iq4nl, codes of floats (wgsl/weight.wgsl): rows of bytes or of nibbles, the
-  first column in the lowest bits, padded to 16 bytes.
+* mxfp4, E2M1: blocks as of q4, whose integers stand for others (wgsl/e2m1.wgsl).
+* e4m3, nf4 and iq4nl, codes of floats (wgsl/weight.wgsl): rows of pairs of bytes or of nibbles, the
+  first column of nibbles in the lowest bits, padded to 16 bytes.
 
 The second is scales, [rows][groups, padded with zeros to 16 bytes], one for each group of columns,
 and what lies beside them: see `Grouping`. What is quantised here has an f16 scale for 32 columns.
@@ -26,8 +27,10 @@ from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
+SCALE_ITEMSIZE = ITEMSIZE | {"e8m0": 1}  # powers of two, by their exponent as f32 has it
 QUANTIZED = ("q8", "q4")
 CODED = {"e4m3": 8, "mxfp4": 4, "nf4": 4, "iq4nl": 4}  # floats of so many bits
+INTEGERS = (*QUANTIZED, "mxfp4", "iq4nl")  # multiplied as int8; the others as f32
 BLOCK = 32  # columns of a block
 _UNITS = {"q8": 2, "q4": 1}  # of 16 bytes, in a block
 _SHARD_ROWS = 32  # shards of what has scales start at a multiple of this
@@ -48,7 +51,7 @@ class Grouping:
     """How the integers of a quantised weight become values, for each group of columns of a row.
 
     group: columns of a group: 16, or a multiple of 32; the last group of a row may be short.
-    dtype: of scales and what lies beside them, "f16", "bf16" or "f32".
+    dtype: of scales and what lies beside them, a key of SCALE_ITEMSIZE.
     offset: "none": value = scale * integer; "zero": scale * (integer - zero); "bias": scale *
         integer + bias, where zero or bias lies beside the scale.
     shift: what was taken from unsigned integers to make them signed; the formulas mean the former.
@@ -76,7 +79,7 @@ class Grouping:
     def row_bytes(self, columns: int) -> int:
         """Bytes of the scales of a row, padded to 16."""
         pair = 1 if self.offset == "none" else 2
-        return -(-self.groups(columns) * pair * ITEMSIZE[self.dtype] // 16) * 16
+        return -(-self.groups(columns) * pair * SCALE_ITEMSIZE[self.dtype] // 16) * 16
 
 
 OWN = Grouping()  # that of weights which are quantised here

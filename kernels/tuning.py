@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from infer.kernels.device import Device
 from infer.kernels.errors import ShaderError
-from infer.kernels.tensor import BLOCK, CODED, QUANTIZED
+from infer.kernels.tensor import BLOCK, CODED, INTEGERS
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Tuning:
         wants many rows for each subgroup, a GPU few, and in a large matrix many invocations for a
         row, so that what is read at one time lies close together in memory."""
         lanes, most = self.subgroup_size, self.limits.max_invocations
-        int8 = shape.dtype in QUANTIZED
+        int8 = shape.dtype in INTEGERS
         columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a block
         blocks = -(-shape.k // columns)
         if not lanes:
@@ -198,13 +198,18 @@ class Tuning:
         if self.software and lanes >= shape.rows:
             outputs = min(4, max(1, lanes // shape.rows))
             return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
+        if shape.quantize and shape.gated and shape.dtype == "mxfp4":
+            workgroup = min(512, most, BLOCK * lanes)
+            team = max(lanes, workgroup // 8)
+            return VecVariant(workgroup, team, BLOCK * team // workgroup, 1)
         if shape.quantize:
             workgroup = min(1024, most, BLOCK * lanes)
             outputs = BLOCK * lanes // workgroup
             unroll = min(4, max(1, blocks // lanes)) if shape.gated and outputs == 1 else 1
             return VecVariant(workgroup, lanes, outputs, unroll)
         rows_of_weights = shape.n * (1 + shape.gated)
-        if shape.dtype in CODED:  # arithmetic bounds them: what is read of x serves many rows of W
+        coded = shape.dtype in CODED and not int8
+        if coded:  # arithmetic bounds them: what is read of x serves many rows of W
             outputs = 8 if CODED[shape.dtype] == 4 and rows_of_weights > 4096 else 4
             workgroup = max(lanes, min(128, most))
             return VecVariant(workgroup, workgroup, max(1, outputs // shape.rows), 1)
@@ -237,7 +242,7 @@ class Tuning:
 
     def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
         """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
-        kind = Int8TileVariant if dtype in QUANTIZED else TileVariant
+        kind = Int8TileVariant if dtype in INTEGERS else TileVariant
         tile = kind(8 if rows > 32 else 4, 8, True, 8, 16)
         fits = tile.storage <= self.limits.workgroup_storage
         return tile if fits else replace(tile, double=False)

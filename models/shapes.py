@@ -200,6 +200,6 @@ PUBLISHED = {
     "q6_k": Published(Scheme("int", 6, 16, "f32", signed=True)),
     "iq4_nl": Published(Scheme("iq4nl", 4, 32, "f16")),
     "fp8": Published(Scheme("e4m3", 8, 128, "f32"), "bf16"),
-    "mxfp4": Published(Scheme("mxfp4", 4, 32, "bf16"), "bf16"),
+    "mxfp4": Published(Scheme("mxfp4", 4, 32, "e8m0"), "bf16"),
     "nf4": Published(Scheme("nf4", 4, 64, "f32"), "bf16"),
 }

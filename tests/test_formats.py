@@ -140,6 +140,8 @@ def test_the_scheme_says_what_is_read(name: str) -> None:
             np.testing.assert_array_equal(x, x.astype(np.float16))
         elif scheme.scale_dtype == "bf16":
             assert not (x.view(np.uint32) & 0xFFFF).any()
+        elif scheme.scale_dtype == "e8m0":
+            assert not (x.view(np.uint32) & 0x807FFFFF).any()
     assert matrix.order is grouped.order
     assert (matrix.order is not None) == (name in ("gptq_4bit_act_order", "gptq_4bit_zeros"))
 

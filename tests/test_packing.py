@@ -23,7 +23,7 @@ from infer.kernels.codes import TABLES
 from infer.kernels.device import Device, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
-from infer.kernels.tensor import QUANTIZED, GpuTensor
+from infer.kernels.tensor import INTEGERS, GpuTensor
 from infer.models import open_model
 from infer.models.checkpoint import Checkpoint
 from infer.models.formats import find_packed
@@ -67,7 +67,7 @@ def test_every_format_on_the_gpu(open_device: OpenDevice, case: str, settings: S
     for n in (1, 3, 40):
         rng = np.random.default_rng(n)
         x = exact = rng.standard_normal((n, columns), np.float32)
-        if weight.dtype in QUANTIZED:  # activations that are known as int8, in the weight's order
+        if weight.dtype in INTEGERS:  # activations that are known as int8, in the weight's order
             quantized = int8_rows(rng, n, columns)
             x, exact = (np.empty_like(part) for part in quantized)
             x[:, order], exact[:, order] = quantized

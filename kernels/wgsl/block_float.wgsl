@@ -9,7 +9,7 @@
 // @param K u32                   columns of W
 // @param NORM bool
 // @param SCALED bool
-#if not (WEIGHT == q8 or WEIGHT == q4)
+#if not INTEGERS
 #let EIGHTS = 1 + (WEIGHT == e4m3) + 3 * (CODES and not WEIGHT == e4m3)  // of a block
 #let SCALES_OF_BLOCK = 1 + (EIGHTS == 4 and GROUP_SIZE == 16)
 #if CODES

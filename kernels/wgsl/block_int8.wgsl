@@ -1,18 +1,23 @@
-// Blocks of 32 columns in int8: weights q8 or q4 and activations that quantize_block.wgsl wrote, which
-// have one scale each. A dot product of integers is exact, so only the scales round.
+// Blocks of 32 columns in int8: weights that are integers, or codes of some, and activations that
+// quantize_block.wgsl wrote, which have one scale each. A dot product of integers is exact, so only
+// the scales round.
 //
 // q8 has two planes in a row, the first and the second half of every block; so have activations.
-// q4 has the first half of a block in the low nibbles and the second in the high ones.
+// q4 and mxfp4 have the first half of a block in the low nibbles and the second in the high ones.
+#let COPIES = 1 + 15 * (WG == 1024)  // filling the table costs each invocation so many stores
 #include "scales.wgsl"
+#include "weight.wgsl"
+#include "e2m1.wgsl"
+#include "table_int8.wgsl"
 // @param K u32                   columns of W
 // @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
-#if WEIGHT == q8 or WEIGHT == q4
+#if INTEGERS
 struct Block {
-#if WEIGHT == q4
-  nibbles: vec4<u32>,
-#else
+#if WEIGHT == q8
   low: vec4<u32>,
   high: vec4<u32>,
+#else
+  nibbles: vec4<u32>,
 #endif
   scale: vec2<f32>,  // and offset
 #if GROUP_SIZE == 16
@@ -33,6 +38,8 @@ struct Activations {
 const BLOCKS = (K + 31u) / 32u;  // of a row
 #if WEIGHT == q4
 const UNIT = 0.0625;  // nibbles are multiplied as the upper halves of bytes
+#elif WEIGHT == mxfp4
+const UNIT = 0.03125;
 #else
 const UNIT = 1.0;
 #endif
@@ -44,9 +51,9 @@ fn load_block(row: u32, i: u32) -> Block {
 #else
   let scale = scale_of(row, i / (GROUP_SIZE / 32u));
 #endif
-#if WEIGHT == q4 and GROUP_SIZE == 16
+#if not WEIGHT == q8 and GROUP_SIZE == 16
   return Block(weight[row * BLOCKS + i], scale, high_scale);
-#elif WEIGHT == q4
+#elif not WEIGHT == q8
   return Block(weight[row * BLOCKS + i], scale);
 #elif GROUP_SIZE == 16
   return Block(
@@ -77,25 +84,31 @@ fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
 }
 
 fn multiply(w: Block, a: Activations) -> f32 {
-#if WEIGHT == q4
-  let low = (w.nibbles << vec4<u32>(4u)) & vec4<u32>(0xf0f0f0f0u);
-  let high = w.nibbles & vec4<u32>(0xf0f0f0f0u);
+#if WEIGHT == q8
+  let low = dot16(w.low, a.low);
+  let high = dot16(w.high, a.high);
+#elif WEIGHT == iq4nl
+  let low = dot16(low_int8(w.nibbles), a.low);
+  let high = dot16(high_int8(w.nibbles), a.high);
+#elif WEIGHT == mxfp4
+  let more = rest(w.nibbles);
+  let low = dot16(low_nibbles(w.nibbles), a.low) + dot16(low_nibbles(more), a.low);
+  let high = dot16(high_nibbles(w.nibbles), a.high) + dot16(high_nibbles(more), a.high);
 #else
-  let low = w.low;
-  let high = w.high;
+  let low = dot16(low_nibbles(w.nibbles), a.low);
+  let high = dot16(high_nibbles(w.nibbles), a.high);
 #endif
 #if GROUP_SIZE == 16
-  var sum = w.scale.x * f32(dot16(low, a.low)) + w.high_scale.x * f32(dot16(high, a.high));
+  var sum = w.scale.x * f32(low) + w.high_scale.x * f32(high);
 #if AFFINE
   sum += (w.scale.y * a.sums.x + w.high_scale.y * a.sums.y) / UNIT;
 #endif
   return a.scale * sum;
 #else
-  let sum = dot16(low, a.low) + dot16(high, a.high);
 #if AFFINE
-  return a.scale * (w.scale.x * f32(sum) + w.scale.y * (a.sums.x + a.sums.y) / UNIT);
+  return a.scale * (w.scale.x * f32(low + high) + w.scale.y * (a.sums.x + a.sums.y) / UNIT);
 #else
-  return w.scale.x * a.scale * f32(sum);
+  return w.scale.x * a.scale * f32(low + high);
 #endif
 #endif
 }
@@ -103,6 +116,14 @@ fn multiply(w: Block, a: Activations) -> f32 {
 
 const ONES = vec4<u32>(0x01010101u);
 #endif
+
+fn low_nibbles(w: vec4<u32>) -> vec4<u32> {
+  return (w << vec4<u32>(4u)) & vec4<u32>(0xf0f0f0f0u);
+}
+
+fn high_nibbles(w: vec4<u32>) -> vec4<u32> {
+  return w & vec4<u32>(0xf0f0f0f0u);
+}
 
 fn dot16(a: vec4<u32>, b: vec4<u32>) -> i32 {
   return dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y)

@@ -2,11 +2,12 @@
 #include "step.wgsl"
 #include "weight.wgsl"
 #include "scales.wgsl"
+#include "e2m1.wgsl"
 // @param K u32                   columns of W
 // @param START u32
 // @param SHARD_ROWS u32
 // @param SCALE f32
-#let QUANTIZED = WEIGHT == q8 or WEIGHT == q4
+#let BLOCKWISE = WEIGHT == q8 or WEIGHT == q4 or WEIGHT == mxfp4
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> weight: array<vec4<u32>>;
 #if SCALES_BOUND
@@ -15,7 +16,7 @@
 @group(0) @binding($(2 + SCALES_BOUND)) var<storage, read_write> y: array<vec4<f32>>;  // [rows][K]
 
 const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
-#if QUANTIZED
+#if BLOCKWISE
 const BLOCKS = (K + 31u) / 32u;
 
 // Eight values of a row, as kernels/tensor.py describes.
@@ -23,7 +24,15 @@ fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
   let block = group / 4u;
   let half = group % 4u / 2u;  // of the block
   let pair = vec2<u32>(0u, 1u) + group % 2u * 2u;
-#if WEIGHT == q4
+#if WEIGHT == mxfp4
+  let codes = weight[row * BLOCKS + block];
+  var unit = low_int8(codes);
+  if (half == 1u) {
+    unit = high_int8(codes);
+  }
+  let words = vec2<u32>(unit[pair.x], unit[pair.y]);
+  let unit_scale = 0.5;
+#elif WEIGHT == q4
   let unit = weight[row * BLOCKS + block];
   let left = select(4u, 0u, half == 1u);  // moves the nibbles to the upper halves of bytes
   let words = (vec2<u32>(unit[pair.x], unit[pair.y]) << vec2<u32>(left)) & vec2<u32>(0xf0f0f0f0u);

@@ -33,7 +33,7 @@
 #else
 @group(0) @binding(1) var<storage, read> routing: array<f32>;
 #endif
-#if WEIGHT == q8 or WEIGHT == q4
+#if INTEGERS
 #let FIRST = 5
 @group(0) @binding(2) var<storage, read> x: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> scales: array<u32>;
@@ -107,7 +107,9 @@ fn total(team: u32, value: u32, parts: u32) -> f32 {
 // grid (N / (TEAMS * OUTPUTS), rows * SLOTS); COMBINE: rows
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
-#if TABLE
+#if WEIGHT == iq4nl
+  fill_table(me.index, WG);
+#elif TABLE
   fill_codes(me.index);
 #endif
   let first = id.x * (TEAMS * OUTPUTS);

@@ -1,5 +1,5 @@
-// y = x W^T for many rows of x (prefill), both in int8: W is q8 or q4, x was quantised in the same
-// blocks of 32 columns (quantize_block.wgsl). Built like matmul.wgsl: tiles go through workgroup
+// y = x W^T for many rows of x (prefill), both in int8: W is q8, q4 or codes of integers, x was quantised
+// in the same blocks of 32 columns (quantize_block.wgsl). Built like matmul.wgsl: tiles go through workgroup
 // memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
@@ -7,6 +7,10 @@
 // ACTIVATION, RESIDUAL and GROUPED are as in matmul.wgsl.
 #include "activate.wgsl"
 #include "scales.wgsl"
+#include "weight.wgsl"
+#include "e2m1.wgsl"
+#let COPIES = 1
+#include "table_int8.wgsl"
 #include "tile_rows.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
@@ -43,12 +47,13 @@ const COLUMNS = N_SIZE * N_TILE;
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 3u;  // 32 columns are 2 elements, one more against bank conflicts
 const BUFFERS = $(1 + DOUBLE)u;
+#let UNITS = 1 + (WEIGHT == q8)
 #if WEIGHT == q4
 const UNIT = 0.0625;
-#let UNITS = 1
+#elif WEIGHT == mxfp4
+const UNIT = 0.5;
 #else
 const UNIT = 1.0;
-#let UNITS = 2
 #endif
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
 // Elements of 16 bytes that an invocation loads of each tile, where all have some.
@@ -86,6 +91,9 @@ fn group_of(block: u32, p: u32) -> u32 {
 // grid (N / OUTPUTS, rows / ROWS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+#if WEIGHT == iq4nl
+  fill_table(tid, SIZE);
+#endif
   let first_row = id.y * ROWS;
   let first_output = id.x * OUTPUTS;
 #if GROUPED
@@ -119,7 +127,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..W_LOADS
   let w_half$l = (tid + $lu * SIZE) / COLUMNS;
   let w_row$l = (tid + $lu * SIZE) % COLUMNS;
-#if WEIGHT == q4
+#if UNITS == 1
   let w_from$l = (expert_row + weight_row(first_output, w_row$l)) * BLOCKS;
 #else
   let w_from$l =
@@ -248,6 +256,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #if WEIGHT == q4
         w_tile[w_at$l] = (w_next$l << vec4<u32>(4u)) & vec4<u32>(0xf0f0f0f0u);
         w_tile[w_at$l + 1u] = w_next$l & vec4<u32>(0xf0f0f0f0u);
+#elif UNITS == 1
+        w_tile[w_at$l] = low_int8(w_next$l);
+        w_tile[w_at$l + 1u] = high_int8(w_next$l);
 #else
         w_tile[w_at$l + w_half$l] = w_next$l;
 #endif

@@ -31,7 +31,7 @@
 // @param QUANTIZE bool           for one row of x, and TEAMS * OUTPUTS == 32
 // @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
-#if WEIGHT == q8 or WEIGHT == q4
+#if INTEGERS
 #let STEP = 4
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
@@ -106,7 +106,9 @@ fn main(
   if (first >= N) {
     return;
   }
-#if TABLE
+#if WEIGHT == iq4nl
+  fill_table(me.index, WG);
+#elif TABLE
   fill_codes(me.index);
 #endif
 #if TEAM == WG

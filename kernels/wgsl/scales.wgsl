@@ -2,14 +2,16 @@
 // perhaps an offset, for each group of columns of a row. Needs the binding `scales: array<u32>`.
 // @param K u32                   columns of W
 // @param GROUP_SIZE u32          columns of a group: 16, or a multiple of 32
-// @param SCALES f16|bf16|f32
+// @param SCALES f16|bf16|f32|e8m0
 // @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
 // @param SHIFT u32               what was taken from unsigned integers to make them signed
 // @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+// INTEGERS: multiplied as int8, with activations in int8.
+#let INTEGERS = WEIGHT == q8 or WEIGHT == q4 or WEIGHT == mxfp4 or WEIGHT == iq4nl
 // A row of codes of floats is padded to 16 bytes: so many groups of eight columns.
 #if WEIGHT == e4m3
 const W_EIGHTS = (K + 15u) / 16u * 2u;
-#elif WEIGHT == mxfp4 or WEIGHT == nf4 or WEIGHT == iq4nl
+#elif WEIGHT == nf4 or WEIGHT == iq4nl
 const W_EIGHTS = (K + 31u) / 32u * 4u;
 #else
 const W_EIGHTS = (K + 7u) / 8u;
@@ -18,7 +20,7 @@ const W_EIGHTS = (K + 7u) / 8u;
 #if SCALES_BOUND
 #let PAIRS = not OFFSET == none
 #let AFFINE = not OFFSET == none or SHIFT != 0
-#let BYTES = (2 + 2 * (SCALES == f32)) * (1 + PAIRS)
+#let BYTES = (2 + 2 * (SCALES == f32) - (SCALES == e8m0)) * (1 + PAIRS)
 const GROUPS = (K + GROUP_SIZE - 1u) / GROUP_SIZE;  // of a row
 const SCALE_WORDS = (GROUPS * $(BYTES)u + 15u) / 16u * 4u;
 #if BYTES == 8
@@ -42,6 +44,8 @@ fn widen_scale(raw: RawScale, group: u32) -> vec2<f32> {
   let pair = bitcast<vec2<f32>>(raw);
 #elif SCALES == f32
   let pair = vec2<f32>(bitcast<f32>(raw), 0.0);
+#elif SCALES == e8m0
+  let pair = vec2<f32>(bitcast<f32>(((raw >> (group % 4u * 8u)) & 255u) << 23u), 0.0);
 #else
 #if PAIRS
   let both = raw;

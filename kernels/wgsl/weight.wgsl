@@ -1,10 +1,9 @@
 // Eight consecutive weights of the binding `weight: array<vec4<u32>>`, as stored and widened to f32.
-// Those of a few bits are codes of floats, without their scale: e4m3, a byte each, and those of four
-// bits, from the lowest on: mxfp4 (E2M1), nf4 and iq4nl, which index a table. They are widened to
-// multiples of CODE.
+// Those of a few bits are codes of floats, without their scale: e4m3, pairs of 16 bits, and those of four
+// bits, from the lowest on, nf4 and iq4nl, which index a table. They are widened to multiples of CODE.
 // @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
-#let CODES = WEIGHT == e4m3 or WEIGHT == mxfp4 or WEIGHT == nf4 or WEIGHT == iq4nl
 #let TABLE = WEIGHT == nf4 or WEIGHT == iq4nl
+#let CODES = WEIGHT == e4m3 or TABLE
 #if WEIGHT == f32
 struct Packed8 {
   low: vec4<u32>,
@@ -40,9 +39,10 @@ fn high4(w: Packed8) -> vec4<f32> {
 
 const CODE = 256.0;  // as f16 they have an exponent with the bias 15 instead of 7
 
+// A pair of codes has 16 bits: sign of the first, sign of the second, the rest of both.
 fn widen(w: u32) -> vec4<f32> {
-  let even = unpack2x16float(((w & 0x00800080u) << 8u) | ((w & 0x007f007fu) << 7u));
-  let odd = unpack2x16float((w & 0x80008000u) | ((w & 0x7f007f00u) >> 1u));
+  let even = unpack2x16float(w & 0xbf80bf80u);
+  let odd = unpack2x16float(((w << 1u) & 0x80008000u) | ((w << 7u) & 0x3f803f80u));
   return vec4<f32>(even.x, odd.x, even.y, odd.y);
 }
 #elif CODES
@@ -51,23 +51,6 @@ alias Packed8 = u32;
 fn load8(i: u32) -> Packed8 {
   return weight[i / 4u][i % 4u];
 }
-#if WEIGHT == mxfp4
-
-fn low4(w: Packed8) -> vec4<f32> {
-  return vec4<f32>(widen(w).x, widen(w >> 4u).x, widen(w >> 8u).x, widen(w >> 12u).x);
-}
-
-fn high4(w: Packed8) -> vec4<f32> {
-  return vec4<f32>(widen(w).y, widen(w >> 4u).y, widen(w >> 8u).y, widen(w >> 12u).y);
-}
-
-const CODE = 16384.0;  // as f16 they have an exponent with the bias 15 instead of 1
-
-// The first of both halves.
-fn widen(w: u32) -> vec2<f32> {
-  return unpack2x16float(((w & 0x00080008u) << 12u) | ((w & 0x00070007u) << 9u));
-}
-#else
 
 #if WEIGHT == nf4
 // QLoRA (Dettmers et al. 2023)
@@ -101,7 +84,6 @@ fn low4(w: Packed8) -> vec4<f32> {
 fn high4(w: Packed8) -> vec4<f32> {
   return low4(w >> 16u);
 }
-#endif
 #else
 alias Packed8 = vec4<u32>;
 

@@ -67,7 +67,7 @@ class Fp8(Format):
             height, shapes = 1, [(rows, 1)]
         scales = part(checkpoint, name, shapes, [*FLOATS, "F8_E8M0"])
         weight = part(checkpoint, key, [(rows, columns)], ["F8_E4M3"])
-        dtype = "bf16" if scales.dtype == "F8_E8M0" else scales.dtype
+        dtype = "e8m0" if scales.dtype == "F8_E8M0" else scales.dtype
         scheme = Scheme("e4m3", 8, group, dtype)
         return _Matrix(key, (rows, columns), scheme, (weight, scales), height)
 

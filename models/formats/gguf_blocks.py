@@ -195,5 +195,5 @@ BLOCKS = {
     "Q6_K": BlockType(256, 210, _signed(6, 16, "f32"), _q6_k),
     "IQ4_NL": BlockType(32, 18, Scheme("iq4nl", 4, 32, "f16"), _iq4_nl),
     "IQ4_XS": BlockType(256, 136, Scheme("iq4nl", 4, 32, "f32"), _iq4_xs),
-    "MXFP4": BlockType(32, 17, Scheme("mxfp4", 4, 32, "bf16"), _mxfp4),
+    "MXFP4": BlockType(32, 17, Scheme("mxfp4", 4, 32, "e8m0"), _mxfp4),
 }

@@ -21,7 +21,8 @@ class Scheme:
     bits: of a code, 2 to 8.
     group: consecutive columns that share a scale. The last group of a row may be short; it is the
         number of columns where a row has one scale.
-    scale_dtype: "f16", "bf16" or "f32", a type that holds each scale and bias exactly.
+    scale_dtype: "f16", "bf16", "f32" or, for powers of two, "e8m0": a type that holds each scale
+        and bias exactly.
     signed: codes of kind "int" are int8, from -2^(bits - 1) on; else they are uint8.
     zeros: each group has a zero point, an integer that is taken from the codes.
     biases: each group has a bias, a number that is added after scaling.

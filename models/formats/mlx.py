@@ -61,7 +61,7 @@ class Mlx(Format):
         weight = part(checkpoint, key, [(rows, columns * bits // 32)], ["U32"])
         scales = part(checkpoint, f"{module}.scales", grouped, FLOATS if affine else ["U8"])
         if not affine:
-            scheme = Scheme(kind, bits, group, "f16" if group == 16 else "bf16")
+            scheme = Scheme(kind, bits, group, "f16" if group == 16 else "e8m0")
             return _Matrix(key, (rows, columns), scheme, (weight, scales))
         biases = part(checkpoint, f"{module}.biases", grouped, [scales.dtype])
         scheme = Scheme(kind, bits, group, scales.dtype, biases=True)

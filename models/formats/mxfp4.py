@@ -45,7 +45,7 @@ class Mxfp4(Format):
         count = 1
         for size in rows:
             count *= size
-        scheme = Scheme("mxfp4", 4, 32, "bf16")
+        scheme = Scheme("mxfp4", 4, 32, "e8m0")
         return _Matrix(key, (count, columns), scheme, (blocks, scales))
 
 
