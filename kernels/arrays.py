@@ -12,7 +12,16 @@ from infer.kernels.codes import E2M1_NIBBLES
 from infer.kernels.device import Device
 from infer.kernels.quantize import Quantizer
 from infer.kernels.record import run
-from infer.kernels.tensor import BLOCK, CODED, QUANTIZED, GpuTensor, Grouping, allocate, row_bytes
+from infer.kernels.tensor import (
+    BLOCK,
+    CODED,
+    QUANTIZED,
+    SUPERBLOCK,
+    GpuTensor,
+    Grouping,
+    allocate,
+    row_bytes,
+)
 
 Array = NDArray[Any]  # of any float type
 
@@ -43,13 +52,15 @@ def rounded(values: Array, dtype: str) -> NDArray[np.float32]:
 class Codes:
     """Rows of a quantised matrix: signed integers int8 [rows, columns] of dtype "q8" or "q4", or
     uint8 codes of a CODED one, and f32 [rows, groups] scales and the offsets (zero points or
-    biases) that `grouping` speaks of."""
+    biases) that `grouping` speaks of. units: f32 [rows, superblocks, 2], of scales and of offsets,
+    where these are int8."""
 
     dtype: str
     grouping: Grouping
     codes: NDArray[Any]
     scales: Array
     offsets: Array | None = None
+    units: Array | None = None
 
     def pack(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """The bytes of blocks and of scales, [rows, bytes] each, as kernels/tensor.py has them."""
@@ -70,9 +81,13 @@ class Codes:
         else:
             blocks = padded[:, ::2] | padded[:, 1::2] << 4
         parts = [self.scales] if self.offsets is None else [self.scales, self.offsets]
-        pairs = _stored(np.stack(parts, axis=-1), self.grouping.dtype).reshape(rows, -1)
+        pairs = np.stack(parts, axis=-1)
+        if self.units is None:
+            stored = _stored(pairs, self.grouping.dtype).reshape(rows, -1).view(np.uint8)
+        else:
+            stored = _in_units(pairs, self.units, SUPERBLOCK // self.grouping.group)
         scales = np.zeros((rows, self.grouping.row_bytes(columns)), np.uint8)
-        scales[:, : pairs.nbytes // rows] = pairs.view(np.uint8)
+        scales[:, : stored.shape[1]] = stored
         return blocks.reshape(rows, -1), scales
 
     def to_gpu(self, device: Device, label: str = "") -> GpuTensor:
@@ -84,6 +99,23 @@ class Codes:
             for buffer, part in zip(shard.buffers, (blocks, scales), strict=True):
                 device.write(buffer, np.ascontiguousarray(part[rows]))
         return tensor
+
+
+def _in_units(pairs: Array, units: Array, groups: int) -> NDArray[np.uint8]:
+    """Scales and offsets [rows, groups, 1 or 2] as f16 units and int8 multiples of them, the units
+    of so many groups before these: [rows, bytes]."""
+    rows, count, width = pairs.shape
+    each = units[:, :, None, :width]
+    padded = np.zeros((rows, units.shape[1] * groups, width), np.float32)
+    padded[:, :count] = pairs
+    values = padded.reshape(rows, -1, groups, width)
+    whole = (each != 0) & np.isfinite(each)
+    multiples = np.divide(values, each, out=np.zeros_like(values), where=whole)
+    integers = np.rint(multiples).astype(np.int8).reshape(*units.shape[:2], -1)
+    stored = np.concatenate(
+        [units.astype(np.float16).view(np.uint8), integers.view(np.uint8)], axis=-1
+    )
+    return stored.reshape(rows, -1)
 
 
 def _stored(values: Array, dtype: str) -> NDArray[Any]:

@@ -22,7 +22,7 @@ from infer.kernels.device import Device
 from infer.kernels.errors import InferError
 from infer.kernels.kv_cache import KV_DTYPES, kept, kv_block
 from infer.kernels.sampler import INVALID_TOKEN
-from infer.kernels.tensor import BLOCK, CODED, INTEGERS, QUANTIZED, Grouping
+from infer.kernels.tensor import BLOCK, CODED, INTEGERS, QUANTIZED, SUPERBLOCK, Grouping
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
 EPS = 1e-6
@@ -111,7 +111,19 @@ def grouped(
 ) -> tuple[Codes, Array]:
     """A random quantised matrix [rows, columns], and its values in float64."""
     n, k = shape
-    scales = rounded(rng.lognormal(-4, 0.5, (n, grouping.groups(k))), grouping.dtype)
+    groups = (n, grouping.groups(k))
+    units = None
+    if grouping.dtype == "int8":
+        units = rounded(rng.lognormal(-7, 0.5, (n, -(-k // SUPERBLOCK), 2)), "f16")
+
+    def exact(values: Array, unit: int) -> Array:
+        """Scales or offsets near such values that the dtype holds."""
+        if units is None:
+            return rounded(values, grouping.dtype)
+        each = np.repeat(units[:, :, unit], SUPERBLOCK // grouping.group, axis=1)[:, : groups[1]]
+        return each * np.rint(values / each).clip(-128, 127).astype(np.float32)
+
+    scales = exact(rng.lognormal(-4, 0.5, groups), 0)
     spread = partial(np.repeat, repeats=grouping.group, axis=1)
     if dtype in CODED:
         codes = rng.integers(0, 1 << CODED[dtype], shape, np.uint8)
@@ -127,10 +139,9 @@ def grouped(
         values -= spread(offsets)[:, :k]
     values *= spread(scales.astype(np.float64))[:, :k]
     if grouping.offset == "bias":
-        numbers = rng.standard_normal(scales.shape, np.float32) / 8
-        offsets = rounded(numbers, grouping.dtype)
+        offsets = exact(rng.standard_normal(groups, np.float32) / 8, 1)
         values += spread(offsets)[:, :k]
-    return Codes(dtype, grouping, codes, scales, offsets), values
+    return Codes(dtype, grouping, codes, scales, offsets, units), values
 
 
 def check_device(
@@ -325,7 +336,8 @@ def _sigmoid_gate(device: Device, inputs: Inputs) -> Outcome:
 _PUBLISHED = (
     ("q4", Grouping(128, "f16", "zero", 8)),
     ("q4", Grouping(64, "bf16", "bias", 8)),
-    ("q8", Grouping(16, "f32")),
+    ("q4", Grouping(32, "int8", "bias")),
+    ("q8", Grouping(16, "int8")),
     ("q8", Grouping(32, "f32", "bias", 128)),
     ("e4m3", Grouping(128, "f32")),
     ("mxfp4", Grouping(32, "e8m0")),

@@ -27,7 +27,8 @@ from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
-SCALE_ITEMSIZE = ITEMSIZE | {"e8m0": 1}  # powers of two, by their exponent as f32 has it
+SCALE_ITEMSIZE = ITEMSIZE | {"e8m0": 1, "int8": 1}
+SUPERBLOCK = 256  # columns that share the units of int8 scales
 QUANTIZED = ("q8", "q4")
 CODED = {"e4m3": 8, "mxfp4": 4, "nf4": 4, "iq4nl": 4}  # floats of so many bits
 INTEGERS = (*QUANTIZED, "mxfp4", "iq4nl")  # multiplied as int8; the others as f32
@@ -51,7 +52,9 @@ class Grouping:
     """How the integers of a quantised weight become values, for each group of columns of a row.
 
     group: columns of a group: 16, or a multiple of 32; the last group of a row may be short.
-    dtype: of scales and what lies beside them, a key of SCALE_ITEMSIZE.
+    dtype: of scales and what lies beside them: "f16", "bf16", "f32"; "e8m0", powers of two, by
+        their exponents; or "int8", times an f16 unit of scales, and another of what lies beside
+        them, for SUPERBLOCK columns: the two units, then the integers of these columns.
     offset: "none": value = scale * integer; "zero": scale * (integer - zero); "bias": scale *
         integer + bias, where zero or bias lies beside the scale.
     shift: what was taken from unsigned integers to make them signed; the formulas mean the former.
@@ -79,7 +82,10 @@ class Grouping:
     def row_bytes(self, columns: int) -> int:
         """Bytes of the scales of a row, padded to 16."""
         pair = 1 if self.offset == "none" else 2
-        return -(-self.groups(columns) * pair * SCALE_ITEMSIZE[self.dtype] // 16) * 16
+        nbytes = self.groups(columns) * pair * SCALE_ITEMSIZE[self.dtype]
+        if self.dtype == "int8":
+            nbytes = -(-columns // SUPERBLOCK) * (4 + SUPERBLOCK // self.group * pair)
+        return -(-nbytes // 16) * 16
 
 
 OWN = Grouping()  # that of weights which are quantised here

@@ -113,6 +113,7 @@ def codes(grouped: Grouped, stored: Stored) -> Codes:
         values,
         spread(scales),
         None if offsets is None else spread(offsets),
+        grouped.units if grouping.dtype == "int8" else None,
     )
 
 

@@ -20,7 +20,15 @@ from infer.kernels.plan import Dispatch, dispatch, linear_grid
 from infer.kernels.quantize import Quantizer
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import ITEMSIZE, QUANTIZED, GpuTensor, Shard, allocate, row_bytes
+from infer.kernels.tensor import (
+    ITEMSIZE,
+    QUANTIZED,
+    SUPERBLOCK,
+    GpuTensor,
+    Shard,
+    allocate,
+    row_bytes,
+)
 from infer.kernels.upload import PIECE_BYTES, Fill, Uploader
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
 from infer.models.packing import PackedRows, Stored, stored_packed, stored_schemes
@@ -499,8 +507,11 @@ def _fill_packed(device: Device, tensor: GpuTensor, shard: Shard) -> None:
     offsets = {"none": None, "zero": np.full_like(scales, grouping.shift)}.get(
         grouping.offset, -grouping.shift * scales
     )
-    codes = np.zeros((1, columns), np.uint8)
-    _, row = Codes(tensor.dtype, grouping, codes, scales, offsets).pack()
+    codes, units = np.zeros((1, columns), np.uint8), None
+    if grouping.dtype == "int8":
+        largest = np.array([scales[0, 0], 0 if offsets is None else offsets[0, 0]], np.float32)
+        units = np.tile(largest / 32, (1, -(-columns // SUPERBLOCK), 1))
+    _, row = Codes(tensor.dtype, grouping, codes, scales, offsets, units).pack()
     step = max(1, PIECE_BYTES // row.nbytes)
     for first in range(0, shard.rows, step):
         rows = np.repeat(row, min(step, shard.rows - first), axis=0)

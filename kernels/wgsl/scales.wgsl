@@ -2,7 +2,7 @@
 // perhaps an offset, for each group of columns of a row. Needs the binding `scales: array<u32>`.
 // @param K u32                   columns of W
 // @param GROUP_SIZE u32          columns of a group: 16, or a multiple of 32
-// @param SCALES f16|bf16|f32|e8m0
+// @param SCALES f16|bf16|f32|e8m0|int8   int8: times a unit for 256 columns
 // @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
 // @param SHIFT u32               what was taken from unsigned integers to make them signed
 // @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
@@ -22,6 +22,18 @@ const W_EIGHTS = (K + 7u) / 8u;
 #let AFFINE = not OFFSET == none or SHIFT != 0
 #let BYTES = (2 + 2 * (SCALES == f32) - (SCALES == e8m0)) * (1 + PAIRS)
 const GROUPS = (K + GROUP_SIZE - 1u) / GROUP_SIZE;  // of a row
+#if SCALES == int8
+// For 256 columns: the units of scales and of offsets, f16, then int8 scales, offsets beside them.
+#let WORDS = 1 + 64 * (1 + PAIRS) / GROUP_SIZE
+#let IN_WORD = 4 - 2 * PAIRS  // groups
+const SCALE_WORDS = ((K + 255u) / 256u * $(WORDS)u + 3u) / 4u * 4u;
+alias RawScale = vec2<u32>;
+
+fn load_scale(row: u32, group: u32) -> RawScale {
+  let at = row * SCALE_WORDS + group / $(256 / GROUP_SIZE)u * $(WORDS)u;
+  return vec2<u32>(scales[at], scales[at + 1u + group % $(256 / GROUP_SIZE)u / $(IN_WORD)u]);
+}
+#else
 const SCALE_WORDS = (GROUPS * $(BYTES)u + 15u) / 16u * 4u;
 #if BYTES == 8
 alias RawScale = vec2<u32>;
@@ -37,10 +49,19 @@ fn load_scale(row: u32, group: u32) -> RawScale {
   return scales[row * SCALE_WORDS + group * $(BYTES)u / 4u];
 }
 #endif
+#endif
 
 // (scale, offset)
 fn widen_scale(raw: RawScale, group: u32) -> vec2<f32> {
-#if BYTES == 8
+#if SCALES == int8
+  let bytes = raw.y >> (group % $(IN_WORD)u * $(32 / IN_WORD)u);
+#if PAIRS
+  let integers = vec2<i32>(i32(bytes << 24u), i32(bytes << 16u)) >> vec2<u32>(24u);
+#else
+  let integers = vec2<i32>(i32(bytes << 24u) >> 24u, 0);
+#endif
+  let pair = unpack2x16float(raw.x) * vec2<f32>(integers);
+#elif BYTES == 8
   let pair = bitcast<vec2<f32>>(raw);
 #elif SCALES == f32
   let pair = vec2<f32>(bitcast<f32>(raw), 0.0);

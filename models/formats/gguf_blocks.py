@@ -20,8 +20,9 @@ from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0, to_
 from infer.models.formats.packed import Format, Packed, matrix_shape, wrong_shape
 
 Bytes = NDArray[np.uint8]
-# Codes [blocks, values], scales [blocks, groups] and biases like these.
-Parts = tuple[NDArray[Any], Floats, Floats | None]
+# Codes [blocks, values], scales [blocks, groups], biases like these, and, in blocks of 256, the
+# numbers [blocks, 2] that both are multiples of.
+Parts = tuple[NDArray[Any], Floats, Floats | None, Floats | None]
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ class _Matrix(Packed):
         data = np.empty((rows * stride // block.nbytes, block.nbytes), np.uint8)
         info.read_into(data.data.cast("B"), start * stride)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows as that
-            codes, scales, biases = block.decode(data)
+            codes, scales, biases, units = block.decode(data)
         return Grouped(
             self.scheme,
             codes.reshape(rows, -1),
             scales.reshape(rows, -1),
             biases=None if biases is None else biases.reshape(rows, -1),
+            units=None if units is None else units.reshape(rows, -1, 2),
         )
 
 
@@ -75,6 +77,15 @@ class _Matrix(Packed):
 def _half(blocks: Bytes, at: int) -> Floats:
     """The f16 number at a byte [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _scaled(
+    d: Floats, integers: NDArray[Any], d_min: Floats | None = None, minima: Any = None
+) -> tuple[Floats, Floats | None, Floats]:
+    """Scales, biases and units from the integers of groups."""
+    if d_min is None:
+        return d * integers, None, np.concatenate([d, np.zeros_like(d)], axis=1)
+    return d * integers, -(d_min * minima), np.concatenate([d, d_min], axis=1)
 
 
 def _planes(packed: Bytes, bits: int, width: int) -> Bytes:
@@ -107,71 +118,70 @@ def _k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _q4_0(blocks: Bytes) -> Parts:
-    return to_signed(_planes(blocks[:, 2:], 4, 16), 4), _half(blocks, 0), None
+    return to_signed(_planes(blocks[:, 2:], 4, 16), 4), _half(blocks, 0), None, None
 
 
 def _q4_1(blocks: Bytes) -> Parts:
-    return _planes(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2)
+    return _planes(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2), None
 
 
 def _q5_0(blocks: Bytes) -> Parts:
     codes = _joined(_planes(blocks[:, 6:], 4, 16), _bits(blocks[:, 2:6]), 4)
-    return to_signed(codes, 5), _half(blocks, 0), None
+    return to_signed(codes, 5), _half(blocks, 0), None, None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
     codes = _joined(_planes(blocks[:, 8:], 4, 16), _bits(blocks[:, 4:8]), 4)
-    return codes, _half(blocks, 0), _half(blocks, 2)
+    return codes, _half(blocks, 0), _half(blocks, 2), None
 
 
 def _q8_0(blocks: Bytes) -> Parts:
-    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None
+    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None, None
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    return _planes(blocks[:, 2:], 4, 16), _half(blocks, 0), None
+    return _planes(blocks[:, 2:], 4, 16), _half(blocks, 0), None, None
 
 
 def _mxfp4(blocks: Bytes) -> Parts:
-    return _planes(blocks[:, 1:], 4, 16), from_e8m0(blocks[:, :1]), None
+    return _planes(blocks[:, 1:], 4, 16), from_e8m0(blocks[:, :1]), None, None
 
 
 # Blocks of 256
 
 
 def _q2_k(blocks: Bytes) -> Parts:
-    scales = blocks[:, :16]
-    biases = -(_half(blocks, 82) * (scales >> 4))
-    return _planes(blocks[:, 16:80], 2, 32), _half(blocks, 80) * (scales & 15), biases
+    packed, d, d_min = blocks[:, :16], _half(blocks, 80), _half(blocks, 82)
+    return _planes(blocks[:, 16:80], 2, 32), *_scaled(d, packed & 15, d_min, packed >> 4)
 
 
 def _q3_k(blocks: Bytes) -> Parts:
     high, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     scales = _joined(_planes(packed[:, :8], 4, 8), _planes(packed[:, 8:], 2, 4), 4)
     codes = _joined(_planes(low, 2, 32), _planes(high, 1, 32), 2)
-    return to_signed(codes, 3), _half(blocks, 108) * to_signed(scales, 6), None
+    return to_signed(codes, 3), *_scaled(_half(blocks, 108), to_signed(scales, 6))
 
 
 def _q4_k(blocks: Bytes) -> Parts:
     scales, minima = _k_scales(blocks[:, 4:16])
-    biases = -(_half(blocks, 2) * minima)
-    return _planes(blocks[:, 16:], 4, 32), _half(blocks, 0) * scales, biases
+    codes = _planes(blocks[:, 16:], 4, 32)
+    return codes, *_scaled(_half(blocks, 0), scales, _half(blocks, 2), minima)
 
 
 def _q5_k(blocks: Bytes) -> Parts:
     scales, minima = _k_scales(blocks[:, 4:16])
     codes = _joined(_planes(blocks[:, 48:], 4, 32), _planes(blocks[:, 16:48], 1, 32), 4)
-    return codes, _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
+    return codes, *_scaled(_half(blocks, 0), scales, _half(blocks, 2), minima)
 
 
 def _q6_k(blocks: Bytes) -> Parts:
     codes = _joined(_planes(blocks[:, :128], 4, 64), _planes(blocks[:, 128:192], 2, 32), 4)
-    return to_signed(codes, 6), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
+    return to_signed(codes, 6), *_scaled(_half(blocks, 208), blocks[:, 192:208].view(np.int8))
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
     scales = _joined(_planes(blocks[:, 4:8], 4, 1), _planes(blocks[:, 2:4], 2, 1), 4)
-    return _planes(blocks[:, 8:], 4, 16), _half(blocks, 0) * to_signed(scales, 6), None
+    return _planes(blocks[:, 8:], 4, 16), *_scaled(_half(blocks, 0), to_signed(scales, 6))
 
 
 def _signed(bits: int, group: int, dtype: str) -> Scheme:
@@ -188,12 +198,12 @@ BLOCKS = {
     "Q5_0": BlockType(32, 22, _signed(5, 32, "f16"), _q5_0),
     "Q5_1": BlockType(32, 24, _biased(5, 32, "f16"), _q5_1),
     "Q8_0": BlockType(32, 34, _signed(8, 32, "f16"), _q8_0),
-    "Q2_K": BlockType(256, 84, _biased(2, 16, "f32"), _q2_k),
-    "Q3_K": BlockType(256, 110, _signed(3, 16, "f32"), _q3_k),
-    "Q4_K": BlockType(256, 144, _biased(4, 32, "f32"), _q4_k),
-    "Q5_K": BlockType(256, 176, _biased(5, 32, "f32"), _q5_k),
-    "Q6_K": BlockType(256, 210, _signed(6, 16, "f32"), _q6_k),
+    "Q2_K": BlockType(256, 84, _biased(2, 16, "int8"), _q2_k),
+    "Q3_K": BlockType(256, 110, _signed(3, 16, "int8"), _q3_k),
+    "Q4_K": BlockType(256, 144, _biased(4, 32, "int8"), _q4_k),
+    "Q5_K": BlockType(256, 176, _biased(5, 32, "int8"), _q5_k),
+    "Q6_K": BlockType(256, 210, _signed(6, 16, "int8"), _q6_k),
     "IQ4_NL": BlockType(32, 18, Scheme("iq4nl", 4, 32, "f16"), _iq4_nl),
-    "IQ4_XS": BlockType(256, 136, Scheme("iq4nl", 4, 32, "f32"), _iq4_xs),
+    "IQ4_XS": BlockType(256, 136, Scheme("iq4nl", 4, 32, "int8"), _iq4_xs),
     "MXFP4": BlockType(32, 17, Scheme("mxfp4", 4, 32, "e8m0"), _mxfp4),
 }

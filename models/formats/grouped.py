@@ -22,7 +22,7 @@ class Scheme:
     group: consecutive columns that share a scale. The last group of a row may be short; it is the
         number of columns where a row has one scale.
     scale_dtype: "f16", "bf16", "f32" or, for powers of two, "e8m0": a type that holds each scale
-        and bias exactly.
+        and bias exactly. Or "int8": they are such integers times `Grouped.units`.
     signed: codes of kind "int" are int8, from -2^(bits - 1) on; else they are uint8.
     zeros: each group has a zero point, an integer that is taken from the codes.
     biases: each group has a bias, a number that is added after scaling.
@@ -55,6 +55,8 @@ class Grouped:
     scales: float32 [rows, groups], exact.
     zeros: int16 [rows, groups], or None.
     biases: float32 [rows, groups], or None.
+    units: float32 [rows, columns / 256, 2], the f16 numbers that scales and biases are multiples
+        of, or None.
     order: int64 [columns], or None. Where there is one, column i of `codes` is column order[i] of
         the matrix: only so are groups consecutive. A product with the matrix takes the activation
         at order[i] there.
@@ -65,6 +67,7 @@ class Grouped:
     scales: Floats
     zeros: NDArray[np.int16] | None = None
     biases: Floats | None = None
+    units: Floats | None = None
     order: NDArray[np.int64] | None = None
 
     def dequantize(self) -> Floats:
