@@ -50,7 +50,7 @@ def rounded(values: Array, dtype: str) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Rows of a quantised matrix: signed integers int8 [rows, columns] of dtype "q8" or "q4", or
+    """Rows of a quantised matrix: signed integers int8 [rows, columns] of a dtype like "q4", or
     uint8 codes of a CODED one, and f32 [rows, groups] scales and the offsets (zero points or
     biases) that `grouping` speaks of. units: f32 [rows, superblocks, 2], of scales and of offsets,
     where these are int8."""
@@ -70,8 +70,13 @@ class Codes:
         raw = self.codes.view(np.uint8)
         padded[:, :columns] = E2M1_NIBBLES[raw] if self.dtype == "mxfp4" else raw
         halves = padded.reshape(rows, -1, 2, block // 2)
-        if self.dtype in ("q4", "mxfp4"):
+        if self.dtype in ("q4", "q5", "q6", "mxfp4"):
             blocks: NDArray[Any] = halves[:, :, 0] & 15 | halves[:, :, 1] << 4
+            if self.dtype in ("q5", "q6"):
+                above = _bits_above(halves, int(self.dtype[1]) - 4)
+                blocks = np.concatenate([blocks.reshape(rows, -1), above], axis=1)
+                missing = row_bytes(columns, self.dtype) - blocks.shape[1]
+                blocks = np.pad(blocks, [(0, 0), (0, missing)])
         elif self.dtype == "q8":
             blocks = halves.swapaxes(1, 2)
         elif self.dtype == "e4m3":
@@ -99,6 +104,17 @@ class Codes:
             for buffer, part in zip(shard.buffers, (blocks, scales), strict=True):
                 device.write(buffer, np.ascontiguousarray(part[rows]))
         return tensor
+
+
+def _bits_above(halves: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """The one or two bits above the lowest four of values [rows, blocks, 2, 16], [rows, bytes] as
+    kernels/tensor.py has them."""
+    above = halves.reshape(*halves.shape[:2], 2, 4, 4) >> 4 & ((1 << bits) - 1)
+    if bits == 1:  # the two halves share a byte
+        above = above[:, :, 0] | above[:, :, 1] << 4
+    places = np.arange(4, dtype=np.uint8)[:, None] * np.uint8(bits)
+    joined: NDArray[np.uint8] = np.bitwise_or.reduce(above << places, axis=-2)
+    return joined.reshape(len(halves), -1)
 
 
 def _in_units(pairs: Array, units: Array, groups: int) -> NDArray[np.uint8]:

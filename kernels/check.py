@@ -130,7 +130,7 @@ def grouped(
         codes[codes & 0x7F == 0x7F] = 0  # which is no number in e4m3
         values = TABLES[dtype][codes].astype(np.float64)
     else:
-        least = -8 if dtype == "q4" else -128 + 1  # as int8 activations are
+        least = {"q4": -8, "q5": -16, "q6": -32}.get(dtype, -127)  # as int8 activations are
         codes = rng.integers(least, -least, shape, np.int8)
         values = codes.astype(np.float64) + grouping.shift
     offsets = None
@@ -337,7 +337,8 @@ _PUBLISHED = (
     ("q4", Grouping(128, "f16", "zero", 8)),
     ("q4", Grouping(64, "bf16", "bias", 8)),
     ("q4", Grouping(32, "int8", "bias")),
-    ("q8", Grouping(16, "int8")),
+    ("q5", Grouping(32, "int8", "bias", 16)),
+    ("q6", Grouping(16, "int8")),
     ("q8", Grouping(32, "f32", "bias", 128)),
     ("e4m3", Grouping(128, "f32")),
     ("mxfp4", Grouping(32, "e8m0")),

@@ -2,10 +2,12 @@
 
 A float matrix is rows of values. The others have two buffers. The first, array<vec4<u32>>, is
 
-* q4 and q8, integers: KB = ceil(columns / 32) blocks a row, the last one padded with zeros. q4, -8
-  to 7: unit k of a row is block k; its byte i holds value i in the low nibble and value 16 + i in
-  the high one, both in two's complement. q8, int8 in two planes: units [0, KB) the first 16
-  values of each block, units [KB, 2 KB) the other 16.
+* q4, q5, q6 and q8, integers of so many bits in two's complement: KB = ceil(columns / 32) blocks a
+  row, the last one padded with zeros. q4: unit k of a row is block k; its byte i holds value i in
+  the low nibble and value 16 + i in the high one. q5 and q6: the same of the lowest four bits, then
+  those above, 4 and 8 bytes a block, padded to 16: of values 4 m + j and 16 + 4 m + j, bits m and
+  4 + m of byte j; or bits 2 m and 2 m + 1 of byte j and of byte 4 + j. q8, two planes: units
+  [0, KB) the first 16 values of each block, units [KB, 2 KB) the other 16.
 * mxfp4, E2M1: blocks as of q4, whose integers stand for others (wgsl/e2m1.wgsl).
 * e4m3, nf4 and iq4nl, codes of floats (wgsl/weight.wgsl): rows of pairs of bytes or of nibbles, the
   first column of nibbles in the lowest bits, padded to 16 bytes.
@@ -31,17 +33,17 @@ SCALE_ITEMSIZE = ITEMSIZE | {"e8m0": 1, "int8": 1}
 SUPERBLOCK = 256  # columns that share the units of int8 scales
 QUANTIZED = ("q8", "q4")
 CODED = {"e4m3": 8, "mxfp4": 4, "nf4": 4, "iq4nl": 4}  # floats of so many bits
-INTEGERS = (*QUANTIZED, "mxfp4", "iq4nl")  # multiplied as int8; the others as f32
+INTEGERS = (*QUANTIZED, "q6", "q5", "mxfp4", "iq4nl")  # multiplied as int8; the others as f32
 BLOCK = 32  # columns of a block
-_UNITS = {"q8": 2, "q4": 1}  # of 16 bytes, in a block
+_BLOCK_BYTES = {"q8": 32, "q6": 24, "q5": 20, "q4": 16}
 _SHARD_ROWS = 32  # shards of what has scales start at a multiple of this
 
 
 def row_bytes(columns: int, dtype: str) -> int:
     """Bytes of one row of a weight, padded to groups of eight values, or to whole blocks (without
     their scales)."""
-    if dtype in QUANTIZED:
-        return -(-columns // BLOCK) * 16 * _UNITS[dtype]
+    if dtype in _BLOCK_BYTES:
+        return -(-(-(-columns // BLOCK) * _BLOCK_BYTES[dtype]) // 16) * 16
     if dtype in CODED:
         return -(-columns * CODED[dtype] // 128) * 16
     return -(-columns // 8) * 8 * ITEMSIZE[dtype]
@@ -112,8 +114,8 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class GpuTensor:
-    """A weight: dtype "f32", "f16", "bf16", "q8", "q4" or of CODED; shape (rows, columns), or
-    (columns,) for a vector, which is always f32. A tensor larger than one binding lies in several
+    """A weight: dtype a key of ITEMSIZE, one of INTEGERS or a key of CODED; shape (rows, columns),
+    or (columns,) for a vector, which is always f32. A tensor larger than one binding lies in
     shards of whole rows. grouping: of one that has scales. order: of its columns, u32 [columns],
     where these are not in their own; column i goes with the activation's value order[i]."""
 
@@ -159,7 +161,7 @@ def allocate(
         buffer = device.buffer(row_bytes(shape[0], "f32"), label=label)
         return GpuTensor("f32", shape, (Shard(buffer, 0, 1),))
     rows, columns = shape
-    scaled = dtype in QUANTIZED or dtype in CODED
+    scaled = dtype not in ITEMSIZE
     stride, scale_stride = row_bytes(columns, dtype), grouping.row_bytes(columns) if scaled else 0
     per_shard = min(device.limits.max_binding, device.limits.max_buffer) // max(
         stride, scale_stride

@@ -205,11 +205,12 @@ class Tuning:
         if shape.quantize:
             workgroup = min(1024, most, BLOCK * lanes)
             outputs = BLOCK * lanes // workgroup
-            unroll = min(4, max(1, blocks // lanes)) if shape.gated and outputs == 1 else 1
+            ahead = shape.gated and outputs == 1 and shape.dtype not in ("q5", "q6")
+            unroll = min(4, max(1, blocks // lanes)) if ahead else 1
             return VecVariant(workgroup, lanes, outputs, unroll)
         rows_of_weights = shape.n * (1 + shape.gated)
-        coded = shape.dtype in CODED and not int8
-        if coded:  # arithmetic bounds them: what is read of x serves many rows of W
+        if shape.dtype in CODED and not int8:
+            # Arithmetic bounds them: what is read of x serves many rows of W.
             outputs = 8 if CODED[shape.dtype] == 4 and rows_of_weights > 4096 else 4
             workgroup = max(lanes, min(128, most))
             return VecVariant(workgroup, workgroup, max(1, outputs // shape.rows), 1)

@@ -62,14 +62,14 @@ def stored_schemes(schemes: Sequence[Scheme], columns: int, name: str) -> Stored
         )
     bits = max(scheme.bits for scheme in schemes)
     unsigned = kind == "int" and not schemes[0].signed
-    shift = 1 << bits - 1 if unsigned and bits in (4, 8) else 0  # fewer bits fit as they are
+    shift = 1 << bits - 1 if unsigned and bits in (4, 5, 6, 8) else 0  # fewer bits fit as they are
     offsets = {_offset(scheme) for scheme in schemes}
     offset = "bias" if "bias" in offsets else "zero" if "zero" in offsets else "none"
     dtypes = {scheme.scale_dtype for scheme in schemes}
     if offsets >= {"bias", "zero"}:
         dtypes.add("f32")  # zero points become biases: products that f32 holds
     scales = dtypes.pop() if len(dtypes) == 1 else "f32"
-    dtype = kind if kind in CODED else "q4" if bits <= 4 else "q8"
+    dtype = kind if kind in CODED else f"q{next(size for size in (4, 5, 6, 8) if bits <= size)}"
     return Stored(dtype, Grouping(group, scales, offset, shift), packed=True)
 
 

@@ -197,6 +197,7 @@ PUBLISHED = {
     "mlx-8bit": Published(Scheme("int", 8, 64, "bf16", biases=True)),
     "q4_0": Published(Scheme("int", 4, 32, "f16", signed=True)),
     "q4_k": Published(Scheme("int", 4, 32, "int8", biases=True)),
+    "q5_k": Published(Scheme("int", 5, 32, "int8", biases=True)),
     "q6_k": Published(Scheme("int", 6, 16, "int8", signed=True)),
     "iq4_nl": Published(Scheme("iq4nl", 4, 32, "f16")),
     "fp8": Published(Scheme("e4m3", 8, 128, "f32"), "bf16"),

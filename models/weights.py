@@ -501,7 +501,7 @@ def _fill_packed(device: Device, tensor: GpuTensor, shard: Shard) -> None:
     """Scales with which random codes are about as large as other random weights, around zero."""
     assert shard.scales is not None
     grouping, (_, columns) = tensor.grouping, tensor.shape
-    bits = 8 if tensor.dtype in ("q8", "e4m3") else 4
+    bits = {"q8": 8, "q6": 6, "q5": 5}.get(tensor.dtype, 4)
     size = {"e4m3": 100.0, "mxfp4": 3.0, "nf4": 0.5, "iq4nl": 60.0}.get(tensor.dtype, 2**bits / 3.5)
     scales = np.full((1, grouping.groups(columns)), columns**-0.5 / size)
     offsets = {"none": None, "zero": np.full_like(scales, grouping.shift)}.get(

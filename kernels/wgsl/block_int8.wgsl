@@ -5,20 +5,13 @@
 // q8 has two planes in a row, the first and the second half of every block; so have activations.
 // q4 and mxfp4 have the first half of a block in the low nibbles and the second in the high ones.
 #let COPIES = 1 + 15 * (WG == 1024)  // filling the table costs each invocation so many stores
-#include "scales.wgsl"
 #include "weight.wgsl"
-#include "e2m1.wgsl"
-#include "table_int8.wgsl"
+#include "integers.wgsl"
 // @param K u32                   columns of W
-// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+// @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
 #if INTEGERS
 struct Block {
-#if WEIGHT == q8
-  low: vec4<u32>,
-  high: vec4<u32>,
-#else
-  nibbles: vec4<u32>,
-#endif
+  integers: Integers,
   scale: vec2<f32>,  // and offset
 #if GROUP_SIZE == 16
   high_scale: vec2<f32>,
@@ -35,31 +28,19 @@ struct Activations {
 #endif
 }
 
-const BLOCKS = (K + 31u) / 32u;  // of a row
-#if WEIGHT == q4
-const UNIT = 0.0625;  // nibbles are multiplied as the upper halves of bytes
-#elif WEIGHT == mxfp4
-const UNIT = 0.03125;
+#if WEIGHT == mxfp4
+const UNIT = 0.0625 * INT8_UNIT;
 #else
-const UNIT = 1.0;
+const UNIT: f32 = INT8_UNIT;
 #endif
 
 fn load_block(row: u32, i: u32) -> Block {
 #if GROUP_SIZE == 16
   let scale = scale_of(row, 2u * i);
   let high_scale = scale_of(row, min(2u * i + 1u, GROUPS - 1u));
+  return Block(load_integers(row, i), scale, high_scale);
 #else
-  let scale = scale_of(row, i / (GROUP_SIZE / 32u));
-#endif
-#if not WEIGHT == q8 and GROUP_SIZE == 16
-  return Block(weight[row * BLOCKS + i], scale, high_scale);
-#elif not WEIGHT == q8
-  return Block(weight[row * BLOCKS + i], scale);
-#elif GROUP_SIZE == 16
-  return Block(
-    weight[row * 2u * BLOCKS + i], weight[row * 2u * BLOCKS + BLOCKS + i], scale, high_scale);
-#else
-  return Block(weight[row * 2u * BLOCKS + i], weight[row * 2u * BLOCKS + BLOCKS + i], scale);
+  return Block(load_integers(row, i), scale_of(row, i / (GROUP_SIZE / 32u)));
 #endif
 }
 
@@ -84,19 +65,13 @@ fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
 }
 
 fn multiply(w: Block, a: Activations) -> f32 {
-#if WEIGHT == q8
-  let low = dot16(w.low, a.low);
-  let high = dot16(w.high, a.high);
-#elif WEIGHT == iq4nl
-  let low = dot16(low_int8(w.nibbles), a.low);
-  let high = dot16(high_int8(w.nibbles), a.high);
-#elif WEIGHT == mxfp4
-  let more = rest(w.nibbles);
-  let low = dot16(low_nibbles(w.nibbles), a.low) + dot16(low_nibbles(more), a.low);
-  let high = dot16(high_nibbles(w.nibbles), a.high) + dot16(high_nibbles(more), a.high);
+#if WEIGHT == mxfp4
+  let more = rest(w.integers);
+  let low = dot16(low_nibbles(w.integers), a.low) + dot16(low_nibbles(more), a.low);
+  let high = dot16(high_nibbles(w.integers), a.high) + dot16(high_nibbles(more), a.high);
 #else
-  let low = dot16(low_nibbles(w.nibbles), a.low);
-  let high = dot16(high_nibbles(w.nibbles), a.high);
+  let low = dot16(low_int8(w.integers), a.low);
+  let high = dot16(high_int8(w.integers), a.high);
 #endif
 #if GROUP_SIZE == 16
   var sum = w.scale.x * f32(low) + w.high_scale.x * f32(high);
@@ -116,14 +91,6 @@ fn multiply(w: Block, a: Activations) -> f32 {
 
 const ONES = vec4<u32>(0x01010101u);
 #endif
-
-fn low_nibbles(w: vec4<u32>) -> vec4<u32> {
-  return (w << vec4<u32>(4u)) & vec4<u32>(0xf0f0f0f0u);
-}
-
-fn high_nibbles(w: vec4<u32>) -> vec4<u32> {
-  return w & vec4<u32>(0xf0f0f0f0u);
-}
 
 fn dot16(a: vec4<u32>, b: vec4<u32>) -> i32 {
   return dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y)

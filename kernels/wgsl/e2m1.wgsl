@@ -2,7 +2,7 @@
 // E2M1. 0, 1, 2, 3, 4 and 6 are themselves, 5 stands for 8 and 7 for 12, and so with a minus. All nibbles
 // of a word are done at once; of E2M1's own bits it would take twice the operations, and a table in
 // workgroup memory even longer.
-// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+// @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
 #if WEIGHT == mxfp4
 fn rest(t: vec4<u32>) -> vec4<u32> {
   let large = ((t >> vec4<u32>(3u)) ^ (t >> vec4<u32>(2u))) & t & vec4<u32>(0x11111111u);  // 5, 7

@@ -109,7 +109,7 @@ fn total(team: u32, value: u32, parts: u32) -> f32 {
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if WEIGHT == iq4nl
   fill_table(me.index, WG);
-#elif TABLE
+#elif WEIGHT == nf4
   fill_codes(me.index);
 #endif
   let first = id.x * (TEAMS * OUTPUTS);

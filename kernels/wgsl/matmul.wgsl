@@ -83,7 +83,7 @@ fn group_of(tile: u32, eight: u32) -> u32 {
 // grid (N / OUTPUTS, rows / ROWS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-#if TABLE
+#if WEIGHT == nf4
   fill_codes(tid);
 #endif
   let first_row = id.y * ROWS;

@@ -6,11 +6,9 @@
 // workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS, SCALE,
 // ACTIVATION, RESIDUAL and GROUPED are as in matmul.wgsl.
 #include "activate.wgsl"
-#include "scales.wgsl"
-#include "weight.wgsl"
-#include "e2m1.wgsl"
 #let COPIES = 1
-#include "table_int8.wgsl"
+#include "weight.wgsl"
+#include "integers.wgsl"
 #include "tile_rows.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
@@ -40,7 +38,6 @@
 @group(0) @binding($(6 + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
 #endif
 
-const BLOCKS = (K + 31u) / 32u;  // of a row
 const SIZE = M_SIZE * N_SIZE;
 const ROWS = M_SIZE * M_TILE;
 const COLUMNS = N_SIZE * N_TILE;
@@ -48,13 +45,6 @@ const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 3u;  // 32 columns are 2 elements, one more against bank conflicts
 const BUFFERS = $(1 + DOUBLE)u;
 #let UNITS = 1 + (WEIGHT == q8)
-#if WEIGHT == q4
-const UNIT = 0.0625;
-#elif WEIGHT == mxfp4
-const UNIT = 0.5;
-#else
-const UNIT = 1.0;
-#endif
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
 // Elements of 16 bytes that an invocation loads of each tile, where all have some.
 #let X_LOADS = (2 * M_TILE + N_SIZE - 1) / N_SIZE
@@ -127,13 +117,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..W_LOADS
   let w_half$l = (tid + $lu * SIZE) / COLUMNS;
   let w_row$l = (tid + $lu * SIZE) % COLUMNS;
-#if UNITS == 1
-  let w_from$l = (expert_row + weight_row(first_output, w_row$l)) * BLOCKS;
-#else
-  let w_from$l =
-    ((expert_row + weight_row(first_output, w_row$l)) * 2u + min(w_half$l, 1u)) * BLOCKS;
-#endif
+  let w_from$l = expert_row + weight_row(first_output, w_row$l);
+#if WEIGHT == q8
+  let w_plane$l = (w_from$l * 2u + min(w_half$l, 1u)) * BLOCKS;
   var w_next$l = vec4<u32>();
+#else
+  var w_next$l = Integers();
+#endif
 #endfor
   let x_scales_from = x_row(first_row + min(tid, ROWS - 1u)) * 2u * BLOCKS;
   let w_scale_row = expert_row + weight_row(first_output, tid);
@@ -157,11 +147,15 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..W_LOADS
 #if UNITS * N_TILE % M_SIZE != 0
       if (w_half$l < $(UNITS)u) {
-        w_next$l = weight[w_from$l + t];
-      }
 #else
-      w_next$l = weight[w_from$l + t];
+      {
 #endif
+#if WEIGHT == q8
+        w_next$l = weight[w_plane$l + t];
+#else
+        w_next$l = load_integers(w_from$l, t);
+#endif
+      }
 #endfor
       if (tid < ROWS) {
         x_scale_next = x_scales[x_scales_from + t];
@@ -253,14 +247,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       {
 #endif
         let w_at$l = (w_store + w_row$l) * STRIDE;
-#if WEIGHT == q4
-        w_tile[w_at$l] = (w_next$l << vec4<u32>(4u)) & vec4<u32>(0xf0f0f0f0u);
-        w_tile[w_at$l + 1u] = w_next$l & vec4<u32>(0xf0f0f0f0u);
-#elif UNITS == 1
+#if WEIGHT == q8
+        w_tile[w_at$l + w_half$l] = w_next$l;
+#else
         w_tile[w_at$l] = low_int8(w_next$l);
         w_tile[w_at$l + 1u] = high_int8(w_next$l);
-#else
-        w_tile[w_at$l + w_half$l] = w_next$l;
 #endif
       }
 #endfor
@@ -271,7 +262,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for p in 0..PARTS
         let w_scale$p = widen_scale(w_scale_next$p, group_of(t, $pu));
 #if AFFINE
-        w_scale_tile[(w_store + tid) * $(PARTS)u + $pu] = w_scale$p / vec2<f32>(1.0, UNIT);
+        w_scale_tile[(w_store + tid) * $(PARTS)u + $pu] = w_scale$p / vec2<f32>(1.0, INT8_UNIT);
 #else
         w_scale_tile[(w_store + tid) * $(PARTS)u + $pu] = w_scale$p.x;
 #endif
@@ -288,15 +279,15 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let n = START + first_output + tx + $ju * N_SIZE;
     let out = y_row$i * Y_STRIDE + n;
 #if GATED
-    var gate = UNIT * c$i_$j;
-    var up = UNIT * c$i_$($j + N_TILE / 2);
+    var gate = INT8_UNIT * c$i_$j;
+    var up = INT8_UNIT * c$i_$($j + N_TILE / 2);
 #if BIAS
     gate += bias[n];
     up += bias[N + n];
 #endif
     var value = activate(gate) * up;
 #else
-    var value = UNIT * c$i_$j;
+    var value = INT8_UNIT * c$i_$j;
 #if BIAS
     value += bias[n];
 #endif

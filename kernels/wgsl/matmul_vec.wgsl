@@ -108,7 +108,7 @@ fn main(
   }
 #if WEIGHT == iq4nl
   fill_table(me.index, WG);
-#elif TABLE
+#elif WEIGHT == nf4
   fill_codes(me.index);
 #endif
 #if TEAM == WG

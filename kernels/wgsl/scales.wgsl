@@ -5,13 +5,14 @@
 // @param SCALES f16|bf16|f32|e8m0|int8   int8: times a unit for 256 columns
 // @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
 // @param SHIFT u32               what was taken from unsigned integers to make them signed
-// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+// @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
 // INTEGERS: multiplied as int8, with activations in int8.
-#let INTEGERS = WEIGHT == q8 or WEIGHT == q4 or WEIGHT == mxfp4 or WEIGHT == iq4nl
+#let WIDE = WEIGHT == q8 or WEIGHT == q6 or WEIGHT == q5
+#let INTEGERS = WIDE or WEIGHT == q4 or WEIGHT == mxfp4 or WEIGHT == iq4nl
 // A row of codes of floats is padded to 16 bytes: so many groups of eight columns.
 #if WEIGHT == e4m3
 const W_EIGHTS = (K + 15u) / 16u * 2u;
-#elif WEIGHT == nf4 or WEIGHT == iq4nl
+#elif WEIGHT == nf4
 const W_EIGHTS = (K + 31u) / 32u * 4u;
 #else
 const W_EIGHTS = (K + 7u) / 8u;

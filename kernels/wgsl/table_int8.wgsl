@@ -1,7 +1,10 @@
 // iq4nl as int8: each byte of codes finds its two integers in a table in workgroup memory, of which there
 // are COPIES (#let): invocations that look up different bytes at a time then seldom want the same bank.
-// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
+// @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
 #if WEIGHT == iq4nl
+// llama.cpp, ggml-common.h
+const INTEGERS_OF_CODES = array<i32, 16>(
+  -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
 const TABLE_SIZE = 256u * $(COPIES)u;
 
 var<workgroup> table: array<u32, TABLE_SIZE>;
@@ -9,11 +12,11 @@ var<private> copy: u32;  // this invocation's
 
 // Needed before the first look-up; i: this invocation's index among `size`.
 fn fill_table(i: u32, size: u32) {
-  var values = CODES_OF_4_BITS;
+  var values = INTEGERS_OF_CODES;
   for (var at = i; at < TABLE_SIZE; at += size) {
     let byte = at / $(COPIES)u;
-    let low = u32(i32(values[byte & 15u])) & 255u;
-    let high = u32(i32(values[byte >> 4u])) & 255u;
+    let low = u32(values[byte & 15u]) & 255u;
+    let high = u32(values[byte >> 4u]) & 255u;
     table[at] = low | (high << 8u);
   }
   copy = i % $(COPIES)u;

@@ -1,9 +1,8 @@
 // Eight consecutive weights of the binding `weight: array<vec4<u32>>`, as stored and widened to f32.
-// Those of a few bits are codes of floats, without their scale: e4m3, pairs of 16 bits, and those of four
-// bits, from the lowest on, nf4 and iq4nl, which index a table. They are widened to multiples of CODE.
-// @param WEIGHT f32|f16|bf16|q8|q4|e4m3|mxfp4|nf4|iq4nl
-#let TABLE = WEIGHT == nf4 or WEIGHT == iq4nl
-#let CODES = WEIGHT == e4m3 or TABLE
+// Some are codes, without their scale: e4m3, in pairs of 16 bits, and nf4, which index a table, from the
+// lowest bits on. They are widened to multiples of CODE.
+// @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
+#let CODES = WEIGHT == e4m3 or WEIGHT == nf4
 #if WEIGHT == f32
 struct Packed8 {
   low: vec4<u32>,
@@ -45,31 +44,24 @@ fn widen(w: u32) -> vec4<f32> {
   let odd = unpack2x16float(((w << 1u) & 0x80008000u) | ((w << 7u) & 0x3f803f80u));
   return vec4<f32>(even.x, odd.x, even.y, odd.y);
 }
-#elif CODES
+#elif WEIGHT == nf4
 alias Packed8 = u32;
 
 fn load8(i: u32) -> Packed8 {
   return weight[i / 4u][i % 4u];
 }
 
-#if WEIGHT == nf4
 // QLoRA (Dettmers et al. 2023)
-const CODES_OF_4_BITS = array<f32, 16>(
+const QUANTILES = array<f32, 16>(
   -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
   -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
   0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
   0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0);
-#else
-// llama.cpp, ggml-common.h
-const CODES_OF_4_BITS = array<f32, 16>(
-  -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0,
-  1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0);
-#endif
 const CODE = 1.0;
 var<workgroup> codes: array<f32, 16>;  // where lanes read different ones at a time
 
 fn fill_codes(i: u32) {
-  var table = CODES_OF_4_BITS;
+  var table = QUANTILES;
   if (i < 16u) {
     codes[i] = table[i];
   }
