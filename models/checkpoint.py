@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,14 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+
+    def part(self, name: str, start: int, shape: tuple[int, ...]) -> TensorInfo:
+        """Rows from `start` on as a tensor of its own. The rows of a stack of matrices are those of
+        all of them."""
+        stride = self.nbytes // (prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0])
+        rows = prod(shape[:-1]) if len(self.shape) > 1 else shape[0]
+        offset = self.offset + start * stride
+        return TensorInfo(name, self.dtype, shape, self.file, offset, rows * stride)
 
     def read_into(self, view: memoryview, start: int = 0) -> None:
         """Fill `view` with the bytes of the tensor from byte `start` on. Safe in several threads.

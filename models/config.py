@@ -48,7 +48,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 # Counts of things that are listed one by one: more of them would be damage.
-_MOST = {"num_hidden_layers": 10_000, "num_experts": 10_000, "num_local_experts": 10_000}
+_MOST = dict.fromkeys(
+    ("num_hidden_layers", "num_experts", "num_local_experts", "block_count", "expert_count"), 10_000
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ class RawConfig:
 
     def with_defaults(self, **defaults: Any) -> RawConfig:
         """The same with values for keys that are absent; null is not."""
-        return RawConfig(defaults | self.values, self.place)
+        made = RawConfig(defaults | self.values, self.place)
+        made.read = self.read
+        return made
 
     def factor(self, key: str, default: float = 1.0) -> float:
         """A positive number."""

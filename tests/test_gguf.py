@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,14 @@ import gguf as library
 import numpy as np
 import pytest
 import tokenizers
+from engines import build_engine, scores
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from numpy.typing import NDArray
+from reference_models import cases, load, relative_error
 from tokenizers import decoders, pre_tokenizers
 
 from infer.gguf_tokenizer import gguf_tokenizer
+from infer.kernels.device import Device
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -26,11 +30,12 @@ from infer.kernels.errors import (
     TokenizerError,
     UnsupportedError,
 )
-from infer.models import build_model
+from infer.models import build_model, open_model
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
-from infer.models.formats import find_format
+from infer.models.formats import find_format, find_packed
 from infer.models.formats.gguf import Gguf
+from infer.models.formats.gguf_architectures import ARCHITECTURES
 from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
 from infer.models.formats.packed import read_rows
@@ -233,32 +238,166 @@ def turned(array: Array, heads: int) -> Array:
     )
 
 
+# model_type -> general.architecture
+ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
+    "mistral": "llama",
+    "mixtral": "llama",
+}
+Add = Callable[[library.GGUFWriter, Mapping[str, Any]], object]
+
+
+def windowed(pattern: int | Sequence[bool] | None = None) -> Add:
+    def add(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+        writer.add_sliding_window(raw["sliding_window"] or 0)
+        if pattern is not None:
+            writer.add_sliding_window_pattern(pattern)
+
+    return add
+
+
+def add_gemma3(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    windowed(raw["sliding_window_pattern"])(writer, raw)
+    writer.add_rope_freq_base_swa(raw["rope_local_base_freq"])
+
+
+def add_gemma2(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    windowed(raw.get("sliding_window_pattern"))(writer, raw)
+    writer.add_attn_logit_softcapping(raw["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
+
+
+def add_cohere(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.add_logit_scale(raw["logit_scale"])
+    writer.add_rope_scaling_type(library.RopeScalingType.NONE)
+    if "sliding_window" in raw:
+        windowed(raw["sliding_window_pattern"])(writer, raw)
+
+
+def add_granite(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.add_attention_scale(raw["attention_multiplier"])
+    writer.add_embedding_scale(raw["embedding_multiplier"])
+    writer.add_residual_scale(raw["residual_multiplier"])
+    writer.add_logit_scale(raw["logits_scaling"])
+
+
+def add_phi3(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    windowed()(writer, raw)
+    original, scaling = raw["original_max_position_embeddings"], raw["rope_scaling"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    if scaling is not None:
+        scale = raw["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        for length in ("long", "short"):
+            factors = np.array(scaling[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+
+
+def add_hunyuan(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    dim, alpha = raw["head_dim"], raw["rope_scaling"]["alpha"]
+    key = "hunyuan-dense.rope.freq_base"
+    writer.kv_data[0].pop(key)
+    writer.add_rope_freq_base(raw["rope_theta"] * alpha ** (dim / (dim - 2)))
+    writer.add_rope_scaling_type(library.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(1)
+
+
+def add_parallel(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.add_parallel_residual(raw.get("use_parallel_residual", True))  # as it is by default
+
+
+def add_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.add_expert_count(raw.get("num_local_experts") or raw["num_experts"])
+    writer.add_expert_used_count(raw["num_experts_per_tok"])
+    if "norm_topk_prob" in raw:
+        writer.add_expert_weights_norm(raw["norm_topk_prob"])
+    if "moe_intermediate_size" in raw:
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in raw:
+        writer.add_expert_shared_feed_forward_length(raw["shared_expert_intermediate_size"])
+
+
+# What the converter writes besides what it writes for all, by model_type.
+ADD: dict[str, Add] = {
+    "cohere": add_cohere,
+    "cohere2": add_cohere,
+    "exaone4": windowed([True, False, True]),
+    "gemma2": add_gemma2,
+    "gemma3_text": add_gemma3,
+    "gpt_neox": add_parallel,
+    "granite": add_granite,
+    "hunyuan_v1_dense": add_hunyuan,
+    "mixtral": add_experts,
+    "olmoe": add_experts,
+    "phi3": add_phi3,
+    "qwen2_moe": add_experts,
+    "qwen3_moe": add_experts,
+    "stablelm": add_parallel,
+    "starcoder2": windowed(),  # the converter leaves it out
+}
+
+
+def published(name: str) -> RawConfig:
+    """The config of a stored model, in the spelling that the converter reads."""
+    return RawConfig(json.loads((DATA / "models" / name / "config.published.json").read_text()))
+
+
+def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Tensors of the hub with the values and the rows that the converter gives them, experts
+    stacked, under the names that the library knows."""
+    raw = published(name)
+    config, kind = build_model(raw).config, raw.values["model_type"]
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    made: dict[str, Array] = {}
+    experts: dict[str, list[Array]] = {}
+    for key, value in tensors.items():
+        array = value
+        if kind in ("llama", "mistral", "mixtral", "granite", "smollm3"):
+            if ".q_proj." in key:
+                array = turned(array, heads)
+            if ".k_proj." in key:
+                array = turned(array, kv_heads)
+        if kind.startswith("gemma") and key.endswith("norm.weight"):
+            array = array + 1
+        if "query_key_value" in key:
+            by_head = array.reshape(heads, 3, -1, *array.shape[1:])
+            array = by_head.swapaxes(0, 1).reshape(array.shape)
+        scalar = raw.values.get("query_pre_attn_scalar")
+        if scalar is not None and ("q_norm" in key or (".q_proj" in key and kind == "gemma2")):
+            array = array * np.float32((config.head_dim / scalar) ** 0.5)  # llama.cpp knows it
+        match = re.fullmatch(r"model\.(.*)\.(mlp|block_sparse_moe)\.experts\.\d+\.(.*)", key)
+        if match is None:
+            made[key] = array[0] if key.endswith("shared_expert_gate.weight") else array
+        else:
+            block = {"mlp": "model.{}.mlp", "block_sparse_moe": "{}.feed_forward"}[match[2]]
+            experts.setdefault(f"{block.format(match[1])}.experts.{match[3]}", []).append(array)
+    return made | {key: np.stack(arrays) for key, arrays in experts.items()}
+
+
 def converted(
     file: Path,
     name: str,
     more: Callable[[library.GGUFWriter], object] = lambda writer: None,
     kind: Kind | None = None,
+    dtype: Any = np.float16,
 ) -> Gguf:
-    """A stored model, written as the converter of llama.cpp does it, matrices quantised if `kind`
-    says so."""
-    raw = RawConfig.open(DATA / "models" / name)
-    config, arch = build_model(raw).config, raw.values["model_type"]
+    """A stored model, written as the converter of llama.cpp does it, matrices in this dtype, or
+    quantised if `kind` says so."""
+    raw = published(name)
+    config, arch = build_model(raw).config, ARCHITECTURE[raw.values["model_type"]]
     names = library.get_tensor_name_map(
         {value: key for key, value in library.MODEL_ARCH_NAMES.items()}[arch],
         config.num_hidden_layers,
     )
+    infos = Checkpoint.open(DATA / "models" / name).tensors
+    order = sorted(infos, key=lambda key: [int(x) if x.isdigit() else x for x in key.split(".")])
     tensors: dict[str, Array] = {}
     kinds: dict[str, Kind] = {}
-    for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
-        array = read_rows(info)
-        if arch == "llama" and ".q_proj." in key:
-            array = turned(array, config.num_attention_heads)
-        if arch == "llama" and ".k_proj." in key:
-            array = turned(array, config.num_key_value_heads)
+    hub = by_llama_cpp(name, {key: read_rows(infos[key]) for key in order})
+    for key, array in hub.items():
         own = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert own is not None
-        tensors[own] = array if array.ndim == 1 else array.astype(np.float16)
-        if kind is not None and array.ndim == 2:
+        tensors[own] = array if array.ndim == 1 else array.astype(dtype)
+        if kind is not None and array.ndim > 1 and "ffn_gate_inp" not in own:
             tensors[own], kinds[own] = library.quantize(array, kind), kind
 
     def add(writer: library.GGUFWriter) -> None:
@@ -270,32 +409,95 @@ def converted(
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_dimension_count(config.rope.rotary_dim)
         writer.add_rope_freq_base(config.rope.theta)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if config.layer_norm:
+            writer.add_layer_norm_eps(config.rms_norm_eps)
+        else:
+            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_vocab_size(config.vocab_size)
+        if config.rope.kind in ("linear", "yarn"):
+            writer.add_rope_scaling_type(library.RopeScalingType(config.rope.kind))
+            writer.add_rope_scaling_factor(config.rope.scaling["factor"])
+        if config.rope.kind == "yarn":
+            original = config.rope.scaling["original_max_position_embeddings"]
+            writer.add_rope_scaling_orig_ctx_len(original)
+        ADD.get(raw.values["model_type"], lambda writer, raw: None)(writer, raw.values)
         more(writer)
 
     return write(file, tensors, kinds, arch=arch, add=add)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_f32", "qwen2", "qwen3"])
+# What of these cases' configs a file cannot say, or says otherwise.
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "gpt_neox_sequential": {"hidden_act": "gelu"},
+    "mistral": {"model_type": "llama"},
+    "smollm3": {"no_rope_layers": None},
+    "starcoder2": {"rope_theta": 999999.44},  # a float32
+}
+# Those whose config is spelled otherwise, so that only what is computed is the same.
+COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
+# Those with a window or a rope that llama.cpp's files do not know.
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|ministral|helium|_switch|moe_dense")
+CONVERTED = [case for case in cases() if not UNKNOWN.search(case)]
+
+
+def test_every_architecture_of_the_library_is_read() -> None:
+    """Those that are implemented at all."""
+    known = {published(case).values["model_type"] for case in CONVERTED}
+    assert known - {"mistral", "mixtral"} == {how.model_type for how in ARCHITECTURES.values()}
+    assert set(ARCHITECTURES) <= set(library.MODEL_ARCH_NAMES.values())
+
+
+@pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> None:
     gguf = converted(tmp_path / "m.gguf", name)
     config = gguf_config(gguf)
     checkpoint = gguf_checkpoint(gguf, config)
     assert isinstance(find_format(config), GgufBlocks)
-    model, original = build_model(config), build_model(RawConfig.open(DATA / "models" / name))
-    assert model.config == original.config
+    model = build_model(config)
+    if name not in COMPUTED:
+        original = published(name).values | OTHERWISE.get(name, {})
+        assert model.config == build_model(RawConfig(original)).config
     check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    scaled = {"gemma2": "q_proj", "gemma3_text": "q_norm"}.get(name, "none")
     for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
+        if scaled in key:
+            continue
         values = read_rows(info)
         wanted = values if values.ndim == 1 else values.astype(np.float16).astype(np.float32)
         found = checkpoint.tensors[key]
-        np.testing.assert_array_equal(read_rows(found), wanted)
+        np.testing.assert_allclose(read_rows(found), wanted, rtol=0, atol=1e-7)
         for start in range(0, len(values), 7):  # any rows, whole heads or not
             rows = read_rows(found, start, min(start + 5, len(values)))
-            np.testing.assert_array_equal(rows, wanted[start : start + 5])
+            np.testing.assert_allclose(rows, wanted[start : start + 5], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [*COMPUTED, "gpt_neox", "mixtral", "qwen2_moe"])
+def test_a_converted_model_computes_what_transformers_does(
+    device: Device, tmp_path: Path, name: str
+) -> None:
+    converted(tmp_path / "m.gguf", name, dtype=np.float32)
+    reference = load(name)
+    ids = reference.prompt_ids.tolist()
+    with device.scope():
+        logits = scores(build_engine(device, tmp_path / "m.gguf"), ids)
+    assert relative_error(logits, reference.logits) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
+def test_experts_of_blocks_are_read_one_by_one(tmp_path: Path, kind: Kind) -> None:
+    gguf = converted(tmp_path / "m.gguf", "mixtral", kind=kind)
+    config = gguf_config(gguf)
+    checkpoint, found = gguf_checkpoint(gguf, config), find_format(config)
+    assert found is not None
+    packed = find_packed(checkpoint, found, build_model(config).weights()).packed
+    experts = [key for key in packed if ".experts." in key]
+    assert len(experts) == 2 * 6 * 3
+    for key in experts:
+        info = Checkpoint.open(DATA / "models" / "mixtral").tensors[key]
+        wanted = library.dequantize(library.quantize(read_rows(info), kind), kind)
+        np.testing.assert_array_equal(packed[key].read(0, len(wanted)).dequantize(), wanted)
 
 
 def test_turned_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
@@ -314,6 +516,24 @@ def test_turned_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
         wanted = library.dequantize(data, kind)
         np.testing.assert_array_equal(matrix.read(0, len(data)).dequantize(), wanted)
         np.testing.assert_array_equal(matrix.read(9, 26).dequantize(), wanted[9:26])
+
+
+def test_a_tensor_of_q_k_and_v_is_taken_apart(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    parts = {
+        part: rng.standard_normal((rows, 8), np.float32)
+        for part, rows in (("q", 16), ("k", 8), ("v", 8))
+    }
+    whole = np.concatenate([turned(parts["q"], 4), turned(parts["k"], 2), parts["v"]])
+    tensors = {"blk.0.attn_qkv.weight": whole, "blk.0.attn_qkv.bias": whole[:, 0].copy()}
+    gguf = write(tmp_path / "m.gguf", tensors)
+    config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2})
+    found = gguf_checkpoint(gguf, config).tensors
+    assert len(found) == 6
+    for part, values in parts.items():
+        key = f"model.layers.0.self_attn.{part}_proj"
+        np.testing.assert_array_equal(read_rows(found[f"{key}.weight"]), values)
+        np.testing.assert_array_equal(read_rows(found[f"{key}.bias"]), values[:, 0])
 
 
 def test_every_name_of_an_architecture_is_known(tmp_path: Path) -> None:
@@ -398,7 +618,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        (lambda writer: writer.add_expert_count(8), "expert_count = 8"),
+        (lambda writer: writer.add_sliding_window(8), "llama.attention.sliding_window is not"),
         (lambda writer: writer.add_logit_scale(2.0), "llama.logit_scale is not implemented"),
         (lambda writer: writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE), "longrope"),
         (lambda writer: writer.add_rope_scaling_yarn_attn_factor(2.0), "yarn_attn_factor"),
@@ -408,6 +628,49 @@ def test_models_are_refused_by_name(tmp_path: Path, add: Any, message: str) -> N
     gguf = converted(tmp_path / "m.gguf", "llama", add)
     with pytest.raises(UnsupportedError, match=message):
         gguf_config(gguf)
+
+
+@pytest.mark.parametrize(
+    ("name", "add", "message"),
+    [
+        ("mixtral", lambda w: w.add_expert_weights_norm(False), "expert_weights_norm = False"),
+        (
+            "qwen3_moe",
+            lambda w: w.add_expert_gating_func(library.ExpertGatingFuncType.SIGMOID),
+            "expert_gating_func = 2",
+        ),
+        ("qwen3_moe", lambda w: w.add_expert_weights_scale(2.0), "expert_weights_scale = 2"),
+        ("qwen3_moe", lambda w: w.add_expert_group_count(4), "expert_group_count is not"),
+        ("qwen3", lambda w: w.add_expert_count(4), "expert_count = 4"),
+        ("olmo2", lambda w: w.add_sliding_window(4096), "olmo2.attention.sliding_window is not"),
+        ("glm4", lambda w: w.add_nextn_predict_layers(1), "nextn_predict_layers = 1"),
+        (
+            "stablelm",
+            lambda w: w.add_tensor("blk.0.attn_q_norm.weight", np.ones(64, np.float32)),
+            "qk_layernorm",
+        ),
+    ],
+)
+def test_variants_of_architectures_are_refused_by_name(
+    tmp_path: Path, name: str, add: Any, message: str
+) -> None:
+    def late(writer: library.GGUFWriter) -> None:
+        for data in writer.kv_data:
+            data.pop("mixtral.expert_weights_norm", None)
+            data.pop("llama.expert_weights_norm", None)
+            data.pop("qwen3.expert_count", None)
+        add(writer)
+
+    gguf = converted(tmp_path / "m.gguf", name, late)
+    with pytest.raises(UnsupportedError, match=message):
+        open_model(gguf.file)
+
+
+def test_experts_without_their_number_are_damage(tmp_path: Path) -> None:
+    gguf = converted(tmp_path / "m.gguf", "qwen3_moe")
+    gguf.metadata["qwen3moe.expert_count"] = 4
+    with pytest.raises(CheckpointError, match="holds 8 experts, but the metadata say 4"):
+        gguf_checkpoint(gguf, gguf_config(gguf))
 
 
 def test_what_differs_from_layer_to_layer_is_refused(tmp_path: Path) -> None:

@@ -1,46 +1,30 @@
 """What a GGUF file means: its metadata as a config.json, its tensors by their names on the hub.
 
-Names and conventions are those of llama.cpp's converter (convert_hf_to_gguf.py).
+Names and conventions are those of llama.cpp's converter (convert_hf_to_gguf.py);
+gguf_architectures.py has what differs from one architecture to the next.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
 from infer.models.config import RawConfig
 from infer.models.formats.gguf import Gguf
+from infer.models.formats.gguf_architectures import ARCHITECTURES, MIXTRAL, NAMES, Architecture
 from infer.models.formats.gguf_blocks import GgufBlocks
 from infer.models.formats.packed import FLOATS, read_rows
 
-# general.architecture -> model_type
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# Those whose rows of q and k the converter turns: see _Turned.
-_TURNED = ("llama",)
-
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -49,18 +33,22 @@ _SIZES = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
 }
+_EPS, _RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
-# Every key of an architecture that is understood; any other could change the computation.
+# Every key that is understood for all architectures; any other could change the computation.
 _KNOWN = {
     *_SIZES,
+    _EPS,
+    _RMS_EPS,
     "vocab_size",
     "attention.head_count_kv",
     "attention.key_length",
     "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
     "attention.causal",
     "expert_count",
     "expert_used_count",
+    "nextn_predict_layers",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scale_linear",
@@ -74,6 +62,14 @@ _KNOWN = {
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
 }
+# Of those with experts.
+_EXPERTS = {
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "expert_gating_func",
+}
 
 # The other parameters of Llama 3's scaling, which no GGUF file states: all published models have
 # these (low_freq_factor, high_freq_factor, original_max_position_embeddings).
@@ -86,54 +82,119 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     Raises UnsupportedError for an architecture or a key that is not implemented, CheckpointError
     for values that contradict each other.
     """
-    architecture = str(gguf.metadata.get("general.architecture"))
-    if architecture not in _ARCHITECTURES:
-        raise UnsupportedError(
-            f"{gguf.file}: the architecture {architecture!r} is not implemented for GGUF files "
-            f"(only {listed(_ARCHITECTURES)})."
-        )
+    architecture, how = _architecture(gguf)
     prefix = f"{architecture}."
     values = {
         key.removeprefix(prefix): value
         for key, value in gguf.metadata.items()
         if key.startswith(prefix)
     }
-    if unknown := sorted(values.keys() - _KNOWN):
+    if unknown := sorted(values.keys() - _known(how)):
         raise UnsupportedError(
             f"{gguf.file}: {listed(prefix + key for key in unknown)} is not implemented."
         )
-    if arrays := sorted(key for key, value in values.items() if not np.isscalar(value)):
+    by_layer = {key for key, value in values.items() if not np.isscalar(value)}
+    if arrays := sorted(by_layer - {_PATTERN}):
         raise UnsupportedError(
             f"{gguf.file}: {listed(prefix + key for key in arrays)} differ from layer to layer, "
             "which is not implemented."
         )
     raw = RawConfig(values, f"{gguf.file}: {architecture}")
     raw.expect("attention.causal", True)
-    raw.expect("expert_count", 0)
+    raw.expect("nextn_predict_layers", 0)
     config: dict[str, Any] = {name: raw.size(key) for key, name in _SIZES.items()}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = raw.size("attention.key_length", hidden // heads)
     raw.expect("attention.value_length", head_dim)
     embeddings = _tensor(gguf, "token_embd.weight")
-    return RawConfig(
-        config
-        | {
-            "model_type": _ARCHITECTURES[architecture],
-            "num_key_value_heads": raw.size("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "rms_norm_eps": raw.get("attention.layer_norm_rms_epsilon", kind=float),
-            "vocab_size": embeddings.shape[0],
-            "tie_word_embeddings": "output.weight" not in gguf.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-            "mlp_bias": "blk.0.ffn_gate.bias" in gguf.tensors,
-            "hidden_act": "silu",
-            "rope_theta": raw.get("rope.freq_base", 10000.0, float),
-            "partial_rotary_factor": raw.size("rope.dimension_count", head_dim) / head_dim,
-            "rope_scaling": _rope_scaling(gguf, raw, head_dim),
-            "quantization_config": {"quant_method": GgufBlocks.method},
-        },
-        str(gguf.file),
-    )
+    bias = _has_bias(gguf, "attn_q") or _has_bias(gguf, "attn_qkv")
+    config |= {
+        "model_type": how.model_type,
+        "num_key_value_heads": raw.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        how.eps: raw.get(_EPS if how.layer_norm else _RMS_EPS, kind=float),
+        "vocab_size": embeddings.shape[0],
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias", "use_qkv_bias"), bias),
+        "attention_out_bias": _has_bias(gguf, "attn_output"),
+        "mlp_bias": _has_bias(gguf, "ffn_gate"),
+        "hidden_act": "silu",
+        "rope_parameters": _rope(gguf, raw, how, head_dim),
+        "quantization_config": {"quant_method": GgufBlocks.method},
+    }
+    config |= how.values
+    if how.pattern is not None:
+        config |= _windows(raw, how)
+    if how.experts:
+        config |= _experts(gguf, raw, how, config["num_hidden_layers"])
+    else:
+        raw.expect("expert_count", 0)
+    config |= {name: raw.get(key) for key, name in how.keys.items() if key in values}
+    return RawConfig(config | how.more(gguf, config), str(gguf.file))
+
+
+def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
+    """general.architecture, and how its files are read."""
+    name = str(gguf.metadata.get("general.architecture"))
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{gguf.file}: the architecture {name!r} is not implemented for GGUF files "
+            f"(only {listed(ARCHITECTURES, limit=len(ARCHITECTURES))})."
+        )
+    mixtral = name == "llama" and gguf.metadata.get("llama.expert_count")
+    return name, MIXTRAL if mixtral else ARCHITECTURES[name]
+
+
+def _known(how: Architecture) -> set[str]:
+    """The keys that are understood."""
+    known = {*_KNOWN, *how.keys, *how.ignored}
+    if how.experts:
+        known |= _EXPERTS
+    if how.pattern is not None:
+        known.add(_WINDOW)
+    if how.pattern:
+        known.add(_PATTERN)
+    if how.local_theta is not None:
+        known.add("rope.freq_base_swa")
+    return known
+
+
+def _has_bias(gguf: Gguf, part: str) -> bool:
+    return f"blk.0.{part}.bias" in gguf.tensors
+
+
+def _windows(raw: RawConfig, how: Architecture) -> dict[str, Any]:
+    """The window, which 0 means there is none, and which layers have it."""
+    window = raw.get(_WINDOW, how.values.get("sliding_window"), int) or None
+    pattern = raw.get(_PATTERN, how.pattern)
+    if not how.pattern or window is None:
+        return {"sliding_window": window}
+    if np.isscalar(pattern):
+        return {"sliding_window": window, "sliding_window_pattern": pattern}
+    types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    return {"sliding_window": window, "layer_types": types}
+
+
+def _experts(gguf: Gguf, raw: RawConfig, how: Architecture, layers: int) -> dict[str, Any]:
+    """How many there are and of what width, which older files do not state, and where."""
+    if (normed := how.values.get("norm_topk_prob")) is None:
+        raw.expect("expert_weights_norm", True)
+    raw.expect("expert_weights_scale", 1.0, 0.0)
+    raw.expect("expert_gating_func", 1, 0)  # softmax
+    routed = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" in gguf.tensors]
+    if not routed:
+        raise CheckpointError(f"{gguf.file} has experts, but no layer of it a router.")
+    down = _tensor(gguf, f"blk.{routed[0]}.ffn_down_exps.weight")
+    shared = gguf.tensors.get(f"blk.{routed[0]}.ffn_down_shexp.weight")
+    width = raw.size("expert_shared_feed_forward_length", shared and shared.shape[-1])
+    return {
+        "num_experts": raw.size("expert_count"),
+        "num_experts_per_tok": raw.size("expert_used_count"),
+        "moe_intermediate_size": raw.size("expert_feed_forward_length", down.shape[-1]),
+        "shared_expert_intermediate_size": width,
+        "norm_topk_prob": raw.get("expert_weights_norm", normed, bool),
+        "mlp_only_layers": [i for i in range(layers) if i not in routed],
+    }
 
 
 def _tensor(gguf: Gguf, name: str) -> TensorInfo:
@@ -143,14 +204,28 @@ def _tensor(gguf: Gguf, name: str) -> TensorInfo:
     return info
 
 
-def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any] | None:
+def _rope(gguf: Gguf, raw: RawConfig, how: Architecture, head_dim: int) -> dict[str, Any]:
+    """rope_parameters, those of layers with a window apart where they have their own."""
+    own = {"partial_rotary_factor": raw.size("rope.dimension_count", head_dim) / head_dim}
+    everywhere = own | {"rope_theta": raw.get("rope.freq_base", 10000.0, float)}
+    everywhere |= _rope_scaling(gguf, raw, head_dim)
+    if how.local_theta is None:
+        return everywhere
+    local = {"rope_theta": raw.get("rope.freq_base_swa", how.local_theta, float)}
+    return {"full_attention": everywhere, "sliding_attention": own | local}
+
+
+def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
+    raw.expect("rope.scale_linear", 1.0)
+    kind = raw.get("rope.scaling.type", "none", str)
+    if any(name in gguf.tensors for name in _LONGROPE.values()):
+        raw.expect("rope.scaling.type", "none", "longrope")
+        return _longrope(gguf, raw)
+    raw.expect("rope.scaling.type", "none", "linear", "yarn")
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         raw.expect(f"rope.scaling.{key}", 1.0)
-    raw.expect("rope.scale_linear", 1.0)
-    raw.expect("rope.scaling.type", "none", "linear", "yarn")
-    kind = raw.get("rope.scaling.type", "none", str)
     if kind == "none":
-        return _llama3(gguf, raw, head_dim) if _ROPE_FACTORS in gguf.tensors else None
+        return _llama3(gguf, raw, head_dim) if _ROPE_FACTORS in gguf.tensors else {}
     if _ROPE_FACTORS in gguf.tensors:
         raise UnsupportedError(f"{gguf.file}: {_ROPE_FACTORS} with {kind} is not implemented.")
     scaling = {"rope_type": kind, "factor": raw.get("rope.scaling.factor", kind=float)}
@@ -165,7 +240,23 @@ def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any] |
     return scaling
 
 
-def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any] | None:
+def _longrope(gguf: Gguf, raw: RawConfig) -> dict[str, Any]:
+    """A factor for each pair, as Phi-3 has them, and one on cos and sin."""
+    infos = {key: _tensor(gguf, name) for key, name in _LONGROPE.items()}
+    if odd := [info.name for info in infos.values() if info.dtype not in FLOATS]:
+        raise CheckpointError(f"{gguf.file}: {listed(odd)} are no floats.")
+    factors = {key: read_rows(info).reshape(-1).tolist() for key, info in infos.items()}
+    original = raw.size("rope.scaling.original_context_length")
+    attention = raw.get("rope.scaling.attn_factor", None, float)
+    return {
+        "rope_type": "longrope",
+        **factors,
+        "original_max_position_embeddings": original,
+        "attention_factor": attention,
+    }
+
+
+def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
     """Llama 3's scaling, from the factors that the converter has made of it."""
     info = gguf.tensors[_ROPE_FACTORS]
     if info.shape != (head_dim // 2,) or info.dtype not in FLOATS:
@@ -173,7 +264,7 @@ def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any] | None:
     factors = read_rows(info)
     factor = float(factors[-1])  # of the longest wave
     if (factors == 1).all():
-        return None
+        return {}
     low, high, original = _LLAMA3
     theta = raw.get("rope.freq_base", 10000.0, float)
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -193,47 +284,126 @@ def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any] | None:
 
 
 def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
-    """The tensors by their names on the hub, rows in the order that they have there. Those without
-    such a name keep their own; what config.json says instead is left out."""
-    turned = gguf.metadata.get("general.architecture") in _TURNED
-    heads = {
-        "attn_q": config.values["num_attention_heads"],
-        "attn_k": config.values["num_key_value_heads"],
-    }
+    """The tensors by their names on the hub, with the rows and values that they have there. Those
+    without such a name keep their own; what config.json says instead is left out."""
+    _, how = _architecture(gguf)
+    names = NAMES | how.names
     tensors: dict[str, TensorInfo] = {}
     for info in gguf.tensors.values():
-        if info.name == _ROPE_FACTORS:
+        if info.name in (_ROPE_FACTORS, *_LONGROPE.values()):
             continue
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", info.name)
-        name, own = info.name, "" if match is None else match[2]
-        if match is not None and own in _NAMES:
-            layer = "" if match[1] is None else f"model.layers.{match[1]}."
-            name = f"{layer}{_NAMES[own]}.{match[3]}"
-        fields = (name, info.dtype, info.shape, info.file, info.offset, info.nbytes)
-        if turned and own in heads:
-            if info.shape[0] % (2 * heads[own]):
-                raise CheckpointError(
-                    f"{gguf.file}: {info.name} has {info.shape[0]} rows, but {heads[own]} heads."
-                )
-            tensors[name] = _Turned(*fields, heads[own])
-        else:
-            tensors[name] = TensorInfo(*fields)
+        if match is None:
+            tensors[info.name] = info
+            continue
+        layer = "" if match[1] is None else f"{how.layers}.{match[1]}."
+        for own, part in _parts(info, match[2], names, config):
+            if (name := names.get(own)) is None:
+                tensors[info.name] = info
+                continue
+            number = part.name.removeprefix(info.name)  # of an expert
+            name = f"{layer}{name.format(number)}.{match[3]}"
+            tensors[name] = _as_on_the_hub(replace(part, name=name), own, how, config)
     return Checkpoint(gguf.file, tensors)
 
 
-@dataclass(frozen=True)
-class _Turned(TensorInfo):
-    """A tensor with rows 0, h, 1, h + 1, ... of each head of 2 h rows, as llama.cpp rotates pairs
-    of neighbours. It is read as the hub has it, where a row is rotated with the one h after it."""
+def _parts(
+    info: TensorInfo, own: str, names: dict[str, str], config: RawConfig
+) -> Iterator[tuple[str, TensorInfo]]:
+    """What stands in one tensor and in several on the hub, with the names that each would have
+    here; an expert's number is appended to the tensor's."""
+    rows = info.shape[0]
+    if 0 in info.shape:  # no shape that a model asks for
+        yield own, info
+    elif own == "attn_qkv" and own not in names:
+        kv_heads = config.values["num_key_value_heads"]
+        head = rows // (config.values["num_attention_heads"] + 2 * kv_heads)
+        start = 0
+        for part, count in (
+            ("q", rows - 2 * kv_heads * head),
+            *((x, kv_heads * head) for x in "kv"),
+        ):
+            yield f"attn_{part}", info.part(info.name, start, (count, *info.shape[1:]))
+            start += count
+    elif "{}" in names.get(own, "") and len(info.shape) == 3:
+        if rows != config.values.get("num_experts"):
+            raise CheckpointError(
+                f"{info.file}: {info.name} holds {rows} experts, but the metadata say "
+                f"{config.values.get('num_experts')}."
+            )
+        for expert in range(rows):
+            start, shape = expert * info.shape[1], info.shape[1:]
+            yield own, info.part(f"{info.name}{expert}", start, shape)
+    elif own == "ffn_gate_inp_shexp" and len(info.shape) == 1:  # a matrix of one row
+        yield own, replace(info, shape=(1, rows))
+    else:
+        yield own, info
 
-    heads: int
+
+def _as_on_the_hub(info: TensorInfo, own: str, how: Architecture, config: RawConfig) -> TensorInfo:
+    """The tensor with its rows in the hub's order, and without what was added to it."""
+    fields = (info.name, info.dtype, info.shape, info.file, info.offset, info.nbytes)
+    heads = config.values["num_attention_heads"]
+    if how.turned and own in ("attn_q", "attn_k"):
+        heads = heads if own == "attn_q" else config.values["num_key_value_heads"]
+        if info.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{info.file}: {info.name} has {info.shape[0]} rows, but {heads} heads."
+            )
+        return _Swapped(*fields, (heads, info.shape[0] // heads // 2, 2), 1)
+    if how.model_type == "gpt_neox" and own == "attn_qkv":
+        if info.shape[0] % (3 * heads):
+            raise CheckpointError(
+                f"{info.file}: {info.name} has {info.shape[0]} rows, but 3 times {heads} heads."
+            )
+        return _Swapped(*fields, (3, heads, info.shape[0] // heads // 3), 0)
+    if how.norm_added and own.endswith("norm"):
+        if info.dtype != "f32":
+            raise UnsupportedError(
+                f"{info.file}: {info.name} is of type {info.dtype}, which is not implemented for "
+                "the weights of norms (only f32)."
+            )
+        return _Less(*fields, how.norm_added)
+    return info
+
+
+@dataclass(frozen=True)
+class _Swapped(TensorInfo):
+    """A tensor with rows [a, b, c] that is read with `axis` and the next of these swapped.
+
+    llama.cpp rotates pairs of neighbours, so that a head has rows 0, h, 1, h + 1, ... of its 2 h;
+    on the hub a row is rotated with the one h after it. And all of q, all of k and all of v follow
+    each other where GPT-NeoX has q, k and v of each head."""
+
+    sizes: tuple[int, int, int]
+    axis: int
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """Where each row is in the file."""
+        rows = np.arange(self.shape[0]).reshape(self.sizes)
+        return rows.swapaxes(self.axis, self.axis + 1).reshape(-1)
 
     def read_into(self, view: memoryview, start: int = 0) -> None:
-        per_head = self.nbytes // self.heads
-        first, last = start // per_head, -(-(start + len(view)) // per_head)
-        whole = np.empty((last - first) * per_head, np.uint8)
-        super().read_into(whole.data.cast("B"), first * per_head)
-        pairs = whole.reshape(last - first, self.shape[0] // self.heads // 2, 2, -1)
-        rows = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
-        at = start - first * per_head
-        view[:] = rows[at : at + len(view)].data.cast("B")
+        stride = self.nbytes // self.shape[0]
+        first, last = start // stride, -(-(start + len(view)) // stride)
+        rows, done = self.order[first:last], 0
+        whole = np.empty((len(rows), stride), np.uint8)
+        for near in np.split(rows, np.flatnonzero(abs(np.diff(rows)) > 2) + 1):
+            span = np.empty((near[-1] + 1 - near[0], stride), np.uint8)
+            super().read_into(span.data.cast("B"), int(near[0]) * stride)
+            whole[done : done + len(near)] = span[near - near[0]]
+            done += len(near)
+        at = start - first * stride
+        view[:] = whole.reshape(-1)[at : at + len(view)].data.cast("B")
+
+
+@dataclass(frozen=True)
+class _Less(TensorInfo):
+    """A tensor of f32 to whose values something was added, which is taken off again."""
+
+    added: float
+
+    def read_into(self, view: memoryview, start: int = 0) -> None:
+        super().read_into(view, start)
+        np.frombuffer(view, np.float32)[:] -= np.float32(self.added)

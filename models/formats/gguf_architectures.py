@@ -1,0 +1,242 @@
+"""What llama.cpp's converter makes of each architecture: what its tensors and its metadata are
+called on the hub, and what no file says because llama.cpp knows it.
+
+| general.architecture                | what is peculiar                                           |
+| ----------------------------------- | ---------------------------------------------------------- |
+| llama, granite, smollm3             | rows of q and k are turned: see gguf_config.py             |
+| gemma, gemma2, gemma3               | one was added to the weights of norms                      |
+| gemma2, gemma3                      | the largest model has another scale of attention           |
+| gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
+| gemma3                              | layers with a window have a rope of their own              |
+| phi3, chatglm, glm4                 | ffn_up is gate and up                                      |
+| phi3                                | rope_factors_long and rope_factors_short are of LongRoPE   |
+| gptneox                             | attn_qkv is all of q, then all of k, then all of v         |
+| hunyuan-dense                       | rope.freq_base has taken the scaling in                    |
+| smollm3                             | every fourth layer does not turn                           |
+| llama with experts (Mixtral),       | experts are stacked; whether the weights of those chosen   |
+| qwen2moe, qwen3moe, olmoe           | are made to add up to one is known by the architecture     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.models.formats.gguf import Gguf
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the files of an architecture are read.
+
+    model_type: that of config.json.
+    names: of tensors on the hub, where these are others than in NAMES. "{}" is an expert's number.
+    layers: what the names of a layer's tensors begin with there.
+    keys: of metadata, and what config.json calls them.
+    values: of config.json, the same in all models.
+    more: values that follow from others and from what tensors there are.
+    eps: what config.json calls the epsilon of norms; layer_norm: of which kind these are.
+    turned: rows of q and k are in another order than on the hub. norm_added: what was added to the
+        weights of norms.
+    pattern: where layers have a window: every so many layers have none, or 0 for none of them.
+    local_theta: of the rope of layers with a window, where they have their own.
+    experts: whether layers have them.
+    ignored: keys of metadata that say nothing reliable.
+    """
+
+    model_type: str
+    names: dict[str, str] = field(default_factory=dict)
+    layers: str = "model.layers"
+    keys: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    more: Callable[[Gguf, Config], Config] = lambda gguf, config: {}
+    eps: str = "rms_norm_eps"
+    layer_norm: bool = False
+    turned: bool = False
+    norm_added: float = 0.0
+    pattern: int | None = None
+    local_theta: float | None = None
+    experts: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_GATE_UP = {"ffn_up": "mlp.gate_up_proj"}
+_AFTER = {  # norms of what attention and MLP give
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA2 = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+_GLM4 = _GATE_UP | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+_PHI = {
+    "output_norm": "model.final_layernorm",
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_GPT_NEOX = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def _gemma_scale(largest: int) -> Callable[[Gguf, Config], Config]:
+    """The largest model, known by its layers, has another scale of attention than the others."""
+
+    def more(gguf: Gguf, config: Config) -> Config:
+        wide = config["hidden_size"] // config["num_attention_heads"]
+        is_largest = config["num_hidden_layers"] == largest
+        return {"query_pre_attn_scalar": wide if is_largest else config["head_dim"]}
+
+    return more
+
+
+def _has(name: str) -> Callable[[Gguf, Config], Config]:
+    """Whether q and k are normed, under the family's name for that."""
+    return lambda gguf, config: {name: "blk.0.attn_q_norm.weight" in gguf.tensors}
+
+
+def _stablelm(gguf: Gguf, config: Config) -> Config:
+    """The key of the metadata is wrong in some files; a model with both norms is not parallel."""
+    return _has("qk_layernorm")(gguf, config) | {
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in gguf.tensors
+    }
+
+
+MIXTRAL = Architecture("mixtral", _MIXTRAL, turned=True, experts=True)
+
+# general.architecture -> how it is read
+ARCHITECTURES = {
+    "chatglm": Architecture("glm", _GATE_UP),
+    "cohere2": Architecture(
+        "cohere2",
+        keys={"logit_scale": "logit_scale"},
+        eps="layer_norm_eps",
+        layer_norm=True,
+        pattern=4,
+    ),
+    "command-r": Architecture(
+        "cohere",
+        keys={"logit_scale": "logit_scale"},
+        more=_has("use_qk_norm"),
+        eps="layer_norm_eps",
+        layer_norm=True,
+    ),
+    "ernie4_5": Architecture("ernie4_5"),
+    "exaone4": Architecture("exaone4", _AFTER, pattern=4),
+    "gemma": Architecture("gemma", values={"hidden_act": "gelu_pytorch_tanh"}, norm_added=1.0),
+    "gemma2": Architecture(
+        "gemma2",
+        _GEMMA2,
+        keys=_SOFTCAPS,
+        values={"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
+        more=_gemma_scale(largest=46),
+        norm_added=1.0,
+        pattern=2,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        _GEMMA2,
+        keys=_SOFTCAPS,
+        values={"hidden_activation": "gelu_pytorch_tanh"},
+        more=_gemma_scale(largest=62),
+        norm_added=1.0,
+        pattern=6,
+        local_theta=10000.0,
+    ),
+    "glm4": Architecture("glm4", _GLM4),
+    "gptneox": Architecture(
+        "gpt_neox",
+        _GPT_NEOX,
+        layers="gpt_neox.layers",
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        values={"hidden_act": "gelu"},  # of Pythia; GPT-NeoX-20B has the approximation by tanh
+        eps="layer_norm_eps",
+        layer_norm=True,
+    ),
+    "granite": Architecture("granite", keys=_GRANITE, turned=True),
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        values={"use_qk_norm": True},
+    ),
+    "llama": Architecture("llama", turned=True),
+    "olmo2": Architecture("olmo2", _AFTER),
+    "olmoe": Architecture("olmoe", values={"norm_topk_prob": False}, experts=True),
+    "phi2": Architecture(
+        "phi",
+        _PHI,
+        values={"hidden_act": "gelu_new"},
+        eps="layer_norm_eps",
+        layer_norm=True,
+    ),
+    "phi3": Architecture("phi3", _GATE_UP | {"attn_qkv": "self_attn.qkv_proj"}, pattern=0),
+    "qwen2": Architecture("qwen2"),
+    "qwen2moe": Architecture("qwen2_moe", values={"norm_topk_prob": False}, experts=True),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", values={"norm_topk_prob": True}, experts=True),
+    "seed_oss": Architecture("seed_oss", {"post_attention_norm": "post_attention_layernorm"}),
+    "smollm3": Architecture("smollm3", turned=True),
+    "stablelm": Architecture(
+        "stablelm",
+        more=_stablelm,
+        eps="layer_norm_eps",
+        layer_norm=True,
+        ignored=("use_parallel_residual",),
+    ),
+    "starcoder2": Architecture(
+        "starcoder2",
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        values={"hidden_act": "gelu_pytorch_tanh"},
+        eps="norm_epsilon",
+        layer_norm=True,
+        pattern=0,
+    ),
+}
