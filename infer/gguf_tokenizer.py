@@ -27,24 +27,49 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
-# tokenizer.ggml.pre -> what text is split by before bytes are merged; None is GPT-2's own way.
-_SPLITS = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-    "smollm": r"\p{N}",
-    "gpt-2": None,
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = "|".join(_CASED) + r"|\p{N}" + _CASED_REST
+_GPT4O = "|".join(f"{word}{_CONTRACTIONS}?" for word in _CASED) + r"|\p{N}{1,3}" + _CASED_REST
+_SEED = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+# tokenizer.ggml.pre -> what text is split by, one after the other, before bytes are merged.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}",)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), ()),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _DEEPSEEK3),
+    "tekken": (_TEKKEN,),
+    "gpt-4o": (_GPT4O,),
+    "seed-coder": (_SEED,),
 }
+# Those that are split in GPT-2's own way after that.
+_BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olmo", "exaone4")
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words of the vocabulary are not merged
-_NFC = ("qwen2", "deepseek-r1-qwen")
+_NFC = ("qwen2", "deepseek-r1-qwen", "command-r", "olmo")
+
+# Control tokens that end a turn, whether or not a file says so: many name only one.
+_ENDS_BY_TEXT = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
 
 
 def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
@@ -83,6 +108,11 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
             special_tokens=[(name, number) for name, number in ends if number is not None],
         )
     eos_ids = [found.token_id(key, len(tokens)) for key in _ENDS]
+    eos_ids += [
+        i
+        for i, (token, of) in enumerate(zip(tokens, types, strict=True))
+        if of == _CONTROL and token in _ENDS_BY_TEXT
+    ]
     return Tokenizer(
         backend,
         special_tokens={name: tokens[number] for name, number in ids.items() if number is not None},
@@ -141,10 +171,8 @@ def _byte_level(
         )
     merges = _pairs(found)
     backend = tokenizers.Tokenizer(_bpe(found, tokens, types, merges, ignore_merges=pre in _WHOLE))
-    split = _SPLITS[pre]
-    steps: list[Any] = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
-    by_gpt2 = split is None or pre == "smollm"
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2))
+    steps: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[pre]]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in _BY_GPT2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if pre in _NFC:
         backend.normalizer = normalizers.NFC()

@@ -748,13 +748,13 @@ def test_a_byte_level_tokenizer_is_read(tmp_path: Path) -> None:
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids, False) == wanted.decode(ids, skip_special_tokens=False)
     assert tokenizer.special_tokens == {"eos_token": wanted.id_to_token(2)}
-    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.eos_token_ids == {0, 2}  # <|endoftext|> ends it too
     assert tokenizer.bos_token_id is None
     assert tokenizer.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2", "dbrx", "gpt-4o"])
 def test_text_is_split_as_transformers_does(tmp_path: Path, pre: str) -> None:
     pytest.importorskip("transformers")
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
@@ -781,6 +781,10 @@ def test_text_is_split_as_transformers_does(tmp_path: Path, pre: str) -> None:
         ("tekken", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!\n"]),
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
         ("gpt-2", ["It", "'s", " 12345", " dogs", "!", "\n"]),
+        ("command-r", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
+        ("gpt-4o", ["It's", " ", "123", "45", " dogs", "!\n"]),
+        ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
+        ("hunyuan-dense", ["It", "'s", " ", "123", "45", " dogs", "!\n"]),
     ],
 )
 def test_text_is_split_before_merging(tmp_path: Path, pre: str, pieces: list[str]) -> None:
@@ -848,7 +852,7 @@ def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
     bare = tokenizer.encode("a dog", add_special_tokens=False)
     assert tokenizer.encode("a dog") == [0, *bare, 1]  # llama-bpe has BOS unless the file says no
-    assert tokenizer.eos_token_ids == {1, 4}
+    assert tokenizer.eos_token_ids == {1, 3, 4}  # <|eot_id|>, though the file does not say so
     assert tokenizer.templates == {"default": "A", "tool_use": "B"}
 
 
