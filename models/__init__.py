@@ -54,6 +54,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     from infer.models.formats import find_format, find_packed
     from infer.models.formats.gguf import Gguf
     from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
+    from infer.models.formats.mlx import unstacked
 
     if path.is_file():
         gguf = Gguf.open(path)
@@ -61,7 +62,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
         checkpoint = gguf_checkpoint(gguf, raw)
     else:
         raw = RawConfig.open(path)
-        checkpoint = Checkpoint.open(path)
+        checkpoint = unstacked(Checkpoint.open(path))
     found = find_format(raw)
     model = build_model(raw)
     if found is not None:

@@ -31,7 +31,14 @@ from infer.kernels.tensor import (
 )
 from infer.kernels.upload import PIECE_BYTES, Fill, Uploader
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
-from infer.models.packing import PackedRows, Stored, stored_packed, stored_schemes
+from infer.models.packing import (
+    WIDENED,
+    PackedRows,
+    Stored,
+    WidenedRows,
+    stored_packed,
+    stored_schemes,
+)
 from infer.models.shapes import Published
 
 # bf16 is kept as its bits: numpy has no such type.
@@ -43,6 +50,7 @@ _BLOCK = 1 << 18
 # What embeddings and the output projection are stored as in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
 _EMBEDDINGS = ("embed_tokens", "lm_head")
+_ROUTER = ".router"
 
 # The parameters of wgsl/fill_random.wgsl.
 _FILL = np.dtype(
@@ -106,10 +114,11 @@ class WeightSpec:
 
 def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> Stored:
     """How a weight lies on the GPU: f32 for a vector, else in `converted_dtype`, else as its
-    sources are. Sources of different dtypes are widened to f32, which holds each of them exactly.
+    sources are. Sources of different dtypes are widened to f32, which holds each of them exactly;
+    so are quantised ones beside others that are not, or that have no form in common with them, and
+    those of a router.
 
-    Raises UnsupportedError for a conversion of what is quantised already, and for sources of which
-    some are.
+    Raises UnsupportedError for a conversion of what is quantised already.
     """
     sources = spec.found(checkpoint)
     packed = [checkpoint.packed[s.key] for s in sources if s.key in checkpoint.packed]
@@ -118,11 +127,8 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
             f"{checkpoint.folder} is quantised already ({checkpoint.format}): its weights are not "
             f"converted to {dtype}. Leave out --dtype and --quantize."
         )
-    if packed and len(packed) < len(sources):
-        raise UnsupportedError(
-            f"{checkpoint.folder} has some of {listed(s.key for s in sources)} quantised and "
-            "others not, which is not implemented."
-        )
+    if packed and (len(packed) < len(sources) or spec.name.endswith(_ROUTER)):
+        return WIDENED
     if packed:
         return stored_packed(packed, spec.name)
     if dtype is not None or len(spec.shape) == 1:
@@ -134,7 +140,7 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
 def converted_dtype(spec: WeightSpec, dtype: str) -> str:
     """The dtype of a weight in a model that is converted to `dtype`. Routers are not quantised:
     they are small, and what they choose must not change."""
-    router = spec.name.endswith(".router") and dtype in QUANTIZED
+    router = spec.name.endswith(_ROUTER) and dtype in QUANTIZED
     if len(spec.shape) == 1 or router:
         return "f32"
     return EMBEDDING_DTYPE if dtype == "q4" and spec.name in _EMBEDDINGS else dtype
@@ -431,6 +437,12 @@ def _transfers(
     columns = 1 if vector else tensor.shape[1]
     stride = ITEMSIZE["f32"] if vector else row_bytes(columns, tensor.dtype)
     for source, shard, start, end, row in _placed(spec.found(checkpoint), tensor):
+        matrix = checkpoint.packed.get(source.key)
+        if matrix is not None:
+            info, at = matrix.tensors[0], (start - shard.start) * stride
+            fill, nbytes = WidenedRows(matrix, row).fill, (end - start) * stride
+            yield _Transfer((info.file, info.offset), shard.buffer, at, nbytes, stride, fill)
+            continue
         info = checkpoint.tensors[source.key]
         if tensor.dtype not in QUANTIZED:
             rows = _Rows(info, row * columns, columns, tensor.dtype, stride, spec.added)
