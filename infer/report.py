@@ -26,7 +26,7 @@ from infer.memory import (
     memory_needed,
 )
 from infer.models import open_model
-from infer.models.packing import Stored
+from infer.models.packing import WIDENED, Stored
 from infer.models.weights import WeightSpec, check_checkpoint, stored
 from infer.sampling import SamplingParams
 from infer.terminal import size
@@ -189,9 +189,10 @@ def check_kernels(adapter: AdapterInfo, progress: Callable[[str], None]) -> Chec
 class ModelReport:
     """What a model is and what it needs at `context` positions; sizes in bytes.
 
-    parameters: without those that are shared. dtypes: of the matrices on the GPU. disk_bytes: all
-    tensors of the checkpoint. fits: whether the adapter has room now, None where that is unknown;
-    `verdict` says it in words.
+    parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
+    of these are f32 because their parts are quantised in ways that have no form in common.
+    disk_bytes: all tensors of the checkpoint. fits: whether the adapter has room now, None where
+    that is unknown; `verdict` says it in words.
     """
 
     name: str
@@ -200,6 +201,7 @@ class ModelReport:
     architecture: str
     parameters: int
     dtypes: list[str]
+    widened: int
     format: str | None
     disk_bytes: int
     max_context: int
@@ -222,6 +224,7 @@ class ModelReport:
     def text(self) -> str:
         chat = "with a chat template" if self.chat_template else "without a chat template"
         bits = 8 * self.disk_bytes / self.parameters
+        widened = f", {self.widened} widened" if self.widened else ""
         missing = "missing: the model cannot be run without tokenizer.json"
         return _table(
             {
@@ -230,7 +233,7 @@ class ModelReport:
                 "parameters": f"{self.parameters:,}",
                 "tokenizer": chat if self.tokenizer else missing,
                 "format": f"{self.format or 'floats'}, {bits:.2f} bits per weight",
-                "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)} "
+                "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)}{widened} "
                 f"({size(self.disk_bytes)} on the disk)",
                 "KV cache": f"{size(self.kv_cache_bytes)} for {self.context:,} positions "
                 f"({self.kv_bytes_per_token:,} bytes per token in {self.kv_dtype})",
@@ -302,6 +305,7 @@ def inspect_model(
         architecture=llama.config.model_type,
         parameters=sum(prod(spec.shape) for spec in specs),
         dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
+        widened=sum(how is WIDENED for how in storage.values()),
         format=checkpoint.format,
         disk_bytes=checkpoint.nbytes,
         max_context=llama.config.max_position_embeddings,

@@ -34,6 +34,7 @@ from infer.models.formats import find_format, find_packed
 from infer.models.formats.gguf_blocks import GgufBlocks
 from infer.models.formats.packed import read_rows
 from infer.models.weights import Source, WeightSpec, check_checkpoint, load_weights, stored
+from infer.report import inspect_model
 
 Array = NDArray[Any]
 LIMIT = 1e-10  # of f32 arithmetic
@@ -316,6 +317,9 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
     how = {spec.name: stored(spec, checkpoint) for spec in model.weights()}
     assert {of.dtype for name, of in how.items() if name.endswith("router")} == {"f32"}
     assert {of.dtype for name, of in how.items() if ".experts." in name} == {"q4"}
+    report = inspect_model(str(tmp_path))
+    assert report.widened == len(routers) == 2
+    assert "2 widened" in report.text()
 
 
 def save(tensors: dict[str, Array], file: Path) -> None:

@@ -49,6 +49,7 @@ _KNOWN = {
     "expert_count",
     "expert_used_count",
     "nextn_predict_layers",
+    "tensor_data_layout",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scale_linear",
@@ -102,6 +103,7 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     raw = RawConfig(values, f"{gguf.file}: {architecture}")
     raw.expect("attention.causal", True)
     raw.expect("nextn_predict_layers", 0)
+    raw.expect("tensor_data_layout", "Meta AI original pth")
     config: dict[str, Any] = {name: raw.size(key) for key, name in _SIZES.items()}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = raw.size("attention.key_length", hidden // heads)
