@@ -520,6 +520,18 @@ def test_turned_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
         np.testing.assert_array_equal(matrix.read(9, 26).dequantize(), wanted[9:26])
 
 
+def test_a_tensor_of_gate_and_up_is_taken_apart(tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).standard_normal((3, 2 * 4, 8), np.float32)
+    gguf = write(tmp_path / "m.gguf", {"blk.1.ffn_gate_up_exps.weight": whole}, arch="qwen3moe")
+    config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 3})
+    found = gguf_checkpoint(gguf, config).tensors
+    assert len(found) == 6
+    for expert, (gate, up) in enumerate(np.split(matrix, 2) for matrix in whole):
+        key = f"model.layers.1.mlp.experts.{expert}"
+        np.testing.assert_array_equal(read_rows(found[f"{key}.gate_proj.weight"]), gate)
+        np.testing.assert_array_equal(read_rows(found[f"{key}.up_proj.weight"]), up)
+
+
 def test_a_tensor_of_q_k_and_v_is_taken_apart(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     parts = {
@@ -536,6 +548,9 @@ def test_a_tensor_of_q_k_and_v_is_taken_apart(tmp_path: Path) -> None:
         key = f"model.layers.0.self_attn.{part}_proj"
         np.testing.assert_array_equal(read_rows(found[f"{key}.weight"]), values)
         np.testing.assert_array_equal(read_rows(found[f"{key}.bias"]), values[:, 0])
+    gguf = write(tmp_path / "m.gguf", tensors | {"blk.0.attn_v.weight": parts["v"]})
+    with pytest.raises(CheckpointError, match=r"v_proj.weight twice"):
+        gguf_checkpoint(gguf, config)
 
 
 def test_every_name_of_an_architecture_is_known(tmp_path: Path) -> None:
