@@ -813,7 +813,7 @@ def test_text_is_split_before_merging(tmp_path: Path, pre: str, pieces: list[str
     assert [decode([piece]) for piece, _ in found] == pieces
 
 
-@pytest.mark.parametrize("stored", ["merges", "scores"])
+@pytest.mark.parametrize("stored", ["merges", "scores", "order"])
 def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
     wanted = text_of("mistral")
     backend = json.loads(wanted.to_str())["model"]
@@ -834,11 +834,14 @@ def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
         writer.add_eos_token_id(2)
         if stored == "merges":
             writer.add_token_merges(merges)
+        elif stored == "order":
+            writer.add_token_scores([0.0] * len(tokens))
         else:  # as in SentencePiece, the later merged the lower
             rank = {merge.replace(" ", ""): -float(i) for i, merge in enumerate(merges)}
             writer.add_token_scores([rank.get(token, -1e6) for token in tokens])
 
-    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
+    arch = "gemma2" if stored == "order" else "llama"
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add, arch=arch))
     reference = Tokenizer(wanted, special_tokens={"bos_token": "<s>"})  # no second BOS
     for text in SAMPLES:
         ids = reference.encode(text)
