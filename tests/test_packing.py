@@ -122,7 +122,12 @@ def test_parts_of_different_kinds_keep_their_values(
         assert weight.dtype == dtype
         forward = Forward(device, len(values))
         y = forward.run(forward.ops.embedding(weight), tokens=list(range(len(values))))
-    assert nmse(y, values) <= 1e-14
+        assert nmse(y, values) <= 1e-14
+        x, exact = int8_rows(rng, 3, columns)
+        forward = Forward(device, 3)
+        y = forward.run(forward.ops.linear(forward.input(x), weight))
+    rounded = exact if dtype in QUANTIZED else x
+    assert nmse(y, reference.matmul(rounded, values)) <= LIMIT
 
 
 def test_parts_may_have_different_orders(device: Device, tmp_path: Path) -> None:
