@@ -126,7 +126,7 @@ def test_parts_of_different_kinds_keep_their_values(
         x, exact = int8_rows(rng, 3, columns)
         forward = Forward(device, 3)
         y = forward.run(forward.ops.linear(forward.input(x), weight))
-    rounded = exact if dtype in QUANTIZED else x
+    rounded = exact if dtype in INTEGERS else x
     assert nmse(y, reference.matmul(rounded, values)) <= LIMIT
 
 
