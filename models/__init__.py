@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -12,37 +12,44 @@ if TYPE_CHECKING:
     from infer.models.config import RawConfig
     from infer.models.llama import Llama
 
-# model_type -> class, in the module of that name
-ARCHITECTURES = {
-    "cohere": "Cohere",
-    "cohere2": "Cohere2",
-    "ernie4_5": "Ernie45",
-    "exaone4": "Exaone4",
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text",
-    "glm": "Glm",
-    "glm4": "Glm4",
-    "gpt_neox": "GPTNeoX",
-    "granite": "Granite",
-    "helium": "Helium",
-    "hunyuan_v1_dense": "HunyuanDense",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "Olmo2",
-    "olmoe": "Olmoe",
-    "phi": "Phi",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "seed_oss": "SeedOss",
-    "smollm3": "SmolLM3",
-    "stablelm": "StableLm",
-    "starcoder2": "Starcoder2",
+
+class Architecture(NamedTuple):
+    """A class, in the module that the model_type names, and published models that it runs."""
+
+    cls: str
+    published: str
+
+
+ARCHITECTURES = {  # by model_type
+    "cohere": Architecture("Cohere", "Command R"),
+    "cohere2": Architecture("Cohere2", "Command R7B, Command A"),
+    "ernie4_5": Architecture("Ernie45", "ERNIE 4.5 (dense)"),
+    "exaone4": Architecture("Exaone4", "EXAONE 4.0"),
+    "gemma": Architecture("Gemma", "Gemma"),
+    "gemma2": Architecture("Gemma2", "Gemma 2"),
+    "gemma3_text": Architecture("Gemma3Text", "Gemma 3 (1B and 270M)"),
+    "glm": Architecture("Glm", "GLM-4"),
+    "glm4": Architecture("Glm4", "GLM-4-0414"),
+    "gpt_neox": Architecture("GPTNeoX", "GPT-NeoX, Pythia"),
+    "granite": Architecture("Granite", "Granite 3"),
+    "helium": Architecture("Helium", "Helium"),
+    "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
+    "llama": Architecture("Llama", "Llama 2, Llama 3, 3.1 and 3.2 (text), SmolLM2, TinyLlama, Yi"),
+    "ministral": Architecture("Ministral", "Ministral"),
+    "mistral": Architecture("Mistral", "Mistral 7B, with and without its sliding window"),
+    "mixtral": Architecture("Mixtral", "Mixtral 8x7B, 8x22B"),
+    "olmo2": Architecture("Olmo2", "OLMo 2"),
+    "olmoe": Architecture("Olmoe", "OLMoE-1B-7B"),
+    "phi": Architecture("Phi", "Phi-1, Phi-1.5, Phi-2"),
+    "phi3": Architecture("Phi3", "Phi-3, Phi-3.5 and Phi-4 (text)"),
+    "qwen2": Architecture("Qwen2", "Qwen2, Qwen2.5"),
+    "qwen2_moe": Architecture("Qwen2Moe", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
+    "qwen3": Architecture("Qwen3", "Qwen3 (dense)"),
+    "qwen3_moe": Architecture("Qwen3Moe", "Qwen3-30B-A3B, Qwen3-235B-A22B"),
+    "seed_oss": Architecture("SeedOss", "Seed-OSS"),
+    "smollm3": Architecture("SmolLM3", "SmolLM3"),
+    "stablelm": Architecture("StableLm", "StableLM 2 1.6B, StableLM 3B"),
+    "starcoder2": Architecture("Starcoder2", "StarCoder2"),
 }
 
 
@@ -75,12 +82,12 @@ def build_model(raw: RawConfig) -> Llama:
     from infer.kernels.errors import UnsupportedError
 
     model_type = raw.get("model_type", "", str)
-    name = ARCHITECTURES.get(model_type)
-    if name is None:
+    architecture = ARCHITECTURES.get(model_type)
+    if architecture is None:
         raise UnsupportedError(
             f"{raw.place}: the architecture {model_type!r} is not implemented. "
             f"Implemented: {', '.join(ARCHITECTURES)}."
         )
-    cls = getattr(import_module(f"infer.models.{model_type}"), name)
+    cls = getattr(import_module(f"infer.models.{model_type}"), architecture.cls)
     model: Llama = cls(cls.read_config(raw))
     return model
