@@ -172,6 +172,8 @@ def cases() -> Iterator[Case]:
         run = partial(_activation, function=function, gated=gated)
         yield Case("activation", f"{function}, {'gated' if gated else 'plain'}", run)
     yield Case("softcap", "", _softcap)
+    yield Case("clip", "", _clip)
+    yield Case("position_scale", "", _position_scale)
     yield Case("elementwise_add", "", _elementwise_add)
     yield Case("elementwise_mul", "", _elementwise_mul)
     yield Case("take_rows", "", _take_rows)
@@ -242,6 +244,17 @@ def _activation(device: Device, inputs: Inputs, function: str, gated: bool) -> O
 def _softcap(device: Device, inputs: Inputs) -> Outcome:
     x = 4 * inputs(3, 67)
     return functions.softcap(device, x, 5.0), reference.softcap(x, 5.0)
+
+
+def _clip(device: Device, inputs: Inputs) -> Outcome:
+    x = 4 * inputs(3, 67)
+    return functions.clip(device, x, 2.5), reference.clip(x, 2.5)
+
+
+def _position_scale(device: Device, inputs: Inputs) -> Outcome:
+    x = inputs(3, 67)
+    y = functions.position_scale(device, x, 0.1, 64, position=127)
+    return y, reference.position_scale(x, np.arange(127, 130), 0.1, 64)
 
 
 def _elementwise_add(device: Device, inputs: Inputs) -> Outcome:

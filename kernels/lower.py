@@ -412,13 +412,24 @@ class Lowering:
         )
 
     def _lower_softcap(self, value: Value) -> None:
+        self._each("softcap", value, {"SOFTCAP": float(value.attrs["cap"])})
+
+    def _lower_clip(self, value: Value) -> None:
+        self._each("clip", value, {"LIMIT": float(value.attrs["limit"])})
+
+    def _lower_position_scale(self, value: Value) -> None:
+        params = {"BETA": float(value.attrs["beta"]), "INTERVAL": value.attrs["interval"]}
+        self._each("position_scale", value, params, self.step)
+
+    def _each(self, name: str, value: Value, params: dict[str, Any], *operands: Operand) -> None:
+        """A kernel that computes every value from one."""
         x, x_stride, offset = self.source(value.inputs[0])
         self.emit(
-            "softcap",
-            (x, value),
+            name,
+            (*operands, x, value),
             self.row_grid(value, -(-value.width // 64)),
-            {
-                "SOFTCAP": float(value.attrs["cap"]),
+            params
+            | {
                 "WIDTH": value.width,
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,

@@ -142,12 +142,20 @@ class Ops:
         )
 
     def activation(self, x: Value, function: str) -> Value:
-        """silu, gelu or gelu_tanh of each value (wgsl/activate.wgsl)."""
+        """silu, gelu, gelu_tanh or relu2 of each value (wgsl/activate.wgsl)."""
         return self._value("activation", x.width, x, function=function)
 
     def softcap(self, x: Value, cap: float) -> Value:
         """cap * tanh(x / cap) (Gemma Team 2024)."""
         return self._value("softcap", x.width, x, cap=cap)
+
+    def clip(self, x: Value, limit: float) -> Value:
+        """x, no further from zero than limit."""
+        return self._value("clip", x.width, x, limit=limit)
+
+    def position_scale(self, x: Value, beta: float, interval: int) -> Value:
+        """x times 1 + beta log(1 + floor(position / interval)) (Llama 4, Meta 2025)."""
+        return self._value("position_scale", x.width, x, beta=beta, interval=interval)
 
     def route(self, logits: Value, slots: int, *, normalize: bool) -> Value:
         """The experts of each row: those with the `slots` largest logits, and their softmax over

@@ -51,13 +51,30 @@ def gelu_tanh(x: Array) -> Array:
     return x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))) / 2.0
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+def relu2(x: Array) -> Array:
+    result: Array = np.maximum(x.astype(np.float64), 0.0) ** 2
+    return result
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])  # numpy has none
 
 
 def softcap(x: Array, cap: float) -> Array:
     result: Array = cap * np.tanh(x.astype(np.float64) / cap)
+    return result
+
+
+def clip(x: Array, limit: float) -> Array:
+    result: Array = np.clip(x.astype(np.float64), -limit, limit)
+    return result
+
+
+def position_scale(x: Array, positions: Array, beta: float, interval: int) -> Array:
+    """x [rows, width], positions [rows]: times 1 + beta log(1 + floor(position / interval))."""
+    scale = 1.0 + beta * np.log1p(positions // interval)
+    result: Array = x.astype(np.float64) * scale[:, None]
     return result
 
 
