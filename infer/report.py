@@ -303,7 +303,7 @@ def inspect_model(
         path=str(found.path),
         revision=found.revision,
         architecture=llama.config.model_type,
-        parameters=sum(prod(spec.shape) for spec in specs),
+        parameters=sum(prod(spec.shape) for spec in specs if spec.sources),
         dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
         widened=sum(how is WIDENED for how in storage.values()),
         format=checkpoint.format,

@@ -192,9 +192,10 @@ def cases() -> Iterator[Case]:
     ):
         run = partial(_linear, functions.matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
         yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
-    for normalize in (False, True):
-        name = "normalized" if normalize else "plain"
-        yield Case("route", name, partial(_route, normalize=normalize))
+    for normalize, sigmoid, corrected in product((False, True), repeat=3):
+        name = f"{'sigmoid' if sigmoid else 'softmax'}, {'normalized' if normalize else 'plain'}"
+        run = partial(_route, normalize=normalize, sigmoid=sigmoid, corrected=corrected)
+        yield Case("route", f"{name}, corrected" if corrected else name, run)
     for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
         for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
             yield Case(kernel, f"{dtype}, {rows} rows", partial(function, dtype=dtype, rows=rows))
@@ -309,10 +310,14 @@ def _linear(
     return function(device, x, weight, **options), expected
 
 
-def _route(device: Device, inputs: Inputs, normalize: bool) -> Outcome:
+def _route(
+    device: Device, inputs: Inputs, normalize: bool, sigmoid: bool, corrected: bool
+) -> Outcome:
     logits = inputs(3, 37)
     logits[1] = 0.0  # of equals the first
-    options: dict[str, Any] = {"slots": 5, "normalize": normalize}
+    options: dict[str, Any] = {"slots": 5, "normalize": normalize, "sigmoid": sigmoid, "scale": 2.5}
+    if corrected:
+        options["correction"] = inputs(37)
     ids, weights = functions.route(device, logits, **options)
     expected_ids, expected = reference.route(logits, **options)
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)

@@ -290,12 +290,30 @@ def _linear(
 
 @scoped_function
 def route(
-    device: Device, logits: Array, *, slots: int, normalize: bool, **options: Unpack[Options]
+    device: Device,
+    logits: Array,
+    *,
+    slots: int,
+    normalize: bool,
+    sigmoid: bool = False,
+    correction: Array | None = None,
+    scale: float = 1.0,
+    **options: Unpack[Options],
 ) -> tuple[NDArray[np.int64], Floats]:
     """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
-    first: their softmax over all experts, normalize: over those chosen."""
+    first: their softmax over all experts, normalize: over those chosen; times scale. sigmoid: in
+    place of softmax. correction [experts] is added to the scores for the choice alone."""
     forward = Forward(device, len(logits), **options)
-    y = forward.run(forward.ops.route(forward.input(logits), slots, normalize=normalize))
+    y = forward.run(
+        forward.ops.route(
+            forward.input(logits),
+            slots,
+            normalize=normalize,
+            sigmoid=sigmoid,
+            correction=None if correction is None else to_gpu(device, correction),
+            scale=scale,
+        )
+    )
     return y[:, :slots].astype(np.int64), y[:, slots:]
 
 

@@ -60,7 +60,8 @@ class Fusion:
                 self.absorbed.add(value)
         elif value.op == "route" and self.vec:
             readers = [user.op for user in self.consumers[value]]
-            if readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}:
+            alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
+            if alone and value.attrs["correction"] is None:
                 self.absorbed.add(value)
         elif value.op == "add":
             linear = self._residual_of(value)

@@ -157,14 +157,33 @@ class Ops:
         """x times 1 + beta log(1 + floor(position / interval)) (Llama 4, Meta 2025)."""
         return self._value("position_scale", x.width, x, beta=beta, interval=interval)
 
-    def route(self, logits: Value, slots: int, *, normalize: bool) -> Value:
+    def route(
+        self,
+        logits: Value,
+        slots: int,
+        *,
+        normalize: bool,
+        sigmoid: bool = False,
+        correction: GpuTensor | None = None,
+        scale: float = 1.0,
+    ) -> Value:
         """The experts of each row: those with the `slots` largest logits, and their softmax over
-        all experts; normalize: over those chosen. Rows are ids, best first, then weights."""
+        all experts; normalize: over those chosen. Rows are ids, best first, then weights, times
+        scale. With sigmoid, scores are sigmoids and not a softmax. correction [experts]: is added
+        to the scores for the choice, and not for the weights (DeepSeek-AI 2024)."""
         if not 0 < slots <= logits.width:
             raise ValueError(f"{slots} experts cannot be chosen of {logits.width}")
         experts = logits.width
         return self._value(
-            "route", 2 * slots, logits, slots=slots, experts=experts, normalize=normalize
+            "route",
+            2 * slots,
+            logits,
+            slots=slots,
+            experts=experts,
+            normalize=normalize,
+            sigmoid=sigmoid,
+            correction=correction,
+            scale=scale,
         )
 
     def expert_gate_up(self, x: Value, routing: Value, weight: GpuTensor) -> Value:

@@ -78,12 +78,24 @@ def position_scale(x: Array, positions: Array, beta: float, interval: int) -> Ar
     return result
 
 
-def route(logits: Array, slots: int, normalize: bool) -> tuple[NDArray[np.int64], Array]:
+def route(
+    logits: Array,
+    slots: int,
+    normalize: bool,
+    sigmoid: bool = False,
+    correction: Array | None = None,
+    scale: float = 1.0,
+) -> tuple[NDArray[np.int64], Array]:
     """logits [rows, experts] -> ids and weights [rows, slots] of the largest, the first of equals:
-    softmax over all experts, normalize: over those chosen."""
-    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :slots]
-    chosen = np.take_along_axis(softmax(logits), ids, -1)
-    return ids, chosen / chosen.sum(-1, keepdims=True) if normalize else chosen
+    softmax over all experts, normalize: over those chosen; times scale. sigmoid: in place of
+    softmax. correction [experts] is added to the scores for the choice alone."""
+    scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64))) if sigmoid else softmax(logits)
+    preferences = logits if correction is None else scores + correction
+    ids = np.argsort(-preferences, axis=-1, kind="stable")[:, :slots]
+    chosen = np.take_along_axis(scores, ids, -1)
+    if normalize:
+        chosen = chosen / chosen.sum(-1, keepdims=True)
+    return ids, scale * chosen
 
 
 def expert_gate_up(x: Array, ids: NDArray[np.int64], weight: Array) -> Array:

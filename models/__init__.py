@@ -21,24 +21,34 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES = {  # by model_type
+    "arcee": Architecture("Arcee", "AFM-4.5B"),
     "cohere": Architecture("Cohere", "Command R"),
     "cohere2": Architecture("Cohere2", "Command R7B, Command A"),
+    "cwm": Architecture("Cwm", "Code World Model"),
+    "dots1": Architecture("Dots1", "dots.llm1"),
     "ernie4_5": Architecture("Ernie45", "ERNIE 4.5 (dense)"),
+    "ernie4_5_moe": Architecture("Ernie45Moe", "ERNIE 4.5 (21B-A3B, 300B-A47B)"),
     "exaone4": Architecture("Exaone4", "EXAONE 4.0"),
     "gemma": Architecture("Gemma", "Gemma"),
     "gemma2": Architecture("Gemma2", "Gemma 2"),
     "gemma3_text": Architecture("Gemma3Text", "Gemma 3 (1B and 270M)"),
     "glm": Architecture("Glm", "GLM-4"),
     "glm4": Architecture("Glm4", "GLM-4-0414"),
+    "glm4_moe": Architecture("Glm4Moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "gpt_neox": Architecture("GPTNeoX", "GPT-NeoX, Pythia"),
     "granite": Architecture("Granite", "Granite 3"),
+    "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
     "helium": Architecture("Helium", "Helium"),
     "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
     "llama": Architecture("Llama", "Llama 2, Llama 3, 3.1 and 3.2 (text), SmolLM2, TinyLlama, Yi"),
     "ministral": Architecture("Ministral", "Ministral"),
+    "ministral3": Architecture("Ministral3", "Ministral 3"),
     "mistral": Architecture("Mistral", "Mistral 7B, with and without its sliding window"),
     "mixtral": Architecture("Mixtral", "Mixtral 8x7B, 8x22B"),
+    "nanochat": Architecture("NanoChat", "nanochat"),
+    "olmo": Architecture("Olmo", "OLMo 1B and 7B"),
     "olmo2": Architecture("Olmo2", "OLMo 2"),
+    "olmo3": Architecture("Olmo3", "OLMo 3"),
     "olmoe": Architecture("Olmoe", "OLMoE-1B-7B"),
     "phi": Architecture("Phi", "Phi-1, Phi-1.5, Phi-2"),
     "phi3": Architecture("Phi3", "Phi-3, Phi-3.5 and Phi-4 (text)"),
@@ -50,6 +60,7 @@ ARCHITECTURES = {  # by model_type
     "smollm3": Architecture("SmolLM3", "SmolLM3"),
     "stablelm": Architecture("StableLm", "StableLM 2 1.6B, StableLM 3B"),
     "starcoder2": Architecture("Starcoder2", "StarCoder2"),
+    "vaultgemma": Architecture("VaultGemma", "VaultGemma 1B"),
 }
 
 

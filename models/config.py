@@ -26,7 +26,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_lora_rank": (None,),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
+    "moe_num_experts": (None, 0),
     "mrope_section": (None,),
+    "n_routed_experts": (None, 0),
     "no_rope_layer_interval": (None,),
     "no_rope_layers": (None, []),
     "num_experts": (None, 0),
@@ -56,7 +58,7 @@ _MOST = dict.fromkeys(
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding: kind is one of _ROPE_KEYS; scaling holds its own keys as config.json names
-    them. interleaved: neighbouring dimensions turn together."""
+    them. interleaved: neighbouring dimensions turn together; backwards: all turn the other way."""
 
     theta: float
     rotary_dim: int
@@ -64,6 +66,7 @@ class RopeConfig:
     scaling: dict[str, Any]
     max_position_embeddings: int
     interleaved: bool = False
+    backwards: bool = False
 
 
 class RawConfig:

@@ -92,18 +92,24 @@ class WeightSpec:
     """A weight of the model: a matrix (rows, columns) or a vector (columns,). Several sources are
     stacked along their first axis, as q, k and v are into one projection. Some checkpoints may have
     `others` instead, with the same rows. No shard ends inside of `unit` rows. added: to every value
-    of a vector, as some checkpoints hold a norm's weights less one."""
+    of a vector, as some checkpoints hold a norm's weights less one. Without sources it is a vector
+    of `ones`. vector: it is one even where the checkpoint has a matrix of one row."""
 
     name: str
     sources: tuple[Source, ...]
     others: tuple[Source, ...] = ()
     unit: int = 1
     added: float = 0.0
+    ones: int = 0
+    vector: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if not self.sources:
+            return (self.ones,)
         first = sum(source.rows for source in self.sources)
-        return (first, *self.sources[0].shape[1:])
+        columns = self.sources[0].shape[1:][-1:]
+        return (first,) if self.vector else (first, *columns)
 
     def found(self, checkpoint: Checkpoint) -> tuple[Source, ...]:
         """Those of the sources that the checkpoint has."""
@@ -184,6 +190,9 @@ def load_weights(
     storage = {spec.name: stored(spec, checkpoint, dtype) for spec in specs}
     with _allocated(device, specs, storage) as weights:
         allocated(weights)
+        for spec in specs:
+            if not spec.sources:
+                device.write(weights[spec.name].buffer, np.ones(spec.ones, np.float32))
         of_floats = {name: w for name, w in weights.items() if not storage[name].packed}
         with Quantizer(device, of_floats) as quantizer:
             transfers: list[_Transfer] = []
