@@ -199,6 +199,7 @@ class ModelReport:
     path: str
     revision: str | None
     architecture: str
+    part_of: str | None
     parameters: int
     dtypes: list[str]
     widened: int
@@ -225,10 +226,11 @@ class ModelReport:
         chat = "with a chat template" if self.chat_template else "without a chat template"
         bits = 8 * self.disk_bytes / self.parameters
         widened = f", {self.widened} widened" if self.widened else ""
+        parts = f"; of {self.part_of} the text model alone" if self.part_of else ""
         missing = "missing: the model cannot be run without tokenizer.json"
         return _table(
             {
-                "model": f"{self.name}, {self.architecture}",
+                "model": f"{self.name}, {self.architecture}{parts}",
                 "files": self.path,
                 "parameters": f"{self.parameters:,}",
                 "tokenizer": chat if self.tokenizer else missing,
@@ -303,6 +305,7 @@ def inspect_model(
         path=str(found.path),
         revision=found.revision,
         architecture=llama.config.model_type,
+        part_of=checkpoint.part_of,
         parameters=sum(prod(spec.shape) for spec in specs if spec.sources),
         dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
         widened=sum(how is WIDENED for how in storage.values()),

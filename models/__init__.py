@@ -63,6 +63,15 @@ ARCHITECTURES = {  # by model_type
     "vaultgemma": Architecture("VaultGemma", "VaultGemma 1B"),
 }
 
+# Models that also see, and of which the text model is run.
+MULTIMODAL = {
+    "gemma3": "Gemma 3 (4B to 27B)",
+    "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen3_vl": "Qwen3-VL (dense)",
+}
+
 
 def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     """The model in a folder or a GGUF file, and its checkpoint, of which the headers are read.
@@ -73,6 +82,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     from infer.models.formats.gguf import Gguf
     from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
     from infer.models.formats.mlx import unstacked
+    from infer.models.multimodal import text_model
 
     if path.is_file():
         gguf = Gguf.open(path)
@@ -81,6 +91,8 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     else:
         raw = RawConfig.open(path)
         checkpoint = unstacked(Checkpoint.open(path))
+        if raw.values.get("model_type") in MULTIMODAL:
+            raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw)
     model = build_model(raw)
     if found is not None:
@@ -91,13 +103,16 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
 def build_model(raw: RawConfig) -> Llama:
     """The model that a config.json describes. Raises UnsupportedError for one that is not here."""
     from infer.kernels.errors import UnsupportedError
+    from infer.models.multimodal import text_config
 
+    if raw.values.get("model_type") in MULTIMODAL:
+        raw = text_config(raw)
     model_type = raw.get("model_type", "", str)
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         raise UnsupportedError(
             f"{raw.place}: the architecture {model_type!r} is not implemented. "
-            f"Implemented: {', '.join(ARCHITECTURES)}."
+            f"Implemented: {', '.join([*ARCHITECTURES, *MULTIMODAL])}."
         )
     cls = getattr(import_module(f"infer.models.{model_type}"), architecture.cls)
     model: Llama = cls(cls.read_config(raw))

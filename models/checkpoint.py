@@ -79,12 +79,14 @@ class TensorInfo:
 class Checkpoint:
     """The tensors of a folder (or a GGUF file) by name. packed: quantised matrices by the names of
     the tensors that a model asks for; what these are made of is not among the tensors. format: how
-    they are packed."""
+    they are packed. part_of: the model_type of the model that has other parts, which are left out.
+    """
 
     folder: Path
     tensors: dict[str, TensorInfo]
     packed: Mapping[str, Packed] = field(default_factory=dict)
     format: str | None = None
+    part_of: str | None = None
 
     @property
     def nbytes(self) -> int:

@@ -51,8 +51,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "models"
@@ -78,6 +87,10 @@ class Case:
     dtype: str = "bfloat16"
     shards: int = 1
     embedding: float = 0.1
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get("text_config", self.config)["vocab_size"])
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -630,7 +643,71 @@ def ernie4_5_moe(**changes: Any) -> dict[str, Any]:
     return small("ernie4_5_moe", **own | changes)
 
 
+def multimodal(model_type: str, text: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A model that also sees, as little as it can: the text model must be found in it."""
+    vision = {
+        "deepstack_visual_indexes": [0],
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 16,
+        "image_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_heads": 2,
+        "num_hidden_layers": 1,
+        "num_position_embeddings": 4,
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": 4,
+    }
+    keys = ("bos_token_id", "eos_token_id", "transformers_version")
+    own = {key: text[key] for key in keys} | {"model_type": model_type, "text_config": text}
+    return own | {"vision_config": vision} | changes
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with the text model's keys at the top."""
+    return config["text_config"] | {k: v for k, v in config.items() if k != "text_config"}
+
+
+MROPE = {"mrope_section": [2, 3, 3], "type": "mrope"}
+
 CASES: dict[str, Case] = {
+    "gemma3": Case(
+        multimodal("gemma3", gemma3_text(num_hidden_layers=2), mm_tokens_per_image=4),
+        embedding=0.02,
+    ),
+    "mistral3": Case(
+        multimodal(
+            "mistral3",
+            small("mistral", sliding_window=None),
+            vision_config={
+                "head_dim": 8,
+                "hidden_size": 16,
+                "image_size": 8,
+                "intermediate_size": 16,
+                "model_type": "pixtral",
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "patch_size": 4,
+            },
+        )
+    ),
+    # The text model's keys are at the top.
+    "qwen2_5_vl": Case(flat(multimodal("qwen2_5_vl", small("qwen2_5_vl", rope_scaling=MROPE)))),
+    "qwen2_vl": Case(flat(multimodal("qwen2_vl", small("qwen2_vl", rope_scaling=MROPE)))),
+    "qwen3_vl": Case(
+        multimodal(
+            "qwen3_vl",
+            small(
+                "qwen3_vl_text",
+                rope_scaling={
+                    "mrope_interleaved": True,
+                    "mrope_section": [2, 3, 3],
+                    "rope_type": "default",
+                },
+            ),
+        )
+    ),
     "arcee": Case(small("arcee", attention_bias=True, hidden_act="relu2", mlp_bias=True)),
     # The first layer of four sees everything.
     "cwm": Case(
@@ -846,7 +923,8 @@ CASES: dict[str, Case] = {
 
 def published_config(case: Case) -> dict[str, Any]:
     """config.json as most files on the hub spell it."""
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.config["model_type"]]
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = names[case.config["model_type"]]
     head = {"architectures": [name], "torch_dtype": case.dtype}
     return dict(sorted((head | case.config).items()))
 
@@ -856,6 +934,12 @@ def transformers_config(published: Mapping[str, Any]) -> PreTrainedConfig:
     # for_model keeps nested dicts and fills them in: it gets its own.
     keys: dict[str, Any] = json.loads(json.dumps(published))
     return AutoConfig.for_model(keys.pop("model_type"), **keys)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What makes a model of such a config, one that also sees with all its parts."""
+    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def random_weight(
@@ -878,9 +962,7 @@ def random_weight(
 def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     """A float32 model whose weights are exact in the case's dtype."""
     config = transformers_config(published_config(case))
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         buffers = (named for named in model.named_buffers() if named[0].endswith("_bias"))
         for name, parameter in [*model.named_parameters(), *buffers]:
@@ -965,7 +1047,7 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     case = CASES[name]
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
-        prompt_ids = rng.integers(3, case.config["vocab_size"], PROMPT_TOKENS)
+        prompt_ids = rng.integers(3, case.vocab_size, PROMPT_TOKENS)
         model = random_model(case, rng)
         reference = answers(model, prompt_ids)
         if is_fair(reference):

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from infer.models import ARCHITECTURES  # noqa: E402
+from infer.models import ARCHITECTURES, MULTIMODAL  # noqa: E402
 from infer.models.formats import FORMATS  # noqa: E402
 
 
@@ -24,10 +24,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def tables() -> dict[str, str]:
     """Each table by the name in its markers."""
-    models = ((f"`{name}`", entry.published) for name, entry in ARCHITECTURES.items())
+    models = [(f"`{name}`", entry.published) for name, entry in ARCHITECTURES.items()]
+    models += [(f"`{name}`", f"{published}: text alone") for name, published in MULTIMODAL.items()]
     formats = ((entry.name, entry.bits, entry.detail) for entry in FORMATS.values())
     return {
-        "models": table(("`model_type`", "for example"), models),
+        "models": table(("`model_type`", "for example"), sorted(models)),
         "formats": table(("format", "bits", "which"), formats),
     }
 

@@ -80,11 +80,10 @@ def script() -> ModuleType:
 
 def from_pretrained(folder: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model_class = sys.modules["make_references"].auto_class(AutoConfig.from_pretrained(folder))
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def prompt_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:

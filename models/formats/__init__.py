@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from infer.models.weights import WeightSpec
 
 # Of config.json, in the order in which they count: MLX writes its own under the first two.
-_KEYS = ("quantization", "quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization", "quantization_config", "compression_config")
 
 
 class FormatEntry(NamedTuple):
@@ -98,7 +98,7 @@ def find_format(raw: RawConfig) -> Format | None:
     from infer.kernels.errors import UnsupportedError
     from infer.models.config import RawConfig
 
-    found = {key: raw.get(key, {}, dict) for key in _KEYS}  # all count as read
+    found = {key: raw.get(key, {}, dict) for key in QUANTIZATION_KEYS}  # all count as read
     key = next((key for key, value in found.items() if value), None)
     if key is None:
         return None
