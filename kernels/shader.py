@@ -122,7 +122,8 @@ def _render(spec: KernelSpec, template: _Template) -> Shader:
     types, params = template.types, dict(spec.params)
     _check(spec.name, template, params)
     enables: list[Line] = []
-    body = list(_expand(template.nodes, params, enables, repeats={}))
+    body: list[Line] = []
+    _expand(template.nodes, params, enables, body, repeats={})
     prelude = [
         *(Line(f"enable {line.text};", line.file, line.number) for line in enables),
         *(
@@ -255,20 +256,28 @@ def _expand(
     nodes: tuple[Line | _Block, ...],
     params: dict[str, Value],
     enables: list[Line],
+    body: list[Line],
     repeats: dict[str, int],
-) -> Iterator[Line]:
+) -> None:
+    """Add the lines that remain of `nodes` to body, and extensions to enables."""
     for node in nodes:
         if isinstance(node, _Block):
-            yield from _expand_block(node, params, enables, repeats)
-        elif not node.text.lstrip().startswith("#"):
-            yield Line(_replace(node, params, repeats), node.file, node.number)
-        else:
+            _expand_block(node, params, enables, body, repeats)
+        elif node.text.lstrip().startswith("#"):
             _obey(node, _replace(node, params, repeats).lstrip(), params, enables)
+        elif "$" in node.text:
+            body.append(Line(_replace(node, params, repeats), node.file, node.number))
+        else:
+            body.append(node)
 
 
 def _expand_block(
-    block: _Block, params: dict[str, Value], enables: list[Line], repeats: dict[str, int]
-) -> Iterator[Line]:
+    block: _Block,
+    params: dict[str, Value],
+    enables: list[Line],
+    body: list[Line],
+    repeats: dict[str, int],
+) -> None:
     for line, nodes in block.branches:
         directive, _, rest = _replace(line, params, repeats).strip().partition(" ")
         if directive == "#for":
@@ -277,9 +286,9 @@ def _expand_block(
                 raise ShaderError(f"{line.place}: write #for LETTER in FIRST..END")
             first, end = (_evaluate(line, part, params) for part in match.group(2, 3))
             for i in range(int(first), int(end)):
-                yield from _expand(nodes, params, enables, {**repeats, match[1]: i})
+                _expand(nodes, params, enables, body, {**repeats, match[1]: i})
         elif directive == "#else" or _evaluate(line, rest, params):
-            yield from _expand(nodes, params, enables, repeats)
+            _expand(nodes, params, enables, body, repeats)
             return
 
 
