@@ -369,6 +369,12 @@ class Lowering:
     def _lower_add(self, value: Value) -> None:
         a, b = value.inputs
         for linear, other in ((b, a), (a, b)):
+            if linear.op == "add" and linear in self.absorbed:  # of two projections
+                first, second = linear.inputs
+                sum_so_far = Value(value.ops, "add", value.width, of_logits=value.of_logits)
+                self._linear(first, sum_so_far, residual=other)
+                self._linear(second, value, residual=sum_so_far)
+                return
             if linear in self.absorbed:
                 lower = lower_down if linear.op == "expert_down" else Lowering._linear
                 lower(self, linear, value, residual=other)

@@ -7,7 +7,9 @@ a plan of dispatches (lower.py). An activation is f32, [rows of the step][width]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from infer.kernels.device import Buffer
@@ -50,11 +52,25 @@ class Rope:
     interleaved: bool = False
 
 
-class Ops:
-    """Traces a forward. Every method takes and returns Values; widths are checked at once."""
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A change b a of a weight [out, in] that lies beside it: a [rank, in], b [out, rank]."""
 
-    def __init__(self) -> None:
+    a: GpuTensor
+    b: GpuTensor
+
+
+# By the weights themselves, which no two names share unless they are one.
+Changes = Mapping[GpuTensor, LowRank]
+
+
+class Ops:
+    """Traces a forward. Every method takes and returns Values; widths are checked at once. `linear`
+    adds the changes of its weight, so that a model does not know of them."""
+
+    def __init__(self, changes: Changes = MappingProxyType({})) -> None:
         self.values: list[Value] = []
+        self.changes = changes
 
     def _value(
         self,
@@ -96,6 +112,16 @@ class Ops:
         self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None, scale: float = 1.0
     ) -> Value:
         """scale * (x W^T + bias); weight [out, in]."""
+        y = self._linear(x, weight, bias, scale)
+        change = self.changes.get(weight)
+        if change is None:
+            return y
+        # In this order, because the later projection is the one that takes the sum in (fuse.py).
+        return self._linear(self._linear(x, change.a), change.b, scale=scale) + y
+
+    def _linear(
+        self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None, scale: float = 1.0
+    ) -> Value:
         n, k = weight.shape
         if x.width != k:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")

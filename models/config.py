@@ -77,15 +77,15 @@ class RawConfig:
         self.read: set[str] = set()
 
     @classmethod
-    def open(cls, folder: Path) -> RawConfig:
-        path = folder / "config.json"
+    def open(cls, folder: Path, name: str = "config.json") -> RawConfig:
+        path = folder / name
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelNotFoundError(
-                f"{folder} has no config.json. Give the folder of a model in Hugging Face form."
+                f"{folder} has no {name}. Give the folder of a model in Hugging Face form."
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UnsupportedError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise UnsupportedError(f"{path} does not hold a JSON object.")

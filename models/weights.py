@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uin
 
 # Values converted at a time: their temporaries fit in a core's cache, and cost the host no memory.
 _BLOCK = 1 << 18
+
+# What is added to rows [first, first + count) of a tensor, as (first, count) -> two factors in f32,
+# [count, rank] and [rank, columns].
+Factors = tuple[NDArray[np.float32], NDArray[np.float32]]
+Change = Callable[[int, int], Factors]
 
 # What embeddings and the output projection are stored as in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
@@ -168,6 +174,7 @@ def load_weights(
     *,
     ignorable: Callable[[str], bool] = lambda name: False,
     dtype: str | None = None,
+    changes: Mapping[str, Change] = MappingProxyType({}),
     allocated: Callable[[dict[str, GpuTensor]], None] = lambda weights: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, GpuTensor]:
@@ -176,8 +183,10 @@ def load_weights(
 
     Vectors become f32. Matrices keep their dtype (see `stored_dtype`) unless `dtype` gives another:
     to "f32", "f16" and "bf16" values are rounded to nearest, ties to even; to "q8" and "q4" they
-    are quantised on the GPU, from rows as the files have them. Surplus tensors are errors unless
-    `ignorable` holds for their name. `progress` gets bytes done and bytes in all.
+    are quantised on the GPU, from rows as the files have them. changes: what is added to tensors
+    that are not quantised in the files, by their names, in f32, before they are rounded. Surplus
+    tensors are errors unless `ignorable` holds for their name. `progress` gets bytes done and bytes
+    in all.
 
     Raises CheckpointError for tensors that are missing, surplus, of another shape, too large for
     the dtype or, if quantised, not finite; UnsupportedError for a dtype that is not implemented;
@@ -201,7 +210,7 @@ def load_weights(
                 if how.packed:
                     transfers += _packed_transfers(spec, weight, checkpoint, how)
                 else:
-                    transfers += _transfers(spec, weight, checkpoint, quantizer)
+                    transfers += _transfers(spec, weight, checkpoint, changes, quantizer)
             transfers.sort(key=lambda t: t.place)  # as the disk has them
             total, done = sum(t.nbytes for t in transfers), 0
 
@@ -391,6 +400,7 @@ class _Rows:
     dtype: str
     stride: int
     added: float = 0.0
+    change: Change | None = None
 
     @property
     def place(self) -> tuple[Path, int]:
@@ -401,26 +411,33 @@ class _Rows:
         """Write the rows from byte `start` on, as many as `view` holds."""
         info, width = self.info, ITEMSIZE[self.info.dtype]
         value = self.first + start // self.stride * self.columns
-        if info.dtype == self.dtype and self.stride == self.columns * width and not self.added:
+        as_it_is = info.dtype == self.dtype and not self.added and self.change is None
+        if as_it_is and self.stride == self.columns * width:
             info.read_into(view, value * width)
             return
         rows = np.frombuffer(view, _STORAGE[self.dtype]).reshape(len(view) // self.stride, -1)
         values = np.empty((len(rows), self.columns), _STORAGE[info.dtype])
         info.read_into(values.data.cast("B"), value * width)
+        changed = None if self.change is None else self.change(value // self.columns, len(rows))
         step = max(1, _BLOCK // self.columns)
         for i in range(0, len(rows), step):
-            rows[i : i + step, : self.columns] = self._convert(values[i : i + step])
+            part = slice(i, i + step)
+            factors = None if changed is None else (changed[0][part], changed[1])
+            rows[part, : self.columns] = self._convert(values[part], factors)
         if self.added:
             rows[:, : self.columns] += self.added
         rows[:, self.columns :] = 0
 
-    def _convert(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values of the source's dtype in the weight's, rounded to nearest, ties to even."""
+    def _convert(self, values: NDArray[Any], factors: Factors | None) -> NDArray[Any]:
+        """Values of the source's dtype in the weight's, rounded to nearest, ties to even; before,
+        the product of the factors is added."""
         source, target = self.info.dtype, self.dtype
-        if source == target:
+        if source == target and factors is None:
             return values
         with np.errstate(over="ignore", invalid="ignore"):
-            exact = from_bf16(values) if source == "bf16" else values.astype(np.float32, copy=False)
+            exact = widened(values, source)
+            if factors is not None:
+                exact = exact + factors[0] @ factors[1]
             if target == "f32":
                 return exact
             if target == "f16":
@@ -438,8 +455,17 @@ class _Rows:
         return rounded
 
 
+def widened(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Values as files have them (bf16: its bits) in f32."""
+    return from_bf16(values) if dtype == "bf16" else values.astype(np.float32, copy=False)
+
+
 def _transfers(
-    spec: WeightSpec, tensor: GpuTensor, checkpoint: Checkpoint, quantizer: Quantizer
+    spec: WeightSpec,
+    tensor: GpuTensor,
+    checkpoint: Checkpoint,
+    changes: Mapping[str, Change],
+    quantizer: Quantizer,
 ) -> Iterator[_Transfer]:
     """What brings the sources, one below the other, into the shards."""
     vector = len(tensor.shape) == 1
@@ -452,20 +478,22 @@ def _transfers(
             fill, nbytes = WidenedRows(matrix, row).fill, (end - start) * stride
             yield _Transfer((info.file, info.offset), shard.buffer, at, nbytes, stride, fill)
             continue
-        info = checkpoint.tensors[source.key]
+        info, change = checkpoint.tensors[source.key], changes.get(source.key)
         if tensor.dtype not in QUANTIZED:
-            rows = _Rows(info, row * columns, columns, tensor.dtype, stride, spec.added)
+            rows = _Rows(info, row * columns, columns, tensor.dtype, stride, spec.added, change)
             at = (start - shard.start) * stride
             nbytes = (end - start) * stride
             yield _Transfer(rows.place, shard.buffer, at, nbytes, stride, rows.fill)
             continue
-        own_stride = row_bytes(columns, info.dtype)
-        at_once = quantizer.rows_at_once(columns, info.dtype)
+        own = info.dtype if change is None else "f32"
+        own_stride = row_bytes(columns, own)
+        at_once = quantizer.rows_at_once(columns, own)
         for done in range(0, end - start, at_once):
             count = min(at_once, end - start - done)
-            rows = _Rows(info, (row + done) * columns, columns, info.dtype, own_stride)
+            at = (row + done) * columns
+            rows = _Rows(info, at, columns, own, own_stride, change=change)
             first = start - shard.start + done
-            kernel = quantizer.quantize(spec.name, shard, first, count, info.dtype)
+            kernel = quantizer.quantize(spec.name, shard, first, count, own)
             nbytes = count * own_stride
             yield _Transfer(rows.place, quantizer.buffer, 0, nbytes, own_stride, rows.fill, kernel)
 
