@@ -268,11 +268,13 @@ def random_graph(
             values.append(value)
         return value
 
-    def linear(value: Value, n: int, seed: int, bias: GpuTensor | None = None) -> Value:
-        """A projection; they read whole rows."""
+    def linear(
+        value: Value, n: int, seed: int, bias: GpuTensor | None = None, changed: bool = False
+    ) -> Value:
+        """A projection, perhaps with something beside its weight; they read whole rows."""
         whole = ops.activation(value, "silu") if value.op == "slice" else value
         own = weight(n, value.width, seed=seed)
-        if rng.random() < 0.3:  # one that something lies beside
+        if changed:
             a, b = weight(5, value.width, seed=seed + 1), weight(n, 5, seed=seed + 2)
             ops.changes = {**ops.changes, own: LowRank(a, b)}
         return ops.linear(whole, own, bias)
@@ -291,7 +293,7 @@ def random_graph(
         elif kind in ("linear", "residual"):
             n = x.width if kind == "residual" else int(rng.choice(widths))
             bias = weight(n, seed=i) if rng.random() < 0.5 else None
-            y = linear(x, n, i, bias)
+            y = linear(x, n, i, bias, changed=kind == "residual" and rng.random() < 0.5)
             if kind == "residual":
                 y = other + seen(y) if rng.random() < 0.5 else seen(y) + other
             x = y
