@@ -101,7 +101,7 @@ class RawConfig:
                 raise UnsupportedError(f"{self.place} lacks {key!r}.")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < 2**1000 else math.inf  # as of 1e999
         if kind is not None and (type(value) is not kind):
             raise UnsupportedError(
                 f"{self.place}: {key!r} must be of type {kind.__name__}, not {value!r}."

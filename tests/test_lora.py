@@ -23,6 +23,7 @@ from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
 from test_formats import values_of
 from test_fuzz import spoilt
+from test_gguf import converted
 from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
@@ -115,6 +116,17 @@ def test_agrees_on_the_weakest_device(least_device: Device, case: str) -> None:
     with least_device.scope():
         engine = build_engine(least_device, model_of(case), adapters={"own": DATA / case})
         Reference.load(case).assert_same(engine, "own")
+
+
+def test_a_gguf_file_takes_an_adapter(device: Device, tmp_path: Path) -> None:
+    """The rows of its q and k are in another order than the adapter's."""
+    file, adapter = tmp_path / "m.gguf", DATA / "llama"
+    converted(file, "llama")
+    with device.scope():
+        merged = build_engine(device, file, dtype="f32", adapter=adapter)
+        Reference.load("llama").assert_same(merged)
+        beside = build_engine(device, file, adapters={"own": adapter})
+        Reference.load("llama").assert_same(beside, "own")
 
 
 @pytest.mark.live
@@ -332,6 +344,7 @@ def fit(folder: Path, model: str = "llama") -> Loras:
         {"r": 0},
         {"lora_alpha": None},
         {"lora_alpha": float("nan")},
+        {"lora_alpha": 10**400},
         {"alpha_pattern": {"(a*)*q_proj": 3}},
         {"alpha_pattern": {"(": 3}},
         {"alpha_pattern": {"q_proj": "many"}},
