@@ -130,6 +130,7 @@ def test_a_gguf_file_takes_an_adapter(device: Device, tmp_path: Path) -> None:
 
 
 @pytest.mark.live
+@pytest.mark.filterwarnings("ignore")  # of PEFT and transformers, to each other
 @pytest.mark.parametrize("case", CASES)
 def test_regenerating_gives_the_same(case: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
@@ -273,15 +274,15 @@ def test_switching_is_as_good_as_separate_models(device: Device) -> None:
         expected[""] = answer(build_engine(device, folder), ids, 9)
         assert len({tuple(e.token_ids) for e in expected.values()}) == 3
         engine = build_engine(device, folder, adapters=two)
+        last = None
         for name in ("", "a", "b", "", "b", "b", "a", "a"):
-            last = engine._adapter
             got = answer(engine, ids, 9, adapter=name or None)
             assert got.token_ids == expected[name].token_ids
             assert relative_error(got.logits, expected[name].logits) <= 1e-6
-            same = last == (name or None) and bool(engine.timings.reused_tokens)
-            assert same == (last == (name or None) and engine.timings.prefilled_tokens == 1)
+            assert engine.timings.reused_tokens == (len(ids) - 1 if name == last else 0)
             rows = scores(engine, ids, name or None)
             assert relative_error(rows[-1], expected[name].logits[0]) <= TOLERANCE
+            last = name
 
 
 def test_memory_is_counted_before(device: Device) -> None:
