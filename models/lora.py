@@ -71,7 +71,9 @@ _INITIAL = (True, False, "gaussian", "eva", "mica", "orthogonal")
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
-_REPEATED_GROUP = re.compile(r"\)[*+?{]")  # what makes a pattern take for ever
+_MOST_ALPHA = 1e6  # far more than anybody trains with, and no product leaves f32
+# What makes a pattern take for ever.
+_REPETITION, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Lora:
                     f"r = {rank} in {ADAPTER_CONFIG}. Download the adapter again."
                 )
             own = _alpha(patterns, module, alpha, config.place)
-            if not math.isfinite(own):
+            if not abs(own) < _MOST_ALPHA:  # nor if it is not a number
                 raise UnsupportedError(f"{config.place}: the alpha of {module} is {own}.")
             divisor = math.sqrt(a.shape[0]) if root else a.shape[0]
             pairs[f"{module}.weight"] = Pair(a, b, own / divisor)
@@ -220,8 +222,8 @@ def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str)
     """That of the first pattern that matches a module's name, or the end of it."""
     for pattern, alpha in patterns.items():
         try:
-            if _REPEATED_GROUP.search(pattern):
-                raise ValueError("it repeats a group")
+            if len(_REPETITION.findall(pattern)) > 2 or _REPEATED_GROUP.search(pattern):
+                raise ValueError("it repeats too much")
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return float(alpha)
         except (re.error, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -261,13 +263,15 @@ class _Beside:
         b = np.zeros((rows, self.rank), np.float32)
         left = 0
         for key, pair in self.pairs.items():
+            own = slice(left, left + pair.rank)
+            of_tensor, a[own] = pair.factors(0, pair.shape[0])
             top = 0
             for source in self.sources:
                 if source.key == key:
-                    at = slice(top, top + source.rows), slice(left, left + pair.rank)
-                    b[at], a[at[1]] = pair.factors(source.start, source.rows)
+                    part = of_tensor[source.start : source.start + source.rows]
+                    b[top : top + source.rows, own] = part
                 top += source.rows
-            left += pair.rank
+            left = own.stop
         write(device, change.a, a)
         write(device, change.b, b)
 

@@ -346,7 +346,9 @@ def fit(folder: Path, model: str = "llama") -> Loras:
         {"lora_alpha": None},
         {"lora_alpha": float("nan")},
         {"lora_alpha": 10**400},
+        {"lora_alpha": 1e38},
         {"alpha_pattern": {"(a*)*q_proj": 3}},
+        {"alpha_pattern": {".*.*.*.*.*.*.*.*x": 3}},
         {"alpha_pattern": {"(": 3}},
         {"alpha_pattern": {"q_proj": "many"}},
         {"alpha_pattern": []},
@@ -540,7 +542,7 @@ def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     assert "phi3 is for another model" in message
     assert "phi3 is for another model" in refused("info", DEMO, "--adapter", DATA / "phi3")
     assert "There is no folder /none" in refused("run", DEMO, "--adapter", "/none", "-p", PROMPT)
-    assert "demo, llama" in invoke("info", DEMO, "--adapter", demo_adapter).stdout
+    assert "story, for 12 tensors" in invoke("info", DEMO, "--adapter", demo_adapter).stdout
 
 
 def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
