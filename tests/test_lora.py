@@ -44,7 +44,7 @@ from infer.kernels.errors import (
 from infer.kernels.forward import Forward
 from infer.kernels.ops import LowRank
 from infer.kernels.reference import nmse
-from infer.kernels.tensor import QUANTIZED
+from infer.kernels.tensor import INTEGERS
 from infer.models import open_model
 from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
 from infer.models.formats.packed import read_rows
@@ -209,7 +209,7 @@ def test_merged_before_it_is_quantised(device: Device, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("case", ["gptq_4bit_act_order", "mlx_4bit", "fp8_block", "nf4"])
+@pytest.mark.parametrize("case", ["gptq_4bit_act_order", "mlx_4bit", "fp8_block", "mlx_mxfp4"])
 def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> None:
     """h + W x + B A x, against float64, from activations that are known as int8."""
     rng, values = np.random.default_rng(rows), values_of(case)
@@ -222,7 +222,7 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> Non
         order = np.arange(k)
         if weight.order is not None:
             order = device.read(weight.order, np.uint32)
-        if weight.dtype in QUANTIZED:
+        if weight.dtype in INTEGERS:
             quantized = int8_rows(rng, rows, k)
             x, exact = (np.empty_like(part) for part in quantized)
             x[:, order], exact[:, order] = quantized
