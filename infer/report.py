@@ -281,7 +281,7 @@ def inspect_model(
     def stored_as(spec: WeightSpec) -> Stored:
         return storage[spec.name]
 
-    loras = Loras.fit(llama, checkpoint, stored_as, always=always)
+    loras = Loras.fit(llama, checkpoint, always=always)
     options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
     gpu = choose_adapter(device) if device is not None or list_adapters() else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from infer.models.checkpoint import (
 )
 from infer.models.config import RawConfig
 from infer.models.llama import Llama
-from infer.models.packing import Stored
 from infer.models.weights import Change, Factors, Source, WeightSpec, widened
 
 # Keys that say nothing about what is computed from the tensors. Any other key must be empty.
@@ -289,7 +288,6 @@ class Loras:
         cls,
         model: Llama,
         checkpoint: Checkpoint,
-        stored: Callable[[WeightSpec], Stored],
         *,
         always: Lora | None = None,
         named: Mapping[str, Lora] | None = None,
@@ -308,7 +306,8 @@ class Loras:
         merged: dict[str, Change] = {}
         kept = {}
         for name, pairs in always.targets(model, checkpoint).items() if always else ():
-            if stored(specs[name]).packed or name == "embed_tokens":
+            quantised = any(s.key in checkpoint.packed for s in specs[name].found(checkpoint))
+            if quantised or name == "embed_tokens":
                 kept[name] = pairs
             else:
                 merged |= {key: pair.factors for key, pair in pairs.items()}

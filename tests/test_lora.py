@@ -49,7 +49,7 @@ from infer.models import open_model
 from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
 from infer.models.formats.packed import read_rows
 from infer.models.lora import Lora, Loras
-from infer.models.weights import load_weights, stored
+from infer.models.weights import load_weights
 
 DATA = Path(__file__).resolve().parent / "data" / "adapters"
 CASES = sorted(folder.name for folder in DATA.iterdir())
@@ -174,7 +174,7 @@ def test_merged_weights_are_rounded_once(device: Device, dtype: str | None) -> N
     lora = Lora.open(adapter, "llama")
     expected = merged_tensors(folder, adapter)
     with device.scope():
-        loras = Loras.fit(model, checkpoint, lambda s: stored(s, checkpoint, dtype), always=lora)
+        loras = Loras.fit(model, checkpoint, always=lora)
         assert not loras.beside[None]
         weights = load_weights(
             device, list(model.weights()), checkpoint, dtype=dtype, changes=loras.merged
@@ -290,7 +290,7 @@ def test_memory_is_counted_before(device: Device) -> None:
     model, checkpoint = open_model(MODELS / "phi3")
     specs = list(model.weights())
     lora = Lora.open(DATA / "phi3", "phi3")
-    loras = Loras.fit(model, checkpoint, lambda s: stored(s, checkpoint), named={"own": lora})
+    loras = Loras.fit(model, checkpoint, named={"own": lora})
     with device.scope():
         weights = load_weights(device, specs, checkpoint)
         before = device.memory_stats().allocated
@@ -324,7 +324,7 @@ def fit(folder: Path, model: str = "llama") -> Loras:
     """All that happens before memory is allocated."""
     lora = Lora.open(folder, folder.name)
     built, checkpoint = open_model(MODELS / model)
-    return Loras.fit(built, checkpoint, lambda s: stored(s, checkpoint), always=lora)
+    return Loras.fit(built, checkpoint, always=lora)
 
 
 @pytest.mark.parametrize(
