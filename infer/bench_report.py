@@ -163,7 +163,7 @@ def format_report(report: BenchReport) -> str:
         f"{r.date}, {versions}{commit}",
         f"context {r.context}, KV cache {r.kv_dtype}",
         "",
-        results_table([r]),
+        results_table(r),
         "",
         f"copy bandwidth       {r.copy_bandwidth / 1e9:,.1f} GB/s (read + written)",
         f"time to first token  {1e3 * ttft:,.2f} ± {1e3 * deviation:,.2f} ms ({r.rows[0].test})",
@@ -178,21 +178,19 @@ def format_report(report: BenchReport) -> str:
     return "\n".join(lines)
 
 
-def results_table(reports: Sequence[BenchReport], *, adapters: bool = False) -> str:
-    """The tests of some reports, a row each; with their adapters in place of the backend."""
-    header = ["model", "size", "params", "adapter" if adapters else "backend"]
-    header += ["test", "t/s", "GB/s", "share", "TFLOP/s"]
+def results_table(report: BenchReport) -> str:
+    """The tests of a report, a row each."""
+    header = ["model", "size", "params", "backend", "test", "t/s", "GB/s", "share", "TFLOP/s"]
     rows = [
         [
             report.model_and_dtypes,
             _scaled(report.weight_bytes, (2**30, "GiB"), (2**20, "MiB")),
             _scaled(report.parameters, (10**9, "B"), (10**6, "M")),
-            f"{report.adapter} ({report.backend})" if adapters else report.backend,
+            report.backend,
             row.test,
             f"{row.tps:,.2f} ± {row.tps_deviation:,.2f}",
             *_rates(row.bandwidth, row.share, row.flops_per_second),
         ]
-        for report in reports
         for row in report.rows
     ]
     return markdown_table(header, rows, left=5)

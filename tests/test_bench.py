@@ -406,7 +406,7 @@ def test_json_holds_everything() -> None:
 
 
 def test_results_table() -> None:
-    assert results_table([REPORT], adapters=False).splitlines() == [
+    assert results_table(REPORT).splitlines() == [
         "| model               | size     | params | backend | test  "
         "|                   t/s |    GB/s |  share | TFLOP/s |",
         "| ------------------- | -------- | ------ | ------- | ----- "
@@ -485,8 +485,17 @@ def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
     lines = readme.read_text(encoding="utf-8").splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "old" not in lines
+    assert lines[2:7] == [
+        "A GPU (x), Vulkan, driver 1.3, wgpu 0.32.0, 2026-01-03; copies 4,000 GB/s",
+        "",
+        "| model               |     size |  pp512 | TFLOP/s |   tg128 |  GB/s |  share "
+        "| sampled |",
+        "| ------------------- | -------: | -----: | ------: | ------: | ----: | -----: "
+        "| ------: |",
+        "| org/Tiny Model bf16 | 1.50 GiB | 34,133 |      50 | 1,280.0 | 1,600 | 40.0 % "
+        "|         |",
+    ]
     assert sum("tg128" in line for line in lines) == 2
-    assert "* A GPU (x): driver 1.3, wgpu 0.32.0, 2026-01-03, copies 4,000 GB/s" in lines
     readme.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match="has no lines"):
         tables.write(readme, "text")
