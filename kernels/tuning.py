@@ -211,9 +211,11 @@ class Tuning:
         rows_of_weights = shape.n * (1 + shape.gated)
         if shape.dtype in CODED and not int8:
             # Arithmetic bounds them: what is read of x serves many rows of W.
-            outputs = 8 if CODED[shape.dtype] == 4 and rows_of_weights > 4096 else 4
-            workgroup = max(lanes, min(128, most))
-            return VecVariant(workgroup, workgroup, max(1, outputs // shape.rows), 1)
+            wide = CODED[shape.dtype] == 8
+            outputs = 4 if wide or rows_of_weights <= 4096 else 8
+            workgroup = max(lanes, min(512 if wide else 128, most))
+            team = min(workgroup, max(lanes, 32 if wide and rows_of_weights > 8192 else 128))
+            return VecVariant(workgroup, team, max(1, outputs // shape.rows), 1)
         if int8 or (shape.gated and rows_of_weights * shape.k <= _SMALL):
             team, outputs = max(1, _THREADS // rows_of_weights), 1
         else:
