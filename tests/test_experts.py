@@ -75,6 +75,7 @@ EXPERTS: Factors = SETTINGS | {
     "shape": ((7, 1), (37, 40), (131, 64), (520, 9)),
     "dtype": ("f32", "f16", "bf16", "q8", "q4"),
     "kind": ("", "one", "equal"),
+    "bias": (False, True),
 }
 
 
@@ -106,22 +107,26 @@ def gate_up_error(
     dtype: str,
     kind: str,
     norm: bool = False,
+    bias: bool = False,
+    function: str = "silu",
     **options: Any,
 ) -> float:
     (slots, n_experts), (k, n) = experts, shape
     x, exact = activations(rng, dtype, rows, k)
     weight = exact_weight(rng, n_experts * 2 * n, k, dtype).reshape(n_experts, 2 * n, k)
+    added = 5 * rng.standard_normal((n_experts, 2 * n), np.float32) if bias else None
     logits = logits_of(rng, rows, n_experts, kind)
     if norm:
         options["norm"] = rng.standard_normal(k, np.float32), EPS
         exact = reference.rmsnorm(x, *options["norm"])
     options |= {"slots": slots, "dtype": dtype, "tiled": tiled}
+    options |= {"bias": added, "function": function}
     y = functions.expert_gate_up(device, x, logits, weight, **options)
     ids, _ = reference.route(logits, slots, False)
-    return nmse(y, reference.expert_gate_up(exact, ids, weight))
+    return nmse(y, reference.expert_gate_up(exact, ids, weight, added, function))
 
 
-@covering(EXPERTS)
+@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu")})
 def test_expert_gate_up(
     open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
 ) -> None:
@@ -152,6 +157,7 @@ def down_error(
     dtype: str,
     kind: str,
     form: str,
+    bias: bool = False,
 ) -> float:
     (slots, n_experts), (k, n) = experts, shape
     x, exact = (a.reshape(rows, slots, k) for a in activations(rng, dtype, rows * slots, k))
@@ -159,7 +165,8 @@ def down_error(
     logits = logits_of(rng, rows, n_experts, kind)
     options: dict[str, Any] = {"dtype": dtype, "tiled": tiled, "normalize": "normalize" in form}
     ids, weights = reference.route(logits, slots, options["normalize"])
-    expected = reference.expert_down(exact, ids, weights, weight)
+    options["bias"] = rng.standard_normal((n_experts, n), np.float32) if bias else None
+    expected = reference.expert_down(exact, ids, weights, weight, options["bias"])
     if "residual" in form:
         options["residual"] = rng.standard_normal((rows, n), np.float32)
         expected = expected + options["residual"]

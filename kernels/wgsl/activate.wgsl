@@ -1,5 +1,5 @@
-// The activation functions of MLPs.
-// @param ACTIVATION none|silu|gelu|gelu_tanh
+// The activation functions of MLPs, and gated(gate, up) of gated ones.
+// @param ACTIVATION none|silu|gelu|gelu_tanh|clamped_swiglu
 #if ACTIVATION == silu
 
 // Sigmoid linear unit (Elfwing et al. 2018).
@@ -24,5 +24,19 @@ fn activate(x: f32) -> f32 {
 fn activate(x: f32) -> f32 {
   let c = clamp(x, -10.0, 10.0);  // beyond that nothing changes but the exponential, which overflows
   return x / (1.0 + exp(-1.59576912 * c * (1.0 + 0.044715 * c * c)));
+}
+#endif
+#if ACTIVATION == clamped_swiglu
+
+// That of gpt-oss: a sigmoid steeper than silu's, both inputs limited, and one more than up.
+fn gated(gate: f32, up: f32) -> f32 {
+  let x = min(gate, 7.0);
+  return x / (1.0 + exp(-1.702 * x)) * (clamp(up, -7.0, 7.0) + 1.0);
+}
+#elif ACTIVATION != none
+
+// Gated linear unit (Shazeer 2020).
+fn gated(gate: f32, up: f32) -> f32 {
+  return activate(gate) * up;
 }
 #endif
