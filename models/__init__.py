@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "glm": "Glm",
     "glm4": "Glm4",
     "gpt_neox": "GPTNeoX",
+    "gpt_oss": "GptOss",
     "granite": "Granite",
     "helium": "Helium",
     "hunyuan_v1_dense": "HunyuanDense",

@@ -73,6 +73,7 @@ class DecoderConfig:
     activation: str = "silu"
     gated: bool = True  # the MLP
     parallel: bool = False  # attention and MLP of a layer read the same
+    sinks: bool = False  # of attention: a logit of each head beside its scores
     experts: ExpertsConfig | None = None
 
     @classmethod
@@ -220,7 +221,7 @@ def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> Wei
 
 
 def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
-    """qkv_proj, o_proj, and their biases and norms where the config has them."""
+    """qkv_proj, o_proj, and their biases, norms and sinks where the config has them."""
     hidden, d = config.hidden_size, config.head_dim
     heads = {
         "q": config.num_attention_heads * d,
@@ -241,6 +242,8 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
         for part, norm in zip("qk", config.norm_names, strict=True):
             width = heads[part] if config.wide_qk_norm else d
             yield stacked(f"{name}.{part}_norm", prefix, {f"{norm}.weight": (width,)})
+    if config.sinks:
+        yield stacked(f"{name}.sinks", prefix, {"sinks": (config.num_attention_heads,)})
 
 
 def attention(
@@ -266,7 +269,8 @@ def attention(
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping
-    y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap)
+    sinks = w.get("sinks")
+    y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap, sinks=sinks)
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
 
 

@@ -51,7 +51,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -72,12 +74,13 @@ MIN_DISTINCT = 12
 @dataclass(frozen=True)
 class Case:
     """One tiny model; config is as the hub spells it, less architectures and torch_dtype. The
-    embeddings' standard deviation is `embedding`."""
+    embeddings' standard deviation is `embedding`. mxfp4: of what is written, the experts."""
 
     config: dict[str, Any]
     dtype: str = "bfloat16"
     shards: int = 1
     embedding: float = 0.1
+    mxfp4: bool = False
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -588,6 +591,48 @@ def olmoe(**changes: Any) -> dict[str, Any]:
     }
 
 
+def gpt_oss(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 2,
+        "experts_per_token": 3,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initial_context_length": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 128,
+        "num_attention_heads": 6,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 5,
+        "output_router_logits": False,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 16,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0",
+        "use_cache": True,
+        "vocab_size": 200,
+    } | changes
+
+
 CASES: dict[str, Case] = {
     "ernie4_5": Case(small("ernie4_5", use_bias=True)),
     "exaone4": Case(
@@ -714,6 +759,8 @@ CASES: dict[str, Case] = {
             use_sliding_window=True,
         )
     ),
+    "gpt_oss": Case(gpt_oss()),
+    "gpt_oss_mxfp4": Case(gpt_oss(intermediate_size=64), mxfp4=True),
     "mixtral": Case(mixtral()),
     "mixtral_sliding": Case(mixtral(num_experts_per_tok=1, sliding_window=16)),
     "qwen3_moe": Case(qwen3_moe()),
@@ -756,12 +803,17 @@ def random_weight(
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
     if name.endswith("norm.weight"):
         return rng.uniform(0.5, 1.5, shape)
-    if name.endswith(".bias"):
+    if name.endswith(".gate_up_proj_bias"):
+        return rng.normal(0.0, 3.0, shape)  # some gates and ups beyond their limits
+    if name.endswith("bias"):
         return rng.normal(0.0, 0.2, shape)
+    if name.endswith(".sinks"):
+        return rng.normal(1.0, 1.0, shape)
     if name.endswith("embed_tokens.weight"):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
     peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
+    peaked += ("mlp.router.weight",)
     gain = 1.5 if name.endswith(peaked) else 1.0
     return rng.normal(0.0, gain * shape[-1] ** -0.5, shape)
 
@@ -776,8 +828,20 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             values = random_weight(name, tuple(parameter.shape), rng, case.embedding)
             weight = torch.from_numpy(values)
+            if case.mxfp4 and weight.ndim == 3:
+                weight = convert_moe_packed_tensors(*to_mxfp4(weight), dtype=torch.float64)
             parameter.copy_(weight.to(getattr(torch, case.dtype)))
     return model.eval()
+
+
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [experts, columns, rows] as X_blocks and X_scales. The largest of 32 columns becomes
+    4 or 6 times the scale, so that what is in MXFP4 stays as it is."""
+    groups = weight.double().transpose(1, 2).unflatten(-1, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    table = torch.tensor(FP4_VALUES, dtype=torch.float64)
+    codes = (groups[..., None] / exponents.exp2()[..., None, None] - table).abs().argmin(-1)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).byte(), (exponents + 127).byte()
 
 
 class RoutingMargins:
@@ -857,6 +921,15 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    save(case, model, folder)
+    published = json.dumps(published_config(case) | quantization(case), indent=2)
+    (folder / "config.published.json").write_text(published + "\n")
+    np.savez_compressed(folder / "reference.npz", **reference)
+    return seed, reference
+
+
+def save(case: Case, model: PreTrainedModel, folder: Path) -> None:
+    """Write config.json and the weights."""
     model.to(getattr(torch, case.dtype))
     # A little above an equal share, since shards end between tensors.
     shard_bytes = 1.1 * sum(p.nbytes for p in model.parameters()) / case.shards
@@ -864,10 +937,22 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
         model.save_pretrained(saved, max_shard_size=int(shard_bytes))
         for file in [Path(saved, "config.json"), *Path(saved).glob("*.safetensors*")]:
             shutil.copyfile(file, folder / file.name)
-    published = json.dumps(published_config(case), indent=2)
-    (folder / "config.published.json").write_text(published + "\n")
-    np.savez_compressed(folder / "reference.npz", **reference)
-    return seed, reference
+    if case.mxfp4:
+        config = json.loads((folder / "config.json").read_text()) | quantization(case)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        file = folder / "model.safetensors"
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            if tensor.ndim == 3:
+                tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = to_mxfp4(tensor)
+            else:
+                tensors[name] = tensor
+        save_file(tensors, file, {"format": "pt"})
+
+
+def quantization(case: Case) -> dict[str, Any]:
+    """What a config says of it."""
+    return {"quantization_config": {"quant_method": "mxfp4"}} if case.mxfp4 else {}
 
 
 def main() -> None:

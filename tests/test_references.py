@@ -30,6 +30,8 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": 3},
     "glm": {"partial_rotary_factor": 1.0},
     "glm4": {"partial_rotary_factor": 1.0},
+    "gpt_oss": {"sliding_window": 128},
+    "gpt_oss_mxfp4": {"swiglu_limit": 100.0},
     "granite": {"attention_multiplier": 0.45},
     "hunyuan_v1_dense": {"rope_scaling": None},
     "llama_rope_dynamic": {"rope_scaling": None},
