@@ -161,8 +161,9 @@ def random_storage(spec: WeightSpec, dtype: str, published: Published | None) ->
     """How `random_weights` stores a weight."""
     if published is None or len(spec.shape) == 1:
         return Stored(converted_dtype(spec, dtype))
-    if spec.name in _EMBEDDINGS and published.embeddings is not None:
-        return Stored(published.embeddings)
+    others = published.embeddings
+    if others is not None and (spec.name in _EMBEDDINGS or published.part not in spec.name):
+        return Stored(others)
     return stored_schemes([published.scheme], spec.shape[1], spec.name)
 
 

@@ -276,6 +276,10 @@ QWEN3_MOE = SHAPES["qwen3-30b-a3b"]
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 changes the computation"),
         ({"model_type": "qwen3"}, "num_experts = 128 changes the computation"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0 changes the computation"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 10.0}, "swiglu_limit = 10.0 is not implemented"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not implemented"),
+        ({"model_type": "gpt_oss"}, "lacks 'rope_scaling'"),
     ],
 )
 def test_configs_of_experts_are_read_strictly(changes: dict[str, Any], message: str) -> None:
