@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted
 
-from infer.kernels import reference
+from infer.kernels import reference, upload
 from infer.kernels.check import int8_rows
 from infer.kernels.codes import TABLES
 from infer.kernels.device import Device, Settings
@@ -92,6 +92,21 @@ def mlx_packed(values: Array) -> dict[str, Array]:
     return {"weight": words.astype(np.uint32)} | {
         name: part.reshape(len(values), -1).astype(np.float16) for name, part in pair.items()
     }
+
+
+def test_parts_of_a_packed_source(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other row of each expert, then the rest, in pieces of a few rows."""
+    monkeypatch.setattr(upload, "PIECE_BYTES", 512)
+    found, checkpoint = opened(DATA / "mxfp4")
+    expected = values_of("mxfp4")
+    parts = [range(24 * expert + way, 24 * (expert + 1), 2) for expert in (0, 1) for way in (0, 1)]
+    shape = (2, 24, expected.shape[1])
+    spec = WeightSpec("w", tuple(Source(KEY, shape, part, transposed=True) for part in parts))
+    with device.scope():
+        weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))["w"]
+        forward = Forward(device, 48)
+        y = forward.run(forward.ops.embedding(weight), tokens=list(range(48)))
+    assert nmse(y, expected[np.concatenate([np.array(part) for part in parts])]) <= 1e-14
 
 
 def e4m3_packed(values: Array) -> dict[str, Array]:
