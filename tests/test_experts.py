@@ -246,13 +246,14 @@ def test_prefill_is_deterministic(device: Device, rng: np.random.Generator) -> N
 def test_experts_larger_than_a_binding(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, binding: int
 ) -> None:
-    """They lie in shards of whole experts."""
+    """They lie in shards of whole experts, and their biases in one vector."""
     small = open_device(Settings(max_binding=binding))
     with small.scope():
         shards = to_gpu(small, np.zeros((73 * 64, 32)), dtype, unit=64).shards
         assert len(shards) > 1
         assert all(shard.start % 64 == 0 for shard in shards)
     own: Case = {"rows": rows, "tiled": False, "experts": (3, 73), "dtype": dtype, "kind": ""}
+    own["bias"] = True
     assert gate_up_error(small, rng, shape=(96, 32), **own) <= limit_of(dtype)
     for form in ("", "residual"):
         assert down_error(small, rng, shape=(32, 64), form=form, **own) <= limit_of(dtype)

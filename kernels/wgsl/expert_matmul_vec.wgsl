@@ -164,15 +164,12 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if COMBINE
   let writes = own_output;
 #if BIAS
-  var own_bias = 0.0;
+#for s in 0..SLOTS
+  var own_bias$s = 0.0;
   if (writes) {
-    for (var slot = 0u; slot < SLOTS; slot++) {
-      let chosen_expert = expert_of(id.y, slot);
-      if (in_shard(chosen_expert)) {
-        own_bias += weight_of(id.y, slot) * bias[chosen_expert * N + n];
-      }
-    }
+    own_bias$s = bias[expert_of(id.y, $su) * N + n];
   }
+#endfor
 #endif
 #else
   let writes = own_output && in_shard(expert);
@@ -263,7 +260,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if COMBINE
     var value = scale * total(owner, place, parts);
 #if BIAS
-    value += own_bias;
+#for s in 0..SLOTS
+    value += select(0.0, weight_of(id.y, $su), in_shard(expert_of(id.y, $su))) * own_bias$s;
+#endfor
 #endif
 #else
     var gate = scale * total(owner, 2u * place, parts);
