@@ -51,9 +51,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -74,13 +72,12 @@ MIN_DISTINCT = 12
 @dataclass(frozen=True)
 class Case:
     """One tiny model; config is as the hub spells it, less architectures and torch_dtype. The
-    embeddings' standard deviation is `embedding`. mxfp4: of what is written, the experts."""
+    embeddings' standard deviation is `embedding`."""
 
     config: dict[str, Any]
     dtype: str = "bfloat16"
     shards: int = 1
     embedding: float = 0.1
-    mxfp4: bool = False
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -760,7 +757,6 @@ CASES: dict[str, Case] = {
         )
     ),
     "gpt_oss": Case(gpt_oss()),
-    "gpt_oss_mxfp4": Case(gpt_oss(intermediate_size=64), mxfp4=True),
     "mixtral": Case(mixtral()),
     "mixtral_sliding": Case(mixtral(num_experts_per_tok=1, sliding_window=16)),
     "qwen3_moe": Case(qwen3_moe()),
@@ -828,20 +824,8 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             values = random_weight(name, tuple(parameter.shape), rng, case.embedding)
             weight = torch.from_numpy(values)
-            if case.mxfp4 and weight.ndim == 3:
-                weight = convert_moe_packed_tensors(*to_mxfp4(weight), dtype=torch.float64)
             parameter.copy_(weight.to(getattr(torch, case.dtype)))
     return model.eval()
-
-
-def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [experts, columns, rows] as X_blocks and X_scales. The largest of 32 columns becomes
-    4 or 6 times the scale, so that what is in MXFP4 stays as it is."""
-    groups = weight.double().transpose(1, 2).unflatten(-1, (-1, 32))
-    exponents = groups.abs().amax(-1).log2().floor() - 2
-    table = torch.tensor(FP4_VALUES, dtype=torch.float64)
-    codes = (groups[..., None] / exponents.exp2()[..., None, None] - table).abs().argmin(-1)
-    return (codes[..., ::2] | codes[..., 1::2] << 4).byte(), (exponents + 127).byte()
 
 
 class RoutingMargins:
@@ -921,15 +905,6 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    save(case, model, folder)
-    published = json.dumps(published_config(case) | quantization(case), indent=2)
-    (folder / "config.published.json").write_text(published + "\n")
-    np.savez_compressed(folder / "reference.npz", **reference)
-    return seed, reference
-
-
-def save(case: Case, model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json and the weights."""
     model.to(getattr(torch, case.dtype))
     # A little above an equal share, since shards end between tensors.
     shard_bytes = 1.1 * sum(p.nbytes for p in model.parameters()) / case.shards
@@ -937,22 +912,10 @@ def save(case: Case, model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(saved, max_shard_size=int(shard_bytes))
         for file in [Path(saved, "config.json"), *Path(saved).glob("*.safetensors*")]:
             shutil.copyfile(file, folder / file.name)
-    if case.mxfp4:
-        config = json.loads((folder / "config.json").read_text()) | quantization(case)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        file = folder / "model.safetensors"
-        tensors = {}
-        for name, tensor in load_file(file).items():
-            if tensor.ndim == 3:
-                tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = to_mxfp4(tensor)
-            else:
-                tensors[name] = tensor
-        save_file(tensors, file, {"format": "pt"})
-
-
-def quantization(case: Case) -> dict[str, Any]:
-    """What a config says of it."""
-    return {"quantization_config": {"quant_method": "mxfp4"}} if case.mxfp4 else {}
+    published = json.dumps(published_config(case), indent=2)
+    (folder / "config.published.json").write_text(published + "\n")
+    np.savez_compressed(folder / "reference.npz", **reference)
+    return seed, reference
 
 
 def main() -> None:

@@ -72,7 +72,8 @@ class Grouped:
 
     def every(self, step: int) -> Grouped:
         """The first of each `step` rows."""
-        parts = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "biases")}
+        names = ("codes", "scales", "zeros", "biases", "units")
+        parts = {name: getattr(self, name) for name in names}
         return replace(self, **{n: p[::step] for n, p in parts.items() if p is not None})
 
     def dequantize(self) -> Floats:
