@@ -14,12 +14,12 @@ from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, coveri
 
 from infer.kernels import functions, reference
 from infer.kernels.arrays import Array, to_gpu
-from infer.kernels.check import exact_weight, int8_rows
+from infer.kernels.check import exact_weight, grouped, int8_rows
 from infer.kernels.device import Device, Settings
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
-from infer.kernels.tensor import QUANTIZED
+from infer.kernels.tensor import QUANTIZED, Grouping
 from infer.models import build_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
@@ -145,6 +145,23 @@ def test_expert_gate_up_after_a_norm(
         own: Case = {"rows": rows, "tiled": False, "experts": (2, 5), "shape": shape}
         own |= {"dtype": "bf16", "kind": "", "norm": True, "fuse": fuse}
         assert gate_up_error(open_device(settings), rng, **own) <= LIMIT
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", ["e4m3", "nf4"])
+def test_experts_in_codes_of_floats(
+    device: Device, rng: np.random.Generator, dtype: str, rows: int
+) -> None:
+    codes, values = grouped(rng, (5 * 64, 64), dtype, Grouping(32, "f32"))
+    x, logits = rng.standard_normal((rows, 64), np.float32), logits_of(rng, rows, 5)
+    with device.scope():
+        forward = Forward(device, rows)
+        routing = forward.ops.route(forward.input(logits), 2, normalize=False)
+        weight = codes.to_gpu(device)
+        y = forward.run(forward.ops.expert_gate_up(forward.input(x), routing, weight))
+    ids, _ = reference.route(logits, 2, False)
+    expected = reference.expert_gate_up(x, ids, values.reshape(5, 64, 64))
+    assert nmse(y, expected.reshape(rows, -1)) <= LIMIT
 
 
 def down_error(
