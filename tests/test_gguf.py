@@ -437,8 +437,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }
 # Those whose config is spelled otherwise, so that only what is computed is the same.
 COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
-# Those with a window or a rope that llama.cpp's files do not know.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|ministral|helium|_switch|moe_dense")
+# Those with a window or a rope that llama.cpp's files do not know, and one not read from them.
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|ministral|helium|_switch|moe_dense|gpt_oss")
 CONVERTED = [case for case in cases() if not UNKNOWN.search(case)]
 
 
