@@ -16,6 +16,7 @@ import typer
 import infer
 from infer.kernels.errors import RequestError
 from infer.options import (
+    AdapterOption,
     ContextOption,
     DeviceOption,
     DtypeOption,
@@ -197,6 +198,7 @@ def run(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
+    adapter: AdapterOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     no_fuse: Annotated[
@@ -274,6 +276,7 @@ def run(
                 dtype=dtype,
                 quantize=quantize,
                 kv_dtype=kv_dtype,
+                adapter=adapter,
                 revision=revision,
                 offline=offline,
                 progress=progress.loading,
@@ -351,6 +354,7 @@ def info(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
+    adapter: AdapterOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     as_json: JsonOption = False,
@@ -373,6 +377,7 @@ def info(
             dtype=dtype,
             quantize=quantize,
             kv_dtype=kv_dtype,
+            adapter=adapter,
             revision=revision,
             offline=offline,
             download_progress=is_terminal(sys.stderr),

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from numpy.typing import NDArray
 
 from infer.kernels.arena import Arena
 from infer.kernels.device import Buffer, Device
-from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.errors import ModelError, RequestError, UnsupportedError
 from infer.kernels.kv_cache import PAGE, KVCache
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, padded_rows
-from infer.kernels.ops import Ops, Rope, stride
+from infer.kernels.ops import Changes, Ops, Rope, stride
 from infer.kernels.plan import DispatchPlan
 from infer.kernels.record import PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.sampler import INVALID_TOKEN, Sampler, SamplerChain
@@ -95,9 +96,13 @@ class Engine:
         model: Llama,
         weights: Mapping[str, GpuTensor],
         options: EngineOptions,
+        adapters: Mapping[str | None, Changes] = MappingProxyType({}),
     ) -> None:
-        """Allocates everything but the weights. Raises OutOfMemoryError."""
+        """adapters: by name what lies beside the weights; None: what does when none is asked for.
+        Allocates everything but the weights and these. Raises OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
+        self.adapters: dict[str | None, Changes] = {None: {}, **adapters}
+        self._adapter: str | None = None  # what the keys and values in the cache are of
         c = model.config
         self.context, self.vocab_size = options.context, c.vocab_size
         self.cache = KVCache(
@@ -121,13 +126,14 @@ class Engine:
         self.arena = Arena(device)
         self.rows = {"prefill": self._chunk(), "few": MAX_VEC_ROWS, "decode": 1}
         self._lowered = {
-            kind: self._lower(StepKind(rows, logits=1), self.logits)
+            (kind, adapter): self._lower(StepKind(rows, logits=1), self.logits, adapter)
             for kind, rows in self.rows.items()
+            for adapter in self.adapters
         }
         for lowering in self._lowered.values():
             lowering.reserve(self.arena)
-        self._plans: dict[str, DispatchPlan] = {}
-        self._recordings: dict[tuple[str, bool, SamplerChain | None], Recording] = {}
+        self._plans: dict[tuple[str, str | None], DispatchPlan] = {}
+        self._recordings: dict[tuple[str, str | None, bool, SamplerChain | None], Recording] = {}
         self._staging = [
             (device.buffer(16, "read", "ids"), device.buffer(self.logits.nbytes, "read", "logits"))
             for _ in range(options.ahead)
@@ -154,9 +160,17 @@ class Engine:
         table = self.device.upload(rope_table(rope, self.context), label="rope table")
         return Rope(table, rope.rotary_dim, rope.interleaved)
 
-    def _lower(self, kind: StepKind, logits: Buffer) -> Lowering:
-        ops = Ops()
+    def _lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
+        changes = self.adapters[adapter]
+        ops = Ops(changes)
         output = self.model.forward(ops, self.weights, self.ropes, self.cache.layers)
+        projections = {value.attrs["weight"] for value in ops.values if value.op == "linear"}
+        names = [n for n, w in self.weights.items() if w in changes and w not in projections]
+        if names:
+            raise UnsupportedError(
+                f"An adapter changes {', '.join(names[:10])}, which is no projection of its own. "
+                "Merge the adapter into the model, and load what that gives."
+            )
         return Lowering(
             self.device,
             ops,
@@ -173,8 +187,8 @@ class Engine:
         self.device.pipelines(
             kernel.spec for lowering in self._lowered.values() for kernel in lowering.kernels
         )
-        for kind, lowering in self._lowered.items():
-            self._plans[kind] = lowering.place(self.arena)
+        for key, lowering in self._lowered.items():
+            self._plans[key] = lowering.place(self.arena)
 
     # Generating
 
@@ -194,6 +208,21 @@ class Engine:
                 "the answer included. Shorten the prompt or raise the context (--context)."
             )
 
+    def check_adapter(self, adapter: str | None) -> None:
+        """Raises RequestError for an adapter that is not loaded."""
+        if not (adapter is None or isinstance(adapter, str)) or adapter not in self.adapters:
+            names = ", ".join(sorted(filter(None, self.adapters))) or "none"
+            raise RequestError(
+                f"No adapter is called {adapter!r}. Loaded by a name: {names}. Give load() a "
+                "dictionary of adapters."
+            )
+
+    def _use(self, adapter: str | None) -> None:
+        """From now on, that adapter; the cache only serves the one it was filled with."""
+        self.check_adapter(adapter)
+        if adapter != self._adapter:
+            self._adapter, self.tokens = adapter, []
+
     def generate(
         self,
         prompt_ids: Sequence[int],
@@ -202,14 +231,17 @@ class Engine:
         stop_ids: Sequence[int] = (),
         with_logits: bool = False,
         logits_processor: LogitsProcessor | None = None,
+        adapter: str | None = None,
     ) -> Iterator[Step]:
         """The tokens after the prompt, one by one, a stop id included, until a stop id, max_tokens
         or the end of the context.
 
         params: `resolved`. with_logits also reads back the logits of every step. With a
-        logits_processor they come back too, numpy chooses, and no step is ahead.
+        logits_processor they come back too, numpy chooses, and no step is ahead. adapter: one of
+        `adapters`.
         """
         self.check_prompt(prompt_ids)
+        self._use(adapter)
         record = params.record(
             vocab_size=self.vocab_size,
             prompt_tokens=len(prompt_ids),
@@ -373,9 +405,9 @@ class Engine:
             start += min(left, most)
 
     def recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
-        key = (kind, head, chain)
+        key = (kind, self._adapter, head, chain)
         if key not in self._recordings:
-            plan = self._plans[kind]
+            plan = self._plans[kind, self._adapter]
             dispatches = [*plan.body, *plan.head] if head else [*plan.body]
             if chain is not None:
                 dispatches += self.sampler.dispatches(chain, gather=kind != "decode")
@@ -407,10 +439,13 @@ class Engine:
 
     # Scoring
 
-    def score(self, ids: Sequence[int]) -> Iterator[NDArray[np.float32]]:
+    def score(
+        self, ids: Sequence[int], adapter: str | None = None
+    ) -> Iterator[NDArray[np.float32]]:
         """The logits of every position, in chunks [rows, vocab_size]. Nothing in the cache is
         reused, because a position in it has no logits any more."""
         self.check_prompt(ids, room=0)
+        self._use(adapter)
         self._turn_for(len(ids))
         row = 4 * stride(self.vocab_size)
         # Of more than a few rows, matmul writes whole tiles.
@@ -418,7 +453,7 @@ class Engine:
         rows = min(self.rows["prefill"], 128 if whole else MAX_VEC_ROWS)
         with self.device.scope():
             logits = self.device.buffer(padded_rows(rows) * row, label="logits of all rows")
-            plan = self._lower(StepKind(rows), logits).place(Arena(self.device))
+            plan = self._lower(StepKind(rows), logits, adapter).place(Arena(self.device))
             recording = Recording((*plan.body, *plan.head))
             self.tokens.clear()
             for start in range(0, len(ids), rows):

@@ -190,6 +190,8 @@ def _sentencepiece(
         merges = _pairs(found)
     else:
         scores = found.numbers("scores", len(tokens))
+        if str(found.gguf.metadata.get("general.architecture")).startswith("gemma"):
+            scores = [-float(i) for i in range(len(tokens))]  # its own are not those of its merges
         normal = {
             token: score
             for token, score, of in zip(tokens, scores, types, strict=True)

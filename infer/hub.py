@@ -18,7 +18,7 @@ from infer.kernels.errors import (
     ModelNotFoundError,
     UnsupportedError,
 )
-from infer.models.checkpoint import INDEX, SINGLE, listed
+from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, INDEX, SINGLE, listed
 
 DEMO = "demo"
 
@@ -101,6 +101,48 @@ def resolve(
             f"as org/name, or {DEMO!r}."
         )
     return _resolve_hub_id(model, revision, offline, token, progress)
+
+
+def resolve_adapter(
+    adapter: str, *, offline: bool = False, token: str | None = None, progress: bool = True
+) -> ResolvedModel:
+    """Find the files of a LoRA adapter: `adapter` is a local folder or a hub id. For the rest and
+    the errors see `resolve`."""
+    path = Path(adapter).expanduser()
+    if path.is_dir():
+        return ResolvedModel(_check_adapter(path), path.resolve().name)
+    if path.exists() or not HUB_ID.fullmatch(adapter):
+        raise ModelNotFoundError(
+            f"There is no folder {adapter}. An adapter is a local folder that holds "
+            f"{ADAPTER_CONFIG} and {ADAPTER_TENSORS}, or a hub id such as org/name."
+        )
+    from huggingface_hub import constants, snapshot_download
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    with _progress_bars(progress), _hub_errors(adapter, None, offline):
+        folder = snapshot_download(
+            adapter,
+            token=token,
+            local_files_only=offline,
+            allow_patterns=[ADAPTER_CONFIG, ADAPTER_TENSORS],
+        )
+        return ResolvedModel(_check_adapter(Path(folder)), adapter, Path(folder).name)
+
+
+def _check_adapter(folder: Path) -> Path:
+    """`folder`, if it holds an adapter."""
+    lacking = [name for name in (ADAPTER_CONFIG, ADAPTER_TENSORS) if not (folder / name).is_file()]
+    if lacking == [ADAPTER_TENSORS] and (folder / "adapter_model.bin").is_file():
+        raise UnsupportedError(
+            f"{folder} has its adapter in adapter_model.bin, which is not read. Save it as "
+            f"{ADAPTER_TENSORS}, as PEFT does by default."
+        )
+    if lacking:
+        raise ModelNotFoundError(
+            f"{folder} has no {listed(lacking)}, so it is not a LoRA adapter. Give the folder that "
+            "PEFT's save_pretrained has written."
+        )
+    return folder
 
 
 def _demo_folder() -> Path:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from infer.detokenizer import StopStrings, StreamingDetokenizer
 from infer.engine import Engine, EngineOptions, Timings
-from infer.hub import ResolvedModel, resolve
+from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.adapters import choose_adapter
 from infer.kernels.device import Device, MemoryStats, Settings
 from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
@@ -23,7 +23,9 @@ from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.memory import checked_context, fitting_options
 from infer.models import open_model
-from infer.models.weights import check_checkpoint, load_weights, stored
+from infer.models.lora import Lora, Loras
+from infer.models.packing import Stored
+from infer.models.weights import WeightSpec, check_checkpoint, load_weights, stored
 from infer.sampling import LogitsProcessor, SamplingParams, logprobs
 from infer.tokenizer import Tokenizer, read_json
 
@@ -147,6 +149,11 @@ class LLM:
         """Positions that a prompt and its answer may take."""
         return self.engine.context
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that a call can choose."""
+        return tuple(name for name in self.engine.adapters if name is not None)
+
     # Generating
 
     def generate(self, prompt: Prompt, **options: Any) -> Result:
@@ -171,6 +178,7 @@ class LLM:
         params: SamplingParams | None = None,
         logits_processor: LogitsProcessor | None = None,
         template_args: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> Stream:
         """The answer piece by piece.
@@ -179,16 +187,19 @@ class LLM:
         model's generation_config.json, else greedy. logits_processor: numpy function of (ids so
         far, logits [vocab]) that returns the logits to choose from; slower, because the logits come
         to the host for every token. template_args: for the chat template (enable_thinking, …).
+        adapter: the name of one of `adapters`.
 
         Raises RequestError at once for a prompt or a value that cannot be served.
         """
         self._check_open()
+        self.engine.check_adapter(adapter)
         params = self._params(params, sampling).resolved(self.defaults)
         ids = self.encode(prompt, **(template_args or {}))
         self.engine.check_prompt(ids)
         params.check_bias(self.engine.vocab_size)
         result = Result(prompt_tokens=len(ids))
-        return Stream(self, self._generate(ids, params, logits_processor, result), result)
+        chunks = self._generate(ids, params, logits_processor, adapter, result)
+        return Stream(self, chunks, result)
 
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
         """The token ids of a prompt, as `generate` takes it."""
@@ -202,13 +213,14 @@ class LLM:
                 return [int(item) for item in items]
         raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
 
-    def logits(self, prompt: Prompt) -> NDArray[np.float32]:
+    def logits(self, prompt: Prompt, *, adapter: str | None = None) -> NDArray[np.float32]:
         """The logits after every token of a prompt, [tokens, vocab_size]: for scoring."""
         self._check_open()
+        self.engine.check_adapter(adapter)
         ids = self.encode(prompt)
         self._enter(None)
         try:
-            return np.concatenate(list(self.engine.score(ids)))
+            return np.concatenate(list(self.engine.score(ids, adapter)))
         finally:
             self._leave()
 
@@ -230,6 +242,7 @@ class LLM:
         ids: list[int],
         params: SamplingParams,
         logits_processor: LogitsProcessor | None,
+        adapter: str | None,
         result: Result,
     ) -> Iterator[Chunk]:
         detokenizer, stop = StreamingDetokenizer(self.tokenizer, ids), StopStrings(params.stop)
@@ -242,6 +255,7 @@ class LLM:
             stop_ids=stop_ids,
             with_logits=n_logprobs is not None,
             logits_processor=logits_processor,
+            adapter=adapter,
         )
         result.timings = self.engine.timings
         try:
@@ -340,6 +354,8 @@ def load(
     dtype: str | None = None,
     quantize: str | None = None,
     kv_dtype: str = "f16",
+    adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     revision: str | None = None,
     offline: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -354,19 +370,55 @@ def load(
     context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
     or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
     keeps them as they are. quantize: "q8" or "q4" instead, to quantise them to 8 or 4 bits.
-    kv_dtype: "f16", "f32" or "q8" (8 bits and a scale for 32 values). revision, offline: see
-    `infer.hub.resolve`. progress: called with bytes loaded and bytes in all. engine: other fields
-    of EngineOptions.
+    kv_dtype: "f16", "f32" or "q8" (8 bits and a scale for 32 values).
+    adapter: a LoRA adapter of the model (a folder or a hub id) that is always on: merged into the
+    weights, before `quantize` if that is given, or applied beside those that the files have
+    quantised. adapters: several by names of your own, applied beside the weights; none is on but
+    the one that a call names (`generate(..., adapter=name)`).
+    revision, offline: see `infer.hub.resolve`. progress: called with bytes loaded and bytes in all.
+    engine: other fields of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
     """
     converted = weight_dtype(dtype, quantize)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
     resolved = resolve(str(model), revision=revision, offline=offline, progress=download_progress)
-    adapter = choose_adapter(device)
+    always, named = open_adapters(adapter, adapters, offline, download_progress)
     return _load(
-        resolved, Device(adapter, settings), context, converted, kv_dtype, progress, engine or {}
+        resolved,
+        Device(choose_adapter(device), settings),
+        context,
+        converted,
+        kv_dtype,
+        always,
+        named,
+        progress,
+        engine or {},
     )
+
+
+def open_adapters(
+    adapter: str | Path | None,
+    adapters: Mapping[str, str | Path] | None,
+    offline: bool,
+    progress: bool,
+) -> tuple[Lora | None, dict[str, Lora]]:
+    """The adapter that is always on, and those that are chosen by name. Raises ModelError, and
+    RequestError where both are given."""
+    if adapter is not None and adapters:
+        raise RequestError(
+            "Give either one adapter that is always on (adapter) or several by name (adapters)."
+        )
+
+    if not all(isinstance(name, str) and name for name in adapters or ()):
+        raise RequestError("The names of adapters are texts that are not empty.")
+
+    def opened(place: str | Path) -> Lora:
+        found = resolve_adapter(str(place), offline=offline, progress=progress)
+        return Lora.open(found.path, found.name)
+
+    named = {name: opened(place) for name, place in (adapters or {}).items()}
+    return None if adapter is None else opened(adapter), named
 
 
 def _load(
@@ -375,6 +427,8 @@ def _load(
     context: int | None,
     dtype: str | None,
     kv_dtype: str,
+    always: Lora | None,
+    named: Mapping[str, Lora],
     progress: Callable[[int, int], None] | None,
     engine_options: Mapping[str, Any],
 ) -> LLM:
@@ -385,21 +439,28 @@ def _load(
         check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
         positions = checked_context(model, resolved.name, context)
 
+        def stored_as(spec: WeightSpec) -> Stored:
+            return stored(spec, checkpoint, dtype)
+
+        loras = Loras.fit(model, checkpoint, stored_as, always=always, named=named)
         options = fitting_options(
             model,
-            lambda spec: stored(spec, checkpoint, dtype),
+            stored_as,
             EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
             device.limits,
             device.adapter,
             may_shrink=context is None,
+            loras=loras,
         )
         started: list[tuple[Engine, Future[None]]] = []
         # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
         with ThreadPoolExecutor(1) as thread:
 
             def allocated(weights: dict[str, GpuTensor]) -> None:
-                engine = Engine(device, model, weights, options)
+                beside = loras.allocate(device, weights)
+                engine = Engine(device, model, weights, options, beside)
                 started.append((engine, thread.submit(engine.compile)))
+                loras.fill(device, weights, beside)
 
             load_weights(
                 device,
@@ -407,6 +468,7 @@ def _load(
                 checkpoint,
                 ignorable=model.ignorable,
                 dtype=dtype,
+                changes=loras.merged,
                 allocated=allocated,
                 progress=progress,
             )
@@ -463,8 +525,11 @@ def _model(model: str | Path | LLM, options: Mapping[str, Any]) -> LLM:
 _LOAD_OPTIONS = ("device", "context", "dtype", "quantize", "kv_dtype", "revision", "offline")
 
 
-def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    given = {name: options.pop(name) for name in _LOAD_OPTIONS if name in options}
+def _split(
+    model: str | Path | LLM, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = _LOAD_OPTIONS if isinstance(model, LLM) else (*_LOAD_OPTIONS, "adapter")
+    given = {name: options.pop(name) for name in names if name in options}
     return given, options
 
 
@@ -473,13 +538,13 @@ def generate(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Result:
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
     asked for. options: those of `LLM.stream`, and of `load`: device, context, dtype, quantize,
-    kv_dtype, revision, offline.
+    kv_dtype, revision, offline, and, where the model is not an LLM, adapter.
     """
-    given, options = _split(options)
+    given, options = _split(model, options)
     return _model(model, given).generate(prompt, **options)
 
 
 def stream(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Stream:
     """The same as `generate`, piece by piece."""
-    given, options = _split(options)
+    given, options = _split(model, options)
     return _model(model, given).stream(prompt, **options)

@@ -13,6 +13,7 @@ from infer.kernels.kv_cache import kv_cache_bytes
 from infer.kernels.quantize import buffer_bytes
 from infer.kernels.tensor import QUANTIZED, allocate
 from infer.models.llama import Llama
+from infer.models.lora import NO_LORAS, Loras
 from infer.models.packing import Stored
 from infer.models.weights import WeightSpec
 
@@ -22,8 +23,8 @@ _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes on the GPU: weights, KV cache, and everything else (activations, tables, staging, and
-    what quantising needs while it lasts)."""
+    """Bytes on the GPU: weights, with the adapters beside them, KV cache, and everything else
+    (activations, tables, staging, and what quantising needs while it lasts)."""
 
     weights: int
     kv_cache: int
@@ -40,6 +41,7 @@ def memory_needed(
     options: EngineOptions,
     limits: Limits,
     adapter: AdapterInfo | None = None,
+    loras: Loras = NO_LORAS,
 ) -> MemoryNeed:
     """What loading would allocate: the engine is built on a device that only counts."""
     device = DryDevice(limits, adapter)
@@ -51,10 +53,11 @@ def memory_needed(
         )
         if how.dtype in QUANTIZED and not how.packed:
             quantized.append(spec.shape)
+    beside = loras.allocate(device, weights)
     weight_bytes = device.allocated
     if quantized:
         device.buffer(buffer_bytes(quantized, limits))
-    Engine(device, model, weights, options)
+    Engine(device, model, weights, options, beside)
     kv_bytes = kv_bytes_per_position(model, options.kv_dtype) * options.context
     return MemoryNeed(weight_bytes, kv_bytes, device.allocated - weight_bytes - kv_bytes)
 
@@ -94,6 +97,7 @@ def fitting_options(
     adapter: AdapterInfo,
     *,
     may_shrink: bool,
+    loras: Loras = NO_LORAS,
 ) -> EngineOptions:
     """The options, with a smaller context if that is needed and allowed.
 
@@ -101,7 +105,7 @@ def fitting_options(
     """
     free = memory_info(adapter).free
     while True:
-        need = memory_needed(model, stored, options, limits, adapter)
+        need = memory_needed(model, stored, options, limits, adapter, loras)
         layer_bytes = need.kv_cache // (2 * model.config.num_hidden_layers)
         fits_binding = layer_bytes <= min(limits.max_binding, limits.max_buffer)
         if fits_binding and (free is None or need.total <= free):

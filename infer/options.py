@@ -104,6 +104,16 @@ KVDtypeOption = Annotated[
         "--kv-dtype", help="How keys and values are stored: q8 takes about half the memory of f16."
     ),
 ]
+AdapterOption = Annotated[
+    str | None,
+    loading_option(
+        "--adapter",
+        metavar="PATH",
+        help="A LoRA adapter of the model: a folder with adapter_config.json and "
+        "adapter_model.safetensors, or a hub id. It is merged into the weights, or applied beside "
+        "those that the files have quantised.",
+    ),
+]
 RevisionOption = Annotated[
     str | None,
     loading_option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),

@@ -18,7 +18,7 @@ from infer.hub import resolve
 from infer.kernels.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.device import Device, Limits
 from infer.kernels.errors import OutOfMemoryError
-from infer.llm import LLM, Result, weight_dtype
+from infer.llm import LLM, Result, open_adapters, weight_dtype
 from infer.memory import (
     checked_context,
     fitting_options,
@@ -26,7 +26,8 @@ from infer.memory import (
     memory_needed,
 )
 from infer.models import open_model
-from infer.models.packing import Stored
+from infer.models.lora import Loras
+from infer.models.packing import WIDENED, Stored
 from infer.models.weights import WeightSpec, check_checkpoint, stored
 from infer.sampling import SamplingParams
 from infer.terminal import size
@@ -189,17 +190,20 @@ def check_kernels(adapter: AdapterInfo, progress: Callable[[str], None]) -> Chec
 class ModelReport:
     """What a model is and what it needs at `context` positions; sizes in bytes.
 
-    parameters: without those that are shared. dtypes: of the matrices on the GPU. disk_bytes: all
-    tensors of the checkpoint. fits: whether the adapter has room now, None where that is unknown;
-    `verdict` says it in words.
+    parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
+    of these are f32 because their parts are quantised in ways that have no form in common.
+    disk_bytes: all tensors of the checkpoint. fits: whether the adapter has room now, None where
+    that is unknown; `verdict` says it in words.
     """
 
     name: str
     path: str
     revision: str | None
     architecture: str
+    part_of: str | None
     parameters: int
     dtypes: list[str]
+    widened: int
     format: str | None
     disk_bytes: int
     max_context: int
@@ -222,15 +226,17 @@ class ModelReport:
     def text(self) -> str:
         chat = "with a chat template" if self.chat_template else "without a chat template"
         bits = 8 * self.disk_bytes / self.parameters
+        widened = f", {self.widened} widened" if self.widened else ""
+        parts = f"; of {self.part_of} the text model alone" if self.part_of else ""
         missing = "missing: the model cannot be run without tokenizer.json"
         return _table(
             {
-                "model": f"{self.name}, {self.architecture}",
+                "model": f"{self.name}, {self.architecture}{parts}",
                 "files": self.path,
                 "parameters": f"{self.parameters:,}",
                 "tokenizer": chat if self.tokenizer else missing,
                 "format": f"{self.format or 'floats'}, {bits:.2f} bits per weight",
-                "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)} "
+                "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)}{widened} "
                 f"({size(self.disk_bytes)} on the disk)",
                 "KV cache": f"{size(self.kv_cache_bytes)} for {self.context:,} positions "
                 f"({self.kv_bytes_per_token:,} bytes per token in {self.kv_dtype})",
@@ -251,6 +257,7 @@ def inspect_model(
     dtype: str | None = None,
     quantize: str | None = None,
     kv_dtype: str = "f16",
+    adapter: str | None = None,
     revision: str | None = None,
     offline: bool = False,
     download_progress: bool = False,
@@ -262,6 +269,7 @@ def inspect_model(
     """
     converted = weight_dtype(dtype, quantize)
     found = resolve(model, revision=revision, offline=offline, progress=download_progress)
+    always, _ = open_adapters(adapter, None, offline, download_progress)
     llama, checkpoint = open_model(found.path)
     specs = list(llama.weights())
     check_checkpoint(specs, checkpoint, llama.ignorable)
@@ -271,28 +279,29 @@ def inspect_model(
     def stored_as(spec: WeightSpec) -> Stored:
         return storage[spec.name]
 
+    loras = Loras.fit(llama, checkpoint, stored_as, always=always)
     options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
-    adapter = choose_adapter(device) if device is not None or list_adapters() else None
-    limits = Limits() if adapter is None else Limits.of(adapter.limits)
+    gpu = choose_adapter(device) if device is not None or list_adapters() else None
+    limits = Limits() if gpu is None else Limits.of(gpu.limits)
     fits: bool | None = None
-    if adapter is None:
+    if gpu is None:
         verdict = "unknown: no adapter was found; counted for the least that WebGPU guarantees"
     else:
         try:
             options = fitting_options(
-                llama, stored_as, options, limits, adapter, may_shrink=context is None
+                llama, stored_as, options, limits, gpu, may_shrink=context is None, loras=loras
             )
         except OutOfMemoryError as error:
             fits, verdict = False, f"no: {error}"
         else:
-            free = memory_info(adapter).free
+            free = memory_info(gpu).free
             fits = None if free is None else True
             verdict = (
                 "unknown: the platform does not tell how much memory is free"
                 if free is None
                 else f"yes: {size(free)} are free"
             )
-    need = memory_needed(llama, stored_as, options, limits, adapter)
+    need = memory_needed(llama, stored_as, options, limits, gpu, loras)
     has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
     tokenizer = Tokenizer.open(found.path) if has_tokenizer else None
     return ModelReport(
@@ -300,8 +309,10 @@ def inspect_model(
         path=str(found.path),
         revision=found.revision,
         architecture=llama.config.model_type,
-        parameters=sum(prod(spec.shape) for spec in specs),
+        part_of=checkpoint.part_of,
+        parameters=sum(prod(spec.shape) for spec in specs if spec.sources),
         dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
+        widened=sum(how is WIDENED for how in storage.values()),
         format=checkpoint.format,
         disk_bytes=checkpoint.nbytes,
         max_context=llama.config.max_position_embeddings,
@@ -314,7 +325,7 @@ def inspect_model(
         total_bytes=need.total,
         chat_template=tokenizer is not None and tokenizer.has_chat_template,
         tokenizer=tokenizer is not None,
-        adapter=None if adapter is None else adapter_json(adapter),
+        adapter=None if gpu is None else adapter_json(gpu),
         fits=fits,
         verdict=verdict,
     )

@@ -151,11 +151,17 @@ def to_gpu(
     if isinstance(values, Codes):
         return values.to_gpu(device, label)
     tensor = allocate(device, values.shape, dtype, label, unit=unit)
+    write(device, tensor, values)
+    return tensor
+
+
+def write(device: Device, tensor: GpuTensor, values: Array) -> None:
+    """Fill a weight with values of its shape."""
     matrix = values.reshape(1, -1) if values.ndim == 1 else values
     stored = tensor.dtype
     if stored in QUANTIZED:
         _quantize(device, tensor, matrix)
-        return tensor
+        return
     width = row_bytes(matrix.shape[1], stored)
     for shard in tensor.shards:
         part = np.ascontiguousarray(matrix[shard.start : shard.start + shard.rows])
@@ -163,7 +169,6 @@ def to_gpu(
         padded = np.zeros((part.shape[0], width), np.uint8)
         padded[:, : raw.shape[1] * raw.itemsize] = raw.view(np.uint8).reshape(part.shape[0], -1)
         device.write(shard.buffer, padded)
-    return tensor
 
 
 def _quantize(device: Device, tensor: GpuTensor, matrix: Array) -> None:

@@ -172,6 +172,8 @@ def cases() -> Iterator[Case]:
         run = partial(_activation, function=function, gated=gated)
         yield Case("activation", f"{function}, {'gated' if gated else 'plain'}", run)
     yield Case("softcap", "", _softcap)
+    yield Case("clip", "", _clip)
+    yield Case("position_scale", "", _position_scale)
     yield Case("elementwise_add", "", _elementwise_add)
     yield Case("elementwise_mul", "", _elementwise_mul)
     yield Case("take_rows", "", _take_rows)
@@ -190,9 +192,10 @@ def cases() -> Iterator[Case]:
     ):
         run = partial(_linear, functions.matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
         yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
-    for normalize in (False, True):
-        name = "normalized" if normalize else "plain"
-        yield Case("route", name, partial(_route, normalize=normalize))
+    for normalize, sigmoid, corrected in product((False, True), repeat=3):
+        name = f"{'sigmoid' if sigmoid else 'softmax'}, {'normalized' if normalize else 'plain'}"
+        run = partial(_route, normalize=normalize, sigmoid=sigmoid, corrected=corrected)
+        yield Case("route", f"{name}, corrected" if corrected else name, run)
     for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
         for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
             yield Case(kernel, f"{dtype}, {rows} rows", partial(function, dtype=dtype, rows=rows))
@@ -247,6 +250,17 @@ def _softcap(device: Device, inputs: Inputs) -> Outcome:
     return functions.softcap(device, x, 5.0), reference.softcap(x, 5.0)
 
 
+def _clip(device: Device, inputs: Inputs) -> Outcome:
+    x = 4 * inputs(3, 67)
+    return functions.clip(device, x, 2.5), reference.clip(x, 2.5)
+
+
+def _position_scale(device: Device, inputs: Inputs) -> Outcome:
+    x = inputs(3, 67)
+    y = functions.position_scale(device, x, 0.1, 64, position=127)
+    return y, reference.position_scale(x, np.arange(127, 130), 0.1, 64)
+
+
 def _elementwise_add(device: Device, inputs: Inputs) -> Outcome:
     a, b = inputs(3, 67), inputs(3, 67)
     return functions.elementwise_add(device, a, b), a.astype(np.float64) + b
@@ -299,10 +313,14 @@ def _linear(
     return function(device, x, weight, **options), expected
 
 
-def _route(device: Device, inputs: Inputs, normalize: bool) -> Outcome:
+def _route(
+    device: Device, inputs: Inputs, normalize: bool, sigmoid: bool, corrected: bool
+) -> Outcome:
     logits = inputs(3, 37)
     logits[1] = 0.0  # of equals the first
-    options: dict[str, Any] = {"slots": 5, "normalize": normalize}
+    options: dict[str, Any] = {"slots": 5, "normalize": normalize, "sigmoid": sigmoid, "scale": 2.5}
+    if corrected:
+        options["correction"] = inputs(37)
     ids, weights = functions.route(device, logits, **options)
     expected_ids, expected = reference.route(logits, **options)
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)

@@ -37,6 +37,7 @@ __all__ = [
     "attention",
     "attention_scores",
     "attention_tiled",
+    "clip",
     "elementwise_add",
     "elementwise_mul",
     "embedding",
@@ -46,6 +47,7 @@ __all__ = [
     "layernorm",
     "matmul",
     "matmul_vec",
+    "position_scale",
     "profile",
     "rmsnorm",
     "rope",
@@ -145,7 +147,7 @@ def layernorm(
 def activation(
     device: Device, x: Array, function: str, *, gated: bool = False, **options: Unpack[Options]
 ) -> Floats:
-    """silu, gelu or gelu_tanh of x, by name; gated: x is [rows, 2 n], and the function of its left
+    """A function of `Ops.activation`; gated: x is [rows, 2 n], and the function of its left
     half is multiplied by its right half."""
     forward = Forward(device, len(x), **options)
     value = forward.input(x)
@@ -160,6 +162,29 @@ def softcap(device: Device, x: Array, cap: float, **options: Unpack[Options]) ->
     """cap * tanh(x / cap)."""
     forward = Forward(device, len(x), **options)
     return forward.run(forward.ops.softcap(forward.input(x), cap))
+
+
+@scoped_function
+def clip(device: Device, x: Array, limit: float, **options: Unpack[Options]) -> Floats:
+    """x, no further from zero than limit."""
+    forward = Forward(device, len(x), **options)
+    return forward.run(forward.ops.clip(forward.input(x), limit))
+
+
+@scoped_function
+def position_scale(
+    device: Device,
+    x: Array,
+    beta: float,
+    interval: int,
+    *,
+    position: int = 0,
+    **options: Unpack[Options],
+) -> Floats:
+    """x times 1 + beta log(1 + floor(position / interval)); row i is at position + i."""
+    forward = Forward(device, len(x), **options)
+    value = forward.ops.position_scale(forward.input(x), beta, interval)
+    return forward.run(value, position=position)
 
 
 @scoped_function
@@ -202,7 +227,7 @@ def matmul_vec(
     **options: Unpack[Options],
 ) -> Floats:
     """y = scale * (norm(x) W^T + bias) + residual for 1 to 8 rows of x; weight [n, k], stored as
-    `dtype`; norm (weight [k], eps). activation: silu, gelu or gelu_tanh of what the residual is
+    `dtype`; norm (weight [k], eps). activation: the function of what the residual is
     added to. gated: W is gate on top of up, and y = activation(gate) * up, by default silu.
     """
     _few(len(x), "matmul")
@@ -266,12 +291,30 @@ def _linear(
 
 @scoped_function
 def route(
-    device: Device, logits: Array, *, slots: int, normalize: bool, **options: Unpack[Options]
+    device: Device,
+    logits: Array,
+    *,
+    slots: int,
+    normalize: bool,
+    sigmoid: bool = False,
+    correction: Array | None = None,
+    scale: float = 1.0,
+    **options: Unpack[Options],
 ) -> tuple[NDArray[np.int64], Floats]:
     """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
-    first: their softmax over all experts, normalize: over those chosen."""
+    first: their softmax over all experts, normalize: over those chosen; times scale. sigmoid: in
+    place of softmax. correction [experts] is added to the scores for the choice alone."""
     forward = Forward(device, len(logits), **options)
-    y = forward.run(forward.ops.route(forward.input(logits), slots, normalize=normalize))
+    y = forward.run(
+        forward.ops.route(
+            forward.input(logits),
+            slots,
+            normalize=normalize,
+            sigmoid=sigmoid,
+            correction=None if correction is None else to_gpu(device, correction),
+            scale=scale,
+        )
+    )
     return y[:, :slots].astype(np.int64), y[:, slots:]
 
 

@@ -3,6 +3,7 @@
 rmsnorm -> linear                     the norm goes into matmul_vec (decode)
 route -> experts                      the choice goes into their first projection (decode)
 linear -> + residual                  the sum goes into the projection
+linear + linear -> + residual         each adds what came before it
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
@@ -60,22 +61,25 @@ class Fusion:
                 self.absorbed.add(value)
         elif value.op == "route" and self.vec:
             readers = [user.op for user in self.consumers[value]]
-            if readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}:
+            alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
+            if alone and value.attrs["correction"] is None:
                 self.absorbed.add(value)
         elif value.op == "add":
-            linear = self._residual_of(value)
+            linear, both = self._residual_of(value), self._sum_in(value)
             if linear is not None:
                 self.absorbed.add(linear)
+            elif both is not None:
+                self.absorbed.update((both, both.inputs[0]))
         elif value.op == "activation":
             (source,) = value.inputs
             if source.op == "linear" and self.consumers[source] == [value]:
                 self.absorbed.add(source)
         elif value.op == "mul":
-            linear = self._gated(value)
-            if linear is not None:
+            halves = self._gated(value)
+            if halves is not None:
                 self.absorbed.update(value.inputs)
-                if len(linear.attrs["weight"].shards) == 1:
-                    self.absorbed.add(linear)
+                if _is_whole(halves):
+                    self.absorbed.add(halves)
         elif value.op == "attention" and self.projection(value) is not None:
             self.absorbed.update(self._turned(value))
 
@@ -90,18 +94,29 @@ class Fusion:
                 return linear if other.op != "slice" and linear not in self.absorbed else None
         return None
 
+    def _sum_in(self, value: Value) -> Value | None:
+        """The sum of two projections, of which the second has taken in the first, that is only
+        added to something."""
+        for both, other in (value.inputs[::-1], value.inputs):
+            if both.op != "add" or self.consumers[both] != [value] or other.op == "slice":
+                continue
+            first, second = both.inputs
+            alone = self.consumers[first] == [both] and first not in self.absorbed
+            if first.op == second.op == "linear" and alone and second in self.absorbed:
+                return both
+        return None
+
     def _gated(self, value: Value) -> Value | None:
-        """The projection whose halves are gate and up, when value is activation(gate) * up."""
+        """The activation whose halves are gate and up, when value is activation(gate) * up."""
         act, up = value.inputs
         if act.op != "activation" or up.op != "slice" or act.inputs[0].op != "slice":
             return None
         gate = act.inputs[0]
-        linear = gate.inputs[0]
+        source = gate.inputs[0]
         halves = (gate.attrs["offset"], up.attrs["offset"]) == (0, value.width)
         alone = [self.consumers[v] for v in (gate, act, up)] == [[act], [value], [value]]
-        both = linear is up.inputs[0] and self.consumers[linear] == [gate, up]
-        fits = halves and alone and both and linear.op == "linear"
-        return linear if fits and linear.attrs["scale"] == 1.0 else None
+        both = source is up.inputs[0] and self.consumers[source] == [gate, up]
+        return source if halves and alone and both else None
 
     def next_form(self, value: Value) -> Form | None:
         """The one form, if there is one, in which projections want to read an activation that is
@@ -124,7 +139,7 @@ class Fusion:
     def _readers(self, value: Value) -> list[Value]:
         """Its consumers; a choice of rows for the logits is none where there is one row."""
         found: list[Value] = []
-        for user in self.consumers[value]:
+        for user in self.consumers.get(value, []):  # none of what lowering has put in between
             found += self.consumers[user] if user.op == "logits_rows" else [user]
         return found
 
@@ -166,6 +181,12 @@ class Fusion:
         if value.op == "rmsnorm":
             norm, value = value, value.inputs[0]
         return value, norm, rope
+
+
+def _is_whole(source: Value) -> bool:
+    """Whether it is a projection whose kernel has every row of the weight, and scales none."""
+    linear = source.op == "linear" and source.attrs["scale"] == 1.0
+    return linear and len(source.attrs["weight"].shards) == 1
 
 
 def _ordered(linear: Value) -> bool:

@@ -369,6 +369,12 @@ class Lowering:
     def _lower_add(self, value: Value) -> None:
         a, b = value.inputs
         for linear, other in ((b, a), (a, b)):
+            if linear.op == "add" and linear in self.absorbed:  # of two projections
+                first, second = linear.inputs
+                sum_so_far = Value(value.ops, "add", value.width, of_logits=value.of_logits)
+                self._linear(first, sum_so_far, residual=other)
+                self._linear(second, value, residual=sum_so_far)
+                return
             if linear in self.absorbed:
                 lower = lower_down if linear.op == "expert_down" else Lowering._linear
                 lower(self, linear, value, residual=other)
@@ -412,13 +418,24 @@ class Lowering:
         )
 
     def _lower_softcap(self, value: Value) -> None:
+        self._each("softcap", value, {"SOFTCAP": float(value.attrs["cap"])})
+
+    def _lower_clip(self, value: Value) -> None:
+        self._each("clip", value, {"LIMIT": float(value.attrs["limit"])})
+
+    def _lower_position_scale(self, value: Value) -> None:
+        params = {"BETA": float(value.attrs["beta"]), "INTERVAL": value.attrs["interval"]}
+        self._each("position_scale", value, params, self.step)
+
+    def _each(self, name: str, value: Value, params: dict[str, Any], *operands: Operand) -> None:
+        """A kernel that computes every value from one."""
         x, x_stride, offset = self.source(value.inputs[0])
         self.emit(
-            "softcap",
-            (x, value),
+            name,
+            (*operands, x, value),
             self.row_grid(value, -(-value.width // 64)),
-            {
-                "SOFTCAP": float(value.attrs["cap"]),
+            params
+            | {
                 "WIDTH": value.width,
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,

@@ -25,9 +25,11 @@ def lower_route(low: Lowering, value: Value) -> None:
     """Emit the kernel of the route op `value`, and in prefill the one that sorts rows by expert."""
     experts = value.attrs["experts"]
     params = _routing(value) | {"SUBGROUPS": low.device.subgroups}
+    correction: GpuTensor | None = value.attrs["correction"]
+    added: list[Operand] = [] if correction is None else [correction.buffer]
     low.emit(
         "route",
-        (low.source(value.inputs[0])[0], value),
+        (low.source(value.inputs[0])[0], value, *added),
         low.row_grid(value, 1),
         params | {"WG": low.tuning.workgroup(4 * experts)} | _choice(low, value),
     )
@@ -257,11 +259,27 @@ def _routing(routing: Value) -> dict[str, Any]:
 def _choice(low: Lowering, routing: Value) -> dict[str, Any]:
     """The parameters of top_experts.wgsl."""
     _, logits_stride, offset = low.source(routing.inputs[0])
-    own = {"LOGITS_STRIDE": logits_stride, "LOGITS_OFFSET": offset}
-    return own | {"ROUTE": True, "NORMALIZE": routing.attrs["normalize"]}
+    attrs = routing.attrs
+    return {
+        "ROUTE": True,
+        "NORMALIZE": attrs["normalize"],
+        "SIGMOID": attrs["sigmoid"],
+        "CORRECTION": attrs["correction"] is not None,
+        "ROUTE_SCALE": float(attrs["scale"]),
+        "LOGITS_STRIDE": logits_stride,
+        "LOGITS_OFFSET": offset,
+    }
 
 
-_CHOSEN_BEFORE = {"ROUTE": False, "NORMALIZE": False, "LOGITS_STRIDE": 0, "LOGITS_OFFSET": 0}
+_CHOSEN_BEFORE = {
+    "ROUTE": False,
+    "NORMALIZE": False,
+    "SIGMOID": False,
+    "CORRECTION": False,
+    "ROUTE_SCALE": 1.0,
+    "LOGITS_STRIDE": 0,
+    "LOGITS_OFFSET": 0,
+}
 
 
 def _tile(low: Lowering, routing: Value, dtype: str) -> TileVariant:

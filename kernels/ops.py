@@ -7,7 +7,9 @@ a plan of dispatches (lower.py). An activation is f32, [rows of the step][width]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from infer.kernels.device import Buffer
@@ -50,11 +52,25 @@ class Rope:
     interleaved: bool = False
 
 
-class Ops:
-    """Traces a forward. Every method takes and returns Values; widths are checked at once."""
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A change b a of a weight [out, in] that lies beside it: a [rank, in], b [out, rank]."""
 
-    def __init__(self) -> None:
+    a: GpuTensor
+    b: GpuTensor
+
+
+# By the weights themselves, which no two names share unless they are one.
+Changes = Mapping[GpuTensor, LowRank]
+
+
+class Ops:
+    """Traces a forward. Every method takes and returns Values; widths are checked at once. `linear`
+    adds the changes of its weight, so that a model does not know of them."""
+
+    def __init__(self, changes: Changes = MappingProxyType({})) -> None:
         self.values: list[Value] = []
+        self.changes = changes
 
     def _value(
         self,
@@ -96,6 +112,16 @@ class Ops:
         self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None, scale: float = 1.0
     ) -> Value:
         """scale * (x W^T + bias); weight [out, in]."""
+        y = self._linear(x, weight, bias, scale)
+        change = self.changes.get(weight)
+        if change is None:
+            return y
+        # In this order, because the later projection is the one that takes the sum in (fuse.py).
+        return self._linear(self._linear(x, change.a), change.b, scale=scale) + y
+
+    def _linear(
+        self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None, scale: float = 1.0
+    ) -> Value:
         n, k = weight.shape
         if x.width != k:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
@@ -145,21 +171,48 @@ class Ops:
         )
 
     def activation(self, x: Value, function: str) -> Value:
-        """silu, gelu or gelu_tanh of each value (wgsl/activate.wgsl)."""
+        """silu, gelu, gelu_tanh or relu2 of each value (wgsl/activate.wgsl)."""
         return self._value("activation", x.width, x, function=function)
 
     def softcap(self, x: Value, cap: float) -> Value:
         """cap * tanh(x / cap) (Gemma Team 2024)."""
         return self._value("softcap", x.width, x, cap=cap)
 
-    def route(self, logits: Value, slots: int, *, normalize: bool) -> Value:
+    def clip(self, x: Value, limit: float) -> Value:
+        """x, no further from zero than limit."""
+        return self._value("clip", x.width, x, limit=limit)
+
+    def position_scale(self, x: Value, beta: float, interval: int) -> Value:
+        """x times 1 + beta log(1 + floor(position / interval)) (Llama 4, Meta 2025)."""
+        return self._value("position_scale", x.width, x, beta=beta, interval=interval)
+
+    def route(
+        self,
+        logits: Value,
+        slots: int,
+        *,
+        normalize: bool,
+        sigmoid: bool = False,
+        correction: GpuTensor | None = None,
+        scale: float = 1.0,
+    ) -> Value:
         """The experts of each row: those with the `slots` largest logits, and their softmax over
-        all experts; normalize: over those chosen. Rows are ids, best first, then weights."""
+        all experts; normalize: over those chosen. Rows are ids, best first, then weights, times
+        scale. With sigmoid, scores are sigmoids and not a softmax. correction [experts]: is added
+        to the scores for the choice, and not for the weights (DeepSeek-AI 2024)."""
         if not 0 < slots <= logits.width:
             raise ValueError(f"{slots} experts cannot be chosen of {logits.width}")
         experts = logits.width
         return self._value(
-            "route", 2 * slots, logits, slots=slots, experts=experts, normalize=normalize
+            "route",
+            2 * slots,
+            logits,
+            slots=slots,
+            experts=experts,
+            normalize=normalize,
+            sigmoid=sigmoid,
+            correction=correction,
+            scale=scale,
         )
 
     def expert_gate_up(

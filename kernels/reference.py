@@ -51,7 +51,12 @@ def gelu_tanh(x: Array) -> Array:
     return x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))) / 2.0
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+def relu2(x: Array) -> Array:
+    result: Array = np.maximum(x.astype(np.float64), 0.0) ** 2
+    return result
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:
@@ -69,12 +74,36 @@ def softcap(x: Array, cap: float) -> Array:
     return result
 
 
-def route(logits: Array, slots: int, normalize: bool) -> tuple[NDArray[np.int64], Array]:
+def clip(x: Array, limit: float) -> Array:
+    result: Array = np.clip(x.astype(np.float64), -limit, limit)
+    return result
+
+
+def position_scale(x: Array, positions: Array, beta: float, interval: int) -> Array:
+    """x [rows, width], positions [rows]: times 1 + beta log(1 + floor(position / interval))."""
+    scale = 1.0 + beta * np.log1p(positions // interval)
+    result: Array = x.astype(np.float64) * scale[:, None]
+    return result
+
+
+def route(
+    logits: Array,
+    slots: int,
+    normalize: bool,
+    sigmoid: bool = False,
+    correction: Array | None = None,
+    scale: float = 1.0,
+) -> tuple[NDArray[np.int64], Array]:
     """logits [rows, experts] -> ids and weights [rows, slots] of the largest, the first of equals:
-    softmax over all experts, normalize: over those chosen."""
-    ids = np.argsort(-logits, axis=-1, kind="stable")[:, :slots]
-    chosen = np.take_along_axis(softmax(logits), ids, -1)
-    return ids, chosen / chosen.sum(-1, keepdims=True) if normalize else chosen
+    softmax over all experts, normalize: over those chosen; times scale. sigmoid: in place of
+    softmax. correction [experts] is added to the scores for the choice alone."""
+    scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64))) if sigmoid else softmax(logits)
+    preferences = logits if correction is None else scores + correction
+    ids = np.argsort(-preferences, axis=-1, kind="stable")[:, :slots]
+    chosen = np.take_along_axis(scores, ids, -1)
+    if normalize:
+        chosen = chosen / chosen.sum(-1, keepdims=True)
+    return ids, scale * chosen
 
 
 def expert_gate_up(

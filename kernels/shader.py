@@ -91,25 +91,39 @@ class Shader:
         return self.lines[index].place
 
 
+@dataclass(frozen=True)
+class _Block:
+    """An #if or a #for: each directive of it, and what lies between that and the next."""
+
+    branches: tuple[tuple[Line, tuple[Line | _Block, ...]], ...]
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A kernel before its parameters are known. types: of these; words: of all its text."""
+
+    types: dict[str, str]
+    words: frozenset[str]
+    nodes: tuple[Line | _Block, ...]
+
+
 def render(spec: KernelSpec, folder: Path = WGSL_FOLDER) -> Shader:
     """The WGSL of `spec`. Raises ShaderError for anything that is not declared or not used."""
-    lines = _read(f"{spec.name}.wgsl", folder)
-    return _render(spec, lines, include=lambda name: _read(name, folder))
+    return _render(spec, _file_template(spec.name, folder))
 
 
 def render_text(text: str, name: str = "shader", **params: Value) -> Shader:
     """The same for WGSL that is given as text instead of a file of this package."""
     lines = tuple(Line(line, name, n) for n, line in enumerate(text.splitlines(), 1))
-    return _render(KernelSpec.of(name, **params), lines, include=lambda n: _read(n, WGSL_FOLDER))
+    return _render(KernelSpec.of(name, **params), _template(lines, WGSL_FOLDER))
 
 
-def _render(spec: KernelSpec, lines: tuple[Line, ...], include: Any) -> Shader:
-    lines = tuple(_expand_includes(lines, include, {lines[0].file} if lines else set()))
-    types = _declared(lines)
-    params = dict(spec.params)
-    _check(spec.name, types, params, lines)
+def _render(spec: KernelSpec, template: _Template) -> Shader:
+    types, params = template.types, dict(spec.params)
+    _check(spec.name, template, params)
     enables: list[Line] = []
-    body = list(_expand(_Source(lines), params, enables, repeats={}))
+    body: list[Line] = []
+    _expand(template.nodes, params, enables, body, repeats={})
     prelude = [
         *(Line(f"enable {line.text};", line.file, line.number) for line in enables),
         *(
@@ -128,6 +142,20 @@ def _render(spec: KernelSpec, lines: tuple[Line, ...], include: Any) -> Shader:
 
 
 @cache
+def _file_template(name: str, folder: Path) -> _Template:
+    return _template(_read(f"{name}.wgsl", folder), folder)
+
+
+def _template(lines: tuple[Line, ...], folder: Path) -> _Template:
+    seen = {lines[0].file} if lines else set()
+    lines = tuple(_expand_includes(lines, folder, seen))
+    types = _declared(lines)
+    lines = tuple(line for line in lines if not _PARAM.match(line.text))
+    words = re.findall(r"\w+", "\n".join(line.text.partition("//")[0] for line in lines))
+    return _Template(types, frozenset(words), _nested(iter(lines)))
+
+
+@cache
 def _read(name: str, folder: Path) -> tuple[Line, ...]:
     try:
         text = (folder / name).read_text(encoding="utf-8")
@@ -136,7 +164,7 @@ def _read(name: str, folder: Path) -> tuple[Line, ...]:
     return tuple(Line(line, name, n) for n, line in enumerate(text.splitlines(), 1))
 
 
-def _expand_includes(lines: tuple[Line, ...], include: Any, seen: set[str]) -> Iterator[Line]:
+def _expand_includes(lines: tuple[Line, ...], folder: Path, seen: set[str]) -> Iterator[Line]:
     for line in lines:
         if line.text.startswith("#include"):
             match = re.fullmatch(r'#include\s+"([\w.]+)"', line.text.rstrip())
@@ -144,7 +172,7 @@ def _expand_includes(lines: tuple[Line, ...], include: Any, seen: set[str]) -> I
                 raise ShaderError(f'{line.place}: write #include "name.wgsl"')
             if match[1] not in seen:  # twice would declare everything twice
                 seen.add(match[1])
-                yield from _expand_includes(include(match[1]), include, seen)
+                yield from _expand_includes(_read(match[1], folder), folder, seen)
         else:
             yield line
 
@@ -163,18 +191,13 @@ def _declared(lines: tuple[Line, ...]) -> dict[str, str]:
     return types
 
 
-def _check(
-    kernel: str, types: dict[str, str], params: dict[str, Value], lines: tuple[Line, ...]
-) -> None:
+def _check(kernel: str, template: _Template, params: dict[str, Value]) -> None:
+    types = template.types
     unknown, missing = params.keys() - types.keys(), types.keys() - params.keys()
     if unknown:
         raise ShaderError(f"{kernel} declares no parameter {', '.join(sorted(unknown))}")
     if missing:
         raise ShaderError(f"{kernel} needs the parameter {', '.join(sorted(missing))}")
-    words = set()
-    for line in lines:
-        if not _PARAM.match(line.text):
-            words.update(re.findall(r"\w+", line.text.partition("//")[0]))
     for name, kind in types.items():
         value = params[name]
         fits = {
@@ -185,7 +208,7 @@ def _check(
         }.get(kind, value in kind.split("|"))
         if not fits:
             raise ShaderError(f"{kernel}: parameter {name} is {kind}, not {value!r}")
-        if name not in words:
+        if name not in template.words:
             raise ShaderError(f"{kernel}: parameter {name} is declared but never used")
 
 
@@ -198,81 +221,90 @@ def _const(name: str, kind: str, value: Value) -> str:
     return f"const {name}: {kind} = {value}{'u' if kind == 'u32' else 'i'};"
 
 
-class _Source:
-    """The lines still to be read."""
+_CLOSING = {"#if": "#endif", "#for": "#endfor"}
 
-    def __init__(self, lines: tuple[Line, ...]) -> None:
-        self.lines, self.next = lines, 0
 
-    def block(self, opener: Line, opening: str, closing: str) -> tuple[Line, ...]:
-        """The lines up to the `closing` directive that belongs to `opener`, which is consumed."""
-        start, depth = self.next, 1
-        while self.next < len(self.lines):
-            text = self.lines[self.next].text.lstrip()
-            depth += text.startswith(opening + " ")
-            depth -= text.rstrip() == closing
-            self.next += 1
-            if depth == 0:
-                return self.lines[start : self.next - 1]
-        raise ShaderError(f"{opener.place}: {opening} without {closing}")
+def _nested(lines: Iterator[Line]) -> tuple[Line | _Block, ...]:
+    """The lines, those from an #if or a #for to its end as a block."""
+    return tuple(_block(line, lines) if _directive(line) in _CLOSING else line for line in lines)
+
+
+def _block(opener: Line, lines: Iterator[Line]) -> _Block:
+    """The block that `opener` begins, which is consumed up to its end."""
+    opening = _directive(opener)
+    branches: list[tuple[Line, list[Line | _Block]]] = [(opener, [])]
+    for line in lines:
+        word = _directive(line)
+        if word == _CLOSING[opening]:
+            return _Block(tuple((directive, tuple(nodes)) for directive, nodes in branches))
+        if opening == "#if" and word in ("#elif", "#else"):
+            if _directive(branches[-1][0]) == "#else":
+                raise ShaderError(f"{line.place}: a branch after #else")
+            branches.append((line, []))
+        else:
+            branches[-1][1].append(_block(line, lines) if word in _CLOSING else line)
+    raise ShaderError(f"{opener.place}: {opening} without {_CLOSING[opening]}")
+
+
+def _directive(line: Line) -> str:
+    """The word that a line begins with, if that is a directive."""
+    text = line.text.lstrip()
+    return text.split(maxsplit=1)[0] if text.startswith("#") else ""
 
 
 def _expand(
-    source: _Source, params: dict[str, Value], enables: list[Line], repeats: dict[str, int]
-) -> Iterator[Line]:
-    while source.next < len(source.lines):
-        line = source.lines[source.next]
-        source.next += 1
-        if not line.text.lstrip().startswith("#"):
-            if not _PARAM.match(line.text):
-                yield Line(_replace(line, params, repeats), line.file, line.number)
-            continue
-        text = _replace(line, params, repeats).lstrip()
-        if text.startswith("#if "):
-            block = _choose(line, source.block(line, "#if", "#endif"), params, repeats)
-            yield from _expand(_Source(block), params, enables, repeats)
-        elif text.startswith("#for "):
-            block = source.block(line, "#for", "#endfor")
-            match = _FOR.fullmatch(text[len("#for ") :].strip())
+    nodes: tuple[Line | _Block, ...],
+    params: dict[str, Value],
+    enables: list[Line],
+    body: list[Line],
+    repeats: dict[str, int],
+) -> None:
+    """Add the lines that remain of `nodes` to body, and extensions to enables."""
+    for node in nodes:
+        if isinstance(node, _Block):
+            _expand_block(node, params, enables, body, repeats)
+        elif node.text.lstrip().startswith("#"):
+            _obey(node, _replace(node, params, repeats).lstrip(), params, enables)
+        elif "$" in node.text:
+            body.append(Line(_replace(node, params, repeats), node.file, node.number))
+        else:
+            body.append(node)
+
+
+def _expand_block(
+    block: _Block,
+    params: dict[str, Value],
+    enables: list[Line],
+    body: list[Line],
+    repeats: dict[str, int],
+) -> None:
+    for line, nodes in block.branches:
+        directive, _, rest = _replace(line, params, repeats).strip().partition(" ")
+        if directive == "#for":
+            match = _FOR.fullmatch(rest.strip())
             if match is None:
                 raise ShaderError(f"{line.place}: write #for LETTER in FIRST..END")
             first, end = (_evaluate(line, part, params) for part in match.group(2, 3))
             for i in range(int(first), int(end)):
-                yield from _expand(_Source(block), params, enables, {**repeats, match[1]: i})
-        elif text.startswith("#let "):
-            name, equals, value = (part.strip() for part in text[len("#let ") :].partition("="))
-            if not (name.isidentifier() and equals) or name in params:
-                raise ShaderError(f"{line.place}: write #let NAME = EXPR with a new name")
-            params[name] = _evaluate(line, value, params)
-        elif text.startswith("#enable "):
-            extension = text[len("#enable ") :].strip()
-            if all(extension != other.text for other in enables):
-                enables.append(Line(extension, line.file, line.number))
-        else:
-            raise ShaderError(f"{line.place}: unexpected {text.split()[0]}")
+                _expand(nodes, params, enables, body, {**repeats, match[1]: i})
+        elif directive == "#else" or _evaluate(line, rest, params):
+            _expand(nodes, params, enables, body, repeats)
+            return
 
 
-def _choose(
-    opener: Line, block: tuple[Line, ...], params: dict[str, Value], repeats: dict[str, int]
-) -> tuple[Line, ...]:
-    """The branch of an #if that holds."""
-    branches: list[tuple[Line, list[Line]]] = [(opener, [])]
-    depth = 0
-    for line in block:
-        text = line.text.strip()
-        if depth == 0 and (text.startswith("#elif ") or text == "#else"):
-            if branches[-1][0].text.strip() == "#else":
-                raise ShaderError(f"{line.place}: a branch after #else")
-            branches.append((line, []))
-            continue
-        depth += text.startswith("#if ")
-        depth -= text == "#endif"
-        branches[-1][1].append(line)
-    for line, lines in branches:
-        directive, _, condition = _replace(line, params, repeats).strip().partition(" ")
-        if directive == "#else" or _evaluate(line, condition, params):
-            return tuple(lines)
-    return ()
+def _obey(line: Line, text: str, params: dict[str, Value], enables: list[Line]) -> None:
+    """What a directive of one line says."""
+    if text.startswith("#let "):
+        name, equals, value = (part.strip() for part in text[len("#let ") :].partition("="))
+        if not (name.isidentifier() and equals) or name in params:
+            raise ShaderError(f"{line.place}: write #let NAME = EXPR with a new name")
+        params[name] = _evaluate(line, value, params)
+    elif text.startswith("#enable "):
+        extension = text[len("#enable ") :].strip()
+        if all(extension != other.text for other in enables):
+            enables.append(Line(extension, line.file, line.number))
+    else:
+        raise ShaderError(f"{line.place}: unexpected {text.split()[0]}")
 
 
 def _replace(line: Line, params: dict[str, Value], repeats: dict[str, int]) -> str:

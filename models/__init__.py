@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -12,38 +12,65 @@ if TYPE_CHECKING:
     from infer.models.config import RawConfig
     from infer.models.llama import Llama
 
-# model_type -> class, in the module of that name
-ARCHITECTURES = {
-    "cohere": "Cohere",
-    "cohere2": "Cohere2",
-    "ernie4_5": "Ernie45",
-    "exaone4": "Exaone4",
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text",
-    "glm": "Glm",
-    "glm4": "Glm4",
-    "gpt_neox": "GPTNeoX",
-    "gpt_oss": "GptOss",
-    "granite": "Granite",
-    "helium": "Helium",
-    "hunyuan_v1_dense": "HunyuanDense",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "Olmo2",
-    "olmoe": "Olmoe",
-    "phi": "Phi",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "seed_oss": "SeedOss",
-    "smollm3": "SmolLM3",
-    "stablelm": "StableLm",
-    "starcoder2": "Starcoder2",
+
+class Architecture(NamedTuple):
+    """A class, in the module that the model_type names, and published models that it runs."""
+
+    cls: str
+    published: str
+
+
+ARCHITECTURES = {  # by model_type
+    "arcee": Architecture("Arcee", "AFM-4.5B"),
+    "cohere": Architecture("Cohere", "Command R"),
+    "cohere2": Architecture("Cohere2", "Command R7B, Command A"),
+    "cwm": Architecture("Cwm", "Code World Model"),
+    "dots1": Architecture("Dots1", "dots.llm1"),
+    "ernie4_5": Architecture("Ernie45", "ERNIE 4.5 (dense)"),
+    "ernie4_5_moe": Architecture("Ernie45Moe", "ERNIE 4.5 (21B-A3B, 300B-A47B)"),
+    "exaone4": Architecture("Exaone4", "EXAONE 4.0"),
+    "gemma": Architecture("Gemma", "Gemma"),
+    "gemma2": Architecture("Gemma2", "Gemma 2"),
+    "gemma3_text": Architecture("Gemma3Text", "Gemma 3 (1B and 270M)"),
+    "glm": Architecture("Glm", "GLM-4"),
+    "glm4": Architecture("Glm4", "GLM-4-0414"),
+    "glm4_moe": Architecture("Glm4Moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
+    "gpt_neox": Architecture("GPTNeoX", "GPT-NeoX, Pythia"),
+    "gpt_oss": Architecture("GptOss", "gpt-oss-20b, gpt-oss-120b"),
+    "granite": Architecture("Granite", "Granite 3"),
+    "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
+    "helium": Architecture("Helium", "Helium"),
+    "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
+    "llama": Architecture("Llama", "Llama 2, Llama 3, 3.1 and 3.2 (text), SmolLM2, TinyLlama, Yi"),
+    "ministral": Architecture("Ministral", "Ministral"),
+    "ministral3": Architecture("Ministral3", "Ministral 3"),
+    "mistral": Architecture("Mistral", "Mistral 7B, with and without its sliding window"),
+    "mixtral": Architecture("Mixtral", "Mixtral 8x7B, 8x22B"),
+    "nanochat": Architecture("NanoChat", "nanochat"),
+    "olmo": Architecture("Olmo", "OLMo 1B and 7B"),
+    "olmo2": Architecture("Olmo2", "OLMo 2"),
+    "olmo3": Architecture("Olmo3", "OLMo 3"),
+    "olmoe": Architecture("Olmoe", "OLMoE-1B-7B"),
+    "phi": Architecture("Phi", "Phi-1, Phi-1.5, Phi-2"),
+    "phi3": Architecture("Phi3", "Phi-3, Phi-3.5 and Phi-4 (text)"),
+    "qwen2": Architecture("Qwen2", "Qwen2, Qwen2.5"),
+    "qwen2_moe": Architecture("Qwen2Moe", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
+    "qwen3": Architecture("Qwen3", "Qwen3 (dense)"),
+    "qwen3_moe": Architecture("Qwen3Moe", "Qwen3-30B-A3B, Qwen3-235B-A22B"),
+    "seed_oss": Architecture("SeedOss", "Seed-OSS"),
+    "smollm3": Architecture("SmolLM3", "SmolLM3"),
+    "stablelm": Architecture("StableLm", "StableLM 2 1.6B, StableLM 3B"),
+    "starcoder2": Architecture("Starcoder2", "StarCoder2"),
+    "vaultgemma": Architecture("VaultGemma", "VaultGemma 1B"),
+}
+
+# Models that also see, and of which the text model is run.
+MULTIMODAL = {
+    "gemma3": "Gemma 3 (4B to 27B)",
+    "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen3_vl": "Qwen3-VL (dense)",
 }
 
 
@@ -55,6 +82,8 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     from infer.models.formats import find_format, find_packed
     from infer.models.formats.gguf import Gguf
     from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
+    from infer.models.formats.mlx import unstacked
+    from infer.models.multimodal import text_model
 
     if path.is_file():
         gguf = Gguf.open(path)
@@ -62,7 +91,9 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
         checkpoint = gguf_checkpoint(gguf, raw)
     else:
         raw = RawConfig.open(path)
-        checkpoint = Checkpoint.open(path)
+        checkpoint = unstacked(Checkpoint.open(path))
+        if raw.values.get("model_type") in MULTIMODAL:
+            raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw)
     model = build_model(raw)
     if found is not None:
@@ -73,14 +104,17 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
 def build_model(raw: RawConfig) -> Llama:
     """The model that a config.json describes. Raises UnsupportedError for one that is not here."""
     from infer.kernels.errors import UnsupportedError
+    from infer.models.multimodal import text_config
 
+    if raw.values.get("model_type") in MULTIMODAL:
+        raw = text_config(raw)
     model_type = raw.get("model_type", "", str)
-    name = ARCHITECTURES.get(model_type)
-    if name is None:
+    architecture = ARCHITECTURES.get(model_type)
+    if architecture is None:
         raise UnsupportedError(
             f"{raw.place}: the architecture {model_type!r} is not implemented. "
-            f"Implemented: {', '.join(ARCHITECTURES)}."
+            f"Implemented: {', '.join([*ARCHITECTURES, *MULTIMODAL])}."
         )
-    cls = getattr(import_module(f"infer.models.{model_type}"), name)
+    cls = getattr(import_module(f"infer.models.{model_type}"), architecture.cls)
     model: Llama = cls(cls.read_config(raw))
     return model

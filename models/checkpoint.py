@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from infer.models.formats.packed import Packed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _AGAIN = "Download it again."
@@ -79,12 +80,14 @@ class TensorInfo:
 class Checkpoint:
     """The tensors of a folder (or a GGUF file) by name. packed: quantised matrices by the names of
     the tensors that a model asks for; what these are made of is not among the tensors. format: how
-    they are packed."""
+    they are packed. part_of: the model_type of the model that has other parts, which are left out.
+    """
 
     folder: Path
     tensors: dict[str, TensorInfo]
     packed: Mapping[str, Packed] = field(default_factory=dict)
     format: str | None = None
+    part_of: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -109,11 +112,11 @@ class Checkpoint:
             ) from error
         files = [name for name in names if name.endswith(".safetensors")]
         if SINGLE in files:
-            return cls(folder, _read_header(folder / SINGLE))
+            return cls(folder, read_header(folder / SINGLE))
         if INDEX in names:
             return cls(folder, _read_shards(folder))
         if len(files) == 1:
-            return cls(folder, _read_header(folder / files[0]))
+            return cls(folder, read_header(folder / files[0]))
         if files:
             raise CheckpointError(
                 f"{folder} holds {listed(files)} but no {INDEX} that says what belongs together. "
@@ -132,8 +135,8 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
     return ", ".join([*names[:limit], *more])
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one file, by name."""
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one file, by name. Raises CheckpointError for a file that is damaged."""
     try:
         with open(file, "rb") as stream:
             if stream.read(23) == b"version https://git-lfs":
@@ -169,7 +172,7 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
         )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        shard = _read_header(folder / file)
+        shard = read_header(folder / file)
         twice = tensors.keys() & shard.keys()
         if twice:
             raise CheckpointError(

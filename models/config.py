@@ -26,7 +26,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "kv_lora_rank": (None,),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
+    "moe_num_experts": (None, 0),
     "mrope_section": (None,),
+    "n_routed_experts": (None, 0),
     "no_rope_layer_interval": (None,),
     "no_rope_layers": (None, []),
     "num_experts": (None, 0),
@@ -58,7 +60,7 @@ _MOST = dict.fromkeys(
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding: kind is one of _ROPE_KEYS; scaling holds its own keys as config.json names
-    them. interleaved: neighbouring dimensions turn together."""
+    them. interleaved: neighbouring dimensions turn together; backwards: all turn the other way."""
 
     theta: float
     rotary_dim: int
@@ -66,6 +68,7 @@ class RopeConfig:
     scaling: dict[str, Any]
     max_position_embeddings: int
     interleaved: bool = False
+    backwards: bool = False
 
 
 class RawConfig:
@@ -76,15 +79,15 @@ class RawConfig:
         self.read: set[str] = set()
 
     @classmethod
-    def open(cls, folder: Path) -> RawConfig:
-        path = folder / "config.json"
+    def open(cls, folder: Path, name: str = "config.json") -> RawConfig:
+        path = folder / name
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelNotFoundError(
-                f"{folder} has no config.json. Give the folder of a model in Hugging Face form."
+                f"{folder} has no {name}. Give the folder of a model in Hugging Face form."
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UnsupportedError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
             raise UnsupportedError(f"{path} does not hold a JSON object.")
@@ -100,7 +103,7 @@ class RawConfig:
                 raise UnsupportedError(f"{self.place} lacks {key!r}.")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) < 2**1000 else math.inf  # as of 1e999
         if kind is not None and (type(value) is not kind):
             raise UnsupportedError(
                 f"{self.place}: {key!r} must be of type {kind.__name__}, not {value!r}."

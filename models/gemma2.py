@@ -56,7 +56,7 @@ def softcap(raw: RawConfig, key: str) -> float:
 class Gemma2(Llama):
     """Norm, attention, norm; norm, MLP, norm; each with a residual."""
 
-    norms = (
+    norms: tuple[str, ...] = (
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from infer.models.config import RawConfig
 from infer.models.layers import DecoderConfig
 from infer.models.llama import Llama
+
+
+def read_granite(raw: RawConfig, **own: Any) -> DecoderConfig:
+    """The config of Granite 3, with and without experts."""
+    bias = raw.get("attention_bias", False, bool)
+    return DecoderConfig.read(
+        raw,
+        qkv_bias=bias,
+        output_bias=bias,
+        embedding_multiplier=raw.factor("embedding_multiplier"),
+        attention_multiplier=raw.factor("attention_multiplier"),
+        residual_multiplier=raw.factor("residual_multiplier"),
+        logits_scaling=raw.factor("logits_scaling"),
+        **own,
+    )
 
 
 class Granite(Llama):
@@ -12,14 +29,4 @@ class Granite(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        bias = raw.get("attention_bias", False, bool)
-        return DecoderConfig.read(
-            raw,
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=raw.get("mlp_bias", False, bool),
-            embedding_multiplier=raw.factor("embedding_multiplier"),
-            attention_multiplier=raw.factor("attention_multiplier"),
-            residual_multiplier=raw.factor("residual_multiplier"),
-            logits_scaling=raw.factor("logits_scaling"),
-        )
+        return read_granite(raw, mlp_bias=raw.get("mlp_bias", False, bool))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.kv_cache import LayerCache
+from infer.kernels.kv_cache import PAGE, LayerCache
 from infer.kernels.ops import Ops, Rope, Value
 from infer.kernels.tensor import GpuTensor
 from infer.models.config import RawConfig, RopeConfig
@@ -18,7 +18,9 @@ from infer.models.weights import Source, WeightSpec
 class ExpertsConfig:
     """A mixture of experts: how many, how many of them work on a token, the width of each; whether
     the weights of those that do add up to one; the width of an expert that all tokens share, or 0;
-    and for each layer whether it has experts."""
+    and for each layer whether it has experts. scale: of the weights. sigmoid: scores are sigmoids,
+    not a softmax. correction: the checkpoint's name of what is added to them for the choice. gated:
+    the shared expert is, by a sigmoid."""
 
     count: int
     per_token: int
@@ -26,6 +28,10 @@ class ExpertsConfig:
     normalize: bool
     shared_inner: int
     layers: tuple[bool, ...]
+    scale: float = 1.0
+    sigmoid: bool = False
+    correction: str | None = None
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ class DecoderConfig:
     local_rope: RopeConfig | None = None  # of the layers with a window, where they have their own
     layer_norm: bool = False  # instead of RMS norms
     norm_bias: bool = False
+    norm_weight: bool = True
+    clip_qkv: float = 0.0  # queries, keys and values go no further from zero
+    position_scaling: tuple[float, int] | None = None  # of queries: `Ops.position_scale`
     activation: str = "silu"
     gated: bool = True  # the MLP
     parallel: bool = False  # attention and MLP of a layer read the same
@@ -141,6 +150,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 
@@ -202,6 +212,9 @@ def renamed(specs: Iterable[WeightSpec], names: Mapping[str, str]) -> Iterator[W
 
 def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightSpec]:
     """The weights of a norm over whole rows, and its bias where the config has one."""
+    if not config.norm_weight:
+        yield WeightSpec(name, (), ones=config.hidden_size)
+        return
     yield WeightSpec(name, (Source(f"{key}.weight", (config.hidden_size,)),))
     if config.norm_bias:
         yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (config.hidden_size,)),))
@@ -240,8 +253,11 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
         yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
     if config.qk_norm or config.wide_qk_norm:
         for part, norm in zip("qk", config.norm_names, strict=True):
-            width = heads[part] if config.wide_qk_norm else d
-            yield stacked(f"{name}.{part}_norm", prefix, {f"{norm}.weight": (width,)})
+            width, own = heads[part] if config.wide_qk_norm else d, f"{name}.{part}_norm"
+            if config.norm_weight:
+                yield stacked(own, prefix, {f"{norm}.weight": (width,)})
+            else:
+                yield WeightSpec(own, (), ones=width)
     if config.sinks:
         yield stacked(f"{name}.sinks", prefix, {"sinks": (config.num_attention_heads,)})
 
@@ -263,10 +279,15 @@ def attention(
     normed = config.qk_norm or config.wide_qk_norm
     if normed and not config.norm_after_rope:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
+    if config.clip_qkv:
+        q, k, v = (ops.clip(part, config.clip_qkv) for part in (q, k, v))
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
     if normed and config.norm_after_rope:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
+    scaling = config.position_scaling
+    if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
+        q = ops.position_scale(q, *scaling)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping
     sinks = w.get("sinks")

@@ -71,7 +71,7 @@ class Llama:
         """The logits [rows, vocab_size] of the step's rows that get them. ropes, cache: of each
         layer."""
         c = self.config
-        h = ops.embedding(w["embed_tokens"], c.embedding_multiplier)
+        h = self.embed(ops, w)
         for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
             h = self.layer(ops, h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
         h = layers.norm(ops, ops.logits_rows(h), w, "norm", c)
@@ -79,6 +79,10 @@ class Llama:
         logits = ops.linear(h, head, w.get("lm_head.bias"), 1 / c.logits_scaling)
         cap = c.final_logit_softcapping
         return ops.softcap(logits, cap) if cap else logits
+
+    def embed(self, ops: Ops, w: Weights) -> Value:
+        """The activations [rows, hidden_size] of the step's tokens."""
+        return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
 
     def layer(
         self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int

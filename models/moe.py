@@ -22,6 +22,7 @@ class MixtureOfExperts(Llama):
     # to write what it has in memory, the experts of a layer are two tensors of an mlp.
     block = "mlp"
     gate, up, down = "gate_proj", "up_proj", "down_proj"
+    shared = "shared_expert"
 
     @property
     def experts(self) -> ExpertsConfig:
@@ -37,10 +38,12 @@ class MixtureOfExperts(Llama):
             return
         prefix, fused = f"{prefix}.{self.block}", f"{prefix}.mlp"
         router = {"gate.weight": (experts.count, c.hidden_size)}
-        if experts.shared_inner:
+        if experts.shared_inner and experts.gated:
             router["shared_expert_gate.weight"] = (1, c.hidden_size)
         own, other = (layers.stacked("", place, router).sources for place in (prefix, fused))
         yield WeightSpec(f"{name}.router", own, other)
+        if experts.correction:
+            yield self.correction_weight(f"{name}.correction", f"{prefix}.{experts.correction}")
         into, back = (experts.inner, c.hidden_size), (c.hidden_size, experts.inner)
         gate_up, down = (
             tuple(
@@ -60,8 +63,11 @@ class MixtureOfExperts(Llama):
         if experts.shared_inner:
             shared = replace(c, intermediate_size=experts.shared_inner)
             yield from layers.mlp_weights(
-                shared, f"{name}.shared_expert", f"{prefix}.shared_expert"
+                shared, f"{name}.shared_expert", f"{prefix}.{self.shared}"
             )
+
+    def correction_weight(self, name: str, key: str) -> WeightSpec:
+        return WeightSpec(name, (Source(key, (self.experts.count,)),))
 
     def active(self, name: str, count: int) -> int:
         """The experts that are chosen, of all."""
@@ -74,13 +80,20 @@ class MixtureOfExperts(Llama):
         if "router" not in w:
             return super().mlp(ops, x, w)
         both = ops.linear(x, w["router"])
-        logits, *gates = ops.split(both, experts.count, *[1] * bool(experts.shared_inner))
-        routing = ops.route(logits, experts.per_token, normalize=experts.normalize)
+        logits, *gates = ops.split(both, experts.count, *[1] * (both.width - experts.count))
+        routing = ops.route(
+            logits,
+            experts.per_token,
+            normalize=experts.normalize,
+            sigmoid=experts.sigmoid,
+            correction=w.get("correction"),
+            scale=experts.scale,
+        )
         y = ops.expert_gate_up(x, routing, w["experts.gate_up_proj"])
         y = ops.expert_down(y, routing, w["experts.down_proj"])
-        for gate in gates:
+        if experts.shared_inner:
             shared = layers.mlp(ops, x, Scope(w, "shared_expert"), self.config)
-            y = ops.sigmoid_gate(shared, gate) + y
+            y = (ops.sigmoid_gate(shared, *gates) if gates else shared) + y
         return y
 
 
@@ -93,19 +106,52 @@ def read_experts(
     normalize: bool,
     shared_inner: int = 0,
     sparse: bool = False,
+    scale: float = 1.0,
 ) -> ExpertsConfig:
     """The keys that all of them have. count and inner: what the config calls these; transformers 5
     says num_local_experts where older files have num_experts. per_token: where it says nothing.
-    sparse: it may say that some layers have no experts. Raises UnsupportedError."""
+    sparse: it may say that some layers have no experts. scale: of the weights. Raises
+    UnsupportedError."""
     raw.expect("hidden_act", "silu", "swish")
     n_layers = raw.size("num_hidden_layers")
     other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[count]
     n_experts = raw.size(count, None) or raw.size(other)
-    chosen = raw.size("num_experts_per_tok", per_token)
-    if chosen > n_experts:
-        raise UnsupportedError(f"{raw.place}: {chosen} experts cannot be chosen of {n_experts}.")
+    chosen = read_chosen(raw, "num_experts_per_tok", n_experts, per_token)
     having = [True] * n_layers
     if sparse:
         step, dense = raw.size("decoder_sparse_step", 1), raw.get("mlp_only_layers", [], list)
         having = [i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
-    return ExpertsConfig(n_experts, chosen, raw.size(inner), normalize, shared_inner, tuple(having))
+    return ExpertsConfig(
+        n_experts, chosen, raw.size(inner), normalize, shared_inner, tuple(having), scale
+    )
+
+
+def read_chosen(raw: RawConfig, key: str, n_experts: int, default: int) -> int:
+    """How many experts work on a token. Raises UnsupportedError."""
+    chosen = raw.size(key, default)
+    if chosen > n_experts:
+        raise UnsupportedError(f"{raw.place}: {chosen} experts cannot be chosen of {n_experts}.")
+    return chosen
+
+
+def read_sigmoid_experts(raw: RawConfig, *, dense: int, normalize: bool) -> ExpertsConfig:
+    """The keys of models that choose as DeepSeek-V3 does: by sigmoids and a correction, besides
+    experts that all tokens share. dense: how many layers have none of them, and normalize, where
+    the config does not say. Raises UnsupportedError."""
+    raw.expect("hidden_act", "silu", "swish")
+    raw.expect("n_group", 1)
+    raw.expect("topk_group", 1)
+    count, inner = raw.size("n_routed_experts"), raw.size("moe_intermediate_size")
+    first = raw.get("first_k_dense_replace", dense, int)
+    return ExpertsConfig(
+        count,
+        read_chosen(raw, "num_experts_per_tok", count, 8),
+        inner,
+        raw.get("norm_topk_prob", normalize, bool),
+        raw.size("n_shared_experts", 1) * inner,
+        tuple(layer >= first for layer in range(raw.size("num_hidden_layers"))),
+        scale=raw.factor("routed_scaling_factor"),
+        sigmoid=True,
+        correction="gate.e_score_correction_bias",
+        gated=False,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from infer.models.config import RawConfig
 from infer.models.layers import DecoderConfig
 from infer.models.moe import MixtureOfExperts, read_experts
+from infer.models.olmo import read_clip
 
 
 class Olmoe(MixtureOfExperts):
@@ -18,6 +19,7 @@ class Olmoe(MixtureOfExperts):
             qkv_bias=bias,
             output_bias=bias,
             wide_qk_norm=True,
+            clip_qkv=read_clip(raw),
             experts=read_experts(
                 raw,
                 "num_experts",

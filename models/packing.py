@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.arrays import Codes
+from infer.kernels.codes import TABLES
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.tensor import BLOCK, CODED, OWN, Grouping, row_bytes
 from infer.models.checkpoint import listed
@@ -30,38 +31,43 @@ class Stored:
     order: NDArray[np.int64] | None = None
 
 
-def stored_packed(matrices: Sequence[Packed], name: str) -> Stored:
-    """What holds all these matrices exactly, one below the other in the weight `name`.
+# How matrices lie that no kernel has a common form for: as f32, which is what they stand for.
+WIDENED = Stored("f32")
 
-    Raises UnsupportedError for kinds, groups and orders that have no kernel.
+
+def stored_packed(matrices: Sequence[Packed], name: str) -> Stored:
+    """What holds all these matrices exactly, one below the other in the weight `name`: floats where
+    no integers do, and where their columns are quantised in different orders (act-order).
+
+    Raises UnsupportedError for kinds and groups that have no kernel.
     """
     first = matrices[0]
     if any(not _same_order(matrix, first) for matrix in matrices):
-        raise UnsupportedError(
-            f"{name} is made of {listed(m.name for m in matrices)}, whose columns are quantised in "
-            "different orders (act-order), which is not implemented."
-        )
+        return WIDENED
     stored = stored_schemes([matrix.scheme for matrix in matrices], first.shape[1], name)
-    return replace(stored, order=first.order)
+    return replace(stored, order=first.order) if stored.packed else stored
 
 
 def stored_schemes(schemes: Sequence[Scheme], columns: int, name: str) -> Stored:
     """The same of what matrices of so many columns are known by."""
     kinds = {(scheme.kind, scheme.signed) for scheme in schemes}
-    if len(kinds) > 1 or not {kind for kind, _ in kinds} <= {"int", *CODED}:
+    if not {kind for kind, _ in kinds} <= {"int", *CODED}:
         raise UnsupportedError(
             f"{name} is made of weights of the kind {listed(sorted(kind for kind, _ in kinds))}, "
             "which is not implemented."
         )
-    kind = schemes[0].kind
+    mixed = len(kinds) > 1
+    if mixed and max(map(_integer_bits, schemes)) > 8:
+        return WIDENED
+    kind = "int" if mixed else schemes[0].kind
     group = math.gcd(*(_whole(scheme.group, columns) for scheme in schemes))
     if group % BLOCK and group != BLOCK // 2 and not (kind in CODED and group % 8 == 0):
         raise UnsupportedError(
             f"{name} has a scale for {group} columns, which is not implemented: only for 16, and "
             "for multiples of 32."
         )
-    bits = max(scheme.bits for scheme in schemes)
-    unsigned = kind == "int" and not schemes[0].signed
+    bits = max(_integer_bits(scheme) if mixed else scheme.bits for scheme in schemes)
+    unsigned = kind == "int" and not schemes[0].signed and not mixed
     shift = 1 << bits - 1 if unsigned and bits in (4, 5, 6, 8) else 0  # fewer bits fit as they are
     offsets = {_offset(scheme) for scheme in schemes}
     offset = "bias" if "bias" in offsets else "zero" if "zero" in offsets else "none"
@@ -71,6 +77,13 @@ def stored_schemes(schemes: Sequence[Scheme], columns: int, name: str) -> Stored
     scales = dtypes.pop() if len(dtypes) == 1 else "f32"
     dtype = kind if kind in CODED else f"q{next(size for size in (4, 5, 6, 8) if bits <= size)}"
     return Stored(dtype, Grouping(group, scales, offset, shift), packed=True)
+
+
+def _integer_bits(scheme: Scheme) -> int:
+    """Bits that hold what is scaled, as integers in two's complement; 9 where not even eight do."""
+    if scheme.kind == "int":
+        return scheme.bits + (not scheme.signed)
+    return 8 if scheme.kind == "iq4nl" else 9  # a table of integers, or of others
 
 
 def _offset(scheme: Scheme) -> str:
@@ -93,7 +106,9 @@ def codes(grouped: Grouped, stored: Stored) -> Codes:
     scheme, grouping = grouped.scheme, stored.grouping
     columns = grouped.codes.shape[1]
     values, scales = grouped.codes, grouped.scales
-    if scheme.kind == "int":
+    if scheme.kind != stored.dtype and scheme.kind in CODED:
+        values = TABLES[scheme.kind][values].astype(np.int8)
+    elif scheme.kind == "int":
         values = (values.view(np.uint8) - np.uint8(grouping.shift)).view(np.int8)
     offsets = None
     if grouping.offset == "zero":
@@ -152,3 +167,18 @@ class PackedRows:
         """The same of scales, which blocks must be asked for before."""
         self._done.wait()
         np.frombuffer(view, np.uint8)[:] = self._scales.reshape(-1)[start : start + len(view)]
+
+
+class WidenedRows:
+    """Rows of a matrix from `first` on, as f32, on their way to the GPU."""
+
+    def __init__(self, matrix: Packed, first: int) -> None:
+        self._matrix, self._first = matrix, first
+        self._stride = row_bytes(matrix.shape[1], "f32")
+
+    def fill(self, view: memoryview, start: int) -> None:
+        """Write the rows from byte `start` on, as many as `view` holds."""
+        row, count = self._first + start // self._stride, len(view) // self._stride
+        values, columns = np.frombuffer(view, np.float32).reshape(count, -1), self._matrix.shape[1]
+        values[:, :columns] = self._matrix.read(row, row + count).dequantize()
+        values[:, columns:] = 0

@@ -42,6 +42,7 @@ def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.
     else:
         frequencies = _FREQUENCIES[rope.kind](rope)[None, :]
     angle = (np.arange(positions, dtype=F32)[:, None] * frequencies).astype(np.float64)
+    angle = -angle if rope.backwards else angle
     table = attention_factor * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
     result: NDArray[np.float32] = table.astype(F32)
     return result

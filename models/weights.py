@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,14 @@ from infer.kernels.tensor import (
 )
 from infer.kernels.upload import PIECE_BYTES, Fill, Uploader
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
-from infer.models.packing import PackedRows, Stored, stored_packed, stored_schemes
+from infer.models.packing import (
+    WIDENED,
+    PackedRows,
+    Stored,
+    WidenedRows,
+    stored_packed,
+    stored_schemes,
+)
 from infer.models.shapes import Published
 
 # bf16 is kept as its bits: numpy has no such type.
@@ -40,9 +48,15 @@ _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uin
 # Values converted at a time: their temporaries fit in a core's cache, and cost the host no memory.
 _BLOCK = 1 << 18
 
+# What is added to rows [first, first + count) of a tensor, as (first, count) -> two factors in f32,
+# [count, rank] and [rank, columns].
+Factors = tuple[NDArray[np.float32], NDArray[np.float32]]
+Change = Callable[[int, int], Factors]
+
 # What embeddings and the output projection are stored as in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
 _EMBEDDINGS = ("embed_tokens", "lm_head")
+_ROUTER = ".router"
 
 # The parameters of wgsl/fill_random.wgsl.
 _FILL = np.dtype(
@@ -99,20 +113,25 @@ class WeightSpec:
     """A weight of the model: a matrix (rows, columns) or a vector (columns,). Several sources are
     stacked along their first axis, as q, k and v are into one projection. Some checkpoints may have
     `others` instead, with the same rows. No shard ends inside of `unit` rows. added: to every value
-    of a vector, as some checkpoints hold a norm's weights less one. vector: it is one although the
-    sources are matrices, whose values follow each other; a `part` is of these."""
+    of a vector, as some checkpoints hold a norm's weights less one. Without sources it is a vector
+    of `ones`. vector: it is one even where the sources are matrices, whose values follow each
+    other; a `part` is of these."""
 
     name: str
     sources: tuple[Source, ...]
     others: tuple[Source, ...] = ()
     unit: int = 1
     added: float = 0.0
+    ones: int = 0
     vector: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first, source = sum(source.rows for source in self.sources), self.sources[0]
-        return (first,) if self.vector or len(source.shape) == 1 else (first, source.shape[-1])
+        if not self.sources:
+            return (self.ones,)
+        first = sum(source.rows for source in self.sources)
+        columns = self.sources[0].shape[1:][-1:]
+        return (first,) if self.vector else (first, *columns)
 
     def found(self, checkpoint: Checkpoint) -> tuple[Source, ...]:
         """Those of the sources that the checkpoint has."""
@@ -123,10 +142,11 @@ class WeightSpec:
 
 def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> Stored:
     """How a weight lies on the GPU: f32 for a vector, else in `converted_dtype`, else as its
-    sources are. Sources of different dtypes are widened to f32, which holds each of them exactly.
+    sources are. Sources of different dtypes are widened to f32, which holds each of them exactly;
+    so are quantised ones beside others that are not, or that have no form in common with them, and
+    those of a router.
 
-    Raises UnsupportedError for a conversion of what is quantised already, and for sources of which
-    some are.
+    Raises UnsupportedError for a conversion of what is quantised already.
     """
     sources = spec.found(checkpoint)
     packed = [checkpoint.packed[s.key] for s in sources if s.key in checkpoint.packed]
@@ -135,11 +155,8 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
             f"{checkpoint.folder} is quantised already ({checkpoint.format}): its weights are not "
             f"converted to {dtype}. Leave out --dtype and --quantize."
         )
-    if packed and len(packed) < len(sources):
-        raise UnsupportedError(
-            f"{checkpoint.folder} has some of {listed(s.key for s in sources)} quantised and "
-            "others not, which is not implemented."
-        )
+    if packed and (len(packed) < len(sources) or spec.name.endswith(_ROUTER)):
+        return WIDENED
     if packed:
         return stored_packed(packed, spec.name)
     if dtype is not None or len(spec.shape) == 1:
@@ -151,7 +168,7 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
 def converted_dtype(spec: WeightSpec, dtype: str) -> str:
     """The dtype of a weight in a model that is converted to `dtype`. Routers are not quantised:
     they are small, and what they choose must not change."""
-    router = spec.name.endswith(".router") and dtype in QUANTIZED
+    router = spec.name.endswith(_ROUTER) and dtype in QUANTIZED
     if len(spec.shape) == 1 or router:
         return "f32"
     return EMBEDDING_DTYPE if dtype == "q4" and spec.name in _EMBEDDINGS else dtype
@@ -174,6 +191,7 @@ def load_weights(
     *,
     ignorable: Callable[[str], bool] = lambda name: False,
     dtype: str | None = None,
+    changes: Mapping[str, Change] = MappingProxyType({}),
     allocated: Callable[[dict[str, GpuTensor]], None] = lambda weights: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, GpuTensor]:
@@ -182,8 +200,10 @@ def load_weights(
 
     Vectors become f32. Matrices keep their dtype (see `stored_dtype`) unless `dtype` gives another:
     to "f32", "f16" and "bf16" values are rounded to nearest, ties to even; to "q8" and "q4" they
-    are quantised on the GPU, from rows as the files have them. Surplus tensors are errors unless
-    `ignorable` holds for their name. `progress` gets bytes done and bytes in all.
+    are quantised on the GPU, from rows as the files have them. changes: what is added to tensors
+    that are not quantised in the files, by their names, in f32, before they are rounded. Surplus
+    tensors are errors unless `ignorable` holds for their name. `progress` gets bytes done and bytes
+    in all.
 
     Raises CheckpointError for tensors that are missing, surplus, of another shape, too large for
     the dtype or, if quantised, not finite; UnsupportedError for a dtype that is not implemented;
@@ -196,6 +216,9 @@ def load_weights(
     storage = {spec.name: stored(spec, checkpoint, dtype) for spec in specs}
     with _allocated(device, specs, storage) as weights:
         allocated(weights)
+        for spec in specs:
+            if not spec.sources:
+                device.write(weights[spec.name].buffer, np.ones(spec.ones, np.float32))
         of_floats = {name: w for name, w in weights.items() if not storage[name].packed}
         with Quantizer(device, of_floats) as quantizer:
             transfers: list[_Transfer] = []
@@ -204,7 +227,7 @@ def load_weights(
                 if how.packed:
                     transfers += _packed_transfers(spec, weight, checkpoint, how)
                 else:
-                    transfers += _transfers(spec, weight, checkpoint, quantizer)
+                    transfers += _transfers(spec, weight, checkpoint, changes, quantizer)
             transfers.sort(key=lambda t: t.place)  # as the disk has them
             total, done = sum(t.nbytes for t in transfers), 0
 
@@ -397,6 +420,7 @@ class _Rows:
     row_step: int
     column_step: int
     added: float = 0.0
+    change: Change | None = None
 
     @classmethod
     def of(
@@ -408,6 +432,7 @@ class _Rows:
         dtype: str,
         stride: int,
         added: float = 0.0,
+        change: Change | None = None,
     ) -> _Rows:
         """From a row of the source on."""
         first, row_step, column_step = row * columns, source.step * columns, 1
@@ -415,7 +440,7 @@ class _Rows:
             height = source.shape[-2]
             matrix, row = divmod(row, height)
             first, row_step, column_step = matrix * height * columns + row, source.step, height
-        return cls(info, first, columns, dtype, stride, row_step, column_step, added)
+        return cls(info, first, columns, dtype, stride, row_step, column_step, added, change)
 
     @property
     def place(self) -> tuple[Path, int]:
@@ -427,15 +452,18 @@ class _Rows:
         info, width = self.info, ITEMSIZE[self.info.dtype]
         value = self.first + start // self.stride * self.row_step
         close = self.row_step == self.columns and self.column_step == 1
-        same = info.dtype == self.dtype and self.stride == self.columns * width and not self.added
-        if close and same:
+        as_it_is = info.dtype == self.dtype and not self.added and self.change is None
+        if close and as_it_is and self.stride == self.columns * width:
             info.read_into(view, value * width)
             return
         rows = np.frombuffer(view, _STORAGE[self.dtype]).reshape(len(view) // self.stride, -1)
         values = self._read(value, len(rows))
+        changed = None if self.change is None else self.change(value // self.columns, len(rows))
         step = max(1, _BLOCK // self.columns)
         for i in range(0, len(rows), step):
-            rows[i : i + step, : self.columns] = self._convert(values[i : i + step])
+            part = slice(i, i + step)
+            factors = None if changed is None else (changed[0][part], changed[1])
+            rows[part, : self.columns] = self._convert(values[part], factors)
         if self.added:
             rows[:, : self.columns] += self.added
         rows[:, self.columns :] = 0
@@ -453,13 +481,16 @@ class _Rows:
             info.read_into(column.data.cast("B"), (value + i * self.column_step) * width)
         return columns[:, :: self.row_step].T
 
-    def _convert(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values of the source's dtype in the weight's, rounded to nearest, ties to even."""
+    def _convert(self, values: NDArray[Any], factors: Factors | None) -> NDArray[Any]:
+        """Values of the source's dtype in the weight's, rounded to nearest, ties to even; before,
+        the product of the factors is added."""
         source, target = self.info.dtype, self.dtype
-        if source == target:
+        if source == target and factors is None:
             return values
         with np.errstate(over="ignore", invalid="ignore"):
-            exact = from_bf16(values) if source == "bf16" else values.astype(np.float32, copy=False)
+            exact = widened(values, source)
+            if factors is not None:
+                exact = exact + factors[0] @ factors[1]
             if target == "f32":
                 return exact
             if target == "f16":
@@ -477,29 +508,45 @@ class _Rows:
         return rounded
 
 
+def widened(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Values as files have them (bf16: its bits) in f32."""
+    return from_bf16(values) if dtype == "bf16" else values.astype(np.float32, copy=False)
+
+
 def _transfers(
-    spec: WeightSpec, tensor: GpuTensor, checkpoint: Checkpoint, quantizer: Quantizer
+    spec: WeightSpec,
+    tensor: GpuTensor,
+    checkpoint: Checkpoint,
+    changes: Mapping[str, Change],
+    quantizer: Quantizer,
 ) -> Iterator[_Transfer]:
     """What brings the sources, one below the other, into the shards."""
     vector = len(tensor.shape) == 1
     columns = 1 if vector else tensor.shape[1]
     stride = ITEMSIZE["f32"] if vector else row_bytes(columns, tensor.dtype)
     for source, shard, start, end, row in _placed(spec.found(checkpoint), tensor):
-        info = checkpoint.tensors[source.key]
+        matrix = checkpoint.packed.get(source.key)
+        if matrix is not None:
+            info, at = matrix.tensors[0], (start - shard.start) * stride
+            fill, nbytes = WidenedRows(matrix, row).fill, (end - start) * stride
+            yield _Transfer((info.file, info.offset), shard.buffer, at, nbytes, stride, fill)
+            continue
+        info, change = checkpoint.tensors[source.key], changes.get(source.key)
         if tensor.dtype not in QUANTIZED:
-            rows = _Rows.of(source, row, info, columns, tensor.dtype, stride, spec.added)
+            rows = _Rows.of(source, row, info, columns, tensor.dtype, stride, spec.added, change)
             at = (start - shard.start) * stride
             nbytes = (end - start) * stride
             yield _Transfer(rows.place, shard.buffer, at, nbytes, stride, rows.fill)
             continue
-        own_stride = row_bytes(columns, info.dtype)
-        at_once = quantizer.rows_at_once(columns, info.dtype)
+        own = info.dtype if change is None else "f32"
+        own_stride = row_bytes(columns, own)
+        at_once = quantizer.rows_at_once(columns, own)
         for done in range(0, end - start, at_once):
             count = min(at_once, end - start - done)
             at = row + done * source.step
-            rows = _Rows.of(source, at, info, columns, info.dtype, own_stride)
+            rows = _Rows.of(source, at, info, columns, own, own_stride, change=change)
             first = start - shard.start + done
-            kernel = quantizer.quantize(spec.name, shard, first, count, info.dtype)
+            kernel = quantizer.quantize(spec.name, shard, first, count, own)
             nbytes = count * own_stride
             yield _Transfer(rows.place, quantizer.buffer, 0, nbytes, own_stride, rows.fill, kernel)
 

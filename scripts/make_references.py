@@ -51,8 +51,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "models"
@@ -78,6 +87,10 @@ class Case:
     dtype: str = "bfloat16"
     shards: int = 1
     embedding: float = 0.1
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get("text_config", self.config)["vocab_size"])
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -568,7 +581,7 @@ def qwen2_moe(**changes: Any) -> dict[str, Any]:
 
 def olmoe(**changes: Any) -> dict[str, Any]:
     own = {
-        "clip_qkv": None,
+        "clip_qkv": 0.9,
         "intermediate_size": 24,
         "norm_topk_prob": False,
         "num_experts": 8,
@@ -630,7 +643,179 @@ def gpt_oss(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def granitemoe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 6,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+    config = granite() | {"model_type": "granitemoe"} | own | changes
+    return {key: value for key, value in config.items() if key != "mlp_bias"}
+
+
+def glm4_moe(model_type: str, **changes: Any) -> dict[str, Any]:
+    """What GLM-4.5 and dots.llm1 have in common."""
+    own = {
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "topk_group": 1,
+    }
+    return small(model_type, **own | changes)
+
+
+def ernie4_5_moe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "moe_intermediate_size": 24,
+        "moe_k": 3,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": 1,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 2,
+        "use_bias": False,
+    }
+    return small("ernie4_5_moe", **own | changes)
+
+
+def multimodal(model_type: str, text: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A model that also sees, as little as it can: the text model must be found in it."""
+    vision = {
+        "deepstack_visual_indexes": [0],
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 16,
+        "image_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_heads": 2,
+        "num_hidden_layers": 1,
+        "num_position_embeddings": 4,
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": 4,
+    }
+    keys = ("bos_token_id", "eos_token_id", "transformers_version")
+    own = {key: text[key] for key in keys} | {"model_type": model_type, "text_config": text}
+    return own | {"vision_config": vision} | changes
+
+
+def flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with the text model's keys at the top."""
+    return config["text_config"] | {k: v for k, v in config.items() if k != "text_config"}
+
+
+MROPE = {"mrope_section": [2, 3, 3], "type": "mrope"}
+
 CASES: dict[str, Case] = {
+    "gemma3": Case(
+        multimodal("gemma3", gemma3_text(num_hidden_layers=2), mm_tokens_per_image=4),
+        embedding=0.02,
+    ),
+    "mistral3": Case(
+        multimodal(
+            "mistral3",
+            small("mistral", sliding_window=None),
+            vision_config={
+                "head_dim": 8,
+                "hidden_size": 16,
+                "image_size": 8,
+                "intermediate_size": 16,
+                "model_type": "pixtral",
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "patch_size": 4,
+            },
+        )
+    ),
+    # The text model's keys are at the top.
+    "qwen2_5_vl": Case(flat(multimodal("qwen2_5_vl", small("qwen2_5_vl", rope_scaling=MROPE)))),
+    "qwen2_vl": Case(flat(multimodal("qwen2_vl", small("qwen2_vl", rope_scaling=MROPE)))),
+    "qwen3_vl": Case(
+        multimodal(
+            "qwen3_vl",
+            small(
+                "qwen3_vl_text",
+                rope_scaling={
+                    "mrope_interleaved": True,
+                    "mrope_section": [2, 3, 3],
+                    "rope_type": "default",
+                },
+            ),
+        )
+    ),
+    "arcee": Case(small("arcee", attention_bias=True, hidden_act="relu2", mlp_bias=True)),
+    # The first layer of four sees everything.
+    "cwm": Case(
+        small(
+            "cwm",
+            rope_scaling={
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+                "rope_type": "llama3",
+            },
+            sliding_window=16,
+        )
+    ),
+    "dots1": Case(
+        glm4_moe(
+            "dots1",
+            first_k_dense_replace=0,
+            max_window_layers=1,
+            norm_topk_prob=False,
+            sliding_window=16,
+        )
+    ),
+    "ernie4_5_moe": Case(ernie4_5_moe()),
+    "glm4_moe": Case(
+        glm4_moe("glm4_moe", attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=True)
+    ),
+    "granitemoe": Case(granitemoe(tie_word_embeddings=False)),
+    "ministral3": Case(
+        small(
+            "ministral3",
+            rope_parameters={
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "llama_4_scaling_beta": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            sliding_window=None,
+        )
+    ),
+    "nanochat": Case(small("nanochat", final_logit_softcapping=2.0, hidden_act="relu2")),
+    "olmo": Case(small("olmo", clip_qkv=0.9)),
+    "olmo3": Case(
+        small(
+            "olmo3",
+            layer_types=["sliding_attention", "full_attention"],
+            rope_scaling={
+                "attention_factor": 1.2,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "rope_type": "yarn",
+            },
+            rope_theta=500000,
+            sliding_window=16,
+        )
+    ),
+    "vaultgemma": Case(gemma2(model_type="vaultgemma", num_hidden_layers=2), embedding=0.02),
     "ernie4_5": Case(small("ernie4_5", use_bias=True)),
     "exaone4": Case(
         small("exaone4", num_hidden_layers=3, sliding_window=16, sliding_window_pattern=2),
@@ -781,7 +966,8 @@ CASES: dict[str, Case] = {
 
 def published_config(case: Case) -> dict[str, Any]:
     """config.json as most files on the hub spell it."""
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.config["model_type"]]
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    name = names[case.config["model_type"]]
     head = {"architectures": [name], "torch_dtype": case.dtype}
     return dict(sorted((head | case.config).items()))
 
@@ -791,6 +977,12 @@ def transformers_config(published: Mapping[str, Any]) -> PreTrainedConfig:
     # for_model keeps nested dicts and fills them in: it gets its own.
     keys: dict[str, Any] = json.loads(json.dumps(published))
     return AutoConfig.for_model(keys.pop("model_type"), **keys)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What makes a model of such a config, one that also sees with all its parts."""
+    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def random_weight(
@@ -809,7 +1001,7 @@ def random_weight(
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
     peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
-    peaked += ("mlp.router.weight",)
+    peaked += ("router.weight",)
     gain = 1.5 if name.endswith(peaked) else 1.0
     return rng.normal(0.0, gain * shape[-1] ** -0.5, shape)
 
@@ -817,11 +1009,10 @@ def random_weight(
 def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     """A float32 model whose weights are exact in the case's dtype."""
     config = transformers_config(published_config(case))
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = (named for named in model.named_buffers() if named[0].endswith("_bias"))
+        for name, parameter in [*model.named_parameters(), *buffers]:
             values = random_weight(name, tuple(parameter.shape), rng, case.embedding)
             weight = torch.from_numpy(values)
             parameter.copy_(weight.to(getattr(torch, case.dtype)))
@@ -832,7 +1023,9 @@ class RoutingMargins:
     """How clearly a model's routers choose while it runs, in `with`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self.routers = [
+            m for m in model.modules() if type(m).__name__.endswith(("TopKRouter", "TopkRouter"))
+        ]
         self.margins: list[float] = []
 
     def __enter__(self) -> "RoutingMargins":
@@ -845,6 +1038,10 @@ class RoutingMargins:
 
     def see(self, router: Any, args: Any, output: Any) -> None:
         logits, chosen = output[0], router.top_k
+        if hasattr(router, "moe_statics"):
+            logits = router.moe_statics(logits.softmax(-1))
+        elif hasattr(router, "e_score_correction_bias"):
+            logits = logits.sigmoid() + router.e_score_correction_bias
         if chosen < logits.shape[-1]:
             best = logits.topk(chosen + 1).values
             margins = (best[..., -2] - best[..., -1]) / logits.norm(dim=-1)
@@ -897,7 +1094,7 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     case = CASES[name]
     for seed in itertools.count():
         rng = np.random.default_rng(seed)
-        prompt_ids = rng.integers(3, case.config["vocab_size"], PROMPT_TOKENS)
+        prompt_ids = rng.integers(3, case.vocab_size, PROMPT_TOKENS)
         model = random_model(case, rng)
         reference = answers(model, prompt_ids)
         if is_fair(reference):

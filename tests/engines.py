@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,42 @@ from numpy.typing import NDArray
 from infer.engine import Engine, EngineOptions
 from infer.kernels.device import Device
 from infer.models import open_model
-from infer.models.weights import load_weights
+from infer.models.lora import Lora, Loras
+from infer.models.weights import load_weights, stored
 from infer.sampling import SamplingParams
 
 
-def build_engine(device: Device, folder: Path, **options: Any) -> Engine:
-    """The model in a folder, with a cache in f32 unless the options (of EngineOptions) differ."""
+def build_engine(
+    device: Device,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    adapter: Path | None = None,
+    adapters: Mapping[str, Path] | None = None,
+    **options: Any,
+) -> Engine:
+    """The model in a folder, with a cache in f32 unless the options (of EngineOptions) differ.
+    dtype, adapter, adapters: as for `load`."""
     model, checkpoint = open_model(folder)
-    weights = load_weights(device, list(model.weights()), checkpoint, ignorable=model.ignorable)
+    loras = Loras.fit(
+        model,
+        checkpoint,
+        lambda spec: stored(spec, checkpoint, dtype),
+        always=None if adapter is None else Lora.open(adapter, adapter.name),
+        named={name: Lora.open(path, path.name) for name, path in (adapters or {}).items()},
+    )
+    weights = load_weights(
+        device,
+        list(model.weights()),
+        checkpoint,
+        ignorable=model.ignorable,
+        dtype=dtype,
+        changes=loras.merged,
+    )
+    beside = loras.allocate(device, weights)
+    loras.fill(device, weights, beside)
     own: dict[str, Any] = {"context": 128, "kv_dtype": "f32"} | options
-    engine = Engine(device, model, weights, EngineOptions(**own))
+    engine = Engine(device, model, weights, EngineOptions(**own), beside)
     engine.compile()
     return engine
 
@@ -35,17 +61,24 @@ class Answer:
     logits: NDArray[np.float32]
 
 
-def answer(engine: Engine, prompt_ids: Sequence[int], max_tokens: int, **sampling: Any) -> Answer:
+def answer(
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    adapter: str | None = None,
+    **sampling: Any,
+) -> Answer:
     """What an engine generates, greedily unless `sampling` (of SamplingParams) differs."""
     params = SamplingParams(max_tokens=max_tokens, **sampling).resolved({})
     token_ids, rows = [], []
-    for step in engine.generate(prompt_ids, params, with_logits=True):
+    for step in engine.generate(prompt_ids, params, with_logits=True, adapter=adapter):
         assert step.logits is not None
         token_ids.append(step.token)
         rows.append(step.logits)
     return Answer(token_ids, np.stack(rows))
 
 
-def scores(engine: Engine, ids: Sequence[int]) -> NDArray[np.float32]:
+def scores(engine: Engine, ids: Sequence[int], adapter: str | None = None) -> NDArray[np.float32]:
     """The logits after every id, float32 [ids, vocab]."""
-    return np.concatenate(list(engine.score(ids)))
+    return np.concatenate(list(engine.score(ids, adapter)))

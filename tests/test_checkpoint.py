@@ -343,9 +343,8 @@ def test_shards_are_read(device: Device, tmp_path: Path, sharded: dict[str, Arra
 @pytest.mark.parametrize("name", sorted(path.name for path in MODELS.iterdir()))
 def test_checkpoints_that_transformers_wrote_are_read(name: str) -> None:
     tensors = Checkpoint.open(MODELS / name).tensors
-    embedding, norm = ("embed_tokens.weight", "embed_in.weight"), ("norm.weight", "norm.bias")
-    assert any(key.endswith(embedding) for key in tensors)
-    assert any(key.endswith(norm) for key in tensors)
+    assert any(key.endswith(("embed_tokens.weight", "embed_in.weight")) for key in tensors)
+    assert any(key.endswith(("o_proj.weight", "dense.weight")) for key in tensors)
     assert all(info.nbytes > 0 for info in tensors.values())
 
 

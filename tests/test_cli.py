@@ -493,7 +493,7 @@ BAD_MODELS = {
     "no weights": ({WEIGHTS: None}, "has no weights"),
     "architecture": (
         {"config__json": json_with(model_type="gpt2")},
-        "the architecture 'gpt2' is not implemented. Implemented: cohere, cohere2, ernie4_5,",
+        "the architecture 'gpt2' is not implemented. Implemented: arcee, cohere, cohere2, cwm,",
     ),
     "no tokenizer": ({"tokenizer__json": None}, "has no tokenizer.json"),
 }
@@ -664,6 +664,11 @@ def test_info_counts_quantised_weights(dtype: str, dtypes: list[str]) -> None:
     assert got["weight_bytes"] > whole["weight_bytes"] * bits[dtype] / 16
     # The rows that are quantised at a time, in f32, are counted too.
     assert got["other_bytes"] - whole["other_bytes"] > 1 << 20
+
+
+def test_info_says_what_is_left_out(tmp_path: Path) -> None:
+    folder = reference_models.load("qwen3_vl").write_checkpoint(tmp_path / "model")
+    assert "qwen3; of qwen3_vl the text model alone" in invoke("info", folder).stdout
 
 
 def test_info_text(monkeypatch: pytest.MonkeyPatch) -> None:

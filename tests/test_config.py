@@ -11,6 +11,7 @@ from reference_models import CONFIG_FILES, DATA
 from infer.kernels.errors import UnsupportedError
 from infer.models import build_model
 from infer.models.config import RawConfig
+from infer.models.multimodal import text_config
 from infer.models.rope import rope_table
 
 
@@ -23,7 +24,7 @@ from infer.models.rope import rope_table
         ("gemma2", {"attn_logit_softcapping": -1.0}, "'attn_logit_softcapping' must be positive"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
-        ("gemma3_text", {"model_type": "gemma3"}, "the architecture 'gemma3'"),
+        ("gemma3", {"text_config": {"model_type": "t5"}}, "the architecture 't5'"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk'"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("granite", {"logits_scaling": 0.0}, "'logits_scaling' must be positive"),
@@ -46,6 +47,18 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
     build_model(RawConfig(values))
     with pytest.raises(UnsupportedError, match=message):
         build_model(RawConfig(values | change))
+
+
+def test_what_is_quantised_has_the_names_of_the_text_model() -> None:
+    """MLX gives sizes by the names of the whole model."""
+    sizes = {"group_size": 64, "bits": 4}
+    names = ("language_model.lm_head", "language_model.model.layers.0.mlp.down_proj")
+    values = json.loads((DATA / "gemma3" / CONFIG_FILES["published"]).read_text())
+    values["quantization"] = sizes | {name: {"bits": 8} for name in names}
+    assert text_config(RawConfig(values)).values["quantization"] == sizes | {
+        "lm_head": {"bits": 8},
+        "model.layers.0.mlp.down_proj": {"bits": 8},
+    }
 
 
 @pytest.mark.parametrize("factors", [None, [1.0] * 7, [1.0] * 7 + [0], [1.0] * 7 + ["1"], 8.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from infer.hub import DEMO, resolve
 from infer.kernels import errors
 from infer.kernels.device import DryDevice, Limits
 from infer.kernels.tensor import allocate
-from infer.models import ARCHITECTURES, build_model
+from infer.models import build_model
 from infer.models.config import RawConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,13 +198,18 @@ def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:
     layers = model.config.num_hidden_layers
     for column, kind in enumerate(("decode", "prefill")):
         layer = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
-        kernels = [k.spec.name for k in engine._lowered[kind].kernels if not k.head]
+        kernels = [k.spec.name for k in engine._lowered[kind, None].kernels if not k.head]
         assert kernels == ["embedding", *layer * layers]
 
 
-def test_every_architecture_is_in_the_readme() -> None:
-    table = read("README.md").partition("| `model_type` |")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(ARCHITECTURES)
+def test_the_tables_of_models_and_formats_are_those_of_the_registries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = str(ROOT / "scripts" / "make_tables.py")
+    monkeypatch.setattr(sys, "argv", [script, "--check"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(script, run_name="__main__")
+    assert done.value.code == 0
 
 
 def test_quantised_checkpoints_are_refused_by_name() -> None:

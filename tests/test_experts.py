@@ -30,6 +30,8 @@ ROUTE: Factors = SETTINGS | {
     "rows": (1, 3, 8, 40),
     "choice": ((1, 1), (7, 7), (4, 60), (6, 300)),
     "normalize": (False, True),
+    "sigmoid": (False, True),
+    "corrected": (False, True),
 }
 
 
@@ -47,7 +49,10 @@ def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Ca
     for case in cases:
         slots, experts = case["choice"]
         logits = logits_of(rng, case["rows"], experts)
-        options: dict[str, Any] = {"slots": slots, "normalize": case["normalize"]}
+        options: dict[str, Any] = {"slots": slots, "scale": 2.5}
+        options |= {name: case[name] for name in ("normalize", "sigmoid")}
+        if case["corrected"]:
+            options["correction"] = rng.standard_normal(experts, np.float32)
         ids, weights = functions.route(open_device(settings_of(case)), logits, **options)
         expected_ids, expected = reference.route(logits, **options)
         assert (ids == expected_ids).all(), case
@@ -295,7 +300,8 @@ QWEN3_MOE = SHAPES["qwen3-30b-a3b"]
         ({"num_experts": None}, "lacks 'num_local_experts'"),
         ({"norm_topk_prob": 1}, "'norm_topk_prob' must be of type bool"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
-        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 changes the computation"),
+        ({"model_type": "olmoe", "clip_qkv": -8.0}, "'clip_qkv' must be positive"),
+        ({"clip_qkv": 8.0}, "clip_qkv = 8.0 changes the computation"),
         ({"model_type": "qwen3"}, "num_experts = 128 changes the computation"),
         ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0 changes the computation"),
         ({"model_type": "gpt_oss", "swiglu_limit": 10.0}, "swiglu_limit = 10.0 is not implemented"),

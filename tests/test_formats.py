@@ -196,7 +196,7 @@ def test_dequantisation_is_its_formula(offsets: str, ordered: bool) -> None:
     biases = rng.standard_normal((rows, 3)).astype(np.float32) if offsets == "biases" else None
     order = rng.permutation(columns) if ordered else None
     scheme = Scheme("int", 4, group, "f32", signed=True)
-    got = Grouped(scheme, codes, scales, zeros, biases, order).dequantize()
+    got = Grouped(scheme, codes, scales, zeros, biases, order=order).dequantize()
     for row in range(rows):
         for i in range(columns):
             g = i // group

@@ -24,13 +24,15 @@ from infer.models.formats.packed import read_rows
 from infer.models.weights import check_checkpoint, stored
 
 LLAMA = DATA / "llama"
-CASES = 5000  # of each container
+# How many of each container.
+cases = pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=pytest.mark.full)])
 MEMORY = 64 << 20  # bytes that reading headers may take, which of these are a few thousand
 
 
-def spoilt(data: bytes, header: int, rng: random.Random) -> Iterator[bytes]:
+def spoilt(data: bytes, header: int, count: int) -> Iterator[bytes]:
     """The file with some bytes of its header changed, lost, added, repeated or cut off."""
-    for _ in range(CASES):
+    rng = random.Random(0)
+    for _ in range(count):
         own = bytearray(data)
         for _ in range(rng.randint(1, 4)):
             kind, at = rng.randrange(7), rng.randrange(header)
@@ -62,12 +64,12 @@ def open_whole(path: Path) -> None:
         stored(spec, checkpoint)
 
 
-def refusals(path: Path, file: Path, header: int) -> int:
+def refusals(path: Path, file: Path, header: int, count: int) -> int:
     """How many spoilt files are refused; each is read within MEMORY, and ends in no other error."""
     data, refused = file.read_bytes(), 0
     tracemalloc.start()
     try:
-        for own in spoilt(data, header, random.Random(0)):
+        for own in spoilt(data, header, count):
             file.write_bytes(own)
             try:
                 open_whole(path)
@@ -79,15 +81,17 @@ def refusals(path: Path, file: Path, header: int) -> int:
     return refused
 
 
-def test_spoilt_headers_of_gguf_files(tmp_path: Path) -> None:
+@cases
+def test_spoilt_headers_of_gguf_files(tmp_path: Path, count: int) -> None:
     file = tmp_path / "m.gguf"
     gguf = converted(file, "llama", kind=Kind.Q8_0)
     open_whole(file)
     header = min(info.offset for info in gguf.tensors.values())
-    assert refusals(file, file, header) > CASES / 2
+    assert refusals(file, file, header, count) > count / 2
 
 
-def test_spoilt_headers_of_quantised_safetensors(tmp_path: Path) -> None:
+@cases
+def test_spoilt_headers_of_quantised_safetensors(tmp_path: Path, count: int) -> None:
     config = json.loads((LLAMA / "config.json").read_text())
     changes = {"quantization": {"bits": 4, "group_size": 32}}
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
@@ -101,7 +105,7 @@ def test_spoilt_headers_of_quantised_safetensors(tmp_path: Path) -> None:
     save_file(tensors, file)
     open_whole(tmp_path)
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    assert refusals(tmp_path, file, header) > CASES / 2
+    assert refusals(tmp_path, file, header, count) > count / 2
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, 1.5, [], {}, 1 << 70])

@@ -48,12 +48,14 @@ WANTED = {
     "org/none": ["config.json"],
     "org/bare": ["model.safetensors"],
     "org/down": [],
+    "org/lora": ["adapter_config.json", "adapter_model.safetensors"],
 }
 EXTRA = {
     "org/sharded": UNWANTED,
     "org/single": ["extra/model.safetensors"],
     "org/bin": ["pytorch_model-00001-of-00002.bin"],
     "org/gguf": ["model-q4.gguf", "README.md"],
+    "org/lora": ["README.md", "tokenizer.json", "adapter_model.bin", "optimizer.pt"],
 }
 
 
@@ -163,12 +165,12 @@ def serve() -> Iterator[Hub]:
 DRIVER = """
 import json, sys
 from pathlib import Path
-from infer.hub import resolve
+from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import InferError
 outcomes = []
 for kwargs in json.loads(sys.argv[1]):
     try:
-        found = resolve(**kwargs)
+        found = (resolve_adapter if "adapter" in kwargs else resolve)(**kwargs)
     except InferError as error:
         outcomes.append({"error": type(error).__name__, "message": str(error)})
     else:
@@ -182,7 +184,7 @@ print(json.dumps(outcomes))
 def run(
     url: str, home: Path, calls: list[dict[str, Any]], **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Several `resolve` calls in one process under this hub and cache."""
+    """Several calls of `resolve`, or `resolve_adapter`, in one process under this hub and cache."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     paths = os.pathsep.join(path for path in sys.path if path)
     kept |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": paths, "NO_PROXY": "*"} | env
@@ -213,6 +215,8 @@ ONLINE: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "org/down"}, "ModelError", "answered 500"),
     ({"model": "org/a--b"}, "ModelNotFoundError", "nor a valid hub id"),
     ({"model": "org/other", "offline": True}, "ModelNotFoundError", "not in the cache"),
+    ({"adapter": "org/typo", "token": "good"}, "ModelNotFoundError", "no repository org/typo"),
+    ({"adapter": "org/none"}, "ModelNotFoundError", "it is not a LoRA adapter"),
 ]
 
 
@@ -226,6 +230,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         {"model": "org/single", "revision": "v1"},
         {"model": "org/gated", "token": "good"},
         {"model": "org/private", "token": "good"},
+        {"adapter": "org/lora"},
     ]
     with serve() as hub:
         outcomes = resolve_all(hub.url, home, [call for call, *_ in ONLINE] + good)
@@ -238,7 +243,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         }
 
 
-@pytest.mark.parametrize("index", range(len(ONLINE)), ids=[c["model"] for c, *_ in ONLINE])
+@pytest.mark.parametrize(
+    "index", range(len(ONLINE)), ids=[next(iter(c.values())) for c, *_ in ONLINE]
+)
 def test_failures_each_have_their_message(session: dict[str, Any], index: int) -> None:
     _, error, message = ONLINE[index]
     outcome = session["failed"][index]
@@ -247,13 +254,14 @@ def test_failures_each_have_their_message(session: dict[str, Any], index: int) -
 
 
 def test_only_the_needed_files_are_fetched(session: dict[str, Any]) -> None:
-    sharded, single, tagged, gated, private = session["found"]
+    sharded, single, tagged, gated, private, lora = session["found"]
     for outcome, repo, commit in [
         (sharded, "org/sharded", MAIN),
         (single, "org/single", MAIN),
         (tagged, "org/single", TAG),
         (gated, "org/gated", MAIN),
         (private, "org/private", MAIN),
+        (lora, "org/lora", MAIN),
     ]:
         assert (outcome["name"], outcome["revision"]) == (repo, commit)
         assert outcome["files"] == {n: content(repo, commit, n).decode() for n in WANTED[repo]}
@@ -268,10 +276,11 @@ def test_offline(session: dict[str, Any], tmp_path: Path) -> None:
         {"model": "org/sharded", "offline": True},
         {"model": "org/single", "offline": True, "revision": "v1"},
         {"model": "org/single", "offline": True, "revision": "v2"},
+        {"adapter": "org/lora", "offline": True},
     ]
     # HF_ENDPOINT leads nowhere: offline asks nobody.
-    sharded, tagged, missing = resolve_all("http://127.0.0.1:9", home, calls)
-    assert [sharded, tagged] == [session["found"][0], session["found"][2]]
+    sharded, tagged, missing, lora = resolve_all("http://127.0.0.1:9", home, calls)
+    assert [sharded, tagged, lora] == [session["found"][i] for i in (0, 2, 5)]
     assert "not in the cache at revision 'v2'" in missing["message"]
     snapshot = home / "hub" / "models--org--sharded" / "snapshots" / MAIN
     lost = [SHARDS[1], "config.json"]

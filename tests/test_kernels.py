@@ -468,6 +468,10 @@ def test_elementwise(least_device: Device, rng: np.random.Generator, rows: int, 
     assert nmse(mul, exact * b) <= LIMIT
     for cap in (0.3, 50.0):
         assert nmse(functions.softcap(least_device, a, cap), reference.softcap(a, cap)) <= LIMIT
+    assert (functions.clip(least_device, a, 0.7) == np.clip(a, -0.7, 0.7)).all()
+    scaled = functions.position_scale(least_device, a, 0.3, 4, position=6)
+    expected = reference.position_scale(a, np.arange(6, 6 + rows), 0.3, 4)
+    assert nmse(scaled, expected) <= LIMIT
     for name, function in reference.ACTIVATIONS.items():
         assert nmse(functions.activation(least_device, a, name), function(a)) <= LIMIT
         gated = functions.activation(least_device, both, name, gated=True)
@@ -481,7 +485,11 @@ def test_activations_of_all_values(device: Device, function: str) -> None:
     assert np.allclose(y, reference.ACTIVATIONS[function](x), rtol=1e-6, atol=5e-7)
     x = np.array([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30]])
     y = functions.activation(device, x, function)
-    assert np.allclose(y, np.where(x > 0, x, 0), rtol=1e-6, atol=1e-7)
+    expected = np.where(x > 0, x, 0)
+    if function == "relu2":
+        expected[0, -1] = np.inf
+        expected[0, :-1] **= 2
+    assert np.allclose(y, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_softcap_of_large_values(device: Device) -> None:
@@ -1247,6 +1255,12 @@ def test_the_reference_is_torchs(rng: np.random.Generator) -> None:
     assert close(reference.gelu(x), torch.nn.functional.gelu(tensor(x)))
     gelu_tanh = torch.nn.functional.gelu(tensor(x), approximate="tanh")
     assert close(reference.gelu_tanh(x), gelu_tanh)
+    activations = pytest.importorskip("transformers.activations")
+    assert close(reference.relu2(x), activations.ACT2FN["relu2"](tensor(x)))
+    ministral = pytest.importorskip("transformers.models.ministral3.modeling_ministral3")
+    scale = ministral.get_llama_4_attn_scale(torch.arange(5, 10)[None], 0.3, 4)[0, 0]
+    scaled = reference.position_scale(x, np.arange(5, 10), 0.3, 4)
+    assert nmse(scaled, (tensor(x) * scale).numpy()) < 1e-12  # which is float32
     norm = torch.nn.functional.layer_norm(tensor(x), [48], tensor(weight), tensor(-weight), 1e-3)
     assert close(reference.layernorm(x, weight, -weight, 1e-3), norm)
     assert close(reference.softmax(x), torch.softmax(tensor(x), -1))

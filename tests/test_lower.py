@@ -16,11 +16,11 @@ from infer.kernels.forward import Forward
 from infer.kernels.functions import rope_table
 from infer.kernels.kv_cache import KVCache, LayerCache
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
-from infer.kernels.ops import Ops, Rope, Value, stride
+from infer.kernels.ops import LowRank, Ops, Rope, Value, stride
 from infer.kernels.plan import DispatchPlan, linear_grid
 from infer.kernels.reference import nmse
 from infer.kernels.shader import KernelSpec, render
-from infer.kernels.tensor import GpuTensor
+from infer.kernels.tensor import GpuTensor, allocate
 from infer.kernels.tuning import AttentionVariant
 
 # A model of two layers with all that the architectures have: biases, norms of heads, a window.
@@ -141,6 +141,17 @@ def test_a_norm_over_all_heads_is_not_taken_for_one_of_each(
 # What is fused
 
 
+class Everywhere(dict[GpuTensor, LowRank]):
+    """Something lies beside every weight."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def get(self, weight: GpuTensor, default: Any = None) -> LowRank:
+        rows, columns = weight.shape
+        return LowRank(*(allocate(self.device, s, "f32") for s in ((4, columns), (rows, 4))))
+
+
 def kernels_of(
     rows: int,
     *,
@@ -148,11 +159,12 @@ def kernels_of(
     heads_normed: bool = True,
     turned: bool = True,
     bindings: int = 9,
+    changed: bool = False,
 ) -> Counter[str]:
     """How often each kernel is in the plan of a two-layer model on an adapter with subgroups."""
     dry = DryDevice(Limits(workgroup_storage=32768, storage_buffers=bindings))
     dry.subgroup_size = 32
-    ops = Ops()
+    ops = Ops(Everywhere(dry) if changed else {})
     caches = KVCache(dry, 2, KV_HEADS, HEAD_DIM, 600).layers
     output = model(ops, dry, caches, heads_normed=heads_normed, turned=turned)
     lowering = Lowering(
@@ -198,6 +210,15 @@ def test_a_layer_of_prefill_is_eight_kernels() -> None:
     layer = Counter(rmsnorm=2, matmul=4, rope_kv_write=1, attention_tiled=1)
     rest = Counter(embedding=1, take_rows=1, rmsnorm=1, matmul_vec=1)
     assert kernels_of(512) == layer + layer + rest
+
+
+def test_what_lies_beside_a_weight_costs_two_kernels() -> None:
+    """And the MLP's activation, which is of the sum, one more."""
+    layer = Counter(matmul_vec=12, attention=1, attention_combine=1, activation=1)
+    assert kernels_of(1, changed=True) == layer + layer + Counter(embedding=1, matmul_vec=3)
+    layer = Counter(rmsnorm=2, matmul=12, rope_kv_write=1, attention_tiled=1, activation=1)
+    rest = Counter(embedding=1, take_rows=1, rmsnorm=1, matmul_vec=3)
+    assert kernels_of(512, changed=True) == layer + layer + rest
 
 
 def test_without_fusing_every_op_has_its_kernel() -> None:
@@ -247,10 +268,16 @@ def random_graph(
             values.append(value)
         return value
 
-    def linear(value: Value, n: int, seed: int, bias: GpuTensor | None = None) -> Value:
-        """A projection; they read whole rows."""
+    def linear(
+        value: Value, n: int, seed: int, bias: GpuTensor | None = None, changed: bool = False
+    ) -> Value:
+        """A projection, perhaps with something beside its weight; they read whole rows."""
         whole = ops.activation(value, "silu") if value.op == "slice" else value
-        return ops.linear(whole, weight(n, value.width, seed=seed), bias)
+        own = weight(n, value.width, seed=seed)
+        if changed:
+            a, b = weight(5, value.width, seed=seed + 1), weight(n, 5, seed=seed + 2)
+            ops.changes = {**ops.changes, own: LowRank(a, b)}
+        return ops.linear(whole, own, bias)
 
     table = np.random.default_rng(2).standard_normal((64, 8, 2)).astype(np.float32)
     rope = Rope(device.upload(table), 16)
@@ -266,7 +293,7 @@ def random_graph(
         elif kind in ("linear", "residual"):
             n = x.width if kind == "residual" else int(rng.choice(widths))
             bias = weight(n, seed=i) if rng.random() < 0.5 else None
-            y = linear(x, n, i, bias)
+            y = linear(x, n, i, bias, changed=kind == "residual" and rng.random() < 0.5)
             if kind == "residual":
                 y = other + seen(y) if rng.random() < 0.5 else seen(y) + other
             x = y

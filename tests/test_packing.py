@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf as library
 import numpy as np
 import pytest
 from conftest import OpenDevice
 from engines import build_engine, scores
+from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
 from reference_models import load, relative_error
 from safetensors.numpy import save_file
 from test_formats import CASES, DATA, KEY, opened, values_of
-from test_gguf import Kind, converted
+from test_gguf import Kind, converted, write
 
 from infer.kernels import reference, upload
 from infer.kernels.check import int8_rows
@@ -26,9 +29,12 @@ from infer.kernels.reference import nmse
 from infer.kernels.tensor import INTEGERS, GpuTensor
 from infer.models import open_model
 from infer.models.checkpoint import Checkpoint
-from infer.models.formats import find_packed
+from infer.models.config import RawConfig
+from infer.models.formats import find_format, find_packed
+from infer.models.formats.gguf_blocks import GgufBlocks
 from infer.models.formats.packed import read_rows
-from infer.models.weights import Source, WeightSpec, load_weights
+from infer.models.weights import Source, WeightSpec, check_checkpoint, load_weights, stored
+from infer.report import inspect_model
 
 Array = NDArray[Any]
 LIMIT = 1e-10  # of f32 arithmetic
@@ -76,6 +82,88 @@ def test_every_format_on_the_gpu(open_device: OpenDevice, case: str, settings: S
             forward = Forward(device, n)
             y = forward.run(forward.ops.linear(forward.input(x), weight))
         assert nmse(y, reference.matmul(exact, expected)) <= LIMIT
+
+
+# Stacked weights whose parts are quantised in different ways
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ((Kind.Q4_K, Kind.Q4_K, Kind.Q6_K), "q8"),  # as Q4_K_M has q, k and v
+        ((Kind.Q4_0, Kind.Q4_1, Kind.Q5_0), "q8"),
+        ((Kind.IQ4_XS, Kind.Q5_K, Kind.IQ4_NL), "q8"),
+        ((Kind.IQ4_XS, Kind.IQ4_NL), "iq4nl"),
+        ((Kind.Q8_0, Kind.F16), "f32"),
+        ((Kind.MXFP4, Kind.Q8_0, Kind.BF16), "f32"),
+    ],
+)
+def test_parts_of_different_kinds_keep_their_values(
+    device: Device, tmp_path: Path, kinds: tuple[Kind, ...], dtype: str
+) -> None:
+    rng = np.random.default_rng(0)
+    rows, columns = 5, 512
+    parts: dict[str, Array] = {}
+    expected: list[Array] = []
+    for i, kind in enumerate(kinds):
+        values = rng.standard_normal((rows, columns), np.float32)
+        if kind in (Kind.F16, Kind.BF16) or kind.name in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4"):
+            parts[f"w{i}"] = library.quantize(values, kind)
+        else:  # the library only reads these
+            block, nbytes = GGML_QUANT_SIZES[kind]
+            parts[f"w{i}"] = rng.integers(0, 64, (rows, columns // block * nbytes), np.uint8)
+        expected.append(library.dequantize(parts[f"w{i}"], kind))
+    gguf = write(tmp_path / "m.gguf", parts, {f"w{i}": kind for i, kind in enumerate(kinds)})
+    spec = WeightSpec("w", tuple(Source(name, (rows, columns)) for name in parts))
+    checkpoint = find_packed(Checkpoint(tmp_path, gguf.tensors), GgufBlocks(RawConfig({})), [spec])
+    values = np.concatenate(expected)
+    with device.scope():
+        weight = load_weights(device, [spec], checkpoint)["w"]
+        assert weight.dtype == dtype
+        forward = Forward(device, len(values))
+        y = forward.run(forward.ops.embedding(weight), tokens=list(range(len(values))))
+        assert nmse(y, values) <= 1e-14
+        x, exact = int8_rows(rng, 3, columns)
+        forward = Forward(device, 3)
+        y = forward.run(forward.ops.linear(forward.input(x), weight))
+    rounded = exact if dtype in INTEGERS else x
+    assert nmse(y, reference.matmul(rounded, values)) <= LIMIT
+
+
+def test_parts_may_have_different_orders(device: Device, tmp_path: Path) -> None:
+    """As those of q and k with act-order, if they were quantised apart."""
+    rng = np.random.default_rng(0)
+    rows, columns = 3, 64
+    args = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"a": {"targets": ["Linear"], "weights": args}},
+    }
+    tensors: dict[str, Array] = {}
+    values: list[Array] = []
+    for part in "qk":
+        weight = rng.integers(-8, 8, (rows, columns)).astype(np.int8)
+        scales = rng.standard_normal((rows, 2)).astype(np.float32)
+        index = rng.permutation(columns).astype(np.int32) // 32
+        own = {"weight": weight, "weight_scale": scales, "weight_g_idx": index}
+        tensors |= {f"{part}.{name}": array for name, array in own.items()}
+        values.append(weight * scales[:, index])
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = find_format(RawConfig({"quantization_config": config}))
+    assert found is not None
+    sources = tuple(Source(f"{part}.weight", (rows, columns)) for part in "qk")
+    spec = WeightSpec("w", sources)
+    packed = find_packed(Checkpoint.open(tmp_path), found, [spec])
+    for only in (sources[:1], sources):
+        own_spec = WeightSpec("w", only)
+        with device.scope():
+            weight = load_weights(device, [own_spec], packed, ignorable=bool)["w"]
+            assert weight.dtype == ("q4" if len(only) == 1 else "f32")
+            if len(only) == 2:
+                forward = Forward(device, 2 * rows)
+                y = forward.run(forward.ops.embedding(weight), tokens=list(range(2 * rows)))
+                np.testing.assert_array_equal(y, np.concatenate(values))
 
 
 # Models
@@ -205,6 +293,102 @@ def test_gpt_oss_as_it_is_published(device: Device, tmp_path: Path) -> None:
         expected, actual = (scores(build_engine(device, folder), ids) for folder in folders)
     errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
     assert np.median(errors) <= 3e-2  # activations are rounded to int8
+
+
+def stacked(name: str, pack: Callable[[Array], dict[str, Array]]) -> dict[str, Array]:
+    """The tensors of a stored model, experts of a layer stacked as in MLX, and packed."""
+    part_of = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    made: dict[str, Array] = {}
+    experts: dict[str, list[Array]] = {}
+    for key, info in Checkpoint.open(LLAMA.parent / name).tensors.items():
+        match = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.weight", key)
+        if match is None:
+            made[key] = read_rows(info)
+        else:
+            own = f"{match[1]}.switch_mlp.{part_of.get(match[3], match[3])}"
+            experts.setdefault(own, []).append(read_rows(info))
+    for module, matrices in experts.items():
+        made |= {f"{module}.{kind}": part for kind, part in pack(np.stack(matrices)).items()}
+    return made
+
+
+def packed_one_by_one(matrices: Array) -> dict[str, Array]:
+    packed = [mlx_packed(matrix) for matrix in matrices]
+    return {kind: np.stack([own[kind] for own in packed]) for kind in packed[0]}
+
+
+def packed_by_mlx(matrices: Array) -> dict[str, Array]:
+    mx = pytest.importorskip("mlx.core")
+    mx.set_default_device(mx.cpu)
+    parts = mx.quantize(mx.array(matrices), group_size=32, bits=4)
+    wanted = mx.dequantize(*parts, group_size=32, bits=4)
+    names = ("weight", "scales", "biases", "values")
+    return {name: np.array(part) for name, part in zip(names, (*parts, wanted), strict=True)}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_that_mlx_stacks_are_those_of_the_hub(tmp_path: Path, name: str) -> None:
+    config = (LLAMA.parent / name / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(config)
+    save_file(stacked(name, lambda x: {"weight": x}), tmp_path / "model.safetensors")
+    model, checkpoint = open_model(tmp_path)
+    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    for key, info in Checkpoint.open(LLAMA.parent / name).tensors.items():
+        np.testing.assert_array_equal(read_rows(checkpoint.tensors[key]), read_rows(info))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "pack", [packed_one_by_one, pytest.param(packed_by_mlx, marks=pytest.mark.live)]
+)
+def test_experts_that_mlx_quantises_are_read_one_by_one(
+    tmp_path: Path, name: str, pack: Callable[[Array], dict[str, Array]]
+) -> None:
+    tensors = stacked(name, pack)
+    wanted = {key: tensors.pop(key) for key in list(tensors) if key.endswith(".values")}
+    modules = [key.removesuffix(".scales") for key in tensors if key.endswith(".scales")]
+    size = {"group_size": 32, "bits": 4}  # a module's own counts, not the one for all
+    own = {"quantization": {"group_size": 64, "bits": 8} | dict.fromkeys(modules, size)}
+    config = json.loads((LLAMA.parent / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | own))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, checkpoint = open_model(tmp_path)
+    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    part_of = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    assert len(checkpoint.packed) == 3 * config["num_hidden_layers"] * model.config.experts.count
+    for key, matrix in checkpoint.packed.items():
+        block, expert, part = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.weight", key).groups()
+        module = f"{block}.switch_mlp.{part_of.get(part, part)}"
+        got = matrix.read(0, matrix.shape[0]).dequantize()
+        if wanted:
+            np.testing.assert_array_equal(got, wanted[f"{module}.values"][int(expert)])
+        words = tensors[f"{module}.weight"][int(expert)]
+        codes = (words[..., None] >> 4 * np.arange(8, dtype=np.uint32) & 15).reshape(got.shape)
+        scale, bias = (
+            np.repeat(tensors[f"{module}.{kind}"][int(expert)].astype(np.float32), 32, axis=1)
+            for kind in ("scales", "biases")
+        )
+        np.testing.assert_allclose(got, codes * scale + bias, rtol=0, atol=1e-6)
+
+
+def test_routers_are_never_quantised(tmp_path: Path) -> None:
+    """Rounded activations would choose other experts."""
+    tensors = stacked("mixtral", packed_one_by_one)
+    routers = [key for key in tensors if key.endswith("gate.weight")]
+    for key in routers:
+        parts = mlx_packed(tensors.pop(key))
+        tensors |= {f"{key.removesuffix('weight')}{kind}": part for kind, part in parts.items()}
+    config = json.loads((LLAMA.parent / "mixtral" / "config.json").read_text())
+    own = {"quantization": {"group_size": 32, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config | own))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, checkpoint = open_model(tmp_path)
+    how = {spec.name: stored(spec, checkpoint) for spec in model.weights()}
+    assert {of.dtype for name, of in how.items() if name.endswith("router")} == {"f32"}
+    assert {of.dtype for name, of in how.items() if ".experts." in name} == {"q4"}
+    report = inspect_model(str(tmp_path))
+    assert report.widened == len(routers) == 2
+    assert "2 widened" in report.text()
 
 
 def save(tensors: dict[str, Array], file: Path) -> None:

@@ -22,6 +22,8 @@ ONE_PASS = ("llama_rope_dynamic", "phi3_longrope", "phi3_longrope_switch")
 
 # What turns off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
+    "cwm": {"sliding_window": 128},
+    "dots1": {"norm_topk_prob": True},
     "cohere2": {"sliding_window": 128},
     "gemma2": {"attn_logit_softcapping": None},
     "gemma3_text": {"rope_local_base_freq": 1000000.0},
@@ -30,6 +32,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": 3},
     "glm": {"partial_rotary_factor": 1.0},
     "glm4": {"partial_rotary_factor": 1.0},
+    "glm4_moe": {"routed_scaling_factor": 1.0},
     "gpt_oss": {"swiglu_limit": 100.0},
     "granite": {"attention_multiplier": 0.45},
     "hunyuan_v1_dense": {"rope_scaling": None},
@@ -39,8 +42,13 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "llama_rope_llama3": {"rope_scaling": None},
     "llama_rope_yarn": {"rope_scaling": None},
     "ministral": {"layer_types": ["full_attention", "full_attention"]},
+    "ministral3": {"rope_parameters": None},
     "mistral_sliding": {"sliding_window": None},
     "mixtral_sliding": {"sliding_window": None},
+    "nanochat": {"final_logit_softcapping": 3.0},
+    "olmo": {"clip_qkv": None},
+    "olmo3": {"rope_scaling": None},
+    "olmoe": {"clip_qkv": None},
     "phi3": {"sliding_window": None},
     "phi3_longrope": {"original_max_position_embeddings": 128},
     "phi3_longrope_switch": {"original_max_position_embeddings": 128},
@@ -73,11 +81,10 @@ def script() -> ModuleType:
 
 def from_pretrained(folder: Path) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model_class = sys.modules["make_references"].auto_class(AutoConfig.from_pretrained(folder))
+    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def prompt_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:

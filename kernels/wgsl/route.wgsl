@@ -3,6 +3,9 @@
 #include "top_experts.wgsl"
 @group(0) @binding(0) var<storage, read> logits: array<f32>;
 @group(0) @binding(1) var<storage, read_write> routing: array<f32>;  // [row][SLOTS ids, SLOTS weights]
+#if CORRECTION
+@group(0) @binding(2) var<storage, read> correction: array<f32>;
+#endif
 
 // grid (1, rows)
 @compute @workgroup_size(WG)

@@ -1,11 +1,17 @@
 // The experts of a row: those with the SLOTS largest logits, best first, of equals the first; and
-// their weights: softmax over all experts, or over these (NORMALIZE: they add up to one).
-// Needs reduce.wgsl, and the bindings `logits: array<f32>` and `routing: array<f32>` to write to.
+// their weights: softmax over all experts, or over these (NORMALIZE: they add up to one), times
+// ROUTE_SCALE. With SIGMOID a logit's score is its sigmoid and not its part of the softmax. With
+// CORRECTION an expert is chosen by its score plus a value of its own, which its weight ignores.
+// Needs reduce.wgsl, and the bindings `logits: array<f32>`, `routing: array<f32>` to write to, and
+// perhaps `correction: array<f32>`.
 // @param ROUTE bool
 // @param EXPERTS u32
 // @param SLOTS u32               experts per row
 // @param ROUTING_STRIDE u32
 // @param NORMALIZE bool
+// @param SIGMOID bool
+// @param CORRECTION bool
+// @param ROUTE_SCALE f32
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
@@ -14,6 +20,49 @@ const RANKERS = max(1u, WG / EXPERTS);  // invocations that share an expert
 var<workgroup> expert_logits: array<f32, EXPERTS>;
 var<workgroup> ranks: array<atomic<u32>, EXPERTS>;
 var<workgroup> chosen: array<u32, SLOTS>;
+#if CORRECTION
+var<workgroup> preferences: array<f32, EXPERTS>;
+
+// Fills `preferences`.
+fn correct(me: Invocation) {
+  var most = 0.0;
+  var sum = 1.0;
+#if not SIGMOID
+  most = -3.4e38;
+  for (var e = me.index; e < EXPERTS; e += WG) {
+    most = max(most, expert_logits[e]);
+  }
+  most = workgroup_max(most, me);
+  sum = 0.0;
+  for (var e = me.index; e < EXPERTS; e += WG) {
+    sum += score(expert_logits[e], most);
+  }
+  sum = workgroup_add(sum, me);
+#endif
+  for (var e = me.index; e < EXPERTS; e += WG) {
+    preferences[e] = score(expert_logits[e], most) / sum + correction[e];
+  }
+  workgroupBarrier();
+}
+#endif
+
+// The score of an expert, for softmax times a factor that all of a row share.
+fn score(logit: f32, most: f32) -> f32 {
+#if SIGMOID
+  return 1.0 / (1.0 + exp(-logit));
+#else
+  return exp(logit - most);
+#endif
+}
+
+// What the experts are chosen by.
+fn preference(e: u32) -> f32 {
+#if CORRECTION
+  return preferences[e];
+#else
+  return expert_logits[e];
+#endif
+}
 
 // Fills `chosen`.
 fn choose_experts(row: u32, me: Invocation) {
@@ -25,13 +74,16 @@ fn choose_experts(row: u32, me: Invocation) {
     chosen[slot] = 0u;  // of a row of NaN
   }
   workgroupBarrier();
+#if CORRECTION
+  correct(me);
+#endif
   for (var i = me.index; i < EXPERTS * RANKERS; i += WG) {
     let e = i % EXPERTS;
-    let logit = expert_logits[e];
+    let own = preference(e);
     var better = 0u;
     for (var other = i / EXPERTS; other < EXPERTS; other += RANKERS) {
-      let rival = expert_logits[other];
-      better += u32(rival > logit || (rival == logit && other < e));
+      let rival = preference(other);
+      better += u32(rival > own || (rival == own && other < e));
     }
     atomicAdd(&ranks[e], better);
   }
@@ -47,22 +99,30 @@ fn choose_experts(row: u32, me: Invocation) {
 
 // Writes the ids and weights of slots [first, end).
 fn write_routing(row: u32, first: u32, end: u32, me: Invocation) {
-  let most = expert_logits[chosen[0]];
+  var most = expert_logits[chosen[0]];
+#if CORRECTION
+  for (var slot = 1u; slot < SLOTS; slot++) {
+    most = max(most, expert_logits[chosen[slot]]);
+  }
+#endif
   var sum = 0.0;
 #if NORMALIZE
   for (var slot = 0u; slot < SLOTS; slot++) {
-    sum += exp(expert_logits[chosen[slot]] - most);
+    sum += score(expert_logits[chosen[slot]], most);
   }
+#elif SIGMOID
+  sum = 1.0;
 #else
   for (var e = me.index; e < EXPERTS; e += WG) {
-    sum += exp(expert_logits[e] - most);
+    sum += score(expert_logits[e], most);
   }
   sum = workgroup_add(sum, me);
 #endif
   for (var slot = first + me.index; slot < end; slot += WG) {
     let e = chosen[slot];
     routing[row * ROUTING_STRIDE + slot] = f32(e);
-    routing[row * ROUTING_STRIDE + SLOTS + slot] = exp(expert_logits[e] - most) / sum;
+    let weight = score(expert_logits[e], most) / sum;
+    routing[row * ROUTING_STRIDE + SLOTS + slot] = ROUTE_SCALE * weight;
   }
 }
 #endif

@@ -13,7 +13,7 @@ To add a format:
    UnsupportedError with its name. Parts are found with `part`, so that one that is missing or of
    another shape is a CheckpointError before anything is allocated.
 2. Keep values exact. If a new `Grouped.kind` is needed, add its table in grouped.py.
-3. Register it in `_FORMATS`.
+3. Register it in `FORMATS`, of which scripts/make_tables.py makes the README's table.
 4. Prove it: a case in scripts/make_format_references.py, where the format's own library packs and
    unpacks a few rows, which tests/test_formats.py reads from tests/data/formats.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from infer.models.checkpoint import Checkpoint
@@ -32,18 +32,61 @@ if TYPE_CHECKING:
     from infer.models.weights import WeightSpec
 
 # Of config.json, in the order in which they count: MLX writes its own under the first two.
-_KEYS = ("quantization", "quantization_config", "compression_config")
+QUANTIZATION_KEYS = ("quantization", "quantization_config", "compression_config")
 
-# quant_method -> module and class
-_FORMATS = {
-    "gptq": ("gptq", "Gptq"),
-    "awq": ("awq", "Awq"),
-    "compressed-tensors": ("compressed_tensors", "CompressedTensors"),
-    "fp8": ("fp8", "Fp8"),
-    "mxfp4": ("mxfp4", "Mxfp4"),
-    "bitsandbytes": ("bitsandbytes", "BitsAndBytes"),
-    "mlx": ("mlx", "Mlx"),
-    "gguf": ("gguf_blocks", "GgufBlocks"),
+
+class FormatEntry(NamedTuple):
+    """A class and its module; its name for people, and which variants of it are read."""
+
+    module: str
+    cls: str
+    name: str
+    bits: str
+    detail: str
+
+
+FORMATS = {  # by quant_method
+    "gptq": FormatEntry(
+        "gptq", "Gptq", "GPTQ", "2, 3, 4, 8", "groups or rows; symmetric or not; act-order"
+    ),
+    "awq": FormatEntry("awq", "Awq", "AWQ", "4", "`gemm`"),
+    "compressed-tensors": FormatEntry(
+        "compressed_tensors",
+        "CompressedTensors",
+        "compressed-tensors",
+        "4, 8",
+        "int4 and int8 (`pack-quantized`), w8a16 (`int-quantized`), FP8 (`float-quantized`)",
+    ),
+    "fp8": FormatEntry(
+        "fp8",
+        "Fp8",
+        "FP8",
+        "8",
+        "blocks, rows or whole tensors (`weight_scale_inv`), as DeepSeek and Qwen3 publish it",
+    ),
+    "mxfp4": FormatEntry("mxfp4", "Mxfp4", "MXFP4", "4", "experts, as gpt-oss publishes them"),
+    "bitsandbytes": FormatEntry(
+        "bitsandbytes",
+        "BitsAndBytes",
+        "bitsandbytes",
+        "4, 8",
+        "NF4, also with double quantisation, and int8",
+    ),
+    "mlx": FormatEntry(
+        "mlx",
+        "Mlx",
+        "MLX",
+        "2 to 6, 8",
+        "affine, sizes by layer; mxfp4, nvfp4, mxfp8",
+    ),
+    "gguf": FormatEntry(
+        "gguf_blocks",
+        "GgufBlocks",
+        "GGUF",
+        "2 to 8",
+        "a `.gguf` file as the model, of llama, qwen2 and qwen3: F32, F16, BF16, Q8_0, "
+        "Q4_0 to Q5_1, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4",
+    ),
 }
 
 
@@ -55,19 +98,19 @@ def find_format(raw: RawConfig) -> Format | None:
     from infer.kernels.errors import UnsupportedError
     from infer.models.config import RawConfig
 
-    found = {key: raw.get(key, {}, dict) for key in _KEYS}  # all count as read
+    found = {key: raw.get(key, {}, dict) for key in QUANTIZATION_KEYS}  # all count as read
     key = next((key for key, value in found.items() if value), None)
     if key is None:
         return None
     config: dict[str, Any] = found[key]
     method = "mlx" if key == "quantization" else str(config.get("quant_method"))
-    if method not in _FORMATS:
+    if method not in FORMATS:
         raise UnsupportedError(
             f"{raw.place}: weights quantised by {method!r} are not implemented. "
-            f"Implemented: {', '.join(_FORMATS)}."
+            f"Implemented: {', '.join(FORMATS)}."
         )
-    module, name = _FORMATS[method]
-    cls = getattr(import_module(f"infer.models.formats.{module}"), name)
+    entry = FORMATS[method]
+    cls = getattr(import_module(f"infer.models.formats.{entry.module}"), entry.cls)
     format_: Format = cls(RawConfig(config, f"{raw.place}: {key}"))
     return format_
 

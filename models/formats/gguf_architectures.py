@@ -15,6 +15,9 @@ called on the hub, and what no file says because llama.cpp knows it.
 | smollm3                             | every fourth layer does not turn                           |
 | llama with experts (Mixtral),       | experts are stacked; whether the weights of those chosen   |
 | qwen2moe, qwen3moe, olmoe           | are made to add up to one is known by the architecture     |
+
+To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
+with its metadata and tensors: the test writes stored models with the format's own library.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ from infer.models.formats.packed import FLOATS, read_rows
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
+# Tensors of all experts of a layer, and what each expert's matrix holds.
+_STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")} | {
+    "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")
+}
+
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -49,6 +54,7 @@ _KNOWN = {
     "expert_count",
     "expert_used_count",
     "nextn_predict_layers",
+    "tensor_data_layout",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scale_linear",
@@ -102,6 +108,7 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     raw = RawConfig(values, f"{gguf.file}: {architecture}")
     raw.expect("attention.causal", True)
     raw.expect("nextn_predict_layers", 0)
+    raw.expect("tensor_data_layout", "Meta AI original pth")
     config: dict[str, Any] = {name: raw.size(key) for key, name in _SIZES.items()}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = raw.size("attention.key_length", hidden // heads)
@@ -297,47 +304,45 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
             tensors[info.name] = info
             continue
         layer = "" if match[1] is None else f"{how.layers}.{match[1]}."
-        for own, part in _parts(info, match[2], names, config):
-            if (name := names.get(own)) is None:
-                tensors[info.name] = info
-                continue
-            number = part.name.removeprefix(info.name)  # of an expert
-            name = f"{layer}{name.format(number)}.{match[3]}"
+        for own, name, part in _parts(info, match[2], names, config):
+            name = f"{layer}{name}.{match[3]}" if own in names else info.name
+            if name in tensors:
+                raise CheckpointError(f"{gguf.file} holds {name} twice, once in {info.name}.")
             tensors[name] = _as_on_the_hub(replace(part, name=name), own, how, config)
     return Checkpoint(gguf.file, tensors)
 
 
 def _parts(
     info: TensorInfo, own: str, names: dict[str, str], config: RawConfig
-) -> Iterator[tuple[str, TensorInfo]]:
-    """What stands in one tensor and in several on the hub, with the names that each would have
-    here; an expert's number is appended to the tensor's."""
-    rows = info.shape[0]
+) -> Iterator[tuple[str, str, TensorInfo]]:
+    """What stands in one tensor and in several on the hub: for each what it would be called here,
+    its name there, and itself."""
+    rows, experts = info.shape[0], config.values.get("num_experts")
     if 0 in info.shape:  # no shape that a model asks for
-        yield own, info
+        yield own, names.get(own, own), info
     elif own == "attn_qkv" and own not in names:
         kv_heads = config.values["num_key_value_heads"]
-        head = rows // (config.values["num_attention_heads"] + 2 * kv_heads)
+        kv_rows = rows // (config.values["num_attention_heads"] + 2 * kv_heads) * kv_heads
         start = 0
-        for part, count in (
-            ("q", rows - 2 * kv_heads * head),
-            *((x, kv_heads * head) for x in "kv"),
-        ):
-            yield f"attn_{part}", info.part(info.name, start, (count, *info.shape[1:]))
+        for part, count in (("q", rows - 2 * kv_rows), ("k", kv_rows), ("v", kv_rows)):
+            here = f"attn_{part}"
+            yield here, names[here], info.part(info.name, start, (count, *info.shape[1:]))
             start += count
-    elif "{}" in names.get(own, "") and len(info.shape) == 3:
-        if rows != config.values.get("num_experts"):
+    elif own in _STACKED and len(info.shape) == 3:
+        if rows != experts:
             raise CheckpointError(
-                f"{info.file}: {info.name} holds {rows} experts, but the metadata say "
-                f"{config.values.get('num_experts')}."
+                f"{info.file}: {info.name} holds {rows} experts, but the metadata say {experts}."
             )
-        for expert in range(rows):
-            start, shape = expert * info.shape[1], info.shape[1:]
-            yield own, info.part(f"{info.name}{expert}", start, shape)
+        held = _STACKED[own]
+        shape = (info.shape[1] // len(held), info.shape[2])
+        for i in range(rows * len(held)):
+            expert, which = divmod(i, len(held))
+            name = names[held[which]].format(expert)
+            yield held[which], name, info.part(info.name, i * shape[0], shape)
     elif own == "ffn_gate_inp_shexp" and len(info.shape) == 1:  # a matrix of one row
-        yield own, replace(info, shape=(1, rows))
+        yield own, names[own], replace(info, shape=(1, rows))
     else:
-        yield own, info
+        yield own, names.get(own, own), info
 
 
 def _as_on_the_hub(info: TensorInfo, own: str, how: Architecture, config: RawConfig) -> TensorInfo:

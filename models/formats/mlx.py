@@ -15,11 +15,16 @@ For a module of `columns` inputs and `rows` outputs, embeddings among them:
 
 The key `quantization` of the config has one size and mode for all modules, and by their names those
 of others.
+
+Experts of a layer are stacked, quantised or not: each of these tensors of `switch_mlp.gate_proj`,
+`up_proj` and `down_proj` has one dimension more, the experts. See `unstacked`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,6 +34,12 @@ from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, unpack
 from infer.models.formats.packed import FLOATS, Format, Packed, matrix_shape, part, read_rows
+
+_STACKED = re.compile(r"(.*)\.switch_mlp\.((?:gate|up|down)_proj)\.(weight|scales|biases)")
+_EXPERT = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
+# What the projections of an expert are called on the hub in Mixtral.
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_MOST_EXPERTS = 10_000  # more would be damage
 
 # mode -> bits, group, kind
 _MICROSCALING = {"mxfp4": (4, 32, "mxfp4"), "nvfp4": (4, 16, "mxfp4"), "mxfp8": (8, 32, "e4m3")}
@@ -51,8 +62,9 @@ class Mlx(Format):
         if f"{module}.scales" not in checkpoint.tensors:
             return None
         rows, columns = matrix_shape(checkpoint, key, shape)
-        own = isinstance(self.config.values.get(module), dict)
-        bits, group, kind = _mode(self.config.section(module) if own else self.config)
+        stacked = _stacked_name(module)
+        own = isinstance(self.config.values.get(stacked), dict)
+        bits, group, kind = _mode(self.config.section(stacked) if own else self.config)
         if columns % group or columns * bits % 32:
             raise UnsupportedError(
                 f"{checkpoint.folder}: {module} has {columns} columns, no multiple of {group}."
@@ -80,6 +92,32 @@ def _mode(config: RawConfig) -> tuple[int, int, str]:
     config.expect("bits", 4, 2, 3, 5, 6, 8)
     config.expect("group_size", 64, 32, 128)
     return config.get("bits", 4, int), config.get("group_size", 64, int), "int"
+
+
+def unstacked(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with a tensor for each expert, by its name on the hub, where MLX stacks them."""
+    tensors = {}
+    for name, info in checkpoint.tensors.items():
+        match = _STACKED.fullmatch(name)
+        whole = len(info.shape) != 3 or 0 in info.shape or info.shape[0] > _MOST_EXPERTS
+        if match is None or whole:
+            tensors[name] = info
+            continue
+        block, part, kind = match.groups()
+        part = _MIXTRAL[part] if block.endswith(".block_sparse_moe") else part
+        for expert in range(info.shape[0]):
+            own = f"{block}.experts.{expert}.{part}.{kind}"
+            tensors[own] = info.part(own, expert * info.shape[1], info.shape[1:])
+    return replace(checkpoint, tensors=tensors)
+
+
+def _stacked_name(module: str) -> str:
+    """What the config calls the module of an expert, and any other by its own name."""
+    match = _EXPERT.fullmatch(module)
+    if match is None:
+        return module
+    part = {theirs: own for own, theirs in _MIXTRAL.items()}.get(match[2], match[2])
+    return f"{match[1]}.switch_mlp.{part}"
 
 
 class _Matrix(Packed):

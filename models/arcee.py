@@ -1,0 +1,24 @@
+"""Arcee Foundation Models (Arcee AI 2025): Llama with an MLP of squared ReLU, without a gate."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class Arcee(Llama):
+    """The MLP is down(relu(up(x))^2)."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(hidden_act="relu2")
+        bias = raw.get("attention_bias", False, bool)
+        return DecoderConfig.read(
+            raw,
+            eps=1e-5,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=raw.get("mlp_bias", False, bool),
+            gated=False,
+        )

@@ -1,0 +1,36 @@
+"""Code World Model (Meta FAIR 2025): Llama with a sliding window in three layers of four."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.llama import Llama
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "sliding_window": 8192,
+}
+
+
+class Cwm(Llama):
+    """Without layer_types, every fourth layer from the first on sees everything."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        windows = layer_windows(raw, raw.size("sliding_window", None), lambda layer: layer % 4 != 0)
+        return DecoderConfig.read(
+            raw,
+            windows=windows,
+            eps=1e-5,
+            theta=1e6,
+            mlp_bias=raw.get("mlp_bias", False, bool),
+        )

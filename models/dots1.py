@@ -1,0 +1,27 @@
+"""dots.llm1 (rednote-hilab 2025): Qwen3 with experts, which are chosen as in DeepSeek-V3."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.moe import MixtureOfExperts, read_sigmoid_experts
+
+
+class Dots1(MixtureOfExperts):
+    """Experts that all tokens share have no gate."""
+
+    shared = "shared_experts"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        first = raw.get("max_window_layers", 62, int)
+        window = raw.size("sliding_window", None)
+        return DecoderConfig.read(
+            raw,
+            windows=layer_windows(raw, window, lambda layer: layer >= first),
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            experts=read_sigmoid_experts(raw, dense=0, normalize=False),
+        )

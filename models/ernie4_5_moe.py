@@ -1,0 +1,56 @@
+"""ERNIE 4.5 with experts (Baidu 2025), as in ERNIE-4.5-21B-A3B."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, ExpertsConfig
+from infer.models.moe import MixtureOfExperts, read_chosen
+from infer.models.weights import Source, WeightSpec
+
+
+class Ernie45Moe(MixtureOfExperts):
+    """Experts are chosen by their part of the softmax and a correction; others serve all tokens."""
+
+    shared = "shared_experts"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("use_bias", False, bool)
+        return DecoderConfig.read(
+            raw,
+            tied=True,
+            eps=1e-5,
+            theta=5e5,
+            interleaved=True,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=bias,
+            experts=_experts(raw),
+        )
+
+    def correction_weight(self, name: str, key: str) -> WeightSpec:
+        count = self.experts.count
+        return WeightSpec(name, (Source(key, (1, count), range(count)),), vector=True)
+
+    def ignorable(self, key: str) -> bool:
+        """Layers that predict further tokens."""
+        return super().ignorable(key) or "mtp" in key
+
+
+def _experts(raw: RawConfig) -> ExpertsConfig:
+    raw.expect("hidden_act", "silu", "swish")
+    raw.expect("moe_norm_min", 1e-12)
+    n_layers, count = raw.size("num_hidden_layers"), raw.size("moe_num_experts", 64)
+    inner, shared = raw.size("moe_intermediate_size"), raw.get("moe_num_shared_experts", 2, int)
+    first, last = raw.get("moe_layer_start_index", 1, int), raw.get("moe_layer_end_index", -1, int)
+    step, last = raw.size("moe_layer_interval", 1), n_layers - 1 if last == -1 else last
+    return ExpertsConfig(
+        count,
+        read_chosen(raw, "moe_k", count, 6),
+        inner,
+        normalize=True,
+        shared_inner=shared * inner,
+        layers=tuple((i + 1) % step == 0 and first <= i <= last for i in range(n_layers)),
+        correction="moe_statics.e_score_correction_bias",
+        gated=False,
+    )

@@ -1,0 +1,30 @@
+"""GLM-4.5 (GLM team 2025): GLM-4 with experts, which are chosen as in DeepSeek-V3."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.moe import MixtureOfExperts, read_sigmoid_experts
+
+
+class Glm4Moe(MixtureOfExperts):
+    """Half of each head turns, in some models after a norm."""
+
+    shared = "shared_experts"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return DecoderConfig.read(
+            raw,
+            eps=1e-5,
+            partial=0.5,
+            qkv_bias=raw.get("attention_bias", False, bool),
+            qk_norm=raw.get("use_qk_norm", False, bool),
+            experts=read_sigmoid_experts(raw, dense=1, normalize=True),
+        )
+
+    def ignorable(self, key: str) -> bool:
+        """Layers that predict further tokens follow the others."""
+        return super().ignorable(key) or key.startswith(
+            f"model.layers.{self.config.num_hidden_layers}."
+        )

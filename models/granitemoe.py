@@ -1,0 +1,41 @@
+"""Granite 3 with experts (Granite team, IBM 2024), as in Granite 3.1 1B-A400M and 3B-A800M."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.granite import read_granite
+from infer.models.layers import DecoderConfig
+from infer.models.moe import MixtureOfExperts, read_experts
+from infer.models.weights import Source, WeightSpec
+
+
+class GraniteMoe(MixtureOfExperts):
+    """The factors of Granite; the experts of a layer are two tensors."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        return read_granite(
+            raw,
+            experts=read_experts(
+                raw,
+                "num_local_experts",
+                "intermediate_size",
+                per_token=2,
+                normalize=True,
+                scale=raw.factor("residual_multiplier"),
+            ),
+        )
+
+    def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        count, inner, width = self.experts.count, self.experts.inner, self.config.hidden_size
+        block = f"{prefix}.block_sparse_moe"
+        yield layers.stacked(f"{name}.router", block, {"router.layer.weight": (count, width)})
+        for part, key, shape in (
+            ("gate_up_proj", "input_linear", (count, 2 * inner, width)),
+            ("down_proj", "output_linear", (count, width, inner)),
+        ):
+            sources = (Source(f"{block}.{key}.weight", shape),)
+            yield WeightSpec(f"{name}.experts.{part}", sources, unit=shape[1])

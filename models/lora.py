@@ -1,0 +1,337 @@
+"""LoRA adapters (Hu et al. 2021) as PEFT writes them: adapter_config.json and
+adapter_model.safetensors.
+
+A weight W [out, in] becomes W + scale B A, of the tensors
+
+    base_model.model.NAME.lora_A.weight  [rank, in]    f32, f16 or bf16
+    base_model.model.NAME.lora_B.weight  [out, rank]
+
+where the model's own tensor is NAME.weight, and scale = alpha / rank, or, with use_rslora,
+alpha / sqrt(rank) (Kalajdzievski 2023). alpha is lora_alpha, or what alpha_pattern has for NAME.
+
+An adapter is merged into a weight while that is read, or lies beside it as two matrices (LowRank):
+beside what the files have quantised already, and wherever it is chosen call by call.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.arrays import write
+from infer.kernels.device import Device
+from infer.kernels.errors import CheckpointError, UnsupportedError
+from infer.kernels.ops import Changes, LowRank
+from infer.kernels.tensor import ITEMSIZE, GpuTensor, allocate
+from infer.models.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    Checkpoint,
+    TensorInfo,
+    listed,
+    read_header,
+)
+from infer.models.config import RawConfig
+from infer.models.llama import Llama
+from infer.models.packing import Stored
+from infer.models.weights import Change, Factors, Source, WeightSpec, widened
+
+# Keys that say nothing about what is computed from the tensors. Any other key must be empty.
+_HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+
+# Where B A starts at zero; the other ways (pissa, olora, loftq, …) change the model's own weights.
+_INITIAL = (True, False, "gaussian", "eva", "mica", "orthogonal")
+
+_KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")  # what makes a pattern take for ever
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is added to a tensor [rows, columns]: scale * b a; a [rank, columns], b [rows, rank]."""
+
+    a: TensorInfo
+    b: TensorInfo
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tensor that it fits."""
+        return self.b.shape[0], self.a.shape[1]
+
+    def factors(self, first: int, count: int) -> Factors:
+        """scale * b and a, for rows [first, first + count). Raises CheckpointError for values that
+        are not finite."""
+        return np.float32(self.scale) * _rows(self.b, first, count), _rows(self.a, 0, self.rank)
+
+
+def _rows(info: TensorInfo, first: int, count: int) -> NDArray[np.float32]:
+    """Rows of a matrix in f32."""
+    columns, width = info.shape[1], ITEMSIZE[info.dtype]
+    raw = np.empty((count, columns), np.uint16 if info.dtype == "bf16" else f"f{width}")
+    info.read_into(raw.data.cast("B"), first * columns * width)
+    values = widened(raw, info.dtype)
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{info.file}: {info.name} has values that are not finite: the adapter is damaged. "
+            "Download it again."
+        )
+    return values
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter, of which the headers are read. name: for people. base: what it was made for, as
+    its config calls that. pairs: by the name of the tensor that they change."""
+
+    name: str
+    base: str
+    pairs: Mapping[str, Pair]
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> Lora:
+        """The adapter in a folder. Raises UnsupportedError for a kind that is not implemented, and
+        CheckpointError for files that are damaged or contradict each other."""
+        config = RawConfig.open(folder, ADAPTER_CONFIG)
+        config.expect("peft_type", "LORA")
+        config.expect("bias", "none")
+        config.expect("init_lora_weights", *_INITIAL)
+        rank, alpha = config.size("r"), config.get("lora_alpha", kind=float)
+        patterns = config.get("alpha_pattern", {}, dict)
+        ranks = [rank, *config.get("rank_pattern", {}, dict).values()]
+        root = config.get("use_rslora", False, bool)
+        base = config.get("base_model_name_or_path", None, str) or "a model that it does not name"
+        for key, value in config.values.items():
+            if key not in config.read | _HARMLESS and value:
+                shown = textwrap.shorten(repr(value), 80)
+                raise UnsupportedError(f"{config.place}: {key} = {shown} is not implemented.")
+        found = _matrices(read_header(folder / ADAPTER_TENSORS), name)
+        pairs = {}
+        for module, (a, b) in found.items():
+            if a.shape[0] != b.shape[1] or a.shape[0] not in ranks:
+                raise CheckpointError(
+                    f"{name}: {a.name} is {a.shape} and {b.name} {b.shape}, which does not fit "
+                    f"r = {rank} in {ADAPTER_CONFIG}. Download the adapter again."
+                )
+            own = _alpha(patterns, module, alpha, config.place)
+            if not math.isfinite(own):
+                raise UnsupportedError(f"{config.place}: the alpha of {module} is {own}.")
+            divisor = math.sqrt(a.shape[0]) if root else a.shape[0]
+            pairs[f"{module}.weight"] = Pair(a, b, own / divisor)
+        return cls(name, base, pairs)
+
+    def targets(self, model: Llama, checkpoint: Checkpoint) -> dict[str, dict[str, Pair]]:
+        """The pairs by weight of the model and by source of that. What changes a head that is tied
+        is found under "embed_tokens". Raises CheckpointError for an adapter of another model."""
+        places: dict[str, tuple[WeightSpec, Source]] = {}
+        for spec in model.weights():
+            for source in spec.found(checkpoint) if len(spec.shape) == 2 else ():
+                places[source.key] = spec, source
+                if spec.name == "embed_tokens" and model.config.tie_word_embeddings:
+                    places |= {head: (spec, source) for head in _HEADS if head not in places}
+        foreign = [key for key in self.pairs if key not in places]
+        if foreign:
+            raise self._misfit(f"it changes {listed(foreign)}, which this model does not have")
+        found: dict[str, dict[str, Pair]] = {}
+        for key, pair in self.pairs.items():
+            spec, source = places[key]
+            if key == source.key and (spec.name == "embed_tokens" or ".experts." in spec.name):
+                raise UnsupportedError(
+                    f"{self.name} changes {key}: adapters of embeddings and of experts are not "
+                    "implemented. Merge it into the model with PEFT's merge_and_unload, and load "
+                    "what that gives."
+                )
+            if pair.shape != source.shape or pair.rank > max(pair.shape):
+                raise self._misfit(
+                    f"{pair.a.name} is {pair.a.shape} and {pair.b.name} {pair.b.shape}, and {key} "
+                    f"is {source.shape}"
+                )
+            found.setdefault(spec.name, {})[source.key] = pair
+        return found
+
+    def _misfit(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"The adapter {self.name} is for another model: {why}. It was made for {self.base}."
+        )
+
+
+def _matrices(
+    tensors: Mapping[str, TensorInfo], name: str
+) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+    """A and B by the name of the module that they change."""
+    halves: dict[str, dict[str, TensorInfo]] = {}
+    others = []
+    for key, info in tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is None or info.dtype not in ITEMSIZE:
+            others.append(f"{key} ({info.dtype})")
+        else:
+            halves.setdefault(match[1], {})[match[2]] = info
+    if others:
+        raise UnsupportedError(
+            f"{name} has tensors that are not implemented: {listed(others)}. Only pairs of "
+            "lora_A.weight and lora_B.weight in f32, f16 or bf16 are."
+        )
+    single = [module for module, pair in halves.items() if len(pair) == 1]
+    if single or not halves:
+        raise CheckpointError(
+            f"{name} has only one of lora_A and lora_B for {listed(single) or 'any module'}. "
+            "Download the adapter again."
+        )
+    flat = [i.name for pair in halves.values() for i in pair.values() if len(i.shape) != 2]
+    if flat:
+        raise UnsupportedError(f"{name} has tensors that are no matrices: {listed(flat)}.")
+    return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+
+
+def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str) -> float:
+    """That of the first pattern that matches a module's name, or the end of it."""
+    for pattern, alpha in patterns.items():
+        try:
+            if _REPEATED_GROUP.search(pattern):
+                raise ValueError("it repeats a group")
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(alpha)
+        except (re.error, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise UnsupportedError(
+                f"{place}: alpha_pattern {pattern!r}: {alpha!r} is not implemented ({error})."
+            ) from None
+    return default
+
+
+# On a model
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What lies beside a weight made of these sources: their pairs."""
+
+    spec: WeightSpec
+    sources: tuple[Source, ...]
+    pairs: Mapping[str, Pair]
+
+    @property
+    def rank(self) -> int:
+        return sum(pair.rank for pair in self.pairs.values())
+
+    def allocate(self, device: Device) -> LowRank:
+        rows, columns = self.spec.shape
+        label = f"{self.spec.name} adapter"
+        return LowRank(
+            allocate(device, (self.rank, columns), "f32", label),
+            allocate(device, (rows, self.rank), "f32", label),
+        )
+
+    def fill(self, device: Device, change: LowRank) -> None:
+        """a: the pairs' one below the other; b: those of each source in the columns of its pair."""
+        rows, columns = self.spec.shape
+        a = np.empty((self.rank, columns), np.float32)
+        b = np.zeros((rows, self.rank), np.float32)
+        left = 0
+        for key, pair in self.pairs.items():
+            top = 0
+            for source in self.sources:
+                if source.key == key:
+                    at = slice(top, top + source.rows), slice(left, left + pair.rank)
+                    b[at], a[at[1]] = pair.factors(source.start, source.rows)
+                top += source.rows
+            left += pair.rank
+        write(device, change.a, a)
+        write(device, change.b, b)
+
+
+@dataclass(frozen=True)
+class Loras:
+    """The adapters of a model that is loaded. merged: what goes into its tensors. beside: what lies
+    beside its weights, by name of the adapter (None: the one that is always on) and of weight."""
+
+    merged: Mapping[str, Change]
+    beside: Mapping[str | None, Mapping[str, _Beside]]
+
+    @classmethod
+    def fit(
+        cls,
+        model: Llama,
+        checkpoint: Checkpoint,
+        stored: Callable[[WeightSpec], Stored],
+        *,
+        always: Lora | None = None,
+        named: Mapping[str, Lora] | None = None,
+    ) -> Loras:
+        """How they go with a model: `always` is merged into what the files have as floats and lies
+        beside what they have quantised. Raises CheckpointError for adapters of another model, and
+        UnsupportedError."""
+        specs = {spec.name: spec for spec in model.weights()}
+
+        def beside(targets: Mapping[str, Mapping[str, Pair]]) -> dict[str, _Beside]:
+            return {
+                name: _Beside(specs[name], specs[name].found(checkpoint), pairs)
+                for name, pairs in targets.items()
+            }
+
+        merged: dict[str, Change] = {}
+        kept = {}
+        for name, pairs in always.targets(model, checkpoint).items() if always else ():
+            if stored(specs[name]).packed or name == "embed_tokens":
+                kept[name] = pairs
+            else:
+                merged |= {key: pair.factors for key, pair in pairs.items()}
+        found: dict[str | None, Mapping[str, _Beside]] = {None: beside(kept)}
+        for adapter, lora in (named or {}).items():
+            found[adapter] = beside(lora.targets(model, checkpoint))
+        return cls(merged, found)
+
+    def allocate(
+        self, device: Device, weights: Mapping[str, GpuTensor]
+    ) -> dict[str | None, Changes]:
+        """What lies beside the weights, zero-filled, by name of the adapter."""
+        return {
+            adapter: {weights[name]: each.allocate(device) for name, each in of_weights.items()}
+            for adapter, of_weights in self.beside.items()
+        }
+
+    def fill(
+        self,
+        device: Device,
+        weights: Mapping[str, GpuTensor],
+        changes: Mapping[str | None, Changes],
+    ) -> None:
+        """Read it from the files. Raises CheckpointError."""
+        for adapter, of_weights in self.beside.items():
+            for name, each in of_weights.items():
+                each.fill(device, changes[adapter][weights[name]])
+
+
+NO_LORAS = Loras({}, {})

@@ -1,0 +1,42 @@
+"""Ministral 3 (Mistral AI 2025): Mistral with queries that grow with their position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.mistral import Mistral
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "type": "yarn",
+    },
+}
+
+
+class Ministral3(Mistral):
+    """By a step for every original_max_position_embeddings positions (Llama 4)."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        rope = raw.section("rope_parameters")
+        beta = rope.get("llama_4_scaling_beta", kind=float)
+        interval = rope.size("original_max_position_embeddings")
+        own = {"llama_4_scaling_beta", "max_position_embeddings"}
+        known = {key: value for key, value in rope.values.items() if key not in own}
+        raw = RawConfig(raw.values | {"rope_parameters": known}, raw.place)
+        return replace(super().read_config(raw), position_scaling=(beta, interval))

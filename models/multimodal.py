@@ -1,0 +1,70 @@
+"""Models that also see: the text model of their checkpoints, and what is left out of them.
+
+config.json has the text model's own under text_config, or, in the first files of Qwen2-VL and
+Qwen2.5-VL, at the top. Its tensors are Llama's with language_model in front or behind model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
+from infer.models.formats import QUANTIZATION_KEYS
+
+# model_type of a text model -> that of the architecture that it is built like
+_SAME_AS = {
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
+_OTHER = re.compile(r"^(?:model\.)?(?:vision_tower|visual|multi_modal_projector)\.")
+
+
+def text_config(raw: RawConfig) -> RawConfig:
+    """The config of the text model. Its rope is the ordinary one: positions of text are the same in
+    all sections of a rope for text, height and width (M-RoPE: Wang et al. 2024)."""
+    nested = raw.get("text_config", {}, dict)
+    values: dict[str, Any] = dict(nested or raw.values)
+    own = raw.get("model_type", kind=str)
+    model_type = values.get("model_type", "mistral" if own == "mistral3" else f"{own}_text")
+    values["model_type"] = _SAME_AS.get(model_type, model_type)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key)
+        if isinstance(rope, dict) and "mrope_section" in rope:
+            rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            kinds = {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
+            values[key] = rope | kinds
+    for key in QUANTIZATION_KEYS:
+        if key in raw.values:
+            config = raw.get(key, {}, dict)
+            values[key] = {_text_name(name): value for name, value in config.items()}
+    if nested and "tie_word_embeddings" not in nested and "tie_word_embeddings" in raw.values:
+        values["tie_word_embeddings"] = raw.values["tie_word_embeddings"]
+    place = f"{raw.place}: text_config" if nested else raw.place
+    return RawConfig(values, place)
+
+
+def text_model(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:
+    """The same and its tensors. Whether the embeddings are the output projection too, the tensors
+    say: published configs contradict themselves there."""
+    tensors = {
+        _text_name(name): tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not _OTHER.match(name)
+    }
+    config = text_config(raw)
+    config.values["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in tensors)
+    part_of = raw.get("model_type", kind=str)
+    return config, replace(checkpoint, tensors=tensors, part_of=part_of)
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name, or a module's, as the text model alone would have it."""
+    name = _TEXT.sub("model.", name)
+    return name.removeprefix("language_model.") if name.startswith("language_model.lm_") else name

@@ -1,0 +1,44 @@
+"""nanochat (Karpathy 2025): norms without weights, squared ReLU, and a soft cap on the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infer.kernels.ops import Ops, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.gemma2 import softcap
+from infer.models.layers import DecoderConfig, Weights
+from infer.models.llama import Llama
+from infer.models.weights import WeightSpec
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {"final_logit_softcapping": 15.0, "hidden_act": "relu2"}
+
+
+class NanoChat(Llama):
+    """Embeddings are normed too; q and k head by head, after they have been turned backwards."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
+        return DecoderConfig.read(
+            raw,
+            rope=replace(raw.rope(head_dim), backwards=True),
+            qkv_bias=raw.get("attention_bias", False, bool),
+            output_bias=raw.get("attention_bias", False, bool),
+            qk_norm=True,
+            norm_after_rope=True,
+            norm_weight=False,
+            gated=False,
+            final_logit_softcapping=softcap(raw, "final_logit_softcapping"),
+        )
+
+    def weights(self) -> Iterator[WeightSpec]:
+        names = {"mlp.up_proj.": "mlp.fc1.", "mlp.down_proj.": "mlp.fc2."}
+        return layers.renamed(super().weights(), names)
+
+    def embed(self, ops: Ops, w: Weights) -> Value:
+        return layers.norm(ops, super().embed(ops, w), w, "norm", self.config)

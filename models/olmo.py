@@ -1,0 +1,29 @@
+"""OLMo (Groeneveld et al. 2024): Llama with layer norms that have no weights."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+def read_clip(raw: RawConfig) -> float:
+    """The largest magnitude of queries, keys and values, 0 for any."""
+    return 0.0 if raw.get("clip_qkv", None) is None else raw.factor("clip_qkv")
+
+
+class Olmo(Llama):
+    """Norms subtract the mean and divide by the deviation, and that is all."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        raw = raw.with_defaults(rms_norm_eps=1e-5)  # which no config says
+        return DecoderConfig.read(
+            raw,
+            qkv_bias=bias,
+            output_bias=bias,
+            layer_norm=True,
+            norm_weight=False,
+            clip_qkv=read_clip(raw),
+        )

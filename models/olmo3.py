@@ -1,0 +1,27 @@
+"""OLMo 3 (OLMo team 2025): OLMo 2 with a sliding window in three layers of four."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.olmo2 import Olmo2
+
+
+class Olmo3(Olmo2):
+    """What extends the rope for long contexts is for the layers without a window alone."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        bias = raw.get("attention_bias", False, bool)
+        window = raw.size("sliding_window", 4096)
+        head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
+        return DecoderConfig.read(
+            raw,
+            windows=layer_windows(raw, window, lambda layer: (layer + 1) % 4 != 0),
+            rope=raw.rope(head_dim, 5e5, layer_type="full_attention"),
+            local_rope=raw.rope(head_dim, 5e5, scaling_key=None, layer_type="sliding_attention"),
+            eps=1e-5,
+            qkv_bias=bias,
+            output_bias=bias,
+            wide_qk_norm=True,
+        )
