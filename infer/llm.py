@@ -442,7 +442,7 @@ def _load(
         def stored_as(spec: WeightSpec) -> Stored:
             return stored(spec, checkpoint, dtype)
 
-        loras = Loras.fit(model, checkpoint, stored_as, always=always, named=named)
+        loras = Loras.fit(model, checkpoint, always=always, named=named)
         options = fitting_options(
             model,
             stored_as,

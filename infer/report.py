@@ -191,9 +191,9 @@ class ModelReport:
     """What a model is and what it needs at `context` positions; sizes in bytes.
 
     parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
-    of these are f32 because their parts are quantised in ways that have no form in common.
-    disk_bytes: all tensors of the checkpoint. fits: whether the adapter has room now, None where
-    that is unknown; `verdict` says it in words.
+    of these are f32 because their parts are quantised in ways that have no form in common. lora:
+    the adapter that is always on. disk_bytes: all tensors of the checkpoint. fits: whether the GPU
+    has room now, None where that is unknown; `verdict` says it in words.
     """
 
     name: str
@@ -205,6 +205,7 @@ class ModelReport:
     dtypes: list[str]
     widened: int
     format: str | None
+    lora: str | None
     disk_bytes: int
     max_context: int
     context: int
@@ -236,6 +237,7 @@ class ModelReport:
                 "parameters": f"{self.parameters:,}",
                 "tokenizer": chat if self.tokenizer else missing,
                 "format": f"{self.format or 'floats'}, {bits:.2f} bits per weight",
+                **({} if self.lora is None else {"LoRA": self.lora}),
                 "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)}{widened} "
                 f"({size(self.disk_bytes)} on the disk)",
                 "KV cache": f"{size(self.kv_cache_bytes)} for {self.context:,} positions "
@@ -279,7 +281,7 @@ def inspect_model(
     def stored_as(spec: WeightSpec) -> Stored:
         return storage[spec.name]
 
-    loras = Loras.fit(llama, checkpoint, stored_as, always=always)
+    loras = Loras.fit(llama, checkpoint, always=always)
     options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
     gpu = choose_adapter(device) if device is not None or list_adapters() else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
@@ -314,6 +316,7 @@ def inspect_model(
         dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
         widened=sum(how is WIDENED for how in storage.values()),
         format=checkpoint.format,
+        lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
         disk_bytes=checkpoint.nbytes,
         max_context=llama.config.max_position_embeddings,
         context=options.context,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from infer.models.checkpoint import (
 )
 from infer.models.config import RawConfig
 from infer.models.llama import Llama
-from infer.models.packing import Stored
 from infer.models.weights import Change, Factors, Source, WeightSpec, widened
 
 # Keys that say nothing about what is computed from the tensors. Any other key must be empty.
@@ -71,7 +70,9 @@ _INITIAL = (True, False, "gaussian", "eva", "mica", "orthogonal")
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
-_REPEATED_GROUP = re.compile(r"\)[*+?{]")  # what makes a pattern take for ever
+_MOST_ALPHA = 1e6  # far more than anybody trains with, and no product leaves f32
+# What makes a pattern take for ever.
+_REPETITION, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Lora:
                     f"r = {rank} in {ADAPTER_CONFIG}. Download the adapter again."
                 )
             own = _alpha(patterns, module, alpha, config.place)
-            if not math.isfinite(own):
+            if not abs(own) < _MOST_ALPHA:  # nor if it is not a number
                 raise UnsupportedError(f"{config.place}: the alpha of {module} is {own}.")
             divisor = math.sqrt(a.shape[0]) if root else a.shape[0]
             pairs[f"{module}.weight"] = Pair(a, b, own / divisor)
@@ -220,8 +221,8 @@ def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str)
     """That of the first pattern that matches a module's name, or the end of it."""
     for pattern, alpha in patterns.items():
         try:
-            if _REPEATED_GROUP.search(pattern):
-                raise ValueError("it repeats a group")
+            if len(_REPETITION.findall(pattern)) > 2 or _REPEATED_GROUP.search(pattern):
+                raise ValueError("it repeats too much")
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return float(alpha)
         except (re.error, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -261,13 +262,15 @@ class _Beside:
         b = np.zeros((rows, self.rank), np.float32)
         left = 0
         for key, pair in self.pairs.items():
+            own = slice(left, left + pair.rank)
+            of_tensor, a[own] = pair.factors(0, pair.shape[0])
             top = 0
             for source in self.sources:
                 if source.key == key:
-                    at = slice(top, top + source.rows), slice(left, left + pair.rank)
-                    b[at], a[at[1]] = pair.factors(source.start, source.rows)
+                    part = of_tensor[source.start : source.start + source.rows]
+                    b[top : top + source.rows, own] = part
                 top += source.rows
-            left += pair.rank
+            left = own.stop
         write(device, change.a, a)
         write(device, change.b, b)
 
@@ -285,7 +288,6 @@ class Loras:
         cls,
         model: Llama,
         checkpoint: Checkpoint,
-        stored: Callable[[WeightSpec], Stored],
         *,
         always: Lora | None = None,
         named: Mapping[str, Lora] | None = None,
@@ -304,7 +306,8 @@ class Loras:
         merged: dict[str, Change] = {}
         kept = {}
         for name, pairs in always.targets(model, checkpoint).items() if always else ():
-            if stored(specs[name]).packed or name == "embed_tokens":
+            quantised = any(s.key in checkpoint.packed for s in specs[name].found(checkpoint))
+            if quantised or name == "embed_tokens":
                 kept[name] = pairs
             else:
                 merged |= {key: pair.factors for key, pair in pairs.items()}

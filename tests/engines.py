@@ -14,7 +14,7 @@ from infer.engine import Engine, EngineOptions
 from infer.kernels.device import Device
 from infer.models import open_model
 from infer.models.lora import Lora, Loras
-from infer.models.weights import load_weights, stored
+from infer.models.weights import load_weights
 from infer.sampling import SamplingParams
 
 
@@ -33,7 +33,6 @@ def build_engine(
     loras = Loras.fit(
         model,
         checkpoint,
-        lambda spec: stored(spec, checkpoint, dtype),
         always=None if adapter is None else Lora.open(adapter, adapter.name),
         named={name: Lora.open(path, path.name) for name, path in (adapters or {}).items()},
     )

@@ -84,21 +84,31 @@ def test_every_format_on_the_gpu(open_device: OpenDevice, case: str, settings: S
         assert nmse(y, reference.matmul(exact, expected)) <= LIMIT
 
 
-# Stacked weights whose parts are quantised in different ways
+# Blocks of GGUF files, and stacked weights whose parts are quantised in different ways
+
+BLOCKS_ON_THE_GPU = {
+    "q4": (Kind.Q4_0, Kind.Q4_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K),
+    "q5": (Kind.Q5_0, Kind.Q5_1, Kind.Q5_K),
+    "q6": (Kind.Q6_K,),
+    "q8": (Kind.Q8_0,),
+    "iq4nl": (Kind.IQ4_NL, Kind.IQ4_XS),
+    "mxfp4": (Kind.MXFP4,),
+}
 
 
 @pytest.mark.parametrize(
     ("kinds", "dtype"),
     [
-        ((Kind.Q4_K, Kind.Q4_K, Kind.Q6_K), "q8"),  # as Q4_K_M has q, k and v
-        ((Kind.Q4_0, Kind.Q4_1, Kind.Q5_0), "q8"),
+        *(((kind,), dtype) for dtype, kinds in BLOCKS_ON_THE_GPU.items() for kind in kinds),
+        ((Kind.Q4_K, Kind.Q4_K, Kind.Q6_K), "q6"),  # as Q4_K_M has q, k and v
+        ((Kind.Q4_0, Kind.Q4_1, Kind.Q5_0), "q5"),
         ((Kind.IQ4_XS, Kind.Q5_K, Kind.IQ4_NL), "q8"),
         ((Kind.IQ4_XS, Kind.IQ4_NL), "iq4nl"),
         ((Kind.Q8_0, Kind.F16), "f32"),
         ((Kind.MXFP4, Kind.Q8_0, Kind.BF16), "f32"),
     ],
 )
-def test_parts_of_different_kinds_keep_their_values(
+def test_blocks_and_stacks_of_them_keep_their_values(
     device: Device, tmp_path: Path, kinds: tuple[Kind, ...], dtype: str
 ) -> None:
     rng = np.random.default_rng(0)
