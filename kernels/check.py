@@ -196,9 +196,12 @@ def cases() -> Iterator[Case]:
         name = f"{'sigmoid' if sigmoid else 'softmax'}, {'normalized' if normalize else 'plain'}"
         run = partial(_route, normalize=normalize, sigmoid=sigmoid, corrected=corrected)
         yield Case("route", f"{name}, corrected" if corrected else name, run)
-    for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
-        for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
+    for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
+        for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
             yield Case(kernel, f"{dtype}, {rows} rows", partial(function, dtype=dtype, rows=rows))
+        for dtype, rows in product(("bf16", "q4"), (3, 40)):
+            run = partial(function, dtype=dtype, rows=rows, bias=True)
+            yield Case(kernel, f"{dtype}, {rows} rows, bias", run)
     yield Case("sigmoid_gate", "", _sigmoid_gate)
     for (dtype, grouping), rows in product(_PUBLISHED, (1, 3, 40)):
         run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
@@ -323,26 +326,31 @@ def _route(
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)
 
 
-def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
+def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = False) -> Outcome:
+    """bias: with the activation of gpt-oss too."""
     x = exact = inputs(rows, 67)
     if dtype in INTEGERS:
         x, exact = int8_rows(inputs.rng, rows, 67)
     logits = inputs(rows, 7)
     weight = exact_weight(inputs.rng, 7 * 2 * 21, 67, dtype).reshape(7, 2 * 21, 67)
-    y = functions.expert_gate_up(device, x, logits, weight, slots=3, dtype=dtype)
-    return y, reference.expert_gate_up(exact, reference.route(logits, 3, False)[0], weight)
+    added = 5 * inputs(7, 2 * 21) if bias else None
+    own: dict[str, Any] = {"bias": added, "function": "clamped_swiglu" if bias else "silu"}
+    y = functions.expert_gate_up(device, x, logits, weight, slots=3, dtype=dtype, **own)
+    return y, reference.expert_gate_up(exact, reference.route(logits, 3, False)[0], weight, **own)
 
 
-def _down(device: Device, inputs: Inputs, dtype: str, rows: int) -> Outcome:
+def _down(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = False) -> Outcome:
     x = exact = inputs(3 * rows, 37)
     if dtype in INTEGERS:
         x, exact = int8_rows(inputs.rng, 3 * rows, 37)
     x, exact = x.reshape(rows, 3, 37), exact.reshape(rows, 3, 37)
     logits, residual = inputs(rows, 7), inputs(rows, 67)
     weight = exact_weight(inputs.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)
-    y = functions.expert_down(device, x, logits, weight, dtype=dtype, residual=residual)
+    added = inputs(7, 67) if bias else None
+    own: dict[str, Any] = {"dtype": dtype, "residual": residual, "bias": added}
+    y = functions.expert_down(device, x, logits, weight, **own)
     ids, weights = reference.route(logits, 3, False)
-    return y, residual + reference.expert_down(exact, ids, weights, weight)
+    return y, residual + reference.expert_down(exact, ids, weights, weight, added)
 
 
 def _sigmoid_gate(device: Device, inputs: Inputs) -> Outcome:
@@ -400,10 +408,12 @@ class _Shape:
     kv_len: int
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False  # for functions that take them
 
     def __str__(self) -> str:
         window = f", window {self.window}" if self.window else ""
         window += f", cap {self.softcap}" if self.softcap else ""
+        window += ", sinks" if self.sinks else ""
         heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
         return f"{heads}, context {self.kv_len}{window}"
 
@@ -431,9 +441,10 @@ class _Shape:
         q = inputs(rows, self.n_heads * self.head_dim)
         return q, inputs(self.kv_len, self.kv_width), inputs(self.kv_len, self.kv_width)
 
-    def attention(self, q: Array, k: Array, v: Array) -> Array:
+    def attention(self, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
         """What it should be."""
-        return reference.attention(q, k, v, self.n_heads, self.scale, self.window, self.softcap)
+        own = self.n_heads, self.scale, self.window, self.softcap
+        return reference.attention(q, k, v, *own, sinks)
 
     def options(self, dtype: str) -> dict[str, Any]:
         """What every function of attention takes."""
@@ -442,7 +453,7 @@ class _Shape:
 
 _SHAPES = (
     _Shape(2, 1, 8, 259),
-    _Shape(1, 3, 64, 301, window=33),
+    _Shape(1, 3, 64, 301, window=33, sinks=True),
     _Shape(2, 8, 40, 97),
     _Shape(1, 4, 128, 531),
     _Shape(1, 2, 256, 81, softcap=0.7),
@@ -458,10 +469,11 @@ def _attend(
     dtype: str,
 ) -> Outcome:
     q, k, v = shape.qkv(inputs, rows)
-    options = shape.options(dtype) | {"softcap": shape.softcap}
+    sinks = inputs(shape.n_heads) if shape.sinks else None
+    options = shape.options(dtype) | {"softcap": shape.softcap, "sinks": sinks}
     y = function(device, q, k, v, scale=shape.scale, **options)
     stored = kept(k, shape.head_dim, dtype), kept(v, shape.head_dim, dtype)
-    return y, shape.attention(q, *stored)
+    return y, shape.attention(q, *stored, sinks)
 
 
 def _scores(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:

@@ -30,6 +30,7 @@ from infer.kernels.sampler import Sampler, SamplerChain
 from infer.kernels.shader import Value as ParamValue
 from infer.kernels.shader import render_text
 from infer.kernels.step import SAMPLING, pack_step
+from infer.kernels.tensor import GpuTensor
 
 __all__ = [
     "activation",
@@ -326,12 +327,15 @@ def expert_gate_up(
     *,
     slots: int,
     dtype: str = "f32",
+    bias: Array | None = None,
+    function: str = "silu",
     norm: tuple[Array, float] | None = None,
     tiled: bool = False,
     **options: Unpack[Options],
 ) -> Floats:
-    """silu(x gate^T) * (x up^T) by the experts that the logits choose for each row of x, [rows,
-    slots, inner]; weight [experts, 2 * inner, width], gate on top of up, stored as `dtype`.
+    """function(x gate^T) * (x up^T), or clamped_swiglu of both, by the experts that the logits
+    choose for each row of x, [rows, slots, inner]; weight [experts, 2 * inner, width], gate on top
+    of up, stored as `dtype`; bias [experts, 2 * inner].
 
     Up to 8 rows go through expert_matmul_vec; more, and all if tiled, are sorted by their expert
     for matmul or matmul_int8.
@@ -343,7 +347,7 @@ def expert_gate_up(
     if norm is not None:
         value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
     stored = to_gpu(device, weight.reshape(-1, weight.shape[2]), dtype, unit=weight.shape[1])
-    y = forward.run(ops.expert_gate_up(value, routing, stored))
+    y = forward.run(ops.expert_gate_up(value, routing, stored, _flat(device, bias), function))
     return y.reshape(len(x), slots, -1)[..., :inner]
 
 
@@ -356,20 +360,25 @@ def expert_down(
     *,
     normalize: bool = False,
     dtype: str = "f32",
+    bias: Array | None = None,
     residual: Array | None = None,
     tiled: bool = False,
     **options: Unpack[Options],
 ) -> Floats:
     """The sum of what its experts make of x [rows, slots, inner], each times its weight, plus
-    residual: [rows, width]; weight [experts, width, inner], stored as `dtype`. The logits, slots
-    and kernels are those of `route` and `expert_gate_up`."""
+    residual: [rows, width]; weight [experts, width, inner], stored as `dtype`; bias [experts,
+    width]. The logits, slots and kernels are those of `route` and `expert_gate_up`."""
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1 if tiled else 0, **options)
     ops, (rows, slots, inner) = forward.ops, x.shape
     routing = ops.route(forward.input(logits), slots, normalize=normalize)
     value = forward.input(to_rows(x.reshape(-1, inner), rows * slots).reshape(rows, -1))
     stored = to_gpu(device, weight.reshape(-1, inner), dtype, unit=weight.shape[1])
-    y = ops.expert_down(value, routing, stored)
+    y = ops.expert_down(value, routing, stored, _flat(device, bias))
     return forward.run(y if residual is None else forward.input(residual) + y)
+
+
+def _flat(device: Device, bias: Array | None) -> GpuTensor | None:
+    return None if bias is None else to_gpu(device, bias.reshape(-1))
 
 
 @scoped_function
@@ -429,6 +438,7 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Array | None = None,
     kv_dtype: str = "f32",
     **options: Unpack[Options],
 ) -> Floats:
@@ -436,11 +446,11 @@ def attention(
 
     q [rows, n_heads * head_dim] are the last rows of k and v [kv_len, n_kv_heads * head_dim], which
     are cached as kv_dtype. A row attends to all before it, or to the last `window` positions. A
-    softcap c turns scores s into c tanh(s / c).
+    softcap c turns scores s into c tanh(s / c). sinks [n_heads] are scores without a value.
     """
     _few(len(q), "attention_tiled")
     forward = Forward(device, len(q), **options)
-    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, kv_dtype)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, sinks, kv_dtype)
 
 
 @scoped_function
@@ -454,12 +464,13 @@ def attention_tiled(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Array | None = None,
     kv_dtype: str = "f32",
     **options: Unpack[Options],
 ) -> Floats:
     """What attention computes, by the kernel of prefill, for any number of rows."""
     forward = Forward(device, len(q), plan_rows=MAX_VEC_ROWS + 1, **options)
-    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, kv_dtype)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, sinks, kv_dtype)
 
 
 def _attend(
@@ -471,13 +482,19 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Array | None,
     kv_dtype: str,
 ) -> Floats:
     past = len(k) - len(q)
     cache = _cache(forward.device, k[:past], v[:past], n_kv_heads, kv_dtype, len(k))
     inputs = forward.input(q), forward.input(k[past:]), forward.input(v[past:])
     output = forward.ops.attention(
-        *inputs, cache.layers[0], scale=scale, window=window, softcap=softcap
+        *inputs,
+        cache.layers[0],
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=_flat(forward.device, sinks),
     )
     return forward.run(output, position=past)
 

@@ -16,6 +16,7 @@ from infer.kernels.errors import ShaderError
 from infer.kernels.fuse import Fusion
 from infer.kernels.kv_cache import PAGE, LayerCache, kv_cache_bytes
 from infer.kernels.ops import Rope, Value, stride
+from infer.kernels.tensor import GpuTensor
 from infer.kernels.tuning import AttentionVariant, power_of_two
 
 if TYPE_CHECKING:
@@ -173,13 +174,14 @@ def _attention_chain(low: Lowering, value: Value, query: Value, common: dict[str
     )
     low.emit(
         "softmax",
-        (low.step, scores, probabilities),
+        (low.step, scores, probabilities, *_sinks(value)),
         heads,
         {
             "WG": low.tuning.workgroup(1024),
             "SUBGROUPS": low.device.subgroups,
             "WINDOW": common["WINDOW"],
             "STRIDE": scores_stride,
+            "SINKS": bool(_sinks(value)),
         },
     )
     weighted = {name: common[name] for name in (*_kv_params(cache), "WINDOW", "GROUP")}
@@ -241,13 +243,13 @@ def _attention_split(
     )
     workgroups = -(-value.width // (4 * _COMBINE_WORKGROUP))
     outputs: list[Operand] = [value]
-    form = low.next_form(value, low.device.limits.storage_buffers - 2)
+    form = low.next_form(value, low.device.limits.storage_buffers - 2 - len(_sinks(value)))
     quantize = form is not None and form.norm is None and not form.keep
     if form is not None and quantize:
         outputs = low.prepare(value, form, low.kind.rows)
     low.emit(
         "attention_combine",
-        (low.step, partial, *outputs),
+        (low.step, partial, *outputs, *_sinks(value)),
         (workgroups, 1, 1) if low.kind.rows == 1 else low.row_grid(value, workgroups),
         split
         | {
@@ -256,6 +258,7 @@ def _attention_split(
             "AT_ONCE": at_once,
             "Y_STRIDE": stride(value.width),
             "QUANTIZE": quantize,
+            "SINKS": bool(_sinks(value)),
         },
     )
 
@@ -300,7 +303,7 @@ def _attention_tiled(low: Lowering, value: Value, query: Value, common: dict[str
     variant = low.tuning.attention_tiled(cache.head_dim)
     low.emit(
         "attention_tiled",
-        (low.step, cache.pages, q, cache.keys, cache.values, value),
+        (low.step, cache.pages, q, cache.keys, cache.values, value, *_sinks(value)),
         lambda rows, kv_len: (n_heads, -(-rows // variant.rows), 1),
         common
         | {
@@ -314,9 +317,16 @@ def _attention_tiled(low: Lowering, value: Value, query: Value, common: dict[str
             "DEPTH": variant.depth,
             "V_DEPTH": variant.v_depth(cache.head_dim),
             "DOUBLE": variant.double,
+            "SINKS": bool(_sinks(value)),
         },
         flops=lambda rows, kv_len: 2 * rows * value.width * (2 * kv_len - rows),
     )
+
+
+def _sinks(value: Value) -> list[Buffer]:
+    """The sinks' buffer, if there are any."""
+    sinks: GpuTensor | None = value.attrs["sinks"]
+    return [] if sinks is None else [sinks.buffer]
 
 
 def _kv_params(cache: LayerCache) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def lower_gate_up(low: Lowering, value: Value) -> None:
     params |= _choice(low, routing) if routing in low.absorbed else _CHOSEN_BEFORE
     outputs = value.attrs["outputs"]
     form = low.fusion.next_form(value) if low.fusion else None
-    fits = form is not None and form.bindings + len(inputs) + 4 <= low.device.limits.storage_buffers
+    bindings = len(inputs) + len(_bias(value)) + 4
+    fits = form is not None and form.bindings + bindings <= low.device.limits.storage_buffers
     if not (form and form.int8 and fits and outputs % BLOCK == 0 and low.tuning.subgroup_size):
         form = None
     _matmul_vec(low, value, inputs, [], value, form, params)
@@ -92,7 +93,7 @@ def lower_down(low: Lowering, value: Value, result: Value, residual: Value | Non
     added: list[Operand] = [] if residual is None else [low.source(residual)[0]]
     if low.kind.vec:
         summed = bool(added) or len(weight.shards) > 1
-        bindings = len(weight.shards[0].buffers) + len(inputs) + 1 + summed
+        bindings = len(weight.shards[0].buffers) + len(inputs) + len(_bias(value)) + 1 + summed
         form = low.next_form(result, low.device.limits.storage_buffers - bindings)
         if form and form.int8 and not low.tuning.subgroup_size:
             form = None
@@ -153,6 +154,7 @@ def _matmul_vec(
             quantize=form is not None and form.int8,
         )
     )
+    bias = _bias(value)
     keep = form is None or form.keep
     outputs: list[Operand] = [result] if keep else []
     if form is not None and combine:
@@ -177,7 +179,7 @@ def _matmul_vec(
         written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
         low.emit(
             "expert_matmul_vec",
-            [*operands, *inputs[1:], *added, *written],
+            [*operands, *inputs[1:], *bias, *added, *written],
             lambda rows, kv_len: (x, y * rows, 1),
             params
             | _routing(routing)
@@ -193,7 +195,9 @@ def _matmul_vec(
                 "OUTPUTS": variant.outputs,
                 "UNROLL": variant.unroll,
                 "SUBGROUPS": low.device.subgroups,
+                "BIAS": bool(bias),
                 "RESIDUAL": bool(added),
+                "ACTIVATION": value.attrs["function"],
                 "KEEP": partial or keep,
                 "QUANTIZE": form is not None and form.int8 and not partial,
                 "NEXT_NORM": next_norm is not None and not partial,
@@ -219,18 +223,24 @@ def _matmul(
             operands.append(shard.scales)
         low.emit(
             "matmul_int8" if weight.dtype in INTEGERS else "matmul",
-            [*operands, *inputs[1:], result, *low.tiles[routing]],
+            [*operands, *inputs[1:], result, *_bias(value), *low.tiles[routing]],
             lambda rows, kv_len: (x, _tiles(routing, tile.rows, rows), 1),
             tile.params
             | _shard(shard, value)
             | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated}
-            | {"BIAS": False, "RESIDUAL": False, "START": 0, "SCALE": 1.0}
-            | {"ACTIVATION": "silu" if gated else "none"}
+            | {"BIAS": bool(_bias(value)), "RESIDUAL": False, "START": 0, "SCALE": 1.0}
+            | {"ACTIVATION": value.attrs["function"]}
             | weight.grouping.params
             | {"WEIGHT": weight.dtype, "K": k, "N": n, "Y_STRIDE": stride(n)},
             moved=shard.nbytes,
             flops=_chosen(routing, 2 * shard.rows * k),
         )
+
+
+def _bias(value: Value) -> list[Operand]:
+    """The buffer of all experts' biases, if there are any."""
+    bias: GpuTensor | None = value.attrs["bias"]
+    return [] if bias is None else [bias.buffer]
 
 
 def _shard(shard: Shard, value: Value) -> dict[str, Any]:

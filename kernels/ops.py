@@ -151,10 +151,12 @@ class Ops:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: GpuTensor | None = None,
     ) -> Value:
         """k and v appended to the cache, then softmax(scale * q k^T) v over what each row sees:
         all positions up to its own, or the last `window` of them. With a softcap, the scores go
-        through `softcap` before softmax."""
+        through `softcap` before softmax. sinks [heads]: logits that take part in softmax beside the
+        scores, without a value (Xiao et al. 2023)."""
         return self._value(
             "attention",
             q.width,
@@ -165,6 +167,7 @@ class Ops:
             scale=scale,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
 
     def activation(self, x: Value, function: str) -> Value:
@@ -212,22 +215,34 @@ class Ops:
             scale=scale,
         )
 
-    def expert_gate_up(self, x: Value, routing: Value, weight: GpuTensor) -> Value:
-        """silu(x gate^T) * (x up^T) by each of a row's experts, one result after the other, each in
-        stride(inner) values; weight [experts * 2 * inner, width]: gate, then up, of each expert."""
+    def expert_gate_up(
+        self,
+        x: Value,
+        routing: Value,
+        weight: GpuTensor,
+        bias: GpuTensor | None = None,
+        function: str = "silu",
+    ) -> Value:
+        """function(x gate^T) * (x up^T), or clamped_swiglu of both (wgsl/activate.wgsl), by each of
+        a row's experts, one result after the other, each in stride(inner) values. weight [experts *
+        2 * inner, width]: gate, then up, of each expert; bias [experts * 2 * inner] likewise."""
         inner = self._expert_rows(routing, weight, 2)
         if weight.shape[1] != x.width:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
         width = routing.attrs["slots"] * stride(inner)
-        return self._value("expert_gate_up", width, x, routing, weight=weight, outputs=inner)
+        own: dict[str, Any] = {"bias": bias, "function": function, "outputs": inner}
+        return self._value("expert_gate_up", width, x, routing, weight=weight, **own)
 
-    def expert_down(self, x: Value, routing: Value, weight: GpuTensor) -> Value:
+    def expert_down(
+        self, x: Value, routing: Value, weight: GpuTensor, bias: GpuTensor | None = None
+    ) -> Value:
         """What a row's experts make of their results x, each times its weight in `routing`, added
-        up in the order of the ids; weight [experts * width, inner]."""
+        up in the order of the ids; weight [experts * width, inner], bias [experts * width]."""
         width = self._expert_rows(routing, weight, 1)
         if routing.attrs["slots"] * stride(weight.shape[1]) != x.width:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
-        return self._value("expert_down", width, x, routing, weight=weight, outputs=width)
+        own: dict[str, Any] = {"bias": bias, "function": "none", "outputs": width}
+        return self._value("expert_down", width, x, routing, weight=weight, **own)
 
     @staticmethod
     def _expert_rows(routing: Value, weight: GpuTensor, parts: int) -> int:

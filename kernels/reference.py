@@ -58,6 +58,14 @@ def relu2(x: Array) -> Array:
 
 ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """The gated activation of gpt-oss."""
+    gate, up = np.minimum(gate.astype(np.float64), 7.0), np.clip(up.astype(np.float64), -7.0, 7.0)
+    result: Array = gate / (1.0 + np.exp(-1.702 * gate)) * (up + 1.0)
+    return result
+
+
 _erf = np.vectorize(math.erf, otypes=[np.float64])  # numpy has none
 
 
@@ -98,19 +106,31 @@ def route(
     return ids, scale * chosen
 
 
-def expert_gate_up(x: Array, ids: NDArray[np.int64], weight: Array) -> Array:
-    """x [rows, width], ids [rows, slots], weight [experts, 2 * inner, width], gate on top of up ->
-    silu(x gate^T) * (x up^T), [rows, slots, inner]."""
+def expert_gate_up(
+    x: Array,
+    ids: NDArray[np.int64],
+    weight: Array,
+    bias: Array | None = None,
+    function: str = "silu",
+) -> Array:
+    """x [rows, width], ids [rows, slots], weight [experts, 2 * inner, width] and bias [experts, 2 *
+    inner], gate on top of up -> function(x gate^T) * (x up^T), or clamped_swiglu of both, [rows,
+    slots, inner]."""
     both = np.einsum("rw,rsnw->rsn", x.astype(np.float64), weight.astype(np.float64)[ids])
-    gate, up = np.split(both, 2, axis=-1)
-    result: Array = silu(gate) * up
+    gate, up = np.split(both if bias is None else both + bias[ids], 2, axis=-1)
+    if function == "clamped_swiglu":
+        return clamped_swiglu(gate, up)
+    result: Array = ACTIVATIONS[function](gate) * up
     return result
 
 
-def expert_down(x: Array, ids: NDArray[np.int64], weights: Array, weight: Array) -> Array:
-    """x [rows, slots, inner], ids and weights [rows, slots], weight [experts, width, inner] -> the
-    weighted sum of the experts' projections, [rows, width]."""
+def expert_down(
+    x: Array, ids: NDArray[np.int64], weights: Array, weight: Array, bias: Array | None = None
+) -> Array:
+    """x [rows, slots, inner], ids and weights [rows, slots], weight [experts, width, inner], bias
+    [experts, width] -> the weighted sum of the experts' projections, [rows, width]."""
     parts = np.einsum("rsi,rswi->rsw", x.astype(np.float64), weight.astype(np.float64)[ids])
+    parts = parts if bias is None else parts + bias[ids]
     result: Array = np.einsum("rs,rsw->rw", weights.astype(np.float64), parts)
     return result
 
@@ -173,11 +193,18 @@ def attention(
     scale: float,
     window: int = 0,
     cap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
-    """q [rows, n_heads * d] are the last rows of k, v [kv_len, n_kv_heads * d]."""
+    """q [rows, n_heads * d] are the last rows of k, v [kv_len, n_kv_heads * d]. sinks [n_heads]:
+    of each head a score that has no value."""
     scores = attention_scores(q, k, n_heads, scale, cap)
     seen = visible(q.shape[0], k.shape[0], window)[:, None, :]
-    p = softmax(np.where(seen, scores, -np.inf))
+    scores = np.where(seen, scores, -np.inf)
+    if sinks is not None:
+        own = np.broadcast_to(sinks[:, None], (*scores.shape[:2], 1))
+        p = softmax(np.concatenate([scores, own], axis=-1))[..., :-1]
+    else:
+        p = softmax(scores)
     return weighted_sum(p, v.reshape(v.shape[0], -1, q.shape[1] // n_heads))
 
 

@@ -36,6 +36,7 @@ ARCHITECTURES = {  # by model_type
     "glm4": Architecture("Glm4", "GLM-4-0414"),
     "glm4_moe": Architecture("Glm4Moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "gpt_neox": Architecture("GPTNeoX", "GPT-NeoX, Pythia"),
+    "gpt_oss": Architecture("GptOss", "gpt-oss-20b, gpt-oss-120b"),
     "granite": Architecture("Granite", "Granite 3"),
     "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
     "helium": Architecture("Helium", "Helium"),

@@ -41,6 +41,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
     "scale_embeddings": (None, False),
+    "swiglu_alpha": (None,),
+    "swiglu_limit": (None,),
     "use_mrope": (None, False),
     "use_bidirectional_attention": (None, False),
     "use_qk_norm": (None, False),

@@ -82,6 +82,7 @@ class DecoderConfig:
     activation: str = "silu"
     gated: bool = True  # the MLP
     parallel: bool = False  # attention and MLP of a layer read the same
+    sinks: bool = False  # of attention: a logit of each head beside its scores
     experts: ExpertsConfig | None = None
 
     @classmethod
@@ -233,7 +234,7 @@ def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> Wei
 
 
 def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
-    """qkv_proj, o_proj, and their biases and norms where the config has them."""
+    """qkv_proj, o_proj, and their biases, norms and sinks where the config has them."""
     hidden, d = config.hidden_size, config.head_dim
     heads = {
         "q": config.num_attention_heads * d,
@@ -257,6 +258,8 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
                 yield stacked(own, prefix, {f"{norm}.weight": (width,)})
             else:
                 yield WeightSpec(own, (), ones=width)
+    if config.sinks:
+        yield stacked(f"{name}.sinks", prefix, {"sinks": (config.num_attention_heads,)})
 
 
 def attention(
@@ -287,7 +290,8 @@ def attention(
         q = ops.position_scale(q, *scaling)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping
-    y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap)
+    sinks = w.get("sinks")
+    y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap, sinks=sinks)
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
 
 

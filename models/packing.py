@@ -133,12 +133,15 @@ def codes(grouped: Grouped, stored: Stored) -> Codes:
 
 
 class PackedRows:
-    """`rows` rows of a matrix, from `first` on, on their way to the GPU: what fills the staging
-    memory of blocks and then of scales. A row is unpacked once, in any thread."""
+    """`rows` rows of a matrix, every `step`-th from `first` on, on their way to the GPU: what fills
+    the staging memory of blocks and then of scales. A row is unpacked once, in any thread, and so
+    are those between."""
 
-    def __init__(self, matrix: Packed, first: int, rows: int, stored: Stored) -> None:
+    def __init__(
+        self, matrix: Packed, first: int, rows: int, stored: Stored, step: int = 1
+    ) -> None:
         columns = matrix.shape[1]
-        self._matrix, self._first, self._stored = matrix, first, stored
+        self._matrix, self._first, self._stored, self._step = matrix, first, stored, step
         self._stride = row_bytes(columns, stored.dtype)
         self._scales = np.empty((rows, stored.grouping.row_bytes(columns)), np.uint8)
         self._lock, self._left, self._done = Lock(), rows, Event()
@@ -147,7 +150,9 @@ class PackedRows:
         """The bytes of blocks from byte `start` on, whole rows."""
         row, count = start // self._stride, len(view) // self._stride
         try:
-            grouped = self._matrix.read(self._first + row, self._first + row + count)
+            first = self._first + row * self._step
+            grouped = self._matrix.read(first, first + (count - 1) * self._step + 1)
+            grouped = grouped.every(self._step)
             blocks, self._scales[row : row + count] = codes(grouped, self._stored).pack()
             np.frombuffer(view, np.uint8)[:] = blocks.reshape(-1)
         except BaseException:

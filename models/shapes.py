@@ -50,6 +50,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    },
     "llama-3.2-1b": _LLAMA_3
     | {
         "hidden_size": 2048,
@@ -182,10 +210,11 @@ def shape_config(name: str) -> RawConfig:
 @dataclass(frozen=True)
 class Published:
     """A kind of checkpoint: its scheme, and the dtype of embeddings and head where these are not
-    quantised."""
+    quantised. part: what the names of all weights have in common that are."""
 
     scheme: Scheme
     embeddings: str | None = None
+    part: str = ""
 
 
 _ROW = 1 << 20  # columns: all of them share a scale
@@ -202,5 +231,6 @@ PUBLISHED = {
     "iq4_nl": Published(Scheme("iq4nl", 4, 32, "f16")),
     "fp8": Published(Scheme("e4m3", 8, 128, "f32"), "bf16"),
     "mxfp4": Published(Scheme("mxfp4", 4, 32, "e8m0"), "bf16"),
+    "mxfp4-experts": Published(Scheme("mxfp4", 4, 32, "e8m0"), "bf16", ".experts."),
     "nf4": Published(Scheme("nf4", 4, 64, "f32"), "bf16"),
 }

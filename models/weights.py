@@ -75,15 +75,30 @@ _FILL = np.dtype(
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint and the shape it must have; of it, all rows or those of `part`."""
+    """A tensor of the checkpoint and the shape it must have; of it, all rows or those of `part`.
+    transposed: where it is of floats, each of its matrices has columns for rows in the file; `part`
+    lies in one of them."""
 
     key: str
     shape: tuple[int, ...]
     part: range | None = None
+    transposed: bool = False
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """Of a tensor of floats."""
+        if not self.transposed:
+            return self.shape
+        *stack, rows, columns = self.shape
+        return (*stack, columns, rows)
 
     @property
     def start(self) -> int:
         return self.part.start if self.part is not None else 0
+
+    @property
+    def step(self) -> int:
+        return self.part.step if self.part is not None else 1
 
     @property
     def rows(self) -> int:
@@ -99,7 +114,8 @@ class WeightSpec:
     stacked along their first axis, as q, k and v are into one projection. Some checkpoints may have
     `others` instead, with the same rows. No shard ends inside of `unit` rows. added: to every value
     of a vector, as some checkpoints hold a norm's weights less one. Without sources it is a vector
-    of `ones`. vector: it is one even where the checkpoint has a matrix of one row."""
+    of `ones`. vector: it is one even where the sources are matrices, whose values follow each
+    other; a `part` is of these."""
 
     name: str
     sources: tuple[Source, ...]
@@ -162,8 +178,9 @@ def random_storage(spec: WeightSpec, dtype: str, published: Published | None) ->
     """How `random_weights` stores a weight."""
     if published is None or len(spec.shape) == 1:
         return Stored(converted_dtype(spec, dtype))
-    if spec.name in _EMBEDDINGS and published.embeddings is not None:
-        return Stored(published.embeddings)
+    others = published.embeddings
+    if others is not None and (spec.name in _EMBEDDINGS or published.part not in spec.name):
+        return Stored(others)
     return stored_schemes([published.scheme], spec.shape[1], spec.name)
 
 
@@ -314,7 +331,7 @@ def check_checkpoint(
     Raises CheckpointError for tensors that are missing, surplus or of another shape, and
     UnsupportedError for a dtype that is not implemented."""
     wanted = {
-        source.key: source.shape
+        source.key: source.file_shape
         for spec in specs
         for source in spec.found(checkpoint)
         if source.key not in checkpoint.packed
@@ -392,15 +409,38 @@ class _Transfer:
 @dataclass(frozen=True)
 class _Rows:
     """Rows of a source, from its value `first` on. Each row is `columns` values there and `stride`
-    bytes, padding included, in `dtype` here."""
+    bytes, padding included, in `dtype` here. From a row and from a column there to the next it is
+    so many values."""
 
     info: TensorInfo
     first: int
     columns: int
     dtype: str
     stride: int
+    row_step: int
+    column_step: int
     added: float = 0.0
     change: Change | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        row: int,
+        info: TensorInfo,
+        columns: int,
+        dtype: str,
+        stride: int,
+        added: float = 0.0,
+        change: Change | None = None,
+    ) -> _Rows:
+        """From a row of the source on."""
+        first, row_step, column_step = row * columns, source.step * columns, 1
+        if source.transposed:
+            height = source.shape[-2]
+            matrix, row = divmod(row, height)
+            first, row_step, column_step = matrix * height * columns + row, source.step, height
+        return cls(info, first, columns, dtype, stride, row_step, column_step, added, change)
 
     @property
     def place(self) -> tuple[Path, int]:
@@ -410,14 +450,14 @@ class _Rows:
     def fill(self, view: memoryview, start: int) -> None:
         """Write the rows from byte `start` on, as many as `view` holds."""
         info, width = self.info, ITEMSIZE[self.info.dtype]
-        value = self.first + start // self.stride * self.columns
+        value = self.first + start // self.stride * self.row_step
+        close = self.row_step == self.columns and self.column_step == 1
         as_it_is = info.dtype == self.dtype and not self.added and self.change is None
-        if as_it_is and self.stride == self.columns * width:
+        if close and as_it_is and self.stride == self.columns * width:
             info.read_into(view, value * width)
             return
         rows = np.frombuffer(view, _STORAGE[self.dtype]).reshape(len(view) // self.stride, -1)
-        values = np.empty((len(rows), self.columns), _STORAGE[info.dtype])
-        info.read_into(values.data.cast("B"), value * width)
+        values = self._read(value, len(rows))
         changed = None if self.change is None else self.change(value // self.columns, len(rows))
         step = max(1, _BLOCK // self.columns)
         for i in range(0, len(rows), step):
@@ -427,6 +467,19 @@ class _Rows:
         if self.added:
             rows[:, : self.columns] += self.added
         rows[:, self.columns :] = 0
+
+    def _read(self, value: int, count: int) -> NDArray[Any]:
+        """So many rows from a value of the source on, [count, columns]."""
+        info, width = self.info, ITEMSIZE[self.info.dtype]
+        if self.column_step == 1:
+            rows = np.empty((count, self.row_step), _STORAGE[info.dtype])
+            found = rows.reshape(-1)[: rows.size - self.row_step + self.columns]
+            info.read_into(found.data.cast("B"), value * width)
+            return rows[:, : self.columns]
+        columns = np.empty((self.columns, (count - 1) * self.row_step + 1), _STORAGE[info.dtype])
+        for i, column in enumerate(columns):
+            info.read_into(column.data.cast("B"), (value + i * self.column_step) * width)
+        return columns[:, :: self.row_step].T
 
     def _convert(self, values: NDArray[Any], factors: Factors | None) -> NDArray[Any]:
         """Values of the source's dtype in the weight's, rounded to nearest, ties to even; before,
@@ -480,7 +533,7 @@ def _transfers(
             continue
         info, change = checkpoint.tensors[source.key], changes.get(source.key)
         if tensor.dtype not in QUANTIZED:
-            rows = _Rows(info, row * columns, columns, tensor.dtype, stride, spec.added, change)
+            rows = _Rows.of(source, row, info, columns, tensor.dtype, stride, spec.added, change)
             at = (start - shard.start) * stride
             nbytes = (end - start) * stride
             yield _Transfer(rows.place, shard.buffer, at, nbytes, stride, rows.fill)
@@ -490,8 +543,8 @@ def _transfers(
         at_once = quantizer.rows_at_once(columns, own)
         for done in range(0, end - start, at_once):
             count = min(at_once, end - start - done)
-            at = (row + done) * columns
-            rows = _Rows(info, at, columns, own, own_stride, change=change)
+            at = row + done * source.step
+            rows = _Rows.of(source, at, info, columns, own, own_stride, change=change)
             first = start - shard.start + done
             kernel = quantizer.quantize(spec.name, shard, first, count, own)
             nbytes = count * own_stride
@@ -505,7 +558,7 @@ def _packed_transfers(
     columns = tensor.shape[1]
     for source, shard, start, end, row in _placed(spec.found(checkpoint), tensor):
         matrix = checkpoint.packed[source.key]
-        rows = PackedRows(matrix, row, end - start, how)
+        rows = PackedRows(matrix, row, end - start, how, source.step)
         info = matrix.tensors[0]
         strides = row_bytes(columns, how.dtype), how.grouping.row_bytes(columns)
         fills = rows.fill_blocks, rows.fill_scales
@@ -526,7 +579,7 @@ def _placed(
             count = tensor.shape[0] if len(tensor.shape) == 1 else shard.rows
             start, end = max(top, shard.start), min(bottom, shard.start + count)
             if start < end:
-                yield source, shard, start, end, start - top + source.start
+                yield source, shard, start, end, source.start + (start - top) * source.step
         top = bottom
 
 

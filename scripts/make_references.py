@@ -601,6 +601,48 @@ def olmoe(**changes: Any) -> dict[str, Any]:
     }
 
 
+def gpt_oss(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 2,
+        "experts_per_token": 3,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initial_context_length": 32,
+        "initializer_range": 0.02,
+        "intermediate_size": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 128,
+        "num_attention_heads": 6,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 5,
+        "output_router_logits": False,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 16,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0",
+        "use_cache": True,
+        "vocab_size": 200,
+    } | changes
+
+
 def granitemoe(**changes: Any) -> dict[str, Any]:
     own = {
         "intermediate_size": 32,
@@ -899,6 +941,7 @@ CASES: dict[str, Case] = {
             use_sliding_window=True,
         )
     ),
+    "gpt_oss": Case(gpt_oss()),
     "mixtral": Case(mixtral()),
     "mixtral_sliding": Case(mixtral(num_experts_per_tok=1, sliding_window=16)),
     "qwen3_moe": Case(qwen3_moe()),
@@ -948,8 +991,12 @@ def random_weight(
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
     if name.endswith("norm.weight"):
         return rng.uniform(0.5, 1.5, shape)
-    if name.endswith(".bias"):
+    if name.endswith(".gate_up_proj_bias"):
+        return rng.normal(0.0, 3.0, shape)  # some gates and ups beyond their limits
+    if name.endswith("bias"):
         return rng.normal(0.0, 0.2, shape)
+    if name.endswith(".sinks"):
+        return rng.normal(1.0, 1.0, shape)
     if name.endswith("embed_tokens.weight"):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)

@@ -176,6 +176,7 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
     ("name", "parameters"),
     [  # as the published safetensors files count them
         ("gemma-2-2b", 2_614_341_888),
+        ("gpt-oss-20b", 20_914_757_184),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen2.5-0.5b", 494_032_768),
@@ -200,7 +201,8 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     """As deep as the real model, which is what makes values grow, but narrow."""
     narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    heads |= {"num_experts": 4, "num_experts_per_tok": 2} if "num_experts" in SHAPES[name] else {}
+    for key in SHAPES[name].keys() & {"num_experts", "num_local_experts"}:
+        heads |= {key: 4, "num_experts_per_tok": 2}
     narrow |= {"moe_intermediate_size": 32}
     params = replace(measure.GREEDY, max_tokens=129)
     with device.scope():

@@ -54,6 +54,12 @@ PROBES = [
     "{% set ns = namespace(n=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
     "{{ ns.n }}",
     "{{ dict(a=1) }}{{ dict.fromkeys('ab', 0) }}{{ namespace(self=2).self }}",
+    "{% macro kind(p, optional=false) %}{% if p.type == 'array' %}{{ kind(p['items']) ~ '[]' }}"
+    "{% elif p.type is not string and p.type is iterable %}{{ p.type | join(' | ') }}"
+    "{% else %}{{ p.type }}{% endif %}{{ '?' if optional }}{% endmacro %}"
+    "{% for name, p in {'a': {'type': 'array', 'items': {'type': ['n', 'null']}}}.items() -%}"
+    "{{ name }}: {{ kind(p, optional=true) }}{{ ',' if not loop.last }}{% endfor %}"
+    "{{ messages[1:] | length }}{{ messages[::-1] | length }}",
     "{{ bos_token }}{{ eos_token }}[{{ pad_token }}]{{ pad_token is defined }}{{ missing }}",
     "{{ messages[0].content.upper().split() | join('-') }}{{ messages[-1]['role'] }}",
     "{{ messages[0].thinking }}{{ messages[0].reasoning_content }}{{ messages[0].reasoning }}",

@@ -15,6 +15,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
 from infer.kernels import upload
+from infer.kernels.arrays import from_bf16
 from infer.kernels.device import Device, Settings
 from infer.kernels.errors import (
     CheckpointError,
@@ -254,18 +255,43 @@ def test_conversions_equal_those_of_torch(
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_parts_of_a_source(device: Device, tmp_path: Path, dtype: str) -> None:
-    """Rows of a matrix and of a vector, in another order, beginning in the middle of shards."""
-    w, b = some((30, 24), dtype), some((30,), "f32")
-    write(tmp_path / SINGLE, {"w": (NAMES[dtype], w), "b": ("F32", b)})
-    parts = [range(20, 30), range(3), range(7, 19)]
+    """Rows of a matrix and of vectors, in another order, beginning in the middle of shards."""
+    w, b = some((30, 24), dtype), some((30,), dtype)
+    arrays = {"w": w, "b": b, "stack": b.reshape(5, 6)}
+    write(tmp_path / SINGLE, {name: (NAMES[dtype], array) for name, array in arrays.items()})
+    parts = [range(20, 30), range(3), range(7, 19, 3), range(8, 19, 3)]
     specs = [
-        WeightSpec(name, tuple(Source(name, shape, part) for part in parts))
-        for name, shape in (("w", (30, 24)), ("b", (30,)))
+        WeightSpec(
+            name, tuple(Source(name, a.shape, part) for part in parts), vector=name == "stack"
+        )
+        for name, a in arrays.items()
     ]
     weights = load_weights(device, specs, Checkpoint.open(tmp_path))
     rows = np.concatenate([np.array(part) for part in parts])
     np.testing.assert_array_equal(on_gpu(device, weights["w"]), w[rows])
-    np.testing.assert_array_equal(on_gpu(device, weights["b"]), b[rows])
+    vector = from_bf16(b) if dtype == "bf16" else b
+    for name in ("b", "stack"):
+        np.testing.assert_array_equal(on_gpu(device, weights[name]), vector[rows])
+
+
+@pytest.mark.parametrize("target", [None, "f32", "q4"])
+@pytest.mark.parametrize("shape", [(3, 10, 24), (1, 20000, 256)])
+def test_matrices_that_lie_transposed(
+    device: Device, tmp_path: Path, shape: tuple[int, int, int], target: str | None
+) -> None:
+    """Every other row of each and then the rest: what they would be as they are wanted."""
+    count, rows, columns = shape
+    lying = some((count, columns, rows), "bf16")
+    parts = [range(i * rows + way, (i + 1) * rows, 2) for i in range(count) for way in (0, 1)]
+    order = np.concatenate([np.array(part) for part in parts])
+    wanted = lying.swapaxes(1, 2).reshape(-1, columns)[order]
+    write(tmp_path / SINGLE, {"lying": ("BF16", lying), "wanted": ("BF16", wanted)})
+    sources = tuple(Source("lying", shape, part, transposed=True) for part in parts)
+    specs = [WeightSpec("lying", sources), weight("wanted", shape=wanted.shape)]
+    with device.scope():
+        weights = load_weights(device, specs, Checkpoint.open(tmp_path), dtype=target)
+        for a, b in zip(*(weights[name].buffers for name in ("lying", "wanted")), strict=True):
+            np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])

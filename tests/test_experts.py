@@ -14,12 +14,12 @@ from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, coveri
 
 from infer.kernels import functions, reference
 from infer.kernels.arrays import Array, to_gpu
-from infer.kernels.check import exact_weight, int8_rows
+from infer.kernels.check import exact_weight, grouped, int8_rows
 from infer.kernels.device import Device, Settings
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
-from infer.kernels.tensor import QUANTIZED
+from infer.kernels.tensor import QUANTIZED, Grouping
 from infer.models import build_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
@@ -80,6 +80,7 @@ EXPERTS: Factors = SETTINGS | {
     "shape": ((7, 1), (37, 40), (131, 64), (520, 9)),
     "dtype": ("f32", "f16", "bf16", "q8", "q4"),
     "kind": ("", "one", "equal"),
+    "bias": (False, True),
 }
 
 
@@ -111,22 +112,26 @@ def gate_up_error(
     dtype: str,
     kind: str,
     norm: bool = False,
+    bias: bool = False,
+    function: str = "silu",
     **options: Any,
 ) -> float:
     (slots, n_experts), (k, n) = experts, shape
     x, exact = activations(rng, dtype, rows, k)
     weight = exact_weight(rng, n_experts * 2 * n, k, dtype).reshape(n_experts, 2 * n, k)
+    added = 5 * rng.standard_normal((n_experts, 2 * n), np.float32) if bias else None
     logits = logits_of(rng, rows, n_experts, kind)
     if norm:
         options["norm"] = rng.standard_normal(k, np.float32), EPS
         exact = reference.rmsnorm(x, *options["norm"])
     options |= {"slots": slots, "dtype": dtype, "tiled": tiled}
+    options |= {"bias": added, "function": function}
     y = functions.expert_gate_up(device, x, logits, weight, **options)
     ids, _ = reference.route(logits, slots, False)
-    return nmse(y, reference.expert_gate_up(exact, ids, weight))
+    return nmse(y, reference.expert_gate_up(exact, ids, weight, added, function))
 
 
-@covering(EXPERTS)
+@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu")})
 def test_expert_gate_up(
     open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
 ) -> None:
@@ -147,6 +152,23 @@ def test_expert_gate_up_after_a_norm(
         assert gate_up_error(open_device(settings), rng, **own) <= LIMIT
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", ["e4m3", "nf4"])
+def test_experts_in_codes_of_floats(
+    device: Device, rng: np.random.Generator, dtype: str, rows: int
+) -> None:
+    codes, values = grouped(rng, (5 * 64, 64), dtype, Grouping(32, "f32"))
+    x, logits = rng.standard_normal((rows, 64), np.float32), logits_of(rng, rows, 5)
+    with device.scope():
+        forward = Forward(device, rows)
+        routing = forward.ops.route(forward.input(logits), 2, normalize=False)
+        weight = codes.to_gpu(device)
+        y = forward.run(forward.ops.expert_gate_up(forward.input(x), routing, weight))
+    ids, _ = reference.route(logits, 2, False)
+    expected = reference.expert_gate_up(x, ids, values.reshape(5, 64, 64))
+    assert nmse(y, expected.reshape(rows, -1)) <= LIMIT
+
+
 def down_error(
     device: Device,
     rng: np.random.Generator,
@@ -157,6 +179,7 @@ def down_error(
     dtype: str,
     kind: str,
     form: str,
+    bias: bool = False,
 ) -> float:
     (slots, n_experts), (k, n) = experts, shape
     x, exact = (a.reshape(rows, slots, k) for a in activations(rng, dtype, rows * slots, k))
@@ -164,7 +187,8 @@ def down_error(
     logits = logits_of(rng, rows, n_experts, kind)
     options: dict[str, Any] = {"dtype": dtype, "tiled": tiled, "normalize": "normalize" in form}
     ids, weights = reference.route(logits, slots, options["normalize"])
-    expected = reference.expert_down(exact, ids, weights, weight)
+    options["bias"] = rng.standard_normal((n_experts, n), np.float32) if bias else None
+    expected = reference.expert_down(exact, ids, weights, weight, options["bias"])
     if "residual" in form:
         options["residual"] = rng.standard_normal((rows, n), np.float32)
         expected = expected + options["residual"]
@@ -186,7 +210,7 @@ def test_sigmoid_gate(least_device: Device, rng: np.random.Generator, rows: int)
 
 
 def layer_error(
-    device: Device, rng: np.random.Generator, dtype: str, rows: int, plan_rows: int, **options: Any
+    device: Device, rng: np.random.Generator, dtype: str, rows: int, plan_rows: int, bias: bool
 ) -> float:
     """Of a whole layer: residual, norm, router, experts, and a projection that reads the result;
     against the same in kernels of their own."""
@@ -197,20 +221,22 @@ def layer_error(
     x, added, norms = (
         rng.standard_normal(shape, np.float32) for shape in ((rows, 72), (rows, width), (2, width))
     )
+    biases = [rng.standard_normal(len(values[name]), np.float32) for name in ("gate_up", "down")]
 
     def output(**own: Any) -> Array:
         forward = Forward(device, rows, plan_rows=plan_rows, **own)
         ops = forward.ops
         w = {n: to_gpu(device, v, "f32" if n == "router" else dtype) for n, v in values.items()}
         first, second = (to_gpu(device, norm) for norm in norms)
+        into, back = (to_gpu(device, b) if bias else None for b in biases)
         h = forward.input(added) + ops.linear(forward.input(x), w["first"])
         normed = ops.rmsnorm(h, first, EPS)
         routing = ops.route(ops.linear(normed, w["router"]), slots, normalize=True)
-        y = ops.expert_gate_up(normed, routing, w["gate_up"])
-        h = h + ops.expert_down(y, routing, w["down"])
+        y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
+        h = h + ops.expert_down(y, routing, w["down"], back)
         return forward.run(ops.linear(ops.rmsnorm(h, second, EPS), w["next"]))
 
-    return nmse(output(**options), output(fuse=False).astype(np.float64))
+    return nmse(output(), output(fuse=False).astype(np.float64))
 
 
 @pytest.mark.parametrize(("rows", "plan_rows"), [(1, 1), (3, 8), (9, 9), (40, 300)])
@@ -219,10 +245,11 @@ def test_a_layer_of_experts(
     open_device: OpenDevice, rng: np.random.Generator, dtype: str, rows: int, plan_rows: int
 ) -> None:
     own = Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST
-    for settings in own if rows < 10 else own[:1]:
+    own += (Settings(storage_buffers=8),)
+    for i, settings in enumerate(own if rows < 10 else own[:1]):
         device = open_device(settings)
         with device.scope():
-            error = layer_error(device, rng, dtype, rows, plan_rows)
+            error = layer_error(device, rng, dtype, rows, plan_rows, bias=i % 2 == 0)
             # A sum that rounds otherwise may round another way to int8.
             assert error <= (1e-6 if dtype in QUANTIZED else LIMIT), settings
 
@@ -241,13 +268,14 @@ def test_prefill_is_deterministic(device: Device, rng: np.random.Generator) -> N
 def test_experts_larger_than_a_binding(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, binding: int
 ) -> None:
-    """They lie in shards of whole experts."""
+    """They lie in shards of whole experts, and their biases in one vector."""
     small = open_device(Settings(max_binding=binding))
     with small.scope():
         shards = to_gpu(small, np.zeros((73 * 64, 32)), dtype, unit=64).shards
         assert len(shards) > 1
         assert all(shard.start % 64 == 0 for shard in shards)
     own: Case = {"rows": rows, "tiled": False, "experts": (3, 73), "dtype": dtype, "kind": ""}
+    own["bias"] = True
     assert gate_up_error(small, rng, shape=(96, 32), **own) <= limit_of(dtype)
     for form in ("", "residual"):
         assert down_error(small, rng, shape=(32, 64), form=form, **own) <= limit_of(dtype)
@@ -275,6 +303,10 @@ QWEN3_MOE = SHAPES["qwen3-30b-a3b"]
         ({"model_type": "olmoe", "clip_qkv": -8.0}, "'clip_qkv' must be positive"),
         ({"clip_qkv": 8.0}, "clip_qkv = 8.0 changes the computation"),
         ({"model_type": "qwen3"}, "num_experts = 128 changes the computation"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0 changes the computation"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 10.0}, "swiglu_limit = 10.0 is not implemented"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not implemented"),
+        ({"model_type": "gpt_oss"}, "lacks 'rope_scaling'"),
     ],
 )
 def test_configs_of_experts_are_read_strictly(changes: dict[str, Any], message: str) -> None:

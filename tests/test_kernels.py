@@ -620,6 +620,7 @@ ATTENTION: Factors = SETTINGS | {
     "past": (0, 1, 250, 256, 513, 1100),
     "window": (0, 1, 33, 300),
     "softcap": (0.0, 0.7),
+    "sinks": (None, 0.0, 5.0),
     "kv_dtype": ("f16", "f32", "q8"),
     "fuse": (True, False),
 }
@@ -635,12 +636,15 @@ def attention_error(
     window: int,
     kv_dtype: str,
     softcap: float = 0.0,
+    sinks: float | None = None,
     **options: Any,
 ) -> float:
+    """sinks: what they are around, if there are any."""
     n_kv_heads, group = heads
     q = 2 * normal(rng, rows, n_kv_heads * group * head_dim)
     k, v = (normal(rng, past + rows, n_kv_heads * head_dim) for _ in range(2))
     scale = head_dim**-0.5
+    logits = None if sinks is None else sinks + normal(rng, n_kv_heads * group)
     function = functions.attention if rows <= 8 else functions.attention_tiled
     y = function(
         device,
@@ -651,11 +655,13 @@ def attention_error(
         scale=scale,
         window=window,
         softcap=softcap,
+        sinks=logits,
         kv_dtype=kv_dtype,
         **options,
     )
     stored = kept(k, head_dim, kv_dtype), kept(v, head_dim, kv_dtype)
-    return nmse(y, reference.attention(q, *stored, n_kv_heads * group, scale, window, softcap))
+    n_heads = n_kv_heads * group
+    return nmse(y, reference.attention(q, *stored, n_heads, scale, window, softcap, logits))
 
 
 @covering(ATTENTION)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted, write
 
-from infer.kernels import reference
+from infer.kernels import reference, upload
 from infer.kernels.check import int8_rows
 from infer.kernels.codes import TABLES
 from infer.kernels.device import Device, Settings
@@ -192,6 +192,21 @@ def mlx_packed(values: Array) -> dict[str, Array]:
     }
 
 
+def test_parts_of_a_packed_source(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other row of each expert, then the rest, in pieces of a few rows."""
+    monkeypatch.setattr(upload, "PIECE_BYTES", 512)
+    found, checkpoint = opened(DATA / "mxfp4")
+    expected = values_of("mxfp4")
+    parts = [range(24 * expert + way, 24 * (expert + 1), 2) for expert in (0, 1) for way in (0, 1)]
+    shape = (2, 24, expected.shape[1])
+    spec = WeightSpec("w", tuple(Source(KEY, shape, part, transposed=True) for part in parts))
+    with device.scope():
+        weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))["w"]
+        forward = Forward(device, 48)
+        y = forward.run(forward.ops.embedding(weight), tokens=list(range(48)))
+    assert nmse(y, expected[np.concatenate([np.array(part) for part in parts])]) <= 1e-14
+
+
 def e4m3_packed(values: Array) -> dict[str, Array]:
     """A matrix in E4M3, with a scale for each 32x32 of it."""
     rows, columns = values.shape
@@ -239,6 +254,55 @@ def test_a_quantised_model_answers_as_its_values_do(
         actual = scores(build_engine(device, folder), ids)
     assert relative_error(actual, expected) <= tolerance
     assert relative_error(expected, load("llama").logits) > 1e-3  # it was quantised
+
+
+def mxfp4_packed(values: Array) -> tuple[Array, Array, Array]:
+    """Blocks and scales of matrices [experts, rows, columns], and what values they mean."""
+    groups = values.reshape(*values.shape[:-1], -1, 32)
+    exponents = np.floor(np.log2(abs(groups).max(axis=-1))) - 2
+    scales = np.exp2(exponents)[..., None]
+    codes = abs((groups / scales)[..., None] - TABLES["mxfp4"]).argmin(axis=-1).astype(np.uint8)
+    exact = (scales * TABLES["mxfp4"][codes]).astype(np.float32).reshape(values.shape)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).astype(np.uint8), exact
+
+
+def test_gpt_oss_as_it_is_published(device: Device, tmp_path: Path) -> None:
+    """Its experts in MXFP4 have the values that those of floats have, which lie transposed."""
+    source = LLAMA.parent / "gpt_oss"
+    config = json.loads((source / "config.json").read_text())
+    packed: dict[str, Array] = {}
+    floats: dict[str, Array] = {}
+    for key, info in Checkpoint.open(source).tensors.items():
+        values = read_rows(info)
+        if values.ndim == 3:
+            blocks, scales, exact = mxfp4_packed(np.ascontiguousarray(values.swapaxes(1, 2)))
+            packed |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            floats[key] = np.ascontiguousarray(exact.swapaxes(1, 2))
+        else:
+            floats[key] = packed[key] = values
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    folders = tmp_path / "floats", tmp_path / "packed"
+    for folder, tensors, own in zip(folders, (floats, packed), ({}, quantized), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | own))
+        save_file(tensors, folder / "model.safetensors")
+    ids = load("gpt_oss").prompt_ids.tolist()
+    with device.scope():
+        models = [open_model(folder) for folder in folders]
+        weights = [load_weights(device, list(m.weights()), found) for m, found in models]
+        experts = [name for name, weight in weights[1].items() if weight.dtype == "mxfp4"]
+        assert len(experts) == 2 * config["num_hidden_layers"]
+        for name in experts:
+            rows = weights[0][name].shape[0]
+            forwards = [(Forward(device, rows), own[name]) for own in weights]
+            expected, actual = (
+                forward.run(forward.ops.embedding(weight), tokens=range(rows))
+                for forward, weight in forwards
+            )
+            assert np.array_equal(actual, expected)
+        expected, actual = (scores(build_engine(device, folder), ids) for folder in folders)
+    errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
+    assert np.median(errors) <= 3e-2  # activations are rounded to int8
 
 
 def stacked(name: str, pack: Callable[[Array], dict[str, Array]]) -> dict[str, Array]:

@@ -33,6 +33,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "glm": {"partial_rotary_factor": 1.0},
     "glm4": {"partial_rotary_factor": 1.0},
     "glm4_moe": {"routed_scaling_factor": 1.0},
+    "gpt_oss": {"swiglu_limit": 100.0},
     "granite": {"attention_multiplier": 0.45},
     "hunyuan_v1_dense": {"rope_scaling": None},
     "llama_rope_dynamic": {"rope_scaling": None},

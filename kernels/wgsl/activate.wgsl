@@ -1,5 +1,5 @@
-// The activation functions of MLPs.
-// @param ACTIVATION none|silu|gelu|gelu_tanh|relu2
+// The activation functions of MLPs, and gated(gate, up) of gated ones.
+// @param ACTIVATION none|silu|gelu|gelu_tanh|relu2|clamped_swiglu
 #if ACTIVATION == silu
 
 // Sigmoid linear unit (Elfwing et al. 2018).
@@ -31,5 +31,19 @@ fn activate(x: f32) -> f32 {
 fn activate(x: f32) -> f32 {
   let positive = max(x, 0.0);
   return positive * positive;
+}
+#endif
+#if ACTIVATION == clamped_swiglu
+
+// That of gpt-oss: a sigmoid steeper than silu's, both inputs limited, and one more than up.
+fn gated(gate: f32, up: f32) -> f32 {
+  let x = min(gate, 7.0);
+  return x / (1.0 + exp(-1.702 * x)) * (clamp(up, -7.0, 7.0) + 1.0);
+}
+#elif ACTIVATION != none
+
+// Gated linear unit (Shazeer 2020).
+fn gated(gate: f32, up: f32) -> f32 {
+  return activate(gate) * up;
 }
 #endif

@@ -2,6 +2,7 @@
 //
 // One chain of loads: the first AT_ONCE splits are read, with what is left there from other steps,
 // while the row's position is, which says how many there are. QUANTIZE: the result goes out as int8.
+// SINKS: a logit of each head that takes part in softmax, with no value (Xiao et al. 2023; gpt-oss).
 #include "step.wgsl"
 #include "attention_range.wgsl"
 #include "attention_split.wgsl"
@@ -10,6 +11,7 @@
 // @param N_HEADS u32
 // @param AT_ONCE u32             splits whose loads are in flight together: divides STORED_SPLITS
 // @param Y_STRIDE u32
+// @param SINKS bool
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // see attention_split.wgsl
 #if QUANTIZE
@@ -20,9 +22,13 @@ var<workgroup> magnitudes: array<u32, WG>;
 #else
 @group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;
 #endif
+#if SINKS
+@group(0) @binding($(3 + QUANTIZE)) var<storage, read> sinks: array<f32>;
+#endif
 
 const VALUES = N_HEADS * (HEAD_DIM / 4u);  // of a row, as vec4<f32>
 const LOWEST = -3.0e38;
+const LOG2_E = 1.44269504;
 
 // grid (vec4s of a row / WG, rows)
 @compute @workgroup_size(WG)
@@ -40,8 +46,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let positions = position + 1u - first_position(position);
   let length = split_length(positions);
   let n_splits = (positions + length - 1u) / length;
+#if SINKS
+  var most = LOG2_E * sinks[i / (HEAD_DIM / 4u)];
+  var total = 1.0;
+#else
   var most = LOWEST;
   var total = 0.0;
+#endif
   var sum = vec4<f32>();
   for (var base = 0u; base < n_splits; base += AT_ONCE) {
 #if STORED_SPLITS > AT_ONCE

@@ -8,6 +8,7 @@
 //
 // The next slice is in flight while one is used, across both products: a barrier per slice and one
 // more per tile. Rows of Q, K and P have odd strides of 16 bytes against bank conflicts.
+// SINKS are those of attention_combine.wgsl.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
@@ -25,12 +26,16 @@
 // @param DEPTH u32               dimensions of a slice of Q and K: a multiple of 8, divides HEAD_DIM
 // @param V_DEPTH u32             positions of a slice of V: a multiple of 4, divides a tile's
 // @param DOUBLE bool             two buffers of slices: one barrier per slice, not two
+// @param SINKS bool
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> keys: array<KvWords>;
 @group(0) @binding(4) var<storage, read> values: array<KvWords>;
 @group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;
+#if SINKS
+@group(0) @binding(6) var<storage, read> sinks: array<f32>;
+#endif
 
 const SIZE = M_SIZE * N_SIZE;
 const ROWS = M_SIZE * M_TILE;
@@ -174,8 +179,13 @@ fn main(
 
 #for i in 0..M_TILE
   let position$i = step.rows[min(first_row + ty + $iu * M_SIZE, last_row)].position;
+#if SINKS
+  var most$i = LOG2_E * sinks[id.x];
+  var sum$i = select(0.0, 1.0, tx == 0u);
+#else
   var most$i = LOWEST;
   var sum$i = 0.0;  // of the invocation's own weights
+#endif
 #for j in 0..D_TILE
   var o$i_$j = vec4<f32>();
 #endfor

@@ -2,10 +2,11 @@
 // holds the experts one below the other.
 //
 // Without COMBINE a workgroup has a row and one of its experts, whose part of W is gate rows and
-// then up rows, and y[row][slot] = silu(gate) * up; with NORM x is normed as in matmul_vec.wgsl.
+// then up rows, and y[row][slot] = gated(gate, up); with NORM x is normed as in matmul_vec.wgsl.
 // With ROUTE every workgroup chooses the experts by itself, and one of them writes what was chosen.
 // With COMBINE x has the rows [row][slot], and y[row] is the sum of W x over the slots, each times
 // the expert's weight: one long dot product. RESIDUAL is added to it.
+// BIAS: of each expert's rows, added to its part of W x.
 // NEXT_NORM, QUANTIZE and KEEP are those of matmul_vec.wgsl.
 // A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
 #include "reduce.wgsl"
@@ -14,6 +15,7 @@
 #include "quantize_block.wgsl"
 #include "routing.wgsl"
 #include "top_experts.wgsl"
+#include "activate.wgsl"
 // @param N u32                   outputs of an expert
 // @param Y_STRIDE u32            of a row, or of one of its slots
 // @param TEAM u32                invocations of a team: a multiple of the subgroups' size, or WG
@@ -23,6 +25,7 @@
 // @param FIRST_EXPERT u32        of this shard of W
 // @param SHARD_EXPERTS u32
 // @param COMBINE bool
+// @param BIAS bool
 // @param RESIDUAL bool
 // @param KEEP bool
 // @param QUANTIZE bool           TEAMS * OUTPUTS == 32
@@ -50,13 +53,16 @@
 @group(0) @binding($(3 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
 #endif
 #endif
+#if BIAS
+@group(0) @binding($(FIRST)) var<storage, read> bias: array<f32>;  // of all experts
+#endif
 #if RESIDUAL
-@group(0) @binding($(FIRST)) var<storage, read> residual: array<f32>;
+@group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 #if KEEP
-@group(0) @binding($(FIRST + RESIDUAL)) var<storage, read_write> y: array<f32>;
+@group(0) @binding($(FIRST + BIAS + RESIDUAL)) var<storage, read_write> y: array<f32>;
 #endif
-#let NEXT = FIRST + RESIDUAL + KEEP
+#let NEXT = FIRST + BIAS + RESIDUAL + KEEP
 #if QUANTIZE
 @group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<f32>;
@@ -157,8 +163,24 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endif
 #if COMBINE
   let writes = own_output;
+#if BIAS
+#for s in 0..SLOTS
+  var own_bias$s = 0.0;
+  if (writes) {
+    own_bias$s = bias[expert_of(id.y, $su) * N + n];
+  }
+#endfor
+#endif
 #else
   let writes = own_output && in_shard(expert);
+#if BIAS
+  var own_gate_bias = 0.0;
+  var own_up_bias = 0.0;
+  if (writes) {
+    own_gate_bias = bias[2u * expert * N + n];
+    own_up_bias = bias[(2u * expert + 1u) * N + n];
+  }
+#endif
   let expert_row = row_of(expert);
 #endif
 #for o in 0..OUTPUTS
@@ -237,10 +259,19 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endif
 #if COMBINE
     var value = scale * total(owner, place, parts);
+#if BIAS
+#for s in 0..SLOTS
+    value += select(0.0, weight_of(id.y, $su), in_shard(expert_of(id.y, $su))) * own_bias$s;
+#endfor
+#endif
 #else
-    let gate = scale * total(owner, 2u * place, parts);
-    let up = scale * total(owner, 2u * place + 1u, parts);
-    var value = gate / (1.0 + exp(-gate)) * up;
+    var gate = scale * total(owner, 2u * place, parts);
+    var up = scale * total(owner, 2u * place + 1u, parts);
+#if BIAS
+    gate += own_gate_bias;
+    up += own_up_bias;
+#endif
+    var value = gated(gate, up);
 #endif
 #if RESIDUAL
     value += own_residual;

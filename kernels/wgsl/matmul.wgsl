@@ -1,10 +1,10 @@
 // y = x W^T for many rows of x (prefill): tiles of x and W go through workgroup memory, and each
 // invocation keeps M_TILE x N_TILE products in registers. f32 arithmetic.
 //
-// GATED: W holds gate rows, then up rows, and y = activate(gate) * up. Else y = x W^T, after BIAS is
+// GATED: W holds gate rows, then up rows, and y = gated(gate, up). Else y = x W^T, after BIAS is
 // added multiplied by SCALE, then activated where there is an ACTIVATION. RESIDUAL is added to y.
 // GROUPED: W holds experts one below the other, of N outputs each, and a tile has rows that are
-// routed to the same one.
+// routed to the same one; so does BIAS.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
@@ -37,8 +37,8 @@
 @group(0) @binding($(3 + CODES + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 #if GROUPED
-@group(0) @binding($(3 + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
-@group(0) @binding($(4 + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
+@group(0) @binding($(3 + CODES + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
+@group(0) @binding($(4 + CODES + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
 #endif
 
 const EIGHTS = (K + 7u) / 8u;
@@ -95,6 +95,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let expert_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
 #else
   let expert_row = 0u;
+#endif
+#if BIAS
+  let first_bias = expert_row + FIRST_EXPERT * N * $(1 + GATED)u;  // all shards share one
 #endif
 
   // Neighbouring invocations go along a Z curve, so that they share what they load.
@@ -222,14 +225,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     var gate = c$i_$j;
     var up = c$i_$($j + N_TILE / 2);
 #if BIAS
-    gate += bias[n];
-    up += bias[N + n];
+    gate += bias[first_bias + n];
+    up += bias[first_bias + N + n];
 #endif
-    var value = activate(gate) * up;
+    var value = gated(gate, up);
 #else
     var value = c$i_$j;
 #if BIAS
-    value += bias[n];
+    value += bias[first_bias + n];
 #endif
 #if SCALE != 1
     value *= SCALE;

@@ -94,6 +94,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
   let expert_row = 0u;
 #endif
+#if BIAS
+  let first_bias = expert_row + FIRST_EXPERT * N * $(1 + GATED)u;  // all shards share one
+#endif
 
   // Neighbouring invocations go along a Z curve, so that they share what they load.
   let lane = tid % 32u;
@@ -282,14 +285,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     var gate = INT8_UNIT * c$i_$j;
     var up = INT8_UNIT * c$i_$($j + N_TILE / 2);
 #if BIAS
-    gate += bias[n];
-    up += bias[N + n];
+    gate += bias[first_bias + n];
+    up += bias[first_bias + N + n];
 #endif
-    var value = activate(gate) * up;
+    var value = gated(gate, up);
 #else
     var value = INT8_UNIT * c$i_$j;
 #if BIAS
-    value += bias[n];
+    value += bias[first_bias + n];
 #endif
 #if SCALE != 1
     value *= SCALE;

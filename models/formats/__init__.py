@@ -121,10 +121,11 @@ def find_packed(checkpoint: Checkpoint, found: Format, specs: Iterable[WeightSpe
     Raises CheckpointError and UnsupportedError, as Format.matrix does.
     """
     packed = {}
-    for source in (source for spec in specs for source in (*spec.sources, *spec.others)):
-        matrix = found.matrix(checkpoint, source.key, source.shape)
+    sources = [source for spec in specs for source in (*spec.sources, *spec.others)]
+    for key, shape in {source.key: source.shape for source in sources}.items():
+        matrix = found.matrix(checkpoint, key, shape)
         if matrix is not None:
-            packed[source.key] = matrix
+            packed[key] = matrix
     parts = {tensor.name for matrix in packed.values() for tensor in matrix.tensors}
     tensors = {
         name: tensor

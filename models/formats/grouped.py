@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,12 @@ class Grouped:
     biases: Floats | None = None
     units: Floats | None = None
     order: NDArray[np.int64] | None = None
+
+    def every(self, step: int) -> Grouped:
+        """The first of each `step` rows."""
+        names = ("codes", "scales", "zeros", "biases", "units")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: p[::step] for n, p in parts.items() if p is not None})
 
     def dequantize(self) -> Floats:
         """The values, float32 [rows, columns], in the matrix's own order of columns."""

@@ -1,0 +1,81 @@
+"""gpt-oss (OpenAI 2025): experts with biases and a clamped SwiGLU, attention with sinks, and a
+sliding window in every other layer.
+
+The experts are published in MXFP4, all else in bf16. Where they are floats, as transformers writes
+them, their matrices are transposed. Gate and up alternate in the rows of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from infer.kernels.ops import Ops, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Weights, layer_windows
+from infer.models.moe import MixtureOfExperts, read_experts
+from infer.models.weights import Source, WeightSpec
+
+# What transformers takes where a config says nothing.
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+}
+
+
+class GptOss(MixtureOfExperts):
+    """The weights of the experts that are chosen add up to one."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        raw.expect("swiglu_alpha", 1.702)
+        raw.expect("swiglu_limit", 7.0)
+        if raw.get("rope_parameters", None, dict) is None:
+            raw.get("rope_scaling", kind=dict)  # without, it is not the plain one
+        bias = raw.get("attention_bias", True, bool)
+        return DecoderConfig.read(
+            raw,
+            windows=layer_windows(raw, raw.size("sliding_window", None), lambda i: i % 2 == 0),
+            eps=1e-5,
+            theta=150000.0,
+            qkv_bias=bias,
+            output_bias=bias,
+            sinks=True,
+            experts=read_experts(
+                raw, "num_local_experts", "intermediate_size", per_token=4, normalize=True
+            ),
+        )
+
+    def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """router, experts.gate_up_proj and experts.down_proj, each with a bias; gate rows and then
+        up rows of each expert, one expert below the other."""
+        hidden, count, inner = self.config.hidden_size, self.experts.count, self.experts.inner
+        router, experts = f"{prefix}.mlp.router", f"{prefix}.mlp.experts"
+        yield layers.stacked(f"{name}.router", router, {"weight": (count, hidden)})
+        yield layers.stacked(f"{name}.router.bias", router, {"bias": (count,)})
+        for part, rows, columns, ways in (
+            ("gate_up_proj", 2 * inner, hidden, 2),
+            ("down_proj", hidden, inner, 1),
+        ):
+            key, own = f"{experts}.{part}", f"{name}.experts.{part}"
+            parts = [
+                range(expert * rows + way, (expert + 1) * rows, ways)
+                for expert in range(count)
+                for way in range(ways)
+            ]
+            shape = (count, rows, columns)
+            matrices = tuple(Source(key, shape, part, transposed=True) for part in parts)
+            yield WeightSpec(own, matrices, unit=rows)
+            biases = tuple(Source(f"{key}_bias", shape[:2], part) for part in parts)
+            yield WeightSpec(f"{own}.bias", biases, vector=True)
+
+    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+        logits = ops.linear(x, w["router"], w["router.bias"])
+        routing = ops.route(logits, self.experts.per_token, normalize=True)
+        into, back = "experts.gate_up_proj", "experts.down_proj"
+        y = ops.expert_gate_up(x, routing, w[into], w[f"{into}.bias"], "clamped_swiglu")
+        return ops.expert_down(y, routing, w[back], w[f"{back}.bias"])
