@@ -393,7 +393,9 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
     one = {"WIDTH": 9, "X_STRIDE": 16, "X_OFFSET": 0, "Y_STRIDE": 16}
     specs |= {KernelSpec.of("clip", LIMIT=8.0, **one)}
     specs |= {KernelSpec.of("position_scale", BETA=0.1, INTERVAL=16384, **one)}
-    specs |= {KernelSpec.of("sigmoid_gate", WIDTH=9, STRIDE=16, GATE_STRIDE=8, GATE_OFFSET=5)}
+    specs |= {
+        KernelSpec.of("sigmoid_gate", WIDTH=9, STRIDE=16, GATE_STRIDE=8, GATE_OFFSET=5, GATES=1)
+    }
     specs |= {
         KernelSpec.of("quantize_weight", WEIGHT=stored, FORMAT=dtype)
         for stored, dtype in product(("f32", "f16", "bf16"), ("q8", "q4"))
