@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
@@ -266,6 +267,12 @@ def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> Wei
     """A weight of several of the checkpoint's tensors, one on top of the other."""
     sources = tuple(Source(f"{prefix}.{key}", shape) for key, shape in parts.items())
     return WeightSpec(name, sources)
+
+
+def conv_weight(name: str, key: str, shape: StateShape) -> WeightSpec:
+    """The taps of each channel of a short convolution, one channel after the other."""
+    whole = (shape.channels, 1, shape.taps)
+    return WeightSpec(name, (Source(key, whole, range(prod(whole))),), vector=True)
 
 
 def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
