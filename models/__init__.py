@@ -73,6 +73,7 @@ MULTIMODAL = {
     "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
+    "qwen3_5": "Qwen3.5 (dense)",
     "qwen3_vl": "Qwen3-VL (dense)",
 }
 

@@ -102,8 +102,8 @@ def _inner(raw: RawConfig) -> int:
     if not raw.get("block_auto_adjust_ff_dim", True, bool):
         return inner
     inner = int(2 * inner / 3)
-    if raw.get("block_ffn_dim_multiplier", 1.0, float) is not None:
+    if raw.values.get("block_ffn_dim_multiplier", 1.0) is not None:
         multiple = raw.size("block_multiple_of", 256)
-        inner = int(raw.factor("block_ffn_dim_multiplier") * inner)
+        inner = max(1, int(raw.factor("block_ffn_dim_multiplier") * inner))
         inner = -(-inner // multiple) * multiple
     return inner

@@ -635,6 +635,34 @@ def qwen3_5_text(**changes: Any) -> dict[str, Any]:
     return delta_net("qwen3_5_text", rope_parameters=rope, **changes)
 
 
+def qwen3_5() -> dict[str, Any]:
+    """The text model, and a small one that sees images."""
+    return {
+        "model_type": "qwen3_5",
+        "image_token_id": 4,
+        "text_config": qwen3_5_text(head_dim=16, num_hidden_layers=2, full_attention_interval=2),
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.0",
+        "video_token_id": 5,
+        "vision_config": {
+            "depth": 1,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 8,
+            "in_channels": 3,
+            "intermediate_size": 8,
+            "model_type": "qwen3_5",
+            "num_heads": 2,
+            "num_position_embeddings": 4,
+            "out_hidden_size": 64,
+            "patch_size": 2,
+            "spatial_merge_size": 1,
+            "temporal_patch_size": 1,
+        },
+        "vision_end_token_id": 7,
+        "vision_start_token_id": 6,
+    }
+
+
 def lfm2(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "lfm2",
@@ -1044,6 +1072,7 @@ CASES: dict[str, Case] = {
     ),
     "olmoe": Case(olmoe()),
     "qwen3_next": Case(qwen3_next()),
+    "qwen3_5": Case(qwen3_5()),
     "qwen3_5_text": Case(qwen3_5_text()),
     "lfm2": Case(lfm2()),
     # As transformers 5 says it; with biases and more taps, and a convolution last.
