@@ -375,7 +375,7 @@ class Engine:
 
     def _save(self) -> None:
         """Save the states."""
-        self._saved = 0  # while there is half of each
+        self._saved = 0  # until what is saved is known
         self.queue.submit(_NOTHING, 0, 0, copies(self.states, back=False))
         self._saved = self._held
 
