@@ -61,8 +61,8 @@ def kv_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, tokens: 
     step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them."""
     c = model.config
     lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
-    positions = sum(min(length, window or length) for window in c.windows for length in lengths)
-    per_layer = kv_bytes_per_position(model, kv_dtype) / c.num_hidden_layers
+    positions = sum(min(length, window or length) for window in c.kv_windows for length in lengths)
+    per_layer = kv_bytes_per_position(model, kv_dtype) / max(1, len(c.kv_windows))
     return positions * per_layer / tokens
 
 
@@ -78,7 +78,7 @@ def prefill_flops(model: Llama, tokens: int) -> int:
         if len(spec.shape) == 2 and spec.name not in ("embed_tokens", "lm_head")
     )
     lengths = range(1, tokens + 1)
-    positions = sum(min(length, window or length) for window in c.windows for length in lengths)
+    positions = sum(min(length, window or length) for window in c.kv_windows for length in lengths)
     attention = 4 * c.num_attention_heads * c.head_dim * positions
     return 2 * (layers * tokens + head) + attention
 

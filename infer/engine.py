@@ -3,6 +3,11 @@
 A prompt is prefilled in chunks; the last chunk's head samples the first token on the GPU and writes
 the row of the next step, so that decode needs nothing from the host but the recording of its
 dispatches. Step n + 1 is submitted before the id of step n is read.
+
+What of a prompt is in the cache already is not computed again. Keys and values are found by their
+position, and those after the common prefix are forgotten. The state of a layer that has none goes
+on from where it is, or goes back to where it was saved, a few tokens before the end of the last
+prompt, or starts anew.
 """
 
 from __future__ import annotations
@@ -23,12 +28,13 @@ from infer.kernels.arena import Arena
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ModelError, RequestError, UnsupportedError
 from infer.kernels.kv_cache import PAGE, KVCache
+from infer.kernels.layer_state import Cache, LayerState, copies
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, padded_rows
 from infer.kernels.ops import Changes, Ops, Rope, stride
 from infer.kernels.plan import DispatchPlan
 from infer.kernels.record import PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.sampler import INVALID_TOKEN, Sampler, SamplerChain
-from infer.kernels.step import pack_step, step_bytes
+from infer.kernels.step import NO_TOKEN, pack_step, step_bytes
 from infer.kernels.tensor import GpuTensor
 from infer.models.config import RopeConfig
 from infer.models.llama import Llama
@@ -38,6 +44,7 @@ from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 AHEAD = 2  # steps in flight: one runs while the next is recorded
 SUBMISSION_SECONDS = 0.1  # of prefill at most: a display on the same GPU must get its turn
 FIRST_ROWS = 64  # of prefill, while it is not known how fast the adapter is
+_NOTHING = Recording([])
 
 
 @dataclass(frozen=True)
@@ -80,9 +87,10 @@ class Timings:
 
 @dataclass(eq=False)
 class _InFlight:
-    """A submitted step whose id has not been read."""
+    """A submitted step whose id has not been read; kv_len: the positions up to its last row."""
 
     submission: Any
+    kv_len: int
     ids: Buffer
     logits: Buffer | None
 
@@ -107,12 +115,18 @@ class Engine:
         self.context, self.vocab_size = options.context, c.vocab_size
         self.cache = KVCache(
             device,
-            c.num_hidden_layers,
+            len(c.kv_windows),
             c.num_key_value_heads,
             c.head_dim,
             options.context,
             dtype=options.kv_dtype,
         )
+        keys_and_values = iter(self.cache.layers)
+        self.caches: list[Cache] = [  # of each layer
+            next(keys_and_values) if shape is None else LayerState.new(device, shape, layer)
+            for layer, shape in enumerate(c.states)
+        ]
+        self.states = [cache for cache in self.caches if isinstance(cache, LayerState)]
         self.rope = self._upload(c.rope)
         local = self.rope if c.local_rope is None else self._upload(c.local_rope)
         self.ropes = [
@@ -142,6 +156,10 @@ class Engine:
         self._row_seconds = 0.0  # of prefill, as it went last; 0: not known
         self._reads = 0
         self.tokens: list[int] = []  # those whose keys and values are in the cache
+        self._token = -1  # the last that was read
+        # Positions that the states hold, or held when they were saved. Steps that nobody has read,
+        # as after an interrupt, may have made it more than there are tokens.
+        self._held = self._saved = 0
         self.timings = Timings()
 
     def _chunk(self) -> int:
@@ -153,6 +171,8 @@ class Engine:
             widest = max(widest, c.num_attention_heads * positions)
         if c.experts is not None:  # each of a row's experts makes a row of its own
             widest = max(widest, c.experts.per_token * stride(max(c.experts.inner, c.hidden_size)))
+        # In front of a convolution there are gates as well.
+        widest = max([widest, *(3 * state.channels for state in c.states if state is not None)])
         rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
         return max(16, min(self.options.prefill_chunk, rows, self.context))
 
@@ -163,7 +183,7 @@ class Engine:
     def _lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
         changes = self.adapters[adapter]
         ops = Ops(changes)
-        output = self.model.forward(ops, self.weights, self.ropes, self.cache.layers)
+        output = self.model.forward(ops, self.weights, self.ropes, self.caches)
         projections = {value.attrs["weight"] for value in ops.values if value.op == "linear"}
         names = [n for n, w in self.weights.items() if w in changes and w not in projections]
         if names:
@@ -275,7 +295,7 @@ class Engine:
                 if step.token in stop_ids:
                     return
         finally:
-            while self._in_flight:  # steps ahead of a stop: their rows did no harm
+            while self._in_flight:  # steps ahead of a stop
                 self._read()
 
     def _sample(
@@ -299,16 +319,13 @@ class Engine:
     ) -> Iterator[Step]:
         self._prefill(prompt_ids, chain, with_logits)
         decode = self.recording("decode", True, chain)
-        submitted, token = 1, -1
-        for done in range(limit):
+        submitted, length = 1, len(prompt_ids)  # which grows meanwhile
+        for _ in range(limit):
             while submitted < limit and len(self._in_flight) < self.options.ahead:
-                self._submit(decode, 1, len(prompt_ids) + submitted, with_logits)
+                self._submit(decode, 1, length + submitted, with_logits)
                 submitted += 1
             step = self._read()
-            if done:  # this step has put the last token into the cache
-                self.tokens.append(token)
-            token = step.token
-            if token == INVALID_TOKEN:
+            if step.token == INVALID_TOKEN:
                 raise ModelError(
                     "The model's logits are not finite: its weights may be damaged, or its values "
                     "too large for the KV cache's f16 (load it with kv_dtype f32)."
@@ -330,15 +347,37 @@ class Engine:
     def _prefill(self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool) -> None:
         """Bring the cache to `ids` and submit the head after the last of them."""
         self._turn_for(len(ids))
+        reused = self._reuse(ids[:-1])
+        if not self.timings.prefilled_tokens:  # this is the prompt
+            self.timings.reused_tokens, self.timings.prefilled_tokens = reused, len(ids) - reused
+        if self.states:
+            # A next prompt that begins like this one may end otherwise, as chat templates have it.
+            self._extend(ids[reused:-MAX_VEC_ROWS], None, with_logits, head=False)
+            self._save()
+        self._extend(ids[len(self.tokens) :], chain, with_logits)
+
+    def _reuse(self, ids: Sequence[int]) -> int:
+        """Trim the cache to the longest prefix of `ids` that it can go on from, and return how
+        long that is."""
         reused = 0
-        for ours, theirs in zip(self.tokens, ids[:-1], strict=False):
+        for ours, theirs in zip(self.tokens, ids, strict=False):
             if ours != theirs:
                 break
             reused += 1
+        goes_on = reused == len(self.tokens) == self._held
+        if self.states and not goes_on:
+            reused = self._saved if self._saved <= reused else 0
         del self.tokens[reused:]
-        if not self.timings.prefilled_tokens:  # this is the prompt
-            self.timings.reused_tokens, self.timings.prefilled_tokens = reused, len(ids) - reused
-        self._extend(ids[reused:], chain, with_logits)
+        if self.states and not goes_on and reused:
+            self.queue.submit(_NOTHING, 0, 0, copies(self.states, back=True))
+        self._held, self._saved = reused, min(self._saved, reused)
+        return reused
+
+    def _save(self) -> None:
+        """Save the states."""
+        self._saved = 0  # until what is saved is known
+        self.queue.submit(_NOTHING, 0, 0, copies(self.states, back=False))
+        self._saved = self._held
 
     def _turn_for(self, prompt_length: int) -> None:
         """The rope table of a prompt of that length; the cache only serves the table it had."""
@@ -348,13 +387,19 @@ class Engine:
             self.device.write(self.rope.table, rope_table(rope, self.context, length))
             self._table_length, self.tokens = length, []
 
-    def _extend(self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool) -> None:
+    def _extend(
+        self,
+        ids: Sequence[int],
+        chain: SamplerChain | None,
+        with_logits: bool,
+        head: bool = True,
+    ) -> None:
         """Append ids to the cache, in steps of the kinds that fit, and submit the head (and, with
-        a chain, the sampler) after the last."""
+        a chain, the sampler) after the last, unless there is another `_extend` to come."""
         before: Any = None
         since, known = time.perf_counter(), self._row_seconds > 0.0
         for start, count, kind in self.chunks(len(ids)):
-            last = start + count == len(ids)
+            last = head and start + count == len(ids)
             rows = (count - 1,) if last else ()
             position = len(self.tokens)
             part = ids[start : start + count]
@@ -362,6 +407,7 @@ class Engine:
             recording = self.recording(kind, last, chain if last else None)
             if before is not None and known:  # one step ahead is enough to keep the GPU busy
                 since = self._measure(before, since)
+            self._held = position + count
             *first, rest = recording.parts(self._submissions(count))
             for piece in first:
                 self.queue.submit(piece, count, position + count, ())
@@ -421,17 +467,24 @@ class Engine:
             return self.queue.submit(recording, rows, kv_len, ())
         ids, logits = self._staging[self._reads % len(self._staging)]
         self._reads += 1
-        copies = [(self.sampler.sampled, ids, 4)]
+        read_back = [(self.sampler.sampled, ids, 4)]
         if with_logits:
-            copies.append((self.logits, logits, 4 * self.vocab_size))
-        submission = self.queue.submit(recording, rows, kv_len, copies)
-        self._in_flight.append(_InFlight(submission, ids, logits if with_logits else None))
+            read_back.append((self.logits, logits, 4 * self.vocab_size))
+        self._held = kv_len
+        submission = self.queue.submit(recording, rows, kv_len, read_back)
+        self._in_flight.append(_InFlight(submission, kv_len, ids, logits if with_logits else None))
         return submission
 
     def _read(self) -> Step:
         """The oldest step in flight, once it is done."""
         step = self._in_flight.popleft()
         token = int(self.queue.read(step.ids, 4, step.submission)[0])
+        if step.kv_len == len(self.tokens) + 1:  # decode: it had the token before
+            if token == NO_TOKEN:  # but its row had stopped and changed nothing
+                self._held = len(self.tokens)
+            else:
+                self.tokens.append(self._token)
+        self._token = token
         if step.logits is None:
             return Step(token)
         logits = self.queue.read(step.logits, 4 * self.vocab_size, step.submission)
@@ -456,9 +509,11 @@ class Engine:
             plan = self._lower(StepKind(rows), logits, adapter).place(Arena(self.device))
             recording = Recording((*plan.body, *plan.head))
             self.tokens.clear()
+            self._saved = 0
             for start in range(0, len(ids), rows):
                 part = ids[start : start + rows]
                 self.device.write(self.step, pack_step(part, start))
+                self._held = start + len(part)
                 self.queue.submit(recording, len(part), start + len(part), ())
                 self.tokens.extend(part)
                 values = self.device.read(logits, np.float32, len(part) * row // 4)

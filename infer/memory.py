@@ -24,7 +24,7 @@ _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
 @dataclass(frozen=True)
 class MemoryNeed:
     """Bytes on the GPU: weights, with the adapters beside them, KV cache, and everything else
-    (activations, tables, staging, and what quantising needs while it lasts)."""
+    (activations, states of layers, tables, staging, and what quantising needs while it lasts)."""
 
     weights: int
     kv_cache: int
@@ -65,7 +65,7 @@ def memory_needed(
 def kv_bytes_per_position(model: Llama, dtype: str) -> int:
     """Bytes of keys and values of one position."""
     c = model.config
-    page = kv_cache_bytes(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 256, dtype)
+    page = kv_cache_bytes(len(c.kv_windows), c.num_key_value_heads, c.head_dim, 256, dtype)
     return page // 256
 
 
@@ -106,7 +106,7 @@ def fitting_options(
     free = memory_info(adapter).free
     while True:
         need = memory_needed(model, stored, options, limits, adapter, loras)
-        layer_bytes = need.kv_cache // (2 * model.config.num_hidden_layers)
+        layer_bytes = need.kv_cache // (2 * len(model.config.kv_windows) or 1)
         fits_binding = layer_bytes <= min(limits.max_binding, limits.max_buffer)
         if fits_binding and (free is None or need.total <= free):
             return options

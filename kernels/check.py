@@ -202,7 +202,16 @@ def cases() -> Iterator[Case]:
         for dtype, rows in product(("bf16", "q4"), (3, 40)):
             run = partial(function, dtype=dtype, rows=rows, bias=True)
             yield Case(kernel, f"{dtype}, {rows} rows, bias", run)
-    yield Case("sigmoid_gate", "", _sigmoid_gate)
+    for each in (False, True):
+        name = "a gate each" if each else "a gate for all"
+        yield Case("sigmoid_gate", name, partial(_sigmoid_gate, each=each))
+    yield Case("gated_rmsnorm", "", _gated_rmsnorm)
+    for rows, goes_on in product((1, 3, 40), (False, True)):
+        name = f"{rows} rows, {'going on' if goes_on else 'from the start'}"
+        for gated in (False, True):
+            run = partial(_short_conv, rows=rows, goes_on=goes_on, gated=gated)
+            yield Case("short_conv", f"{name}, {'gated' if gated else 'silu'}", run)
+        yield Case("delta_rule", name, partial(_delta_rule, rows=rows, goes_on=goes_on))
     for (dtype, grouping), rows in product(_PUBLISHED, (1, 3, 40)):
         run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
         kernel = "matmul_vec" if rows <= 8 else "matmul"
@@ -353,9 +362,42 @@ def _down(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = Fa
     return y, residual + reference.expert_down(exact, ids, weights, weight, added)
 
 
-def _sigmoid_gate(device: Device, inputs: Inputs) -> Outcome:
-    x, gate = inputs(3, 67), inputs(3, 1)
+def _sigmoid_gate(device: Device, inputs: Inputs, each: bool) -> Outcome:
+    x, gate = inputs(3, 67), inputs(3, 67 if each else 1)
     return functions.sigmoid_gate(device, x, gate), x / (1 + np.exp(-gate.astype(np.float64)))
+
+
+def _gated_rmsnorm(device: Device, inputs: Inputs) -> Outcome:
+    x, gate, weight = inputs(3, 5 * 24), inputs(3, 5 * 24), inputs(24)
+    y = functions.gated_rmsnorm(device, x, gate, weight, eps=EPS)
+    return y, reference.rmsnorm(x, weight, EPS) * reference.silu(gate)
+
+
+def _short_conv(device: Device, inputs: Inputs, rows: int, goes_on: bool, gated: bool) -> Outcome:
+    weight, state = inputs(67, 4), inputs(3, 67) if goes_on else None
+    if not gated:
+        x, bias = inputs(rows, 67), inputs(67)
+        options: dict[str, Any] = {"bias": bias, "activation": "silu", "state": state}
+        y, left = functions.short_conv(device, x, weight, **options)
+        expected, expected_left = reference.short_conv(x, weight, bias, state)
+        return np.concatenate([y, left]), np.concatenate([reference.silu(expected), expected_left])
+    x = inputs(rows, 3 * 67)
+    y, left = functions.short_conv(device, x, weight, gated=True, state=state)
+    before, after, value = np.split(x.astype(np.float64), 3, axis=1)
+    expected, expected_left = reference.short_conv(before * value, weight, None, state)
+    return np.concatenate([y, left]), np.concatenate([after * expected, expected_left])
+
+
+def _delta_rule(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Outcome:
+    q, k, v = inputs(rows, 2, 24), inputs(rows, 2, 24), inputs(rows, 4, 37)
+    own = inputs(rows, 8), inputs(4) - 1, inputs(4)
+    state = inputs(4, 24, 37) if goes_on else None
+    y, left = functions.delta_rule(device, q, k, v, *own, state=state)
+    expected, expected_left = reference.delta_rule(q, k, v, *own, state)
+    return (
+        np.concatenate([y.ravel(), left.ravel()]),
+        np.concatenate([expected.ravel(), expected_left.ravel()]),
+    )
 
 
 # What published checkpoints have: groups of other sizes, zero points and biases, codes of floats.

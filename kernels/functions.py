@@ -24,6 +24,7 @@ from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ShaderError
 from infer.kernels.forward import Floats, Forward, Ids, Options, scoped_function, submit, unwritten
 from infer.kernels.kv_cache import KVCache, from_kv, to_kv
+from infer.kernels.layer_state import LayerState, StateShape
 from infer.kernels.lower import MAX_VEC_ROWS
 from infer.kernels.ops import Rope, Value
 from infer.kernels.sampler import Sampler, SamplerChain
@@ -38,11 +39,13 @@ __all__ = [
     "attention_scores",
     "attention_tiled",
     "clip",
+    "delta_rule",
     "elementwise_add",
     "elementwise_mul",
     "embedding",
     "expert_down",
     "expert_gate_up",
+    "gated_rmsnorm",
     "kv_write",
     "layernorm",
     "matmul",
@@ -56,6 +59,7 @@ __all__ = [
     "rope_table",
     "route",
     "sample",
+    "short_conv",
     "sigmoid_gate",
     "softcap",
     "softmax",
@@ -124,6 +128,16 @@ def rmsnorm(
     """x / sqrt(mean(x^2) + eps) * weight over each part of x as wide as the weight."""
     forward = Forward(device, len(x), **options)
     return forward.run(forward.ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps))
+
+
+@scoped_function
+def gated_rmsnorm(
+    device: Device, x: Array, gate: Array, weight: Array, *, eps: float, **options: Unpack[Options]
+) -> Floats:
+    """rmsnorm(x) * silu(gate), both [rows, n * width]; weight [width]."""
+    forward = Forward(device, len(x), **options)
+    inputs = forward.input(x), forward.input(gate)
+    return forward.run(forward.ops.gated_rmsnorm(*inputs, to_gpu(device, weight), eps))
 
 
 @scoped_function
@@ -383,9 +397,82 @@ def _flat(device: Device, bias: Array | None) -> GpuTensor | None:
 
 @scoped_function
 def sigmoid_gate(device: Device, x: Array, gate: Array, **options: Unpack[Options]) -> Floats:
-    """x * sigmoid(gate); x [rows, width], gate [rows, 1]."""
+    """x * sigmoid(gate); x [rows, width], gate [rows, 1] or as x."""
     forward = Forward(device, len(x), **options)
     return forward.run(forward.ops.sigmoid_gate(forward.input(x), forward.input(gate)))
+
+
+# Layers that keep a state
+
+
+@scoped_function
+def short_conv(
+    device: Device,
+    x: Array,
+    weight: Array,
+    *,
+    bias: Array | None = None,
+    gated: bool = False,
+    activation: str = "none",
+    state: Array | None = None,
+    **options: Unpack[Options],
+) -> tuple[Floats, Floats]:
+    """The causal convolution of each channel, [rows, channels], and the last inputs of each,
+    [taps - 1, channels]; weight [channels, taps]. `state` has the inputs before the first row, or
+    there are none. gated: x is B, C and x, [rows, 3 * channels], and this is C * conv(B * x)."""
+    channels, taps = weight.shape
+    own = _state(device, StateShape(channels, taps), [state])
+    forward = Forward(device, len(x), **options)
+    y = forward.ops.short_conv(
+        forward.input(x),
+        to_gpu(device, weight.reshape(-1)),
+        None if bias is None else to_gpu(device, bias),
+        own,
+        gated=gated,
+        activation=activation,
+    )
+    result = forward.run(y, position=0 if state is None else taps)
+    last = device.read(own.inputs, np.float32, channels * (taps - 1))
+    return result, last.reshape(taps - 1, channels)
+
+
+@scoped_function
+def delta_rule(
+    device: Device,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Array,
+    a_log: Array,
+    dt_bias: Array,
+    *,
+    state: Array | None = None,
+    **options: Unpack[Options],
+) -> tuple[Floats, Floats]:
+    """The gated delta rule, [rows, heads, value_dim], and the matrices that it leaves, [heads,
+    key_dim, value_dim]; q, k [rows, key_heads, key_dim], v [rows, heads, value_dim], gates [rows,
+    2 * heads]: b, then a, of each head. It goes on from the matrices in `state`, or from zeros."""
+    (rows, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    shape = StateShape(channels, 2, key_heads, heads, key_dim, value_dim)
+    own = _state(device, shape, [None, state])
+    forward = Forward(device, rows, **options)
+    x = np.concatenate([part.reshape(rows, -1) for part in (q, k, v)], axis=1)
+    inputs = forward.input(x), forward.input(gates)
+    vectors = to_gpu(device, a_log), to_gpu(device, dt_bias)
+    output = forward.ops.delta_rule(*inputs, *vectors, own)
+    y = forward.run(output, position=0 if state is None else 1).reshape(v.shape)
+    left = device.read(own.matrices, np.float32, heads * key_dim * value_dim)
+    return y, left.reshape(heads, key_dim, value_dim)
+
+
+def _state(device: Device, shape: StateShape, values: Sequence[Array | None]) -> LayerState:
+    """A state whose buffers hold the values, or NaN: nothing may read it."""
+    state = LayerState.new(device, shape, 0)
+    for buffer, value in zip(state.buffers, values, strict=True):
+        unread = np.full(buffer.nbytes // 4, np.nan, np.float32)
+        device.write(buffer, unread if value is None else value.astype(np.float32))
+    return state
 
 
 # Positions and attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ class LayerCache:
     they take it for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block`
     dimensions.
     """
+
+    trims: ClassVar[bool] = True  # the last positions can be forgotten
 
     keys: Buffer
     values: Buffer
@@ -103,12 +105,12 @@ class KVCache:
         pages = -(-positions // PAGE)
         slots = pages * PAGE * sequences
         nbytes = kv_cache_bytes(1, n_kv_heads, head_dim, slots, dtype) // 2
-        table = device.upload(np.arange(pages * sequences, dtype=np.uint32), label="page table")
+        self.pages = device.upload(np.arange(pages * sequences, dtype=np.uint32), "page table")
         self.layers = tuple(
             LayerCache(
                 device.buffer(nbytes, label=f"keys of layer {layer}"),
                 device.buffer(nbytes, label=f"values of layer {layer}"),
-                table,
+                self.pages,
                 dtype,
                 n_kv_heads,
                 head_dim,
@@ -122,7 +124,7 @@ class KVCache:
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         own = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
-        return (*own, self.layers[0].pages)
+        return (*own, self.pages)
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,8 @@
 """From traced ops to dispatches: which kernel runs each op.
 
-Every op has a kernel of its own; with `fuse`, groups of ops share one (fuse.py). Attention and
-experts have modules of their own (lower_attention.py, lower_experts.py), and so has where
-activations lie (arena.py).
+Every op has a kernel of its own; with `fuse`, groups of ops share one (fuse.py). Attention,
+experts and layers with a state have modules of their own (lower_attention.py, lower_experts.py,
+lower_state.py), and so has where activations lie (arena.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from infer.kernels.device import Buffer, Device
 from infer.kernels.fuse import Form, Fusion
 from infer.kernels.lower_attention import lower_attention
 from infer.kernels.lower_experts import lower_down, lower_gate_up, lower_route
+from infer.kernels.lower_state import lower_delta_rule, lower_short_conv
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
@@ -140,12 +141,23 @@ class Lowering:
             )
 
     def _lower_rmsnorm(self, value: Value) -> None:
+        self._rmsnorm(value, None)
+
+    def _lower_gated_rmsnorm(self, value: Value) -> None:
+        self._rmsnorm(value, value.inputs[1])
+
+    def _rmsnorm(self, value: Value, gate: Value | None) -> None:
         weight: GpuTensor = value.attrs["weight"]
         (width,) = weight.shape
         x, x_stride, offset = self.source(value.inputs[0])
+        operands: list[Operand] = [x, weight.buffer, value]
+        gate_stride = gate_offset = 0
+        if gate is not None:
+            z, gate_stride, gate_offset = self.source(gate)
+            operands.append(z)
         self.emit(
             "rmsnorm",
-            (x, weight.buffer, value),
+            operands,
             self.row_grid(value, value.width // width),
             {
                 "WG": self.tuning.workgroup(width),
@@ -155,6 +167,9 @@ class Lowering:
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,
                 "Y_STRIDE": stride(value.width),
+                "GATED": gate is not None,
+                "GATE_STRIDE": gate_stride,
+                "GATE_OFFSET": gate_offset,
             },
             moved=lambda rows, kv_len: 8 * rows * value.width,
         )
@@ -513,9 +528,16 @@ class Lowering:
                 "STRIDE": x_stride,
                 "GATE_STRIDE": gate_stride,
                 "GATE_OFFSET": gate_offset,
+                "GATES": value.inputs[1].width,
             },
             moved=lambda rows, kv_len: 8 * rows * value.width,
         )
+
+    def _lower_short_conv(self, value: Value) -> None:
+        lower_short_conv(self, value)
+
+    def _lower_delta_rule(self, value: Value) -> None:
+        lower_delta_rule(self, value)
 
     # Placing
 

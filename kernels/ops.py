@@ -14,6 +14,7 @@ from typing import Any
 
 from infer.kernels.device import Buffer
 from infer.kernels.kv_cache import LayerCache
+from infer.kernels.layer_state import LayerState
 from infer.kernels.tensor import GpuTensor
 
 
@@ -102,6 +103,11 @@ class Ops:
             raise ValueError(f"a norm of {width} values cannot cover rows of {x.width}")
         return self._value("rmsnorm", x.width, x, weight=weight, eps=eps)
 
+    def gated_rmsnorm(self, x: Value, gate: Value, weight: GpuTensor, eps: float) -> Value:
+        """rmsnorm(x) * silu(gate)."""
+        self._same_width(x, gate)
+        return self._value("gated_rmsnorm", x.width, x, gate, weight=weight, eps=eps)
+
     def layernorm(self, x: Value, weight: GpuTensor, bias: GpuTensor | None, eps: float) -> Value:
         """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016), over whole rows."""
         if weight.shape != (x.width,):
@@ -168,6 +174,50 @@ class Ops:
             window=window,
             softcap=softcap,
             sinks=sinks,
+        )
+
+    def short_conv(
+        self,
+        x: Value,
+        weight: GpuTensor,
+        bias: GpuTensor | None,
+        state: LayerState,
+        *,
+        gated: bool = False,
+        activation: str = "none",
+    ) -> Value:
+        """Each channel convolved with its last inputs, those before the step from the state;
+        weight [channels * taps], the latest input's last. gated: x is B, C and x side by side, and
+        this is C * conv(B * x). activation: none, or a function of `activation`."""
+        shape = state.shape
+        if x.width != (3 if gated else 1) * shape.channels:
+            raise ValueError(f"rows of {x.width} do not fit {shape.channels} channels")
+        if weight.shape != (shape.channels * shape.taps,) or shape.taps < 2:
+            raise ValueError(f"a weight of {weight.shape} does not fit {shape}")
+        return self._value(
+            "short_conv",
+            shape.channels,
+            x,
+            weight=weight,
+            bias=bias,
+            state=state,
+            gated=gated,
+            activation=activation,
+        )
+
+    def delta_rule(
+        self, x: Value, gates: Value, a_log: GpuTensor, dt_bias: GpuTensor, state: LayerState
+    ) -> Value:
+        """The gated delta rule (Yang et al. 2024) on the state's matrices; x is queries, keys and
+        values side by side, gates is b, then a, of each head (wgsl/delta_rule.wgsl)."""
+        shape = state.shape
+        queries, values = shape.key_heads * shape.key_dim, shape.heads * shape.value_dim
+        if x.width != 2 * queries + values or shape.key_dim % 4 or shape.heads % shape.key_heads:
+            raise ValueError(f"rows of {x.width} do not fit {shape}")
+        if gates.width != 2 * shape.heads:
+            raise ValueError(f"gates of {gates.width} values do not fit {shape.heads} heads")
+        return self._value(
+            "delta_rule", values, x, gates, a_log=a_log, dt_bias=dt_bias, state=state
         )
 
     def activation(self, x: Value, function: str) -> Value:
@@ -252,9 +302,9 @@ class Ops:
         return rows
 
     def sigmoid_gate(self, x: Value, gate: Value) -> Value:
-        """x * sigmoid(gate), the gate a single value for each row."""
-        if gate.width != 1:
-            raise ValueError(f"a gate has one value for each row, not {gate.width}")
+        """x * sigmoid(gate), the gate a single value for each row, or as wide as x."""
+        if gate.width not in (1, x.width):
+            raise ValueError(f"a gate of {gate.width} values does not fit rows of {x.width}")
         return self._value("sigmoid_gate", x.width, x, gate)
 
     def add(self, a: Value, b: Value) -> Value:

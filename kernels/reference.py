@@ -135,6 +135,48 @@ def expert_down(
     return result
 
 
+def short_conv(
+    x: Array, weight: Array, bias: Array | None = None, state: Array | None = None
+) -> tuple[Array, Array]:
+    """The causal convolution of each channel of x [rows, channels] with weight [channels, taps],
+    and its last taps - 1 inputs; `state`: those before x, or zeros."""
+    taps = weight.shape[1]
+    before = np.zeros((taps - 1, x.shape[1])) if state is None else state
+    inputs = np.concatenate([before, x]).astype(np.float64)
+    y = np.zeros(x.shape) if bias is None else np.tile(bias.astype(np.float64), (len(x), 1))
+    for j in range(taps):
+        y += weight[:, j] * inputs[j : j + len(x)]
+    return y, inputs[len(x) :]
+
+
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Array,
+    a_log: Array,
+    dt_bias: Array,
+    state: Array | None = None,
+) -> tuple[Array, Array]:
+    """The gated delta rule, row by row; shapes as in functions.delta_rule."""
+    heads, key_dim = v.shape[1], k.shape[2]
+    q, k = (
+        np.repeat(x / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True) + 1e-6), n, 1)
+        for x, n in ((q, heads // q.shape[1]), (k, heads // k.shape[1]))
+    )
+    beta = 1 / (1 + np.exp(-gates[:, :heads].astype(np.float64)))
+    rate = np.exp(a_log.astype(np.float64))
+    decay = np.exp(-rate * np.logaddexp(0, gates[:, heads:].astype(np.float64) + dt_bias))
+    left = np.zeros((heads, key_dim, v.shape[2])) if state is None else state.astype(np.float64)
+    y = np.empty(v.shape)
+    for row in range(len(v)):
+        left = decay[row, :, None, None] * left
+        delta = beta[row, :, None] * (v[row] - np.einsum("hk,hkv->hv", k[row], left))
+        left = left + k[row, :, :, None] * delta[:, None]
+        y[row] = np.einsum("hk,hkv->hv", q[row], left) / math.sqrt(key_dim)
+    return y, left
+
+
 def rope(
     x: Array, positions: Array, frequencies: Array, head_dim: int, interleaved: bool = False
 ) -> Array:

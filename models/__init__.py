@@ -41,6 +41,7 @@ ARCHITECTURES = {  # by model_type
     "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
     "helium": Architecture("Helium", "Helium"),
     "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
+    "lfm2": Architecture("Lfm2", "LFM2 (350M to 2.6B)"),
     "llama": Architecture("Llama", "Llama 2, Llama 3, 3.1 and 3.2 (text), SmolLM2, TinyLlama, Yi"),
     "ministral": Architecture("Ministral", "Ministral"),
     "ministral3": Architecture("Ministral3", "Ministral 3"),
@@ -56,7 +57,9 @@ ARCHITECTURES = {  # by model_type
     "qwen2": Architecture("Qwen2", "Qwen2, Qwen2.5"),
     "qwen2_moe": Architecture("Qwen2Moe", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
     "qwen3": Architecture("Qwen3", "Qwen3 (dense)"),
+    "qwen3_5_text": Architecture("Qwen35Text", "Qwen3.5 (dense), the text model"),
     "qwen3_moe": Architecture("Qwen3Moe", "Qwen3-30B-A3B, Qwen3-235B-A22B"),
+    "qwen3_next": Architecture("Qwen3Next", "Qwen3-Next-80B-A3B"),
     "seed_oss": Architecture("SeedOss", "Seed-OSS"),
     "smollm3": Architecture("SmolLM3", "SmolLM3"),
     "stablelm": Architecture("StableLm", "StableLM 2 1.6B, StableLM 3B"),
@@ -70,6 +73,7 @@ MULTIMODAL = {
     "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
+    "qwen3_5": "Qwen3.5 (dense)",
     "qwen3_vl": "Qwen3-VL (dense)",
 }
 

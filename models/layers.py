@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.kv_cache import PAGE, LayerCache
+from infer.kernels.layer_state import StateShape
 from infer.kernels.ops import Ops, Rope, Value
 from infer.kernels.tensor import GpuTensor
 from infer.models.config import RawConfig, RopeConfig
@@ -39,7 +41,8 @@ class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
     windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
-    queries and keys turn. What follows them is off, or 1, where a model does not say otherwise.
+    queries and keys turn; states what a layer keeps instead of keys and values, None where it has
+    these. What follows them is off, or 1, where a model does not say otherwise.
     rms_norm_eps is that of the norms, whatever they are; activation a function of `Ops.activation`.
     """
 
@@ -57,6 +60,7 @@ class DecoderConfig:
     rope: RopeConfig
     windows: tuple[int, ...]
     rope_layers: tuple[bool, ...]
+    states: tuple[StateShape | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -84,6 +88,14 @@ class DecoderConfig:
     parallel: bool = False  # attention and MLP of a layer read the same
     sinks: bool = False  # of attention: a logit of each head beside its scores
     experts: ExpertsConfig | None = None
+    conv_bias: bool = False  # of a short convolution and the projections around it
+    gated_attention: bool = False  # its result, by a part of the projection of queries
+
+    @property
+    def kv_windows(self) -> list[int]:
+        """The windows of the layers that have keys and values."""
+        pairs = zip(self.windows, self.states, strict=True)
+        return [window for window, state in pairs if state is None]
 
     @classmethod
     def read(
@@ -92,6 +104,7 @@ class DecoderConfig:
         *,
         windows: Sequence[int] | None = None,
         rope_layers: Sequence[bool] | None = None,
+        states: Sequence[StateShape | None] | None = None,
         tied: bool = False,
         eps: float = 1e-6,
         theta: float = 10000.0,
@@ -135,6 +148,7 @@ class DecoderConfig:
             rope=rope or raw.rope(head_dim, theta, partial, interleaved),
             windows=tuple(windows) if windows is not None else (0,) * layers,
             rope_layers=tuple(rope_layers) if rope_layers is not None else (True,) * layers,
+            states=tuple(states) if states is not None else (None,) * layers,
             activation=read_activation(raw, activation_key),
             **own,
         )
@@ -176,6 +190,28 @@ def layer_windows(
     if "sliding_attention" in types and not window:
         raise UnsupportedError(f"{raw.place}: layer_types has sliding layers without a window.")
     return [window or 0 if kind == "sliding_attention" else 0 for kind in types]
+
+
+def layers_with_state(raw: RawConfig, kind: str, has_state: Callable[[int], bool]) -> list[bool]:
+    """For each layer whether it has a state, and is called `kind` in layer_types, where given."""
+    layers = raw.size("num_hidden_layers")
+    types = raw.get("layer_types", None, list)
+    if types is None:
+        return [has_state(layer) for layer in range(layers)]
+    if len(types) != layers or any(found not in ("full_attention", kind) for found in types):
+        raise UnsupportedError(
+            f"{raw.place}: layer_types must name full_attention or {kind} for each of {layers} "
+            f"layers; it is {types}."
+        )
+    return [found == kind for found in types]
+
+
+def conv_taps(raw: RawConfig, key: str, default: int) -> int:
+    """The inputs that a short convolution sees."""
+    taps = raw.size(key, default)
+    if not 2 <= taps <= 16:
+        raise UnsupportedError(f"{raw.place}: {key} = {taps} is not implemented (only 2 to 16).")
+    return taps
 
 
 Weights = Mapping[str, GpuTensor]
@@ -233,6 +269,12 @@ def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> Wei
     return WeightSpec(name, sources)
 
 
+def conv_weight(name: str, key: str, shape: StateShape) -> WeightSpec:
+    """The taps of each channel of a short convolution, one channel after the other."""
+    whole = (shape.channels, 1, shape.taps)
+    return WeightSpec(name, (Source(key, whole, range(prod(whole))),), vector=True)
+
+
 def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
     """qkv_proj, o_proj, and their biases, norms and sinks where the config has them."""
     hidden, d = config.hidden_size, config.head_dim
@@ -244,10 +286,11 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
     weights = {f"{part}_proj.weight": (rows, hidden) for part, rows in heads.items()}
     if config.fused_qkv:
         weights = {"qkv_proj.weight": (sum(heads.values()), hidden)}
-    yield stacked(f"{name}.qkv_proj", prefix, weights)
+    qkv = [stacked(f"{name}.qkv_proj", prefix, weights)]
     if config.qkv_bias:
         biases = {f"{part}_proj.bias": (rows,) for part, rows in heads.items()}
-        yield stacked(f"{name}.qkv_proj.bias", prefix, biases)
+        qkv.append(stacked(f"{name}.qkv_proj.bias", prefix, biases))
+    yield from (_gate_last(spec, d) for spec in qkv) if config.gated_attention else qkv
     yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})
     if config.output_bias:
         yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
@@ -260,6 +303,25 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
                 yield WeightSpec(own, (), ones=width)
     if config.sinks:
         yield stacked(f"{name}.sinks", prefix, {"sinks": (config.num_attention_heads,)})
+
+
+def _gate_last(spec: WeightSpec, head_dim: int) -> WeightSpec:
+    """q, k, v and gate, of a tensor that has the queries and the gate of one head after the other,
+    and of those of k and v."""
+    q, *kv = spec.sources
+    both = replace(q, shape=(2 * q.shape[0], *q.shape[1:]))
+    parts = list(regrouped(both, q.shape[0] // head_dim, (head_dim, head_dim)))
+    half = len(parts) // 2
+    return replace(spec, sources=(*parts[:half], *kv, *parts[half:]))
+
+
+def regrouped(source: Source, groups: int, parts: Sequence[int]) -> Iterator[Source]:
+    """A tensor in which the parts of one group of rows follow those of another, with each part of
+    all groups in one piece; parts: their rows in a group."""
+    size = sum(parts)
+    for i, rows in enumerate(parts):
+        for start in range(sum(parts[:i]), groups * size, size):
+            yield replace(source, part=range(start, start + rows))
 
 
 def attention(
@@ -275,7 +337,8 @@ def attention(
     d, eps = config.head_dim, config.rms_norm_eps
     q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
-    q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
+    gate_width = [q_width] * config.gated_attention
+    q, k, v, *gates = ops.split(qkv, q_width, kv_width, kv_width, *gate_width)
     normed = config.qk_norm or config.wide_qk_norm
     if normed and not config.norm_after_rope:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
@@ -292,6 +355,8 @@ def attention(
     cap = config.attn_logit_softcapping
     sinks = w.get("sinks")
     y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap, sinks=sinks)
+    for gate in gates:
+        y = ops.sigmoid_gate(y, gate)
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
 
 

@@ -4,8 +4,9 @@ TinyLlama, Yi, and others. The base of the architectures that differ from it in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from infer.kernels.kv_cache import LayerCache
+from infer.kernels.layer_state import Cache
 from infer.kernels.ops import Ops, Rope, Value
 from infer.models import layers
 from infer.models.config import RawConfig
@@ -38,13 +39,23 @@ class Llama:
             name, prefix = f"layers.{i}", f"model.layers.{i}"
             for norm in self.norms:
                 yield from layers.norm_weights(c, f"{name}.{norm}", f"{prefix}.{norm}")
-            yield from layers.attention_weights(c, f"{name}.self_attn", f"{prefix}.self_attn")
+            yield from self.mixer_weights(i, name, prefix)
             yield from self.mlp_weights(i, f"{name}.mlp", prefix)
         yield from layers.norm_weights(c, "norm", "model.norm")
         if not c.tie_word_embeddings:
             yield layers.stacked("lm_head", "lm_head", {"weight": (c.vocab_size, c.hidden_size)})
         if c.head_bias:
             yield layers.stacked("lm_head.bias", "lm_head", {"bias": (c.vocab_size,)})
+
+    def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """Of attention, or of what a layer has instead."""
+        return layers.attention_weights(self.config, f"{name}.self_attn", f"{prefix}.self_attn")
+
+    def mixer(
+        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
+    ) -> Value:
+        """Attention, or what a layer has instead."""
+        return layers.attention(ops, x, Scope(w, "self_attn"), self.config, rope, cache, window)
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         return layers.mlp_weights(self.config, name, f"{prefix}.mlp")
@@ -66,7 +77,7 @@ class Llama:
         ops: Ops,
         w: Weights,
         ropes: Sequence[Rope | None],
-        cache: Sequence[LayerCache],
+        cache: Sequence[Cache],
     ) -> Value:
         """The logits [rows, vocab_size] of the step's rows that get them. ropes, cache: of each
         layer."""
@@ -85,11 +96,11 @@ class Llama:
         return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
 
     def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int
     ) -> Value:
         """What a layer makes of the activations h [rows, hidden_size]."""
         c = self.config
         x = layers.norm(ops, h, w, "input_layernorm", c)
-        h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        h = h + self.mixer(ops, x, w, rope, cache, window)
         x = layers.norm(ops, h, w, "post_attention_layernorm", c)
         return h + self.mlp(ops, x, Scope(w, "mlp"))

@@ -167,9 +167,10 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
 
 def converted_dtype(spec: WeightSpec, dtype: str) -> str:
     """The dtype of a weight in a model that is converted to `dtype`. Routers are not quantised:
-    they are small, and what they choose must not change."""
-    router = spec.name.endswith(_ROUTER) and dtype in QUANTIZED
-    if len(spec.shape) == 1 or router:
+    they are small, and what they choose must not change. Nor are the gates of a state, where an
+    error would grow with every position."""
+    exact = spec.name.endswith((_ROUTER, ".gates")) and dtype in QUANTIZED
+    if len(spec.shape) == 1 or exact:
         return "f32"
     return EMBEDDING_DTYPE if dtype == "q4" and spec.name in _EMBEDDINGS else dtype
 

@@ -579,6 +579,116 @@ def qwen2_moe(**changes: Any) -> dict[str, Any]:
     return qwen2() | {"model_type": "qwen2_moe"} | own | changes
 
 
+def delta_net(model_type: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "full_attention_interval": 3,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 24,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.0",
+        "use_cache": True,
+        "vocab_size": 331,
+    } | changes
+
+
+def qwen3_next(**changes: Any) -> dict[str, Any]:
+    own = {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "shared_expert_intermediate_size": 32,
+    }
+    return delta_net("qwen3_next", **own, **changes)
+
+
+def qwen3_5_text(**changes: Any) -> dict[str, Any]:
+    rope = {
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000.0,
+        "rope_type": "default",
+    }
+    return delta_net("qwen3_5_text", rope_parameters=rope, **changes)
+
+
+def qwen3_5() -> dict[str, Any]:
+    """The text model, and a small one that sees images."""
+    return {
+        "model_type": "qwen3_5",
+        "image_token_id": 4,
+        "text_config": qwen3_5_text(head_dim=16, num_hidden_layers=2, full_attention_interval=2),
+        "tie_word_embeddings": True,
+        "transformers_version": "4.57.0",
+        "video_token_id": 5,
+        "vision_config": {
+            "depth": 1,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 8,
+            "in_channels": 3,
+            "intermediate_size": 8,
+            "model_type": "qwen3_5",
+            "num_heads": 2,
+            "num_position_embeddings": 4,
+            "out_hidden_size": 64,
+            "patch_size": 2,
+            "spatial_merge_size": 1,
+            "temporal_patch_size": 1,
+        },
+        "vision_end_token_id": 7,
+        "vision_start_token_id": 6,
+    }
+
+
+def lfm2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "lfm2",
+        "block_auto_adjust_ff_dim": True,
+        "block_ff_dim": 96,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 16,
+        "bos_token_id": 1,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "eos_token_id": 2,
+        "full_attn_idxs": [1],
+        "hidden_size": 64,
+        "max_position_embeddings": 128,
+        "norm_eps": 1e-5,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "rope_theta": 1000000.0,
+        "transformers_version": "4.55.0",
+        "use_cache": True,
+        "vocab_size": 331,
+    } | changes
+
+
 def olmoe(**changes: Any) -> dict[str, Any]:
     own = {
         "clip_qkv": 0.9,
@@ -961,6 +1071,22 @@ CASES: dict[str, Case] = {
         qwen2_moe(max_window_layers=2, num_hidden_layers=3, use_sliding_window=True),
     ),
     "olmoe": Case(olmoe()),
+    "qwen3_next": Case(qwen3_next()),
+    "qwen3_5": Case(qwen3_5()),
+    "qwen3_5_text": Case(qwen3_5_text()),
+    "lfm2": Case(lfm2()),
+    # As transformers 5 says it; with biases and more taps, and a convolution last.
+    "lfm2_bias": Case(
+        lfm2(
+            block_auto_adjust_ff_dim=False,
+            conv_L_cache=4,
+            conv_bias=True,
+            full_attn_idxs=None,
+            layer_types=["conv", "full_attention", "conv"],
+            num_hidden_layers=3,
+            tie_word_embeddings=False,
+        )
+    ),
 }
 
 
@@ -1000,6 +1126,8 @@ def random_weight(
     if name.endswith("embed_tokens.weight"):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
+    if name.endswith("A_log"):  # what came long ago must matter
+        return rng.uniform(-4.0, 0.0, shape)
     peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
     peaked += ("router.weight",)
     gain = 1.5 if name.endswith(peaked) else 1.0

@@ -234,7 +234,7 @@ class Sweep:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
         ops = Ops()
-        output = engine.model.forward(ops, engine.weights, engine.ropes, engine.cache.layers)
+        output = engine.model.forward(ops, engine.weights, engine.ropes, engine.caches)
         return ForcedLowering(
             engine.device,
             ops,

@@ -177,6 +177,7 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
     [  # as the published safetensors files count them
         ("gemma-2-2b", 2_614_341_888),
         ("gpt-oss-20b", 20_914_757_184),
+        ("lfm2-1.2b", 1_170_340_608),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen2.5-0.5b", 494_032_768),
@@ -203,7 +204,9 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     for key in SHAPES[name].keys() & {"num_experts", "num_local_experts"}:
         heads |= {key: 4, "num_experts_per_tok": 2}
-    narrow |= {"moe_intermediate_size": 32}
+    narrow |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     params = replace(measure.GREEDY, max_tokens=129)
     with device.scope():
         engine = make_engine(device, SHAPES[name] | narrow | heads)

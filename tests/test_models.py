@@ -60,8 +60,8 @@ def test_both_spellings_are_one_model(case: str, tmp_path: Path) -> None:
 
 
 # Each has a kernel, or a way through them, that the others have not.
-WEAK = ["ernie4_5_moe", "gemma2", "glm4", "gpt_neox", "gpt_oss", "llama", "ministral3"]
-WEAK += ["mistral_sliding", "olmo", "olmo2", "qwen2_moe", "qwen3"]
+WEAK = ["ernie4_5_moe", "gemma2", "glm4", "gpt_neox", "gpt_oss", "lfm2", "llama"]
+WEAK += ["ministral3", "mistral_sliding", "olmo", "olmo2", "qwen2_moe", "qwen3", "qwen3_next"]
 
 
 @pytest.mark.parametrize("case", WEAK)

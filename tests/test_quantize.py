@@ -274,6 +274,15 @@ def test_random_weights_are_those_in_bf16_quantised(device: Device, dtype: str) 
     )
 
 
+def test_the_gates_of_a_state_are_not_quantised() -> None:
+    spec = weight("layers.0.linear_attn.gates", w=(8, 8))
+    assert [converted_dtype(spec, dtype) for dtype in ("q4", "q8", "bf16")] == [
+        "f32",
+        "f32",
+        "bf16",
+    ]
+
+
 def test_embeddings_and_output_projection_take_eight_bits() -> None:
     specs = [weight(name, w=(8, 8)) for name in ("embed_tokens", "lm_head", "layers.0.mlp.down")]
     specs += [weight("layers.0.mlp.router", w=(8, 8)), weight("norm", w=(8,))]

@@ -15,6 +15,7 @@ from infer.kernels.device import Device, DryDevice, Limits
 from infer.kernels.errors import ShaderError
 from infer.kernels.functions import validate
 from infer.kernels.kv_cache import KV_DTYPES, KVCache
+from infer.kernels.layer_state import LayerState
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops, Rope
 from infer.kernels.sampler import Sampler, SamplerChain
@@ -348,7 +349,8 @@ def model_specs(shape: str, limits: Limits, lanes: int, dtype: str) -> Iterator[
     """The kernels of the steps of a real model, of which nothing is allocated, on an adapter with
     so many lanes in a subgroup, or 0 for none."""
     raw = shape_config(shape)
-    raw.values["num_hidden_layers"] = 1
+    kinds = build_model(raw).config.states
+    raw.values["num_hidden_layers"] = kinds.index(None) + 1  # attention, and what comes before
     model = build_model(raw)
     c = model.config
     dry = DryDevice(limits)
@@ -362,7 +364,11 @@ def model_specs(shape: str, limits: Limits, lanes: int, dtype: str) -> Iterator[
         cache = KVCache(dry, 1, c.num_key_value_heads, c.head_dim, 4096, dtype=kv_dtype)
         ops = Ops()
         rope = Rope(dry.buffer(1), c.rope.rotary_dim, interleaved=kv_dtype == "f32")
-        output = model.forward(ops, weights, [rope], cache.layers)
+        caches = [
+            cache.layers[0] if state is None else LayerState.new(dry, state, layer)
+            for layer, state in enumerate(c.states)
+        ]
+        output = model.forward(ops, weights, [rope] * len(caches), caches)
         lowering = Lowering(
             dry,
             ops,
@@ -393,7 +399,6 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
     one = {"WIDTH": 9, "X_STRIDE": 16, "X_OFFSET": 0, "Y_STRIDE": 16}
     specs |= {KernelSpec.of("clip", LIMIT=8.0, **one)}
     specs |= {KernelSpec.of("position_scale", BETA=0.1, INTERVAL=16384, **one)}
-    specs |= {KernelSpec.of("sigmoid_gate", WIDTH=9, STRIDE=16, GATE_STRIDE=8, GATE_OFFSET=5)}
     specs |= {
         KernelSpec.of("quantize_weight", WEIGHT=stored, FORMAT=dtype)
         for stored, dtype in product(("f32", "f16", "bf16"), ("q8", "q4"))

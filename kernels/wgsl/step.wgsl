@@ -4,7 +4,7 @@ struct Row {
   position: u32,  // its place in its sequence, from 0
   sequence: u32,
   adapter: u32,   // reserved for LoRA: 0 is none
-  alive: u32,     // 0: stopped; the row writes neither keys and values nor a token
+  alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
   unused_0: u32,
   unused_1: u32,
   unused_2: u32,

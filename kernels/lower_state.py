@@ -1,0 +1,77 @@
+"""The kernels of layers that keep a state: a short convolution, and the gated delta rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from infer.kernels.arena import Operand
+from infer.kernels.layer_state import LayerState
+from infer.kernels.ops import Value, stride
+from infer.kernels.tensor import GpuTensor
+
+if TYPE_CHECKING:
+    from infer.kernels.lower import Lowering
+
+_CONV_ROWS = 16  # of a workgroup
+_COLUMNS = 32  # of a workgroup, so that its loads of the matrices are whole cache lines
+
+
+def lower_short_conv(low: Lowering, value: Value) -> None:
+    """Emit the kernel of the short_conv op `value`."""
+    weight: GpuTensor = value.attrs["weight"]
+    bias: GpuTensor | None = value.attrs["bias"]
+    state: LayerState = value.attrs["state"]
+    x, x_stride, offset = low.source(value.inputs[0])
+    operands: list[Operand] = [low.step, x, weight.buffer, state.inputs, value]
+    workgroups = -(-value.width // 64)
+    low.emit(
+        "short_conv",
+        operands if bias is None else [*operands, bias.buffer],
+        lambda rows, kv_len: (workgroups, -(-rows // _CONV_ROWS), 1),
+        {
+            "CHANNELS": value.width,
+            "TAPS": state.shape.taps,
+            "ROWS": _CONV_ROWS,
+            "GATED": value.attrs["gated"],
+            "BIAS": bias is not None,
+            "ACTIVATION": value.attrs["activation"],
+            "X_STRIDE": x_stride,
+            "X_OFFSET": offset,
+            "Y_STRIDE": stride(value.width),
+        },
+        moved=lambda rows, kv_len: 4 * rows * (value.inputs[0].width + value.width),
+    )
+
+
+def lower_delta_rule(low: Lowering, value: Value) -> None:
+    """Emit the kernel of the delta_rule op `value`."""
+    state: LayerState = value.attrs["state"]
+    shape = state.shape
+    (x, x_stride, _), (gates, gates_stride, _) = map(low.source, value.inputs)
+    split = next(n for n in (4, 2, 1) if shape.key_dim % (4 * n) == 0)
+    low.emit(
+        "delta_rule",
+        (
+            low.step,
+            x,
+            gates,
+            value.attrs["a_log"].buffer,
+            value.attrs["dt_bias"].buffer,
+            state.matrices,
+            value,
+        ),
+        (-(-shape.value_dim // _COLUMNS), shape.heads, 1),
+        {
+            "KEY_HEADS": shape.key_heads,
+            "HEADS": shape.heads,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "COLUMNS": _COLUMNS,
+            "SPLIT": split,
+            "X_STRIDE": x_stride,
+            "GATES_STRIDE": gates_stride,
+            "Y_STRIDE": stride(value.width),
+        },
+        moved=lambda rows, kv_len: 2 * state.matrices.nbytes + 4 * rows * (x_stride + value.width),
+        flops=lambda rows, kv_len: 6 * rows * shape.key_dim * value.width,
+    )

@@ -1,0 +1,109 @@
+"""LFM2 (Liquid AI 2025): most layers have a short convolution between two gates where others have
+attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from infer.kernels.layer_state import LayerState, StateShape
+from infer.kernels.ops import Ops, Rope, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.models.llama import Llama
+from infer.models.weights import WeightSpec
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 128_000,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 65536,
+}
+
+# How the first files call keys; these come first.
+_OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+
+_NAMES = {
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.norm": "model.embedding_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "self_attn.o_proj": "self_attn.out_proj",
+}
+
+
+class Lfm2(Llama):
+    """The attention of Qwen3, in some layers."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        older = {new: raw.values[old] for old, new in _OLDER.items() if old in raw.values}
+        raw = RawConfig(_DEFAULTS | raw.values | older, raw.place)
+        channels = raw.size("hidden_size")
+        attends = raw.get("full_attn_idxs", None, list)
+        convolves = layers.layers_with_state(
+            raw, "conv", lambda layer: attends is not None and layer not in attends
+        )
+        shape = StateShape(channels, layers.conv_taps(raw, "conv_L_cache", 3))
+        config = DecoderConfig.read(
+            raw,
+            states=[shape if conv else None for conv in convolves],
+            rope_layers=[not conv for conv in convolves],
+            qk_norm=True,
+            norm_names=("q_layernorm", "k_layernorm"),
+            conv_bias=raw.get("conv_bias", False, bool),
+            eps=1e-5,
+            eps_key="norm_eps",
+            theta=1e6,
+            tied=True,
+        )
+        return replace(config, intermediate_size=_inner(raw))
+
+    def weights(self) -> Iterator[WeightSpec]:
+        return layers.renamed(super().weights(), _NAMES)
+
+    def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """Of attention, or in_proj, conv and out_proj, with biases where the config has them."""
+        c, hidden = self.config, self.config.hidden_size
+        shape = c.states[layer]
+        if shape is None:
+            yield from super().mixer_weights(layer, name, prefix)
+            return
+        name, prefix = f"{name}.conv", f"{prefix}.conv"
+        yield layers.stacked(f"{name}.in_proj", prefix, {"in_proj.weight": (3 * hidden, hidden)})
+        yield layers.conv_weight(f"{name}.conv", f"{prefix}.conv.weight", shape)
+        yield layers.stacked(f"{name}.out_proj", prefix, {"out_proj.weight": (hidden, hidden)})
+        if c.conv_bias:
+            for part, rows in (("in_proj", 3 * hidden), ("conv", hidden), ("out_proj", hidden)):
+                yield layers.stacked(f"{name}.{part}.bias", prefix, {f"{part}.bias": (rows,)})
+
+    def mixer(
+        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
+    ) -> Value:
+        if not isinstance(cache, LayerState):
+            return super().mixer(ops, x, w, rope, cache, window)
+        w = Scope(w, "conv")
+        x = ops.linear(x, w["in_proj"], w.get("in_proj.bias"))
+        y = ops.short_conv(x, w["conv"], w.get("conv.bias"), cache, gated=True)
+        return ops.linear(y, w["out_proj"], w.get("out_proj.bias"))
+
+
+def _inner(raw: RawConfig) -> int:
+    """The width of the MLP: two thirds of what the config says, times a factor, rounded up."""
+    inner = raw.size("intermediate_size")
+    if not raw.get("block_auto_adjust_ff_dim", True, bool):
+        return inner
+    inner = int(2 * inner / 3)
+    if raw.values.get("block_ffn_dim_multiplier", 1.0) is not None:
+        multiple = raw.size("block_multiple_of", 256)
+        inner = max(1, int(raw.factor("block_ffn_dim_multiplier") * inner))
+        inner = -(-inner // multiple) * multiple
+    return inner

@@ -1,0 +1,22 @@
+"""Qwen3.5 (Qwen team 2026), the text model: gated delta nets, and the MLP of Llama."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.delta_net import DEFAULTS, GatedDeltaNet
+from infer.models.layers import DecoderConfig
+
+# How the dimensions of a head are dealt out to time, height and width, which text does not have.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+class Qwen35Text(GatedDeltaNet):
+    """Of three kinds of positions a text has one."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        parameters = raw.get("rope_parameters", None, dict) or {}
+        own = {key: value for key, value in parameters.items() if key not in _OF_IMAGES}
+        rope = {"rope_parameters": own} if own else {}
+        values = DEFAULTS | {"num_key_value_heads": 4} | raw.values | rope
+        return cls.read_delta(RawConfig(values, raw.place))

@@ -1,0 +1,244 @@
+"""Layers that keep a state: their kernels against float64, and what an engine reuses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import OpenDevice
+from engines import Answer, answer, build_engine, scores
+from reference_models import load, relative_error
+from test_kernels import EPS, LIMIT, SETTINGS, Case, Factors, covering, settings_of
+
+from infer.engine import Engine
+from infer.kernels import functions, reference
+from infer.kernels.device import Device
+from infer.kernels.reference import nmse
+from infer.sampling import SamplingParams
+
+TOLERANCE = 1e-4
+STEPS = 16
+LAST = 8  # tokens of a prompt that come after the state was saved
+
+# Kernels
+
+ROWS: Factors = SETTINGS | {
+    "rows": (1, 2, 17, 40),
+    "goes_on": (False, True),
+}
+
+
+@covering(
+    ROWS | {"shape": ((1, 2), (64, 3), (67, 4), (130, 16)), "form": ("gated", "silu", "bias")}
+)
+def test_short_conv(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        rows, (channels, taps), form = case["rows"], case["shape"], case["form"]
+        x = rng.standard_normal((rows, channels * (3 if form == "gated" else 1)), np.float32)
+        weight, bias = rng.standard_normal((channels, taps)), rng.standard_normal(channels)
+        state = rng.standard_normal((taps - 1, channels)) if case["goes_on"] else None
+        y, left = functions.short_conv(
+            open_device(settings_of(case)),
+            x,
+            weight,
+            bias=bias if form == "bias" else None,
+            gated=form == "gated",
+            activation="silu" if form == "silu" else "none",
+            state=state,
+        )
+        before, after, value = (
+            np.split(x.astype(np.float64), 3, 1) if form == "gated" else (1, 1, x)
+        )
+        expected, inputs = reference.short_conv(
+            before * value, weight, bias if form == "bias" else None, state
+        )
+        expected = reference.silu(expected) if form == "silu" else expected * after
+        assert nmse(y, expected) <= LIMIT, case
+        assert nmse(left, inputs) <= LIMIT, case
+
+
+@covering(ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 1), (40, 37), (128, 40))})
+def test_delta_rule(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        rows, (key_heads, heads), (key_dim, value_dim) = case["rows"], case["heads"], case["dims"]
+        q, k = rng.standard_normal((2, rows, key_heads, key_dim), np.float32)
+        v = rng.standard_normal((rows, heads, value_dim), np.float32)
+        gates = 5 * rng.standard_normal((rows, 2 * heads), np.float32)
+        a_log, dt_bias = rng.uniform(-4, 2, heads), rng.standard_normal(heads)
+        state = rng.standard_normal((heads, key_dim, value_dim)) if case["goes_on"] else None
+        inputs = q, k, v, gates, a_log.astype(np.float32), dt_bias.astype(np.float32)
+        device = open_device(settings_of(case))
+        y, left = functions.delta_rule(device, *inputs, state=state)
+        expected, expected_left = reference.delta_rule(*inputs, state)
+        assert nmse(y, expected) <= LIMIT, case
+        assert nmse(left, expected_left) <= LIMIT, case
+
+
+@pytest.mark.parametrize(("rows", "heads", "width"), [(1, 1, 331), (3, 5, 24), (9, 4, 128)])
+def test_gated_rmsnorm(
+    least_device: Device, rng: np.random.Generator, rows: int, heads: int, width: int
+) -> None:
+    x, gate = rng.standard_normal((2, rows, heads * width), np.float32)
+    weight = rng.standard_normal(width, np.float32)
+    y = functions.gated_rmsnorm(least_device, x, 20 * gate, weight, eps=EPS)
+    assert nmse(y, reference.rmsnorm(x, weight, EPS) * reference.silu(20 * gate)) <= LIMIT
+
+
+def test_a_gate_for_every_value(device: Device, rng: np.random.Generator) -> None:
+    x, gate = rng.standard_normal((2, 9, 67), np.float32)
+    y = functions.sigmoid_gate(device, x, gate)
+    assert nmse(y, x / (1 + np.exp(-gate.astype(np.float64)))) <= LIMIT
+
+
+# What an engine reuses. test_engine.py compares the ways of running these models.
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next"])
+def case(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def shared_engine(case: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with Device.open() as device:
+        folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
+        yield build_engine(device, folder)
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Engine:
+    """With nothing in the cache."""
+    shared_engine.tokens.clear()
+    return shared_engine
+
+
+@pytest.fixture
+def prompt_ids(case: str) -> list[int]:
+    ids: list[int] = load(case).prompt_ids.tolist()
+    return ids
+
+
+def fresh(engine: Engine, prompt_ids: list[int]) -> Answer:
+    """The answer of an engine whose cache is empty."""
+    engine.tokens.clear()
+    return answer(engine, prompt_ids, STEPS)
+
+
+def assert_same(actual: Answer, expected: Answer) -> None:
+    assert actual.token_ids == expected.token_ids
+    assert relative_error(actual.logits, expected.logits) <= TOLERANCE
+
+
+def state_bytes(engine: Engine) -> list[bytes]:
+    buffers = [buffer for state in engine.states for buffer in state.buffers]
+    return [engine.device.read(buffer, np.uint8).tobytes() for buffer in buffers]
+
+
+@pytest.mark.parametrize("shared", [0, 1, 36, 37, 40, 45])
+def test_a_state_goes_back_to_where_it_was_saved(
+    engine: Engine, prompt_ids: list[int], shared: int
+) -> None:
+    """A prompt that differs before that starts anew."""
+    other_ids = [*prompt_ids[:shared], *(i - 1 for i in prompt_ids[shared:])]
+    expected, other = fresh(engine, prompt_ids), fresh(engine, other_ids)
+    saved = len(prompt_ids) - LAST
+    for ids, own in ((prompt_ids, expected), (other_ids, other)):
+        assert_same(answer(engine, ids, STEPS), own)
+        assert engine.timings.reused_tokens == (saved if shared >= saved else 0)
+
+
+def test_a_chat_goes_on_from_its_own_answer(engine: Engine, prompt_ids: list[int]) -> None:
+    turn_ids = [*prompt_ids, *answer(engine, prompt_ids, 9).token_ids, 5, 6, 7]
+    second = answer(engine, turn_ids, STEPS)
+    assert engine.timings.reused_tokens == len(prompt_ids) + 8
+    assert_same(second, fresh(engine, turn_ids))
+
+
+@pytest.mark.parametrize("left", [1, 2, 12])
+def test_what_was_submitted_ahead_is_in_the_state(
+    engine: Engine, prompt_ids: list[int], left: int
+) -> None:
+    """The reader went away, and the next prompt goes on from what was generated for nobody."""
+    expected = answer(engine, prompt_ids, STEPS).token_ids
+    engine.tokens.clear()
+    steps = engine.generate(prompt_ids, SamplingParams(max_tokens=STEPS).resolved({}))
+    for _ in range(left):
+        next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    turn_ids = [*prompt_ids, *expected[: left + 1], 5]
+    second = answer(engine, turn_ids, STEPS)
+    assert engine.timings.reused_tokens == len(prompt_ids) + left
+    assert_same(second, fresh(engine, turn_ids))
+
+
+def test_a_row_that_has_stopped_changes_no_state(engine: Engine, prompt_ids: list[int]) -> None:
+    stop = answer(engine, prompt_ids, 1).token_ids[0]
+    before = state_bytes(engine)
+    engine.tokens.clear()
+    steps = engine.generate(
+        prompt_ids, SamplingParams(max_tokens=STEPS).resolved({}), stop_ids=[stop]
+    )
+    assert [step.token for step in steps] == [stop]
+    assert state_bytes(engine) == before
+    longer_ids = [*prompt_ids, stop, 5]
+    second = answer(engine, longer_ids, STEPS)
+    assert engine.timings.reused_tokens == len(prompt_ids)
+    assert_same(second, fresh(engine, longer_ids))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("shared", [20, 45])
+def test_an_interrupt_leaves_no_wrong_state(
+    engine: Engine,
+    prompt_ids: list[int],
+    shared: int,
+    count: int,
+    before: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever submission it comes in, of those that go back to a state, prefill, save, prefill
+    and decode: nothing goes on from a state that nobody knows."""
+    next_ids = [*prompt_ids[:shared], 5, 6, 7]
+    expected = fresh(engine, next_ids)
+    answer(engine, prompt_ids[:20], 2)
+    submit, calls = engine.queue.submit, iter(range(count))
+
+    def interrupted(*args: Any) -> Any:
+        last = next(calls) == count - 1
+        if last and before:
+            raise KeyboardInterrupt
+        submission = submit(*args)
+        if last:
+            raise KeyboardInterrupt
+        return submission
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.queue, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(engine, prompt_ids, STEPS)
+    assert_same(answer(engine, next_ids, STEPS), expected)
+
+
+def test_scores_start_anew(engine: Engine, case: str, prompt_ids: list[int]) -> None:
+    """And an abandoned score leaves nothing to go on from."""
+    expected = answer(engine, prompt_ids, STEPS)
+    next(engine.score(prompt_ids))
+    assert_same(answer(engine, prompt_ids, STEPS), expected)
+    assert relative_error(scores(engine, prompt_ids), load(case).logits) <= TOLERANCE
+    answer(engine, [*prompt_ids, 7], 1)
+    assert engine.timings.reused_tokens == len(prompt_ids)
+
+
+def test_a_state_costs_the_same_in_any_context(device: Device, tmp_path: Path) -> None:
+    """Only keys and values grow with it, and only of the layers that have them."""
+    folder = load("lfm2").write_checkpoint(tmp_path / "lfm2")
+    with device.scope():
+        short, long = (build_engine(device, folder, context=n) for n in (256, 512))
+        sizes = [[b.nbytes for s in e.states for b in s.buffers] for e in (short, long)]
+        assert sizes[0] == sizes[1] == 2 * [4 * 2 * 64]
+        assert len(long.cache.layers) == 1
