@@ -7,6 +7,7 @@ By default the settings are covered pairwise: any two values of two factors meet
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
@@ -92,18 +93,19 @@ def pairwise(factors: Factors) -> list[Case]:
     return cases
 
 
-def every(factors: Factors) -> list[Case]:
-    return [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+FULL = 200  # cases for each of the settings in the full run
 
 
 def covering(factors: Factors) -> pytest.MarkDecorator:
-    """Parametrizes `case`: pairwise as single tests, and all for each setting in the full run."""
+    """Parametrizes `cases`: pairwise as single tests, and many at random in the full run."""
     few = [pytest.param([case], id="-".join(map(str, case.values()))) for case in pairwise(factors)]
     rest = {name: values for name, values in factors.items() if name not in SETTINGS}
-    full = [
-        pytest.param([s | case for case in every(rest)], id=f"full-{i}", marks=pytest.mark.full)
-        for i, s in enumerate(every(SETTINGS))
-    ]
+    full = []
+    for i, settings in enumerate(product(*SETTINGS.values())):
+        rng = random.Random(i)
+        own = dict(zip(SETTINGS, settings, strict=True))
+        cases = [own | {n: rng.choice(values) for n, values in rest.items()} for _ in range(FULL)]
+        full.append(pytest.param(cases, id=f"full-{i}", marks=pytest.mark.full))
     return pytest.mark.parametrize("cases", [*few, *full])
 
 
