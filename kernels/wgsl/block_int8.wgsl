@@ -40,7 +40,8 @@ fn load_block(row: u32, i: u32) -> Block {
   let high_scale = scale_of(row, min(2u * i + 1u, GROUPS - 1u));
   return Block(load_integers(row, i), scale, high_scale);
 #else
-  return Block(load_integers(row, i), scale_of(row, i / (GROUP_SIZE / 32u)));
+  let scale = scale_of(row, i / (GROUP_SIZE / 32u));
+  return Block(load_integers(row, i), scale);
 #endif
 }
 

@@ -15,10 +15,7 @@
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
-const RANKERS = max(1u, WG / EXPERTS);  // invocations that share an expert
-
 var<workgroup> expert_logits: array<f32, EXPERTS>;
-var<workgroup> ranks: array<atomic<u32>, EXPERTS>;
 var<workgroup> chosen: array<u32, SLOTS>;
 #if CORRECTION
 var<workgroup> preferences: array<f32, EXPERTS>;
@@ -68,15 +65,66 @@ fn preference(e: u32) -> f32 {
 fn choose_experts(row: u32, me: Invocation) {
   for (var e = me.index; e < EXPERTS; e += WG) {
     expert_logits[e] = logits[row * LOGITS_STRIDE + LOGITS_OFFSET + e];
+  }
+#if not SUBGROUPS
+  clear_ranks(me);
+#endif
+  workgroupBarrier();
+#if CORRECTION
+  correct(me);
+#endif
+#if SUBGROUPS
+  if (me.subgroup == 0u) {
+    take_best(me);
+  }
+#else
+  rank(me);
+#endif
+  workgroupBarrier();
+}
+#if SUBGROUPS
+
+// One after the other, by the first subgroup: each time the best of those that come after the last.
+fn take_best(me: Invocation) {
+  var last = vec2<u32>(0xffffffffu, 0u);  // its place in the order, and itself
+  for (var slot = 0u; slot < SLOTS; slot++) {
+    var best = vec2<u32>(0u, EXPERTS);
+    for (var e = me.lane; e < EXPERTS; e += WG / me.n_subgroups) {
+      let place = order(preference(e));
+      let left = place < last.x || (place == last.x && e > last.y) || slot == 0u;
+      if (left && (place > best.x || best.y == EXPERTS)) {
+        best = vec2<u32>(place, e);
+      }
+    }
+    last.x = subgroupMax(best.x);
+    last.y = subgroupMin(select(EXPERTS, best.y, best.x == last.x));
+    if (me.lane == 0u) {
+      chosen[slot] = last.y;
+    }
+  }
+}
+
+// An integer that is larger for a larger number.
+fn order(x: f32) -> u32 {
+  let bits = bitcast<u32>(x + 0.0);  // of -0 as of 0
+  return bits ^ select(0x80000000u, 0xffffffffu, bits >> 31u == 1u);
+}
+#else
+
+const RANKERS = max(1u, WG / EXPERTS);  // invocations that share an expert
+var<workgroup> ranks: array<atomic<u32>, EXPERTS>;
+
+fn clear_ranks(me: Invocation) {
+  for (var e = me.index; e < EXPERTS; e += WG) {
     atomicStore(&ranks[e], 0u);
   }
   for (var slot = me.index; slot < SLOTS; slot += WG) {
     chosen[slot] = 0u;  // of a row of NaN
   }
-  workgroupBarrier();
-#if CORRECTION
-  correct(me);
-#endif
+}
+
+// All at once: how many are better than each.
+fn rank(me: Invocation) {
   for (var i = me.index; i < EXPERTS * RANKERS; i += WG) {
     let e = i % EXPERTS;
     let own = preference(e);
@@ -89,13 +137,13 @@ fn choose_experts(row: u32, me: Invocation) {
   }
   workgroupBarrier();
   for (var e = me.index; e < EXPERTS; e += WG) {
-    let rank = atomicLoad(&ranks[e]);
-    if (rank < SLOTS) {
-      chosen[rank] = e;
+    let place = atomicLoad(&ranks[e]);
+    if (place < SLOTS) {
+      chosen[place] = e;
     }
   }
-  workgroupBarrier();
 }
+#endif
 
 // Writes the ids and weights of slots [first, end).
 fn write_routing(row: u32, first: u32, end: u32, me: Invocation) {
