@@ -432,6 +432,7 @@ def converted(
 OTHERWISE: dict[str, dict[str, Any]] = {
     "gpt_neox_sequential": {"hidden_act": "gelu"},
     "mistral": {"model_type": "llama"},
+    "olmoe": {"clip_qkv": None},
     "smollm3": {"no_rope_layers": None},
     "starcoder2": {"rope_theta": 999999.44},  # a float32
 }

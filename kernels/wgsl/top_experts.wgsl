@@ -15,6 +15,7 @@
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
+#let RANKED = EXPERTS <= 128 or not SUBGROUPS
 var<workgroup> expert_logits: array<f32, EXPERTS>;
 var<workgroup> chosen: array<u32, SLOTS>;
 #if CORRECTION
@@ -66,25 +67,25 @@ fn choose_experts(row: u32, me: Invocation) {
   for (var e = me.index; e < EXPERTS; e += WG) {
     expert_logits[e] = logits[row * LOGITS_STRIDE + LOGITS_OFFSET + e];
   }
-#if not SUBGROUPS
+#if RANKED
   clear_ranks(me);
 #endif
   workgroupBarrier();
 #if CORRECTION
   correct(me);
 #endif
-#if SUBGROUPS
+#if RANKED
+  rank(me);
+#else
   if (me.subgroup == 0u) {
     take_best(me);
   }
-#else
-  rank(me);
 #endif
   workgroupBarrier();
 }
-#if SUBGROUPS
+#if not RANKED
 
-// One after the other, by the first subgroup: each time the best of those that come after the last.
+// Of many, which would take long to rank: one after the other, by the first subgroup: each time the best of those that come after the last.
 fn take_best(me: Invocation) {
   var last = vec2<u32>(0xffffffffu, 0u);  // its place in the order, and itself
   for (var slot = 0u; slot < SLOTS; slot++) {
