@@ -40,8 +40,14 @@ fn load_block(row: u32, i: u32) -> Block {
   let high_scale = scale_of(row, min(2u * i + 1u, GROUPS - 1u));
   return Block(load_integers(row, i), scale, high_scale);
 #else
+#if WEIGHT == mxfp4  // whose codes have the longer way; in the other order q8 is 4 % slower, this 2 %
+  let integers = load_integers(row, i);
   let scale = scale_of(row, i / (GROUP_SIZE / 32u));
-  return Block(load_integers(row, i), scale);
+#else
+  let scale = scale_of(row, i / (GROUP_SIZE / 32u));
+  let integers = load_integers(row, i);
+#endif
+  return Block(integers, scale);
 #endif
 }
 
