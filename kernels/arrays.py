@@ -109,11 +109,12 @@ class Codes:
 def _bits_above(halves: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """The one or two bits above the lowest four of values [rows, blocks, 2, 16], [rows, bytes] as
     kernels/tensor.py has them."""
-    above = halves.reshape(*halves.shape[:2], 2, 4, 4) >> 4 & ((1 << bits) - 1)
+    above = (halves >> 4 & ((1 << bits) - 1)).reshape(*halves.shape[:2], 2, 4, 4)
     if bits == 1:  # the two halves share a byte
         above = above[:, :, 0] | above[:, :, 1] << 4
-    places = np.arange(4, dtype=np.uint8)[:, None] * np.uint8(bits)
-    joined: NDArray[np.uint8] = np.bitwise_or.reduce(above << places, axis=-2)
+    joined: NDArray[np.uint8] = above[..., 0, :].copy()
+    for m in range(1, 4):
+        joined |= above[..., m, :] << m * bits
     return joined.reshape(len(halves), -1)
 
 
