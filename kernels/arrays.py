@@ -109,7 +109,7 @@ class Codes:
 def _bits_above(halves: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """The one or two bits above the lowest four of values [rows, blocks, 2, 16], [rows, bytes] as
     kernels/tensor.py has them."""
-    above = (halves >> 4 & np.uint8((1 << bits) - 1)).reshape(*halves.shape[:2], 2, 4, 4)
+    above = (halves >> np.uint8(4) & np.uint8((1 << bits) - 1)).reshape(*halves.shape[:2], 2, 4, 4)
     if bits == 1:  # the two halves share a byte
         above = above[:, :, 0] | above[:, :, 1] << np.uint8(4)
     joined: NDArray[np.uint8] = above[..., 0, :].copy()
