@@ -135,8 +135,8 @@ class WeightSpec:
 
     def found(self, checkpoint: Checkpoint) -> tuple[Source, ...]:
         """Those of the sources that the checkpoint has."""
-        known = checkpoint.tensors.keys() | checkpoint.packed.keys()
-        has_others = any(source.key in known for source in self.others)
+        known = checkpoint.tensors, checkpoint.packed
+        has_others = any(source.key in those for source in self.others for those in known)
         return self.others if has_others else self.sources
 
 
