@@ -61,6 +61,8 @@ _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olm
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words of the vocabulary are not merged
 _NFC = ("qwen2", "deepseek-r1-qwen", "command-r", "olmo")
 
+# What ends a turn in gpt-oss's format, in which <|end|> only ends one of its messages.
+_ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
 # Control tokens that end a turn, whether or not a file says so: many name only one.
 _ENDS_BY_TEXT = (
     "<|eot_id|>",
@@ -69,6 +71,7 @@ _ENDS_BY_TEXT = (
     "<end_of_turn>",
     "<|endoftext|>",
     "<|end_of_text|>",
+    *_ENDS_OF_HARMONY,
 )
 
 
@@ -107,12 +110,13 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
             ),
             special_tokens=[(name, number) for name, number in ends if number is not None],
         )
-    eos_ids = [found.token_id(key, len(tokens)) for key in _ENDS]
-    eos_ids += [
-        i
-        for i, (token, of) in enumerate(zip(tokens, types, strict=True))
-        if of == _CONTROL and token in _ENDS_BY_TEXT
-    ]
+    control = {
+        token: i for i, (token, of) in enumerate(zip(tokens, types, strict=True)) if of == _CONTROL
+    }
+    eos_ids = {found.token_id(key, len(tokens)) for key in _ENDS}
+    eos_ids |= {control.get(token) for token in _ENDS_BY_TEXT}
+    if all(token in control for token in _ENDS_OF_HARMONY):
+        eos_ids.discard(control.get("<|end|>"))
     return Tokenizer(
         backend,
         special_tokens={name: tokens[number] for name, number in ids.items() if number is not None},

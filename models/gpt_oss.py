@@ -2,7 +2,8 @@
 sliding window in every other layer.
 
 The experts are published in MXFP4, all else in bf16. Where they are floats, as transformers writes
-them, their matrices are transposed. Gate and up alternate in the rows of an expert.
+them, their matrices are transposed. Gate and up alternate in the rows of an expert; GGUF files have
+a matrix for each.
 """
 
 from __future__ import annotations
@@ -58,20 +59,23 @@ class GptOss(MixtureOfExperts):
         yield layers.stacked(f"{name}.router", router, {"weight": (count, hidden)})
         yield layers.stacked(f"{name}.router.bias", router, {"bias": (count,)})
         for part, rows, columns, ways in (
-            ("gate_up_proj", 2 * inner, hidden, 2),
-            ("down_proj", hidden, inner, 1),
+            ("gate_up_proj", 2 * inner, hidden, ("gate_proj", "up_proj")),
+            ("down_proj", hidden, inner, ("down_proj",)),
         ):
             key, own = f"{experts}.{part}", f"{name}.experts.{part}"
             parts = [
-                range(expert * rows + way, (expert + 1) * rows, ways)
+                range(expert * rows + way, (expert + 1) * rows, len(ways))
                 for expert in range(count)
-                for way in range(ways)
+                for way in range(len(ways))
             ]
-            shape = (count, rows, columns)
+            apart = [f"{experts}.{expert}.{way}" for expert in range(count) for way in ways]
+            shape, one = (count, rows, columns), (rows // len(ways), columns)
             matrices = tuple(Source(key, shape, part, transposed=True) for part in parts)
-            yield WeightSpec(own, matrices, unit=rows)
+            others = tuple(Source(f"{module}.weight", one) for module in apart)
+            yield WeightSpec(own, matrices, others, unit=rows)
             biases = tuple(Source(f"{key}_bias", shape[:2], part) for part in parts)
-            yield WeightSpec(f"{own}.bias", biases, vector=True)
+            others = tuple(Source(f"{module}.bias", one[:1]) for module in apart)
+            yield WeightSpec(f"{own}.bias", biases, others, vector=True)
 
     def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
         logits = ops.linear(x, w["router"], w["router.bias"])

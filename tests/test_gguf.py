@@ -19,6 +19,7 @@ from engines import build_engine, scores
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from numpy.typing import NDArray
 from reference_models import cases, load, relative_error
+from safetensors.numpy import save_file
 from tokenizers import decoders, pre_tokenizers
 
 from infer.gguf_tokenizer import gguf_tokenizer
@@ -39,7 +40,7 @@ from infer.models.formats.gguf_architectures import ARCHITECTURES
 from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
 from infer.models.formats.packed import read_rows
-from infer.models.weights import check_checkpoint
+from infer.models.weights import check_checkpoint, load_weights
 from infer.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -316,6 +317,14 @@ def add_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(raw["shared_expert_intermediate_size"])
 
 
+def add_gpt_oss(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    windowed()(writer, raw)
+    add_experts(writer, raw)
+    writer.add_expert_feed_forward_length(raw["intermediate_size"])
+    writer.add_rope_scaling_yarn_beta_fast(raw["rope_scaling"]["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(raw["rope_scaling"]["beta_slow"])
+
+
 # What the converter writes besides what it writes for all, by model_type.
 ADD: dict[str, Add] = {
     "cohere": add_cohere,
@@ -324,6 +333,7 @@ ADD: dict[str, Add] = {
     "gemma2": add_gemma2,
     "gemma3_text": add_gemma3,
     "gpt_neox": add_parallel,
+    "gpt_oss": add_gpt_oss,
     "granite": add_granite,
     "hunyuan_v1_dense": add_hunyuan,
     "mixtral": add_experts,
@@ -364,6 +374,14 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
         scalar = raw.values.get("query_pre_attn_scalar")
         if scalar is not None and ("q_norm" in key or (".q_proj" in key and kind == "gemma2")):
             array = array * np.float32((config.head_dim / scalar) ** 0.5)  # llama.cpp knows it
+        if match := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", key):
+            kind_of = "bias" if match[3] else "weight"
+            rows = array if match[3] else array.swapaxes(1, 2)
+            parts = ("down",) if match[2] == "down" else ("gate", "up")
+            for i, part in enumerate(parts):  # gate and up alternate
+                made[f"{match[1]}{part}_proj.{kind_of}"] = rows[:, i :: len(parts)].copy()
+            continue
+        key = f"{key}.weight" if key.endswith("sinks") else key
         match = re.fullmatch(r"model\.(.*)\.(mlp|block_sparse_moe)\.experts\.\d+\.(.*)", key)
         if match is None:
             made[key] = array[0] if key.endswith("shared_expert_gate.weight") else array
@@ -396,8 +414,9 @@ def converted(
     for key, array in hub.items():
         own = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert own is not None
-        tensors[own] = array if array.ndim == 1 else array.astype(dtype)
-        if kind is not None and array.ndim > 1 and "ffn_gate_inp" not in own:
+        vector = array.ndim == 1 or own.endswith(".bias")
+        tensors[own] = array if vector else array.astype(dtype)
+        if kind is not None and not vector and "ffn_gate_inp" not in own:
             tensors[own], kinds[own] = library.quantize(array, kind), kind
 
     def add(writer: library.GGUFWriter) -> None:
@@ -463,9 +482,9 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         original = published(name).values | OTHERWISE.get(name, {})
         assert model.config == build_model(RawConfig(original)).config
     check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
-    scaled = {"gemma2": "q_proj", "gemma3_text": "q_norm"}.get(name, "none")
+    unlike = {"gemma2": "q_proj", "gemma3_text": "q_norm", "gpt_oss": ".experts."}
     for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
-        if scaled in key:
+        if unlike.get(name, "none") in key:
             continue
         values = read_rows(info)
         wanted = values if values.ndim == 1 else values.astype(np.float16).astype(np.float32)
@@ -476,7 +495,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
             np.testing.assert_allclose(rows, wanted[start : start + 5], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [*COMPUTED, "gpt_neox", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", [*COMPUTED, "gpt_neox", "gpt_oss", "mixtral", "qwen2_moe"])
 def test_a_converted_model_computes_what_transformers_does(
     device: Device, tmp_path: Path, name: str
 ) -> None:
@@ -501,6 +520,75 @@ def test_experts_of_blocks_are_read_one_by_one(tmp_path: Path, kind: Kind) -> No
         info = Checkpoint.open(DATA / "models" / "mixtral").tensors[key]
         wanted = library.dequantize(library.quantize(read_rows(info), kind), kind)
         np.testing.assert_array_equal(packed[key].read(0, len(wanted)).dequantize(), wanted)
+
+
+@pytest.mark.parametrize("kind", [None, Kind.MXFP4])
+def test_gate_and_up_of_gpt_oss_are_those_that_alternate(tmp_path: Path, kind: Kind | None) -> None:
+    gguf = converted(tmp_path / "m.gguf", "gpt_oss", kind=kind, dtype=np.float32)
+    model, checkpoint = open_model(gguf.file)
+    hub = Checkpoint.open(DATA / "models" / "gpt_oss").tensors
+    specs = [spec for spec in model.weights() if ".experts." in spec.name]
+    assert len(specs) == 2 * 4
+    for spec in specs:
+        found = []
+        for key in (source.key for source in spec.found(checkpoint)):
+            matrix = checkpoint.packed.get(key)
+            assert (matrix is None) == (kind is None or key.endswith(".bias"))
+            if matrix is None:
+                found.append(read_rows(checkpoint.tensors[key]))
+            else:
+                found.append(matrix.read(0, matrix.shape[0]).dequantize())
+        (key,) = {source.key for source in spec.sources}
+        wanted = read_rows(hub[key])
+        wanted = wanted if key.endswith("_bias") else wanted.swapaxes(1, 2)
+        if "gate_up" in key:
+            by_pair = wanted.reshape(len(wanted), -1, 2, *wanted.shape[2:])
+            wanted = by_pair.swapaxes(1, 2).reshape(wanted.shape)
+        wanted = wanted.reshape(spec.shape)
+        if kind is not None and wanted.ndim > 1:
+            wanted = library.dequantize(library.quantize(wanted, kind), kind)
+        np.testing.assert_array_equal(np.concatenate(found), wanted)
+
+
+def hub_blocks(gguf: Gguf, name: str, count: int) -> tuple[Array, Array]:
+    """The blocks and scales of `count` matrices in MXFP4, in the hub's order: a byte holds two
+    neighbours, where those of a GGUF file are 16 columns apart."""
+    info = gguf.tensors[name]
+    data = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset)
+    data = data.reshape(count, info.shape[1], -1, 17)
+    codes = np.concatenate([data[..., 1:] & 15, data[..., 1:] >> 4], axis=-1)
+    return codes[..., ::2] | codes[..., 1::2] << 4, data[..., 0]
+
+
+def test_gpt_oss_in_mxfp4_has_the_weights_of_the_hub(device: Device, tmp_path: Path) -> None:
+    gguf = converted(tmp_path / "m.gguf", "gpt_oss", kind=Kind.MXFP4)
+    source, hub = DATA / "models" / "gpt_oss", tmp_path / "hub"
+    config = json.loads((source / "config.json").read_text())
+    count = config["num_local_experts"]
+    infos = Checkpoint.open(source).tensors
+    tensors = {key: read_rows(info) for key, info in infos.items() if len(info.shape) < 3}
+    for layer in range(config["num_hidden_layers"]):
+        gate, up, down = (
+            hub_blocks(gguf, f"blk.{layer}.ffn_{part}_exps.weight", count)
+            for part in ("gate", "up", "down")
+        )
+        for i, kind in enumerate(("blocks", "scales")):
+            both = np.stack([gate[i], up[i]], axis=2).reshape(count, -1, *gate[i].shape[2:])
+            key = f"model.layers.{layer}.mlp.experts"
+            tensors[f"{key}.gate_up_proj_{kind}"] = both
+            tensors[f"{key}.down_proj_{kind}"] = np.ascontiguousarray(down[i])
+    hub.mkdir()
+    config |= {"quantization_config": {"quant_method": "mxfp4"}}
+    (hub / "config.json").write_text(json.dumps(config))
+    save_file(tensors, hub / "model.safetensors")
+    with device.scope():
+        models = [open_model(path) for path in (gguf.file, hub)]
+        ours, theirs = (load_weights(device, list(m.weights()), found) for m, found in models)
+        experts = [name for name in theirs if ".experts." in name]
+        assert [ours[name].dtype for name in experts] == ["mxfp4", "f32"] * 4
+        for name in experts:
+            for a, b in zip(ours[name].buffers, theirs[name].buffers, strict=True):
+                np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
 
 
 def test_turned_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
@@ -857,6 +945,26 @@ def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
         assert tokenizer.decode(ids["ids"]) == reference.decode(ids["ids"])
     assert tokenizer.bos_token_id == 1
     assert len(tokenizer.byte_token_ids) == 256
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["a", "<|end|>", "<|return|>", "<|call|>"], {2, 3}),  # gpt-oss: it ends one message
+        (["a", "<|end|>", "<|return|>"], {1, 2}),
+        (["a", "<|end|>"], {1}),  # Phi-3
+    ],
+)
+def test_what_ends_a_turn(tmp_path: Path, tokens: list[str], ends: set[int]) -> None:
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-4o")
+        writer.add_token_list([*tokens, "b", "ab"])
+        writer.add_token_types([3 if "|" in token else 1 for token in tokens] + [1, 1])
+        writer.add_token_merges(["a b"])
+        writer.add_eot_token_id(1)
+
+    assert gguf_tokenizer(write(tmp_path / "m.gguf", add=add)).eos_token_ids == ends
 
 
 def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:

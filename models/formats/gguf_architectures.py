@@ -15,6 +15,8 @@ called on the hub, and what no file says because llama.cpp knows it.
 | smollm3                             | every fourth layer does not turn                           |
 | llama with experts (Mixtral),       | experts are stacked; whether the weights of those chosen   |
 | qwen2moe, qwen3moe, olmoe           | are made to add up to one is known by the architecture     |
+| gpt-oss                             | gate and up, which alternate on the hub, are apart; no     |
+|                                     | file says that YaRN's bounds are not rounded               |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -44,7 +46,7 @@ class Architecture:
     eps: what config.json calls the epsilon of norms; layer_norm: of which kind these are.
     turned: rows of q and k are in another order than on the hub. norm_added: what was added to the
         weights of norms.
-    pattern: where layers have a window: every so many layers have none, or 0 for none of them.
+    pattern: where layers have a window: every so many layers have none, or 0 where the model knows.
     local_theta: of the rope of layers with a window, where they have their own.
     experts: whether layers have them.
     ignored: keys of metadata that say nothing reliable.
@@ -77,6 +79,7 @@ NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -121,6 +124,10 @@ _MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+}
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
@@ -144,6 +151,12 @@ def _gemma_scale(largest: int) -> Callable[[Gguf, Config], Config]:
 def _has(name: str) -> Callable[[Gguf, Config], Config]:
     """Whether q and k are normed, under the family's name for that."""
     return lambda gguf, config: {name: "blk.0.attn_q_norm.weight" in gguf.tensors}
+
+
+def _gpt_oss(gguf: Gguf, config: Config) -> Config:
+    """The dimensions between which YaRN's ramp lies are not rounded to whole ones."""
+    rope = config["rope_parameters"]
+    return {"rope_parameters": rope | {"truncate": False}} if "factor" in rope else {}
 
 
 def _stablelm(gguf: Gguf, config: Config) -> Config:
@@ -204,6 +217,7 @@ ARCHITECTURES = {
         eps="layer_norm_eps",
         layer_norm=True,
     ),
+    "gpt-oss": Architecture("gpt_oss", _GPT_OSS, more=_gpt_oss, pattern=0, experts=True),
     "granite": Architecture("granite", keys=_GRANITE, turned=True),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",

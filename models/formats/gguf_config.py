@@ -31,6 +31,9 @@ _STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")
 }
 
+# Whose names end on the hub without ".weight".
+_BARE = ("attn_sinks",)
+
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -305,7 +308,8 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
             continue
         layer = "" if match[1] is None else f"{how.layers}.{match[1]}."
         for own, name, part in _parts(info, match[2], names, config):
-            name = f"{layer}{name}.{match[3]}" if own in names else info.name
+            suffix = "" if own in _BARE else f".{match[3]}"
+            name = f"{layer}{name}{suffix}" if own in names else info.name
             if name in tensors:
                 raise CheckpointError(f"{gguf.file} holds {name} twice, once in {info.name}.")
             tensors[name] = _as_on_the_hub(replace(part, name=name), own, how, config)
@@ -328,17 +332,19 @@ def _parts(
             here = f"attn_{part}"
             yield here, names[here], info.part(info.name, start, (count, *info.shape[1:]))
             start += count
-    elif own in _STACKED and len(info.shape) == 3:
+    elif (
+        own in _STACKED and len(info.shape) > 1 and info.shape[1] % len(held := _STACKED[own]) == 0
+    ):
         if rows != experts:
             raise CheckpointError(
                 f"{info.file}: {info.name} holds {rows} experts, but the metadata say {experts}."
             )
-        held = _STACKED[own]
-        shape = (info.shape[1] // len(held), info.shape[2])
+        shape = (info.shape[1] // len(held), *info.shape[2:])  # of a matrix, or a bias
+        whole = replace(info, shape=(rows * len(held), *shape))
         for i in range(rows * len(held)):
             expert, which = divmod(i, len(held))
             name = names[held[which]].format(expert)
-            yield held[which], name, info.part(info.name, i * shape[0], shape)
+            yield held[which], name, whole.part(info.name, i * math.prod(shape[:-1]), shape)
     elif own == "ffn_gate_inp_shexp" and len(info.shape) == 1:  # a matrix of one row
         yield own, names[own], replace(info, shape=(1, rows))
     else:
