@@ -45,8 +45,8 @@ class Lfm2(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        older = {new: raw.values[old] for old, new in _OLDER.items() if old in raw.values}
-        raw = RawConfig(_DEFAULTS | raw.values | older, raw.place)
+        raw = raw.with_defaults(**_DEFAULTS)
+        raw.values |= {new: raw.values[old] for old, new in _OLDER.items() if old in raw.values}
         channels = raw.size("hidden_size")
         attends = raw.get("full_attn_idxs", None, list)
         convolves = layers.layers_with_state(
