@@ -47,7 +47,7 @@ _DEEPSEEK3 = (
 # tokenizer.ggml.pre -> what text is split by, one after the other, before bytes are merged.
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("lfm2", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}",)),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), ()),
@@ -58,7 +58,8 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 }
 # Those that are split in GPT-2's own way after that.
 _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olmo", "exaone4")
-_WHOLE = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words of the vocabulary are not merged
+# Words of the vocabulary are not merged.
+_WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 _NFC = ("qwen2", "deepseek-r1-qwen", "command-r", "olmo")
 
 # What ends a turn in gpt-oss's format, in which <|end|> only ends one of its messages.

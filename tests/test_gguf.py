@@ -325,6 +325,13 @@ def add_gpt_oss(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     writer.add_rope_scaling_yarn_beta_slow(raw["rope_scaling"]["beta_slow"])
 
 
+def add_lfm2(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.kv_data[0].pop("lfm2.attention.head_count_kv")
+    attends = [layer in raw["full_attn_idxs"] for layer in range(raw["num_hidden_layers"])]
+    writer.add_head_count_kv([raw["num_key_value_heads"] * int(having) for having in attends])
+    writer.add_shortconv_l_cache(raw["conv_L_cache"])
+
+
 # What the converter writes besides what it writes for all, by model_type.
 ADD: dict[str, Add] = {
     "cohere": add_cohere,
@@ -336,6 +343,7 @@ ADD: dict[str, Add] = {
     "gpt_oss": add_gpt_oss,
     "granite": add_granite,
     "hunyuan_v1_dense": add_hunyuan,
+    "lfm2": add_lfm2,
     "mixtral": add_experts,
     "olmoe": add_experts,
     "phi3": add_phi3,
@@ -368,6 +376,8 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
                 array = turned(array, kv_heads)
         if kind.startswith("gemma") and key.endswith("norm.weight"):
             array = array + 1
+        if key.endswith("conv.conv.weight"):
+            array = array[:, 0]
         if "query_key_value" in key:
             by_head = array.reshape(heads, 3, -1, *array.shape[1:])
             array = by_head.swapaxes(0, 1).reshape(array.shape)
@@ -457,8 +467,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }
 # Those whose config is spelled otherwise, so that only what is computed is the same.
 COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
-# Those with a window or a rope that llama.cpp's files do not know.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense")
+# Those with a window, a rope or biases that llama.cpp's files do not know.
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|lfm2_bias")
 CONVERTED = [
     case
     for case in cases()
@@ -495,7 +505,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
             np.testing.assert_allclose(rows, wanted[start : start + 5], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [*COMPUTED, "gpt_neox", "gpt_oss", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", [*COMPUTED, "gpt_neox", "gpt_oss", "lfm2", "mixtral", "qwen2_moe"])
 def test_a_converted_model_computes_what_transformers_does(
     device: Device, tmp_path: Path, name: str
 ) -> None:
@@ -788,6 +798,16 @@ def test_what_differs_from_layer_to_layer_is_refused(tmp_path: Path) -> None:
         gguf_config(gguf)
 
 
+@pytest.mark.parametrize("heads", [[0, 2, 4], [0, 0, 0], [0, 2.5, 0], ["", "", ""]])
+def test_heads_that_differ_from_layer_to_layer_are_refused(
+    tmp_path: Path, heads: list[Any]
+) -> None:
+    gguf = converted(tmp_path / "m.gguf", "lfm2")
+    gguf.metadata["lfm2.attention.head_count_kv"] = np.array(heads)
+    with pytest.raises(UnsupportedError, match="head_count_kv"):
+        gguf_config(gguf)
+
+
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     gguf = write(tmp_path / "m.gguf", {"a": np.ones(4, np.float32)}, arch="mamba")
     with pytest.raises(UnsupportedError, match="'mamba'"):
@@ -882,6 +902,7 @@ def test_text_is_split_as_transformers_does(tmp_path: Path, pre: str) -> None:
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
+        ("lfm2", ["It", "'s", " ", "123", "45", " dogs", "!\n"]),
         ("llama-bpe", ["It", "'s", " ", "123", "45", " dogs", "!\n"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!\n"]),
         ("tekken", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!\n"]),

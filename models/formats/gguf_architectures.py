@@ -17,6 +17,8 @@ called on the hub, and what no file says because llama.cpp knows it.
 | qwen2moe, qwen3moe, olmoe           | are made to add up to one is known by the architecture     |
 | gpt-oss                             | gate and up, which alternate on the hub, are apart; no     |
 |                                     | file says that YaRN's bounds are not rounded               |
+| lfm2                                | layers without heads of keys have a short convolution; the |
+|                                     | last norm is called that of the embeddings                 |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -49,6 +51,7 @@ class Architecture:
     pattern: where layers have a window: every so many layers have none, or 0 where the model knows.
     local_theta: of the rope of layers with a window, where they have their own.
     experts: whether layers have them.
+    convolves: whether layers without heads of keys and values have a short convolution.
     ignored: keys of metadata that say nothing reliable.
     """
 
@@ -65,6 +68,7 @@ class Architecture:
     pattern: int | None = None
     local_theta: float | None = None
     experts: bool = False
+    convolves: bool = False
     ignored: tuple[str, ...] = ()
 
 
@@ -127,6 +131,20 @@ _MIXTRAL = {
 _GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
+}
+_LFM2 = {
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
 }
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _GRANITE = {
@@ -223,6 +241,14 @@ ARCHITECTURES = {
         "hunyuan_v1_dense",
         {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
         values={"use_qk_norm": True},
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        _LFM2,
+        keys={"shortconv.l_cache": "conv_L_cache"},
+        values={"block_auto_adjust_ff_dim": False},  # it was adjusted
+        eps="norm_eps",
+        convolves=True,
     ),
     "llama": Architecture("llama", turned=True),
     "olmo2": Architecture("olmo2", _AFTER),

@@ -42,6 +42,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _EPS, _RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+_KV_HEADS = "attention.head_count_kv"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 # Every key that is understood for all architectures; any other could change the computation.
@@ -50,7 +51,7 @@ _KNOWN = {
     _EPS,
     _RMS_EPS,
     "vocab_size",
-    "attention.head_count_kv",
+    _KV_HEADS,
     "attention.key_length",
     "attention.value_length",
     "attention.causal",
@@ -102,6 +103,9 @@ def gguf_config(gguf: Gguf) -> RawConfig:
         raise UnsupportedError(
             f"{gguf.file}: {listed(prefix + key for key in unknown)} is not implemented."
         )
+    layer_types: dict[str, Any] = {}
+    if how.convolves and not np.isscalar(values.get(_KV_HEADS, 0)):
+        values[_KV_HEADS], layer_types["layer_types"] = _attending(gguf, values[_KV_HEADS])
     by_layer = {key for key, value in values.items() if not np.isscalar(value)}
     if arrays := sorted(by_layer - {_PATTERN}):
         raise UnsupportedError(
@@ -120,7 +124,7 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     bias = _has_bias(gguf, "attn_q") or _has_bias(gguf, "attn_qkv")
     config |= {
         "model_type": how.model_type,
-        "num_key_value_heads": raw.size("attention.head_count_kv", heads),
+        "num_key_value_heads": raw.size(_KV_HEADS, heads),
         "head_dim": head_dim,
         how.eps: raw.get(_EPS if how.layer_norm else _RMS_EPS, kind=float),
         "vocab_size": embeddings.shape[0],
@@ -132,7 +136,7 @@ def gguf_config(gguf: Gguf) -> RawConfig:
         "rope_parameters": _rope(gguf, raw, how, head_dim),
         "quantization_config": {"quant_method": GgufBlocks.method},
     }
-    config |= how.values
+    config |= {**how.values, **layer_types}
     if how.pattern is not None:
         config |= _windows(raw, how)
     if how.experts:
@@ -171,6 +175,17 @@ def _known(how: Architecture) -> set[str]:
 
 def _has_bias(gguf: Gguf, part: str) -> bool:
     return f"blk.0.{part}.bias" in gguf.tensors
+
+
+def _attending(gguf: Gguf, by_layer: Any) -> tuple[Any, list[str]]:
+    """The heads of keys in layers that have any, and the types of all layers."""
+    heads = np.asarray(by_layer).tolist()
+    counts = set(heads) - {0}
+    if len(counts) != 1:
+        raise UnsupportedError(
+            f"{gguf.file}: {_KV_HEADS} = {heads} is not implemented (only 0 and one other number)."
+        )
+    return counts.pop(), ["full_attention" if count else "conv" for count in heads]
 
 
 def _windows(raw: RawConfig, how: Architecture) -> dict[str, Any]:
@@ -302,7 +317,7 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
     for info in gguf.tensors.values():
         if info.name in (_ROPE_FACTORS, *_LONGROPE.values()):
             continue
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", info.name)
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)", info.name)
         if match is None:
             tensors[info.name] = info
             continue
@@ -347,6 +362,8 @@ def _parts(
             yield held[which], name, whole.part(info.name, i * math.prod(shape[:-1]), shape)
     elif own == "ffn_gate_inp_shexp" and len(info.shape) == 1:  # a matrix of one row
         yield own, names[own], replace(info, shape=(1, rows))
+    elif own == "shortconv.conv" and len(info.shape) == 2:
+        yield own, names.get(own, own), replace(info, shape=(rows, 1, info.shape[1]))
     else:
         yield own, names.get(own, own), info
 
