@@ -124,7 +124,11 @@ class RawConfig:
 
     def with_defaults(self, **defaults: Any) -> RawConfig:
         """The same with values for keys that are absent; null is not."""
-        made = RawConfig(defaults | self.values, self.place)
+        return self.with_values(**defaults | self.values)
+
+    def with_values(self, **values: Any) -> RawConfig:
+        """The same with these values; what was read of it stays read."""
+        made = RawConfig(self.values | values, self.place)
         made.read = self.read
         return made
 

@@ -45,8 +45,8 @@ class Lfm2(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        raw = raw.with_defaults(**_DEFAULTS)
-        raw.values |= {new: raw.values[old] for old, new in _OLDER.items() if old in raw.values}
+        older = {new: raw.values[old] for old, new in _OLDER.items() if old in raw.values}
+        raw = raw.with_defaults(**_DEFAULTS).with_values(**older)
         channels = raw.size("hidden_size")
         attends = raw.get("full_attn_idxs", None, list)
         convolves = layers.layers_with_state(

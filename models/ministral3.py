@@ -38,5 +38,5 @@ class Ministral3(Mistral):
         interval = rope.size("original_max_position_embeddings")
         own = {"llama_4_scaling_beta", "max_position_embeddings"}
         known = {key: value for key, value in rope.values.items() if key not in own}
-        raw = RawConfig(raw.values | {"rope_parameters": known}, raw.place)
-        return replace(super().read_config(raw), position_scaling=(beta, interval))
+        config = super().read_config(raw.with_values(rope_parameters=known))
+        return replace(config, position_scaling=(beta, interval))

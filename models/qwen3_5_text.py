@@ -17,6 +17,5 @@ class Qwen35Text(GatedDeltaNet):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         parameters = raw.get("rope_parameters", None, dict) or {}
         own = {key: value for key, value in parameters.items() if key not in _OF_IMAGES}
-        rope = {"rope_parameters": own} if own else {}
-        values = DEFAULTS | {"num_key_value_heads": 4} | raw.values | rope
-        return cls.read_delta(RawConfig(values, raw.place))
+        raw = raw.with_defaults(**DEFAULTS | {"num_key_value_heads": 4})
+        return cls.read_delta(raw.with_values(rope_parameters=own) if own else raw)

@@ -20,6 +20,8 @@ from infer.kernels.device import Device
 from infer.kernels.kv_cache import kept
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model
 from infer.models.config import RawConfig
+from infer.models.formats import find_format
+from infer.models.multimodal import text_config
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
@@ -46,6 +48,18 @@ def test_every_architecture_has_a_case() -> None:
 def test_agrees_with_transformers(device: Device, case: str, tmp_path: Path) -> None:
     reference = load(case)
     assert_agrees(device, reference.write_checkpoint(tmp_path / case), vars(reference))
+
+
+@pytest.mark.parametrize("case", cases())
+def test_a_quantised_model_is_the_same_model(case: str) -> None:
+    """Nothing in a config is taken for unknown because of how its weights are stored."""
+    raw = RawConfig.open(DATA / case)
+    quantised = RawConfig(raw.values | {"quantization": {"bits": 4, "group_size": 32}}, raw.place)
+    configs = [raw, quantised]
+    if raw.values["model_type"] in MULTIMODAL:
+        configs = [text_config(raw), text_config(quantised)]
+    assert find_format(configs[1]) is not None
+    assert build_model(configs[0]).config == build_model(configs[1]).config
 
 
 @pytest.mark.parametrize("case", cases())
