@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ SMALL_FILES = (
     "additional_chat_templates/*.jinja",
     INDEX,
 )
-UNSUPPORTED_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
+UNSUPPORTED_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -78,7 +79,7 @@ def resolve(
         CheckpointError: weights that are missing in part or altogether.
         ModelError: the hub did not serve the files.
     """
-    path = _demo_folder() if model == DEMO else Path(model).expanduser()
+    path = _demo_folder() if model == DEMO else Path(os.path.expanduser(model))
     if path.is_dir():
         if revision is not None:
             raise ModelNotFoundError(
@@ -86,7 +87,7 @@ def resolve(
                 "id, or none."
             )
         return ResolvedModel(_check_folder(path), path.resolve().name)
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and _is_gguf(path.name):
         if revision is not None:
             raise ModelNotFoundError(f"{model} is a local file, which has no revisions.")
         return ResolvedModel(path, path.stem)
@@ -97,8 +98,8 @@ def resolve(
         )
     if not HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
-            f"There is no folder {model}. A model is a local folder, a .gguf file, a hub id such "
-            f"as org/name, or {DEMO!r}."
+            f"There is no folder or file {model}. A model is a local folder, a .gguf file, a hub "
+            f"id such as org/name, or {DEMO!r}."
         )
     return _resolve_hub_id(model, revision, offline, token, progress)
 
@@ -108,7 +109,7 @@ def resolve_adapter(
 ) -> ResolvedModel:
     """Find the files of a LoRA adapter: `adapter` is a local folder or a hub id. For the rest and
     the errors see `resolve`."""
-    path = Path(adapter).expanduser()
+    path = Path(os.path.expanduser(adapter))
     if path.is_dir():
         return ResolvedModel(_check_adapter(path), path.resolve().name)
     if path.exists() or not HUB_ID.fullmatch(adapter):
@@ -151,13 +152,15 @@ def _demo_folder() -> Path:
 
 def _check_folder(folder: Path) -> Path:
     """`folder`, if it looks like a model's; whether its weights are whole, the loader finds out."""
-    if not (folder / "config.json").is_file():
+    names = [path.name for path in folder.iterdir()]
+    lacks_weights = not _has_weights(folder)
+    if not (folder / "config.json").is_file() and not (lacks_weights and any(map(_is_gguf, names))):
         raise ModelNotFoundError(
             f"{folder} has no config.json, so it is not a model. Give the folder of a model in "
             "the Hugging Face layout: config.json, tokenizer.json and *.safetensors."
         )
-    if not _has_weights(folder):
-        raise _no_weights(str(folder), [path.name for path in folder.iterdir()])
+    if lacks_weights:
+        raise _no_weights(str(folder), names)
     return folder
 
 
@@ -229,8 +232,17 @@ def _is_weights(name: str) -> bool:
     return name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
 
 
+def _is_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf")
+
+
 def _no_weights(where: str, names: list[str]) -> ModelError:
     """The error for a model without safetensors, whose files are `names`."""
+    if files := sorted(filter(_is_gguf, names)):
+        return UnsupportedError(
+            f"{where} holds GGUF files, each of which is a model: {listed(files)}. Give the path "
+            "of one; `hf download REPOSITORY FILE` fetches one from the hub, and prints its path."
+        )
     others = sorted({Path(name).suffix for name in names} & set(UNSUPPORTED_WEIGHTS))
     if others:
         return UnsupportedError(

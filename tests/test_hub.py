@@ -209,7 +209,7 @@ ONLINE: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "org/single", "token": "bad"}, "ModelAccessError", "refused the token"),
     ({"model": "org/single", "revision": "v9"}, "ModelNotFoundError", "no revision 'v9'"),
     ({"model": "org/bin"}, "UnsupportedError", r"weights in \.bin files only"),
-    ({"model": "org/gguf"}, "UnsupportedError", r"weights in \.gguf files only"),
+    ({"model": "org/gguf"}, "UnsupportedError", r"each of which is a model: model-q4\.gguf\. Give"),
     ({"model": "org/none"}, "CheckpointError", "has no weights"),
     ({"model": "org/bare"}, "ModelNotFoundError", r"no config\.json"),
     ({"model": "org/down"}, "ModelError", "answered 500"),
@@ -362,7 +362,9 @@ def test_demo_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["config.json"], CheckpointError, "has no weights"),
         (["config.json", "consolidated.safetensors"], CheckpointError, "has no weights"),
         (["config.json", "pytorch_model.bin"], UnsupportedError, r"\.bin files only"),
-        (["config.json", "m.gguf", "m.pth"], UnsupportedError, r"\.gguf, \.pth files only"),
+        (["config.json", "m.onnx", "m.pth"], UnsupportedError, r"\.onnx, \.pth files only"),
+        (["config.json", "m.gguf", "m.pth"], UnsupportedError, r"is a model: m\.gguf\. Give"),
+        (["b.gguf", "a.gguf"], UnsupportedError, r"is a model: a\.gguf, b\.gguf\. Give"),
     ],
 )
 def test_folders_that_are_no_models(
@@ -373,10 +375,21 @@ def test_folders_that_are_no_models(
 
 
 @pytest.mark.parametrize(
-    "model", ["./no/such", "~/no-such-model", "/no/such", "a/b/c", "C:\\no\\such", "name", "a/"]
+    "model",
+    [
+        "./no/such",
+        "~/no-such-model",
+        "~no-such-user/model",
+        "no.gguf",
+        "/no/such",
+        "a/b/c",
+        "C:\\no\\such",
+        "name",
+        "a/",
+    ],
 )
 def test_names_that_are_neither_folder_nor_hub_id(model: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="There is no folder"):
+    with pytest.raises(ModelNotFoundError, match="There is no folder or file"):
         resolve(model)
 
 
@@ -387,5 +400,7 @@ def test_a_file_is_a_model_if_it_is_gguf(tmp_path: Path) -> None:
     assert resolve(str(path)).name == "model"
     with pytest.raises(ModelNotFoundError, match="has no revisions"):
         resolve(str(path), revision="main")
+    path = path.rename(tmp_path / "MODEL.GGUF")
+    assert resolve(str(path)).name == "MODEL"
     with pytest.raises(UnsupportedError, match=r"is a file\. Give the folder"):
         resolve(str(path.rename(tmp_path / "model.bin")))
