@@ -410,8 +410,13 @@ def open_adapters(
             "Give either one adapter that is always on (adapter) or several by name (adapters)."
         )
 
-    if not all(isinstance(name, str) and name for name in adapters or ()):
-        raise RequestError("The names of adapters are texts that are not empty.")
+    if not isinstance(adapters or {}, Mapping) or not all(
+        isinstance(name, str) and name for name in adapters or ()
+    ):
+        raise RequestError(
+            'Give adapters as a dictionary, such as {"sql": "org/sql-lora"}: names of adapters, '
+            "none of them empty, and their folders or hub ids."
+        )
 
     def opened(place: str | Path) -> Lora:
         found = resolve_adapter(str(place), offline=offline, progress=progress)

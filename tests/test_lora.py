@@ -567,8 +567,9 @@ def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
         assert infer.generate(llm, PROMPT, max_tokens=2, adapter="story").completion_tokens
     with pytest.raises(RequestError, match="either one adapter"):
         infer.load(DEMO, adapter=other, adapters={"a": other})
-    with pytest.raises(RequestError, match="names of adapters"):
-        infer.load(DEMO, adapters={"": other})
+    for adapters in ({"": other}, {1: other}, [other], str(other)):
+        with pytest.raises(RequestError, match="names of adapters"):
+            infer.load(DEMO, adapters=adapters)  # type: ignore[arg-type]
 
 
 def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
