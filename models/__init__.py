@@ -113,6 +113,11 @@ def build_model(raw: RawConfig) -> Llama:
     if raw.values.get("model_type") in MULTIMODAL:
         raw = text_config(raw)
     model_type = raw.get("model_type", "", str)
+    if not model_type:
+        raise UnsupportedError(
+            f"{raw.place} has no model_type, which names the architecture. Get the file that was "
+            "published with the model."
+        )
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         raise UnsupportedError(

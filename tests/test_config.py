@@ -32,6 +32,7 @@ from infer.models.rope import rope_table
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv for each of 3 layers"),
         ("lfm2", {"layer_types": ["conv", "conv", "mamba"]}, "must name full_attention or conv"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
+        ("llama", {"model_type": ""}, "has no model_type"),
         ("llama", {"conv_L_cache": 3}, "conv_L_cache = 3"),
         ("llama", {"linear_conv_kernel_dim": 4}, "linear_conv_kernel_dim = 4"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "linear attention of 4 heads, 3 keys"),
