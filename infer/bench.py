@@ -158,7 +158,7 @@ def main(
     parser = argparse.ArgumentParser(
         prog=prog, description="Measure how fast a model runs on this machine's GPU."
     )
-    parser.add_argument("model", nargs="?", help="a hub id, a folder, or demo")
+    parser.add_argument("model", nargs="?", help="a hub id, a folder, a .gguf file, or demo")
     parser.add_argument(
         "--shape", choices=SHAPES, help="instead of a model: the shape of one, on random weights"
     )

@@ -60,8 +60,8 @@ ModelArgument = Annotated[
     typer.Argument(
         show_default=False,
         help="A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, fetched on its first use; a "
-        "folder with config.json, tokenizer.json and *.safetensors; or demo, the small model that "
-        "comes with this package.",
+        "folder with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the "
+        "small model that comes with this package.",
     ),
 ]
 DeviceOption = Annotated[
