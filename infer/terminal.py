@@ -39,8 +39,7 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
         note("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        # Python flushes at its exit too; what is still buffered must have somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _discard(1)
         raise typer.Exit(NOBODY_READS) from None
 
 
@@ -85,8 +84,19 @@ def note(text: str) -> None:
 def _write(text: str, stream: TextIO | None) -> None:
     # typer.echo would take escape sequences out, and would put UTF-8 into an ASCII stream.
     if stream is not None:  # as it is where a program is started with the stream closed
-        stream.write(text)
-        stream.flush()
+        try:
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _discard(stream.fileno())
+            raise InferError(f"The output cannot be written: {error.strerror}.") from error
+
+
+def _discard(descriptor: int) -> None:
+    # Python flushes at its exit too; what is still buffered must have somewhere to go.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 class Shown(Protocol):

@@ -372,6 +372,21 @@ def test_a_reader_that_goes_away_ends_it_quietly(
     assert [line for line in errors.splitlines() if not line.startswith("note: ")] == []
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+@pytest.mark.parametrize("arguments", [("run", "demo", "-p", PROMPT), ("info", "demo")])
+def test_a_full_disk_is_one_line(
+    environment: dict[str, str], arguments: tuple[object, ...]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*arguments), env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if not line.startswith("note: ")] == [
+        "error: The output cannot be written: No space left on device."
+    ]
+
+
 def test_output_that_the_terminal_cannot_show_is_replaced(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
