@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.errors import RequestError
+from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.step import MAX_STOP_IDS, SAMPLING
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class SamplingParams:
         As in transformers, do_sample false or absent means greedy, and do_sample true without a
         temperature or a top_k means temperature 1 and top_k 50 (files leave out what equals
         transformers' defaults). Where only the user asks to sample, what a file leaves out is off.
+        Raises CheckpointError for a value of the file that is none.
         """
         given = {name: defaults[name] for name in _OFF if defaults.get(name) is not None}
         if defaults.get("do_sample"):
@@ -126,6 +127,12 @@ class SamplingParams:
         else:
             given["temperature"] = 0.0
         own = {name: getattr(self, name) for name in _OFF if getattr(self, name) is not None}
+        try:
+            SamplingParams(**{name: given[name] for name in given if name not in own})
+        except RequestError as error:
+            raise CheckpointError(
+                f"generation_config.json: {error} Mend the file, or give the option yourself."
+            ) from None
         seed = secrets.randbits(64) if self.seed is None else self.seed
         return replace(self, **(_OFF | given | own), seed=seed)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from infer.kernels.errors import RequestError
+from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.step import MAX_STOP_IDS, SAMPLING
 from infer.sampling import NumpySampler, SamplingParams, gumbel, logprobs, threefry
 
@@ -120,8 +120,9 @@ def test_a_new_seed_for_each_generation() -> None:
 
 
 def test_a_wrong_default_is_named() -> None:
-    with pytest.raises(RequestError, match="top_p must be a number from 0 to 1"):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p must be a number"):
         SamplingParams().resolved({"top_p": 3})
+    assert SamplingParams(top_p=0.5).resolved({"top_p": 3}).top_p == 0.5
 
 
 def test_record() -> None:
