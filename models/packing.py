@@ -61,7 +61,7 @@ def stored_schemes(schemes: Sequence[Scheme], columns: int, name: str) -> Stored
         return WIDENED
     kind = "int" if mixed else schemes[0].kind
     group = math.gcd(*(_whole(scheme.group, columns) for scheme in schemes))
-    if group % BLOCK and group != BLOCK // 2 and not (kind in CODED and group % 8 == 0):
+    if group % BLOCK and group != BLOCK // 2:
         raise UnsupportedError(
             f"{name} has a scale for {group} columns, which is not implemented: only for 16, and "
             "for multiples of 32."
@@ -151,8 +151,7 @@ class PackedRows:
         row, count = start // self._stride, len(view) // self._stride
         try:
             first = self._first + row * self._step
-            grouped = self._matrix.read(first, first + (count - 1) * self._step + 1)
-            grouped = grouped.every(self._step)
+            grouped = _every(self._matrix, first, count, self._step)
             blocks, self._scales[row : row + count] = codes(grouped, self._stored).pack()
             np.frombuffer(view, np.uint8)[:] = blocks.reshape(-1)
         except BaseException:
@@ -170,15 +169,20 @@ class PackedRows:
 
 
 class WidenedRows:
-    """Rows of a matrix from `first` on, as f32, on their way to the GPU."""
+    """Rows of a matrix, every `step`-th from `first` on, as f32, on their way to the GPU."""
 
-    def __init__(self, matrix: Packed, first: int) -> None:
-        self._matrix, self._first = matrix, first
+    def __init__(self, matrix: Packed, first: int, step: int = 1) -> None:
+        self._matrix, self._first, self._step = matrix, first, step
         self._stride = row_bytes(matrix.shape[1], "f32")
 
     def fill(self, view: memoryview, start: int) -> None:
         """Write the rows from byte `start` on, as many as `view` holds."""
-        row, count = self._first + start // self._stride, len(view) // self._stride
+        first, count = self._first + start // self._stride * self._step, len(view) // self._stride
         values, columns = np.frombuffer(view, np.float32).reshape(count, -1), self._matrix.shape[1]
-        values[:, :columns] = self._matrix.read(row, row + count).dequantize()
+        values[:, :columns] = _every(self._matrix, first, count, self._step).dequantize()
         values[:, columns:] = 0
+
+
+def _every(matrix: Packed, first: int, count: int, step: int) -> Grouped:
+    """So many rows of a matrix, every `step`-th from `first` on."""
+    return matrix.read(first, first + (count - 1) * step + 1).every(step)

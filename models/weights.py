@@ -529,7 +529,7 @@ def _transfers(
         matrix = checkpoint.packed.get(source.key)
         if matrix is not None:
             info, at = matrix.tensors[0], (start - shard.start) * stride
-            fill, nbytes = WidenedRows(matrix, row).fill, (end - start) * stride
+            fill, nbytes = WidenedRows(matrix, row, source.step).fill, (end - start) * stride
             yield _Transfer((info.file, info.offset), shard.buffer, at, nbytes, stride, fill)
             continue
         info, change = checkpoint.tensors[source.key], changes.get(source.key)

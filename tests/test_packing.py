@@ -24,6 +24,7 @@ from infer.kernels import reference, upload
 from infer.kernels.check import int8_rows
 from infer.kernels.codes import TABLES
 from infer.kernels.device import Device, Settings
+from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.kernels.tensor import INTEGERS, GpuTensor
@@ -32,7 +33,9 @@ from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed
 from infer.models.formats.gguf_blocks import GgufBlocks
+from infer.models.formats.grouped import Scheme
 from infer.models.formats.packed import read_rows
+from infer.models.packing import stored_schemes
 from infer.models.weights import Source, WeightSpec, check_checkpoint, load_weights, stored
 from infer.report import inspect_model
 
@@ -176,6 +179,13 @@ def test_parts_may_have_different_orders(device: Device, tmp_path: Path) -> None
                 np.testing.assert_array_equal(y, np.concatenate(values))
 
 
+@pytest.mark.parametrize("kind", ["int", "e4m3", "nf4"])
+def test_groups_that_no_kernel_has(kind: str) -> None:
+    """A block of a kernel would have columns of two of them."""
+    with pytest.raises(UnsupportedError, match="w has a scale for 24 columns"):
+        stored_schemes([Scheme(kind, 8, 24, "f32")], 96, "w")
+
+
 # Models
 
 
@@ -192,16 +202,21 @@ def mlx_packed(values: Array) -> dict[str, Array]:
     }
 
 
-def test_parts_of_a_packed_source(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other row of each expert, then the rest, in pieces of a few rows."""
+@pytest.mark.parametrize("name", ["w", "w.router"])
+def test_parts_of_a_packed_source(
+    device: Device, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every other row of each expert, then the rest, in pieces of a few rows; and widened, as
+    routers are."""
     monkeypatch.setattr(upload, "PIECE_BYTES", 512)
     found, checkpoint = opened(DATA / "mxfp4")
     expected = values_of("mxfp4")
     parts = [range(24 * expert + way, 24 * (expert + 1), 2) for expert in (0, 1) for way in (0, 1)]
     shape = (2, 24, expected.shape[1])
-    spec = WeightSpec("w", tuple(Source(KEY, shape, part, transposed=True) for part in parts))
+    spec = WeightSpec(name, tuple(Source(KEY, shape, part, transposed=True) for part in parts))
     with device.scope():
-        weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))["w"]
+        weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))[name]
+        assert weight.dtype == ("mxfp4" if name == "w" else "f32")
         forward = Forward(device, 48)
         y = forward.run(forward.ops.embedding(weight), tokens=list(range(48)))
     assert nmse(y, expected[np.concatenate([np.array(part) for part in parts])]) <= 1e-14
