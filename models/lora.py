@@ -41,6 +41,7 @@ from infer.models.checkpoint import (
 )
 from infer.models.config import RawConfig
 from infer.models.llama import Llama
+from infer.models.multimodal import text_tensors
 from infer.models.weights import Change, Factors, Source, WeightSpec, widened
 
 # Keys that say nothing about what is computed from the tensors. Any other key must be empty.
@@ -155,18 +156,22 @@ class Lora:
 
     def targets(self, model: Llama, checkpoint: Checkpoint) -> dict[str, dict[str, Pair]]:
         """The pairs by weight of the model and by source of that. What changes a head that is tied
-        is found under "embed_tokens". Raises CheckpointError for an adapter of another model."""
+        is found under "embed_tokens"; what changes parts that are not run is left out. Raises
+        CheckpointError for an adapter of another model."""
         places: dict[str, tuple[WeightSpec, Source]] = {}
         for spec in model.weights():
             for source in spec.found(checkpoint) if len(spec.shape) == 2 else ():
                 places[source.key] = spec, source
                 if spec.name == "embed_tokens" and model.config.tie_word_embeddings:
                     places |= {head: (spec, source) for head in _HEADS if head not in places}
-        foreign = [key for key in self.pairs if key not in places]
+        all_pairs = self.pairs if checkpoint.part_of is None else text_tensors(self.pairs)
+        if not all_pairs:
+            raise self._misfit(f"it changes nothing of the text model in {checkpoint.part_of}")
+        foreign = [key for key in all_pairs if key not in places]
         if foreign:
             raise self._misfit(f"it changes {listed(foreign)}, which this model does not have")
         found: dict[str, dict[str, Pair]] = {}
-        for key, pair in self.pairs.items():
+        for key, pair in all_pairs.items():
             spec, source = places[key]
             if key == source.key and (spec.name == "embed_tokens" or ".experts." in spec.name):
                 raise UnsupportedError(

@@ -7,12 +7,15 @@ Qwen2.5-VL, at the top. Its tensors are Llama's with language_model in front or 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
 from infer.models.formats import QUANTIZATION_KEYS
+
+T = TypeVar("T")
 
 # model_type of a text model -> that of the architecture that it is built like
 _SAME_AS = {
@@ -53,15 +56,15 @@ def text_config(raw: RawConfig) -> RawConfig:
 def text_model(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:
     """The same and its tensors. Whether the embeddings are the output projection too, the tensors
     say: published configs contradict themselves there."""
-    tensors = {
-        _text_name(name): tensor
-        for name, tensor in checkpoint.tensors.items()
-        if not _OTHER.match(name)
-    }
-    config = text_config(raw)
+    tensors, config = text_tensors(checkpoint.tensors), text_config(raw)
     config.values["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in tensors)
     part_of = raw.get("model_type", kind=str)
     return config, replace(checkpoint, tensors=tensors, part_of=part_of)
+
+
+def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
+    """What belongs to tensors of the text model, by the names that it alone would have."""
+    return {_text_name(name): own for name, own in tensors.items() if not _OTHER.match(name)}
 
 
 def _text_name(name: str) -> str:

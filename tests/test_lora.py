@@ -128,6 +128,33 @@ def test_a_gguf_file_takes_an_adapter(device: Device, tmp_path: Path) -> None:
         Reference.load("llama").assert_same(beside, "own")
 
 
+def test_a_model_that_also_sees_takes_an_adapter(device: Device, tmp_path: Path) -> None:
+    """Which has the names that modules have there, and may change those that see."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((MODELS / "llama" / "config.json").read_text())
+    outer = {"model_type": "mistral3", "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    plain, own = "model.layers", "model.language_model.layers"
+    stored = Checkpoint.open(MODELS / "llama").tensors
+    tensors = {key.replace(plain, own): read_rows(info) for key, info in stored.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+    def change(tensors: Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.replace(plain, own)] = tensors.pop(key)
+        seeing = "base_model.model.model.vision_tower.layers.0.q_proj"
+        tensors[f"{seeing}.lora_A.weight"] = np.ones((4, 8), np.float32)
+        tensors[f"{seeing}.lora_B.weight"] = np.ones((8, 4), np.float32)
+
+    adapter = adapter_with(tmp_path / "adapter", change=change)
+    with device.scope():
+        merged = build_engine(device, folder, dtype="f32", adapter=adapter)
+        Reference.load("llama").assert_same(merged)
+        beside = build_engine(device, folder, adapters={"own": adapter})
+        Reference.load("llama").assert_same(beside, "own")
+
+
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")  # of PEFT and transformers, to each other
 @pytest.mark.parametrize("case", CASES)
