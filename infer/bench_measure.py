@@ -56,14 +56,16 @@ def weight_bytes_per_token(engine: Engine) -> int:
     )
 
 
-def kv_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
+def cache_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
     """Bytes of keys and values that a decode step reads, mean over `tokens` steps after a prompt:
-    step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them."""
+    step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them. And
+    of the states that it reads and writes."""
     c = model.config
     lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
     positions = sum(min(length, window or length) for window in c.kv_windows for length in lengths)
     per_layer = kv_bytes_per_position(model, kv_dtype) / max(1, len(c.kv_windows))
-    return positions * per_layer / tokens
+    states = sum(sum(state.sizes) for state in c.states if state is not None)
+    return positions * per_layer / tokens + 2 * states
 
 
 def prefill_flops(model: Llama, tokens: int) -> int:
@@ -124,7 +126,7 @@ class EngineBench:
         params = [replace(way, max_tokens=tokens + 1) for way in ways]
         runs = [partial(self._decode_seconds, ids, way) for way in params]
         kv_dtype = self.engine.options.kv_dtype
-        nbytes = kv_bytes_per_token(self.engine.model, kv_dtype, len(ids), tokens)
+        nbytes = cache_bytes_per_token(self.engine.model, kv_dtype, len(ids), tokens)
         nbytes += weight_bytes_per_token(self.engine)
         times = self._repeat(", ".join(names), *runs)
         return [

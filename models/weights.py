@@ -180,6 +180,8 @@ def random_storage(spec: WeightSpec, dtype: str, published: Published | None) ->
     if published is None or len(spec.shape) == 1:
         return Stored(converted_dtype(spec, dtype))
     others = published.embeddings
+    if spec.name.endswith(_ROUTER):  # `stored` widens them where they are packed
+        return Stored(others or "f32")
     if others is not None and (spec.name in _EMBEDDINGS or published.part not in spec.name):
         return Stored(others)
     return stored_schemes([published.scheme], spec.shape[1], spec.name)
@@ -199,7 +201,7 @@ def load_weights(
     """The weights by name. All are checked, then all are allocated, then the files are read.
     `allocated` is called between: to allocate, or to compile, what else the model needs.
 
-    Vectors become f32. Matrices keep their dtype (see `stored_dtype`) unless `dtype` gives another:
+    Vectors become f32. Matrices keep their dtype (see `stored`) unless `dtype` gives another:
     to "f32", "f16" and "bf16" values are rounded to nearest, ties to even; to "q8" and "q4" they
     are quantised on the GPU, from rows as the files have them. changes: what is added to tensors
     that are not quantised in the files, by their names, in f32, before they are rounded. Surplus
@@ -217,9 +219,6 @@ def load_weights(
     storage = {spec.name: stored(spec, checkpoint, dtype) for spec in specs}
     with _allocated(device, specs, storage) as weights:
         allocated(weights)
-        for spec in specs:
-            if not spec.sources:
-                device.write(weights[spec.name].buffer, np.ones(spec.ones, np.float32))
         of_floats = {name: w for name, w in weights.items() if not storage[name].packed}
         with Quantizer(device, of_floats) as quantizer:
             transfers: list[_Transfer] = []
@@ -258,9 +257,9 @@ def random_weights(
 
     Matrices are of `dtype`, their values uniform with a standard deviation of 1/sqrt(columns);
     where it is quantised, they are made of those that "bf16" has. Vectors are within 1 ± 0.1 where
-    the name contains "norm", else within ± 0.02. The values depend on seed, name and place alone.
-    published: matrices are packed as in checkpoints of that kind instead, of random codes.
-    Raises UnsupportedError and OutOfMemoryError.
+    the name contains "norm", else within ± 0.02; those of ones are that. The values depend on seed,
+    name and place alone. published: matrices are packed as in checkpoints of that kind instead, of
+    random codes. Raises UnsupportedError and OutOfMemoryError.
     """
     _check_dtype(dtype)
     _check_rows(device, specs)
@@ -280,7 +279,8 @@ def random_weights(
             kernels.append(_fill(device, dtype, params[-1], buffer, nbytes))
 
         try:
-            for name, tensor in weights.items():
+            for name in (spec.name for spec in specs if spec.sources):
+                tensor = weights[name]
                 for shard in tensor.shards:
                     if shard.scales is not None and published is not None:
                         _fill_packed(device, tensor, shard)
@@ -305,7 +305,7 @@ def random_weights(
 def _allocated(
     device: Device, specs: Sequence[WeightSpec], storage: Mapping[str, Stored]
 ) -> Iterator[dict[str, GpuTensor]]:
-    """The weights, zero-filled; freed when the block fails."""
+    """The weights, zero-filled but for those of ones; freed when the block fails."""
     weights: dict[str, GpuTensor] = {}
     try:
         for spec in specs:
@@ -313,6 +313,8 @@ def _allocated(
             weights[spec.name] = allocate(
                 device, spec.shape, how.dtype, spec.name, how.grouping, how.order, spec.unit
             )
+            if not spec.sources:
+                device.write(weights[spec.name].buffer, np.ones(spec.ones, np.float32))
         yield weights
     except BaseException:
         device.destroy(buffer for tensor in weights.values() for buffer in tensor.buffers)

@@ -34,7 +34,7 @@ from infer.kernels.shader import KernelSpec
 from infer.models import build_model
 from infer.models.config import RawConfig
 from infer.models.shapes import PUBLISHED, SHAPES, shape_config
-from infer.models.weights import random_weights
+from infer.models.weights import Source, WeightSpec, random_storage, random_weights
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -238,6 +238,13 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
     assert np.ptp(step.logits) > 0.1
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("mlx-4bit", "f32"), ("gptq", "f16")])
+def test_random_routers_are_floats(kind: str, dtype: str) -> None:
+    """As `stored` has them, whatever the files have."""
+    spec = WeightSpec("layers.0.mlp.router", (Source("gate", (8, 64)),))
+    assert random_storage(spec, "bf16", PUBLISHED[kind]).dtype == dtype
+
+
 # What a step costs
 
 
@@ -247,8 +254,8 @@ def test_bytes_of_a_token(device: Device, tied: bool) -> None:
         engine = make_engine(device, TINY | {"tie_word_embeddings": tied})
         assert measure.weight_bytes_per_token(engine) == 2 * (LAYERS + 64 * 32)
         # Four steps after a prompt of one see 2, 3, 4 and 5 positions.
-        assert measure.kv_bytes_per_token(engine.model, "f16", 1, 4) == 3.5 * KV_BYTES
-        assert measure.kv_bytes_per_token(engine.model, "f32", 100, 1) == 101 * 2 * KV_BYTES
+        assert measure.cache_bytes_per_token(engine.model, "f16", 1, 4) == 3.5 * KV_BYTES
+        assert measure.cache_bytes_per_token(engine.model, "f32", 100, 1) == 101 * 2 * KV_BYTES
 
 
 def test_only_chosen_experts_count(device: Device) -> None:
@@ -265,8 +272,16 @@ def test_only_chosen_experts_count(device: Device) -> None:
 
 def test_windows_bound_what_attention_reads() -> None:
     model = build_model(RawConfig(TINY | {"model_type": "mistral", "sliding_window": 3}))
-    assert measure.kv_bytes_per_token(model, "f16", 1, 4) == (2 + 3 + 3 + 3) / 4 * KV_BYTES
+    assert measure.cache_bytes_per_token(model, "f16", 1, 4) == (2 + 3 + 3 + 3) / 4 * KV_BYTES
     assert measure.prefill_flops(model, 5) == 2 * (5 * LAYERS + 64 * 32) + 4 * 32 * 2 * 12
+
+
+def test_states_are_read_and_written() -> None:
+    """Of the first layer, which remembers two inputs of 32 channels in f32."""
+    own = {"full_attn_idxs": [1], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    model = build_model(RawConfig(TINY | own | {"model_type": "lfm2"}))
+    got = measure.cache_bytes_per_token(model, "f16", 100, 1)
+    assert got == 101 * KV_BYTES / 2 + 2 * (2 * 32 * 4)
 
 
 def test_flops_of_a_prefill() -> None:

@@ -716,6 +716,7 @@ def test_random_values_have_the_right_spread(device: Device, dtype: str) -> None
         weight("layers.1.q_proj", shape=(300, 501)),
         weight("input_layernorm", shape=(1000,)),
         weight("q_bias", shape=(1000,)),
+        WeightSpec("norm", (), ones=7),
     ]
     values = {name: floats(device, t) for name, t in random_weights(device, specs, dtype).items()}
     first, second = values["layers.0.q_proj"], values["layers.1.q_proj"]
@@ -730,6 +731,7 @@ def test_random_values_have_the_right_spread(device: Device, dtype: str) -> None
     assert norm.max() <= 1.1
     assert norm.std() == pytest.approx(0.1 / 3**0.5, rel=0.1)
     assert np.abs(bias).max() <= 0.02
+    assert (values["norm"] == 1).all()
     assert all(np.isfinite(array).all() and array.all() for array in values.values())
 
 
