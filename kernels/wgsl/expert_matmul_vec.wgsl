@@ -9,7 +9,7 @@
 // BIAS: of each expert's rows, added to its part of W x.
 // NEXT_NORM, QUANTIZE and KEEP are those of matmul_vec.wgsl.
 // A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
-#include "reduce.wgsl"
+#include "team_sums.wgsl"
 #include "block_float.wgsl"
 #include "block_int8.wgsl"
 #include "quantize_block.wgsl"
@@ -18,7 +18,6 @@
 #include "activate.wgsl"
 // @param N u32                   outputs of an expert
 // @param Y_STRIDE u32            of a row, or of one of its slots
-// @param TEAM u32                invocations of a team: a multiple of the subgroups' size, or WG
 // @param OUTPUTS u32             outputs per team
 // @param UNROLL u32              blocks in flight per row of W
 // @param EPS f32
@@ -78,16 +77,9 @@
 
 #let W_ROWS = OUTPUTS * (2 - COMBINE)
 #let ROWS_OF_X = 1 + COMBINE * (SLOTS - 1)
-const TEAMS = WG / TEAM;
 const VALUES = $(W_ROWS + NORM)u;      // sums per team
 const STEPS = BLOCKS * $(ROWS_OF_X)u;
-#if SUBGROUPS
-const PARTS = TEAM / 4u;               // of each sum at most: no subgroup has fewer lanes
-#else
-const PARTS = 1u;
-#endif
 
-var<workgroup> partial: array<array<array<f32, PARTS>, VALUES>, TEAMS>;
 #if QUANTIZE
 var<workgroup> outputs: array<vec4<f32>, 8>;      // and what is quantised of them:
 var<workgroup> scaled_outputs: array<vec4<f32>, 8>;
@@ -100,14 +92,6 @@ fn in_shard(expert: u32) -> bool {
 // The first row of W that an expert has; of one that is not in this shard, any.
 fn row_of(expert: u32) -> u32 {
   return select(0u, expert - FIRST_EXPERT, in_shard(expert)) * N * $(2 - COMBINE)u;
-}
-
-fn total(team: u32, value: u32, parts: u32) -> f32 {
-  var sum = 0.0;
-  for (var i = 0u; i < parts; i++) {
-    sum += partial[team][value][i];
-  }
-  return sum;
 }
 
 // grid (N / (TEAMS * OUTPUTS), rows * SLOTS); COMBINE: rows
@@ -312,21 +296,6 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if ROUTE
   if (id.x == 0u) {
     write_routing(id.y / SLOTS, id.y % SLOTS, id.y % SLOTS + 1u, me);
-  }
-#endif
-}
-
-// Sum a value over the team, as far as it goes without waiting for the other subgroups.
-fn keep(team: u32, part: u32, value: u32, sum: f32, me: Invocation) {
-#if SUBGROUPS
-  let whole = subgroupAdd(sum);
-  if (me.lane == 0u) {
-    partial[team][value][part] = whole;
-  }
-#else
-  let whole = workgroup_add(sum, me);
-  if (me.index == 0u) {
-    partial[team][value][part] = whole;
   }
 #endif
 }

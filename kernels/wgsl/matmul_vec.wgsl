@@ -3,11 +3,11 @@
 //
 // NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
 // gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
-// rows, and y = activate(gate) * up. Else y = x W^T, after BIAS is added multiplied by SCALE, then
+// rows, and y = gated(gate, up). Else y = x W^T, after BIAS is added multiplied by SCALE, then
 // activated where there is an ACTIVATION. RESIDUAL is added to y. What the next projection wants to
 // read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the
 // workgroup's 32 outputs are a block (QUANTIZE). KEEP: y itself is needed.
-#include "reduce.wgsl"
+#include "team_sums.wgsl"
 #include "grid.wgsl"
 #include "activate.wgsl"
 #include "block_float.wgsl"
@@ -19,7 +19,6 @@
 // @param Y_STRIDE u32
 // @param SCALE f32
 // @param ROWS u32                rows of x
-// @param TEAM u32                invocations of a team: a multiple of the subgroups' size, or WG
 // @param OUTPUTS u32             outputs per team
 // @param UNROLL u32              blocks in flight per row of W
 // @param EPS f32
@@ -72,28 +71,13 @@
 @group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
 #endif
 
-const TEAMS = WG / TEAM;
 const W_ROWS = OUTPUTS * $(1 + GATED)u;           // rows of W per team
 const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per team
-#if SUBGROUPS
-const PARTS = TEAM / 4u;                          // of each sum at most: no subgroup has fewer lanes
-#else
-const PARTS = 1u;
-#endif
 
-var<workgroup> partial: array<array<array<f32, PARTS>, VALUES>, TEAMS>;
 #if QUANTIZE
 var<workgroup> outputs: array<vec4<f32>, 8>;      // and what is quantised of them:
 var<workgroup> scaled_outputs: array<vec4<f32>, 8>;
 #endif
-
-fn total(team: u32, value: u32, parts: u32) -> f32 {
-  var sum = 0.0;
-  for (var i = 0u; i < parts; i++) {
-    sum += partial[team][value][i];
-  }
-  return sum;
-}
 
 // grid: linear_grid(N / (TEAMS * OUTPUTS))
 @compute @workgroup_size(WG)
@@ -231,7 +215,7 @@ fn main(
     gate += own_bias;
     up += up_bias;
 #endif
-    var value = activate(gate) * up;
+    var value = gated(gate, up);
 #else
     var value = scale * total(owner, out_row * W_ROWS + place, parts);
 #if BIAS
@@ -275,21 +259,6 @@ fn main(
     if (me.index == 0u) {
       store_scale(0u, Y_STRIDE / 32u, block, most, squares_out);
     }
-  }
-#endif
-}
-
-// Sum a value over the team, as far as it goes without waiting for the other subgroups.
-fn keep(team: u32, part: u32, value: u32, sum: f32, me: Invocation) {
-#if SUBGROUPS
-  let whole = subgroupAdd(sum);
-  if (me.lane == 0u) {
-    partial[team][value][part] = whole;
-  }
-#else
-  let whole = workgroup_add(sum, me);
-  if (me.index == 0u) {
-    partial[team][value][part] = whole;
   }
 #endif
 }
