@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ class LayerCache:
     they take it for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block`
     dimensions.
     """
-
-    trims: ClassVar[bool] = True  # the last positions can be forgotten
 
     keys: Buffer
     values: Buffer

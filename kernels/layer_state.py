@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from infer.kernels.device import Buffer, Device
 from infer.kernels.kv_cache import LayerCache
@@ -45,8 +44,6 @@ class LayerState:
     buffers: the last taps - 1 inputs of the convolution [taps - 1][channels], oldest first, and,
     where there are heads, their matrices [head][key_dim][value_dim].
     """
-
-    trims: ClassVar[bool] = False
 
     shape: StateShape
     buffers: tuple[Buffer, ...]

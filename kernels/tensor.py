@@ -9,8 +9,9 @@ A float matrix is rows of values. The others have two buffers. The first, array<
   4 + m of byte j; or bits 2 m and 2 m + 1 of byte j and of byte 4 + j. q8, two planes: units
   [0, KB) the first 16 values of each block, units [KB, 2 KB) the other 16.
 * mxfp4, E2M1: blocks as of q4, whose integers stand for others (wgsl/e2m1.wgsl).
-* e4m3, nf4 and iq4nl, codes of floats (wgsl/weight.wgsl): rows of pairs of bytes or of nibbles, the
-  first column of nibbles in the lowest bits, padded to 16 bytes.
+* e4m3 and nf4, codes of floats (wgsl/weight.wgsl), and iq4nl, codes of integers
+  (wgsl/table_int8.wgsl): rows of pairs of bytes or of nibbles, the first column of nibbles in the
+  lowest bits, padded to 16 bytes.
 
 The second is scales, [rows][groups, padded with zeros to 16 bytes], one for each group of columns,
 and what lies beside them: see `Grouping`. What is quantised here has an f16 scale for 32 columns.

@@ -85,7 +85,8 @@ fn choose_experts(row: u32, me: Invocation) {
 }
 #if not RANKED
 
-// Of many, which would take long to rank: one after the other, by the first subgroup: each time the best of those that come after the last.
+// Of many, which would take long to rank: one after the other, by the first subgroup, each time the best
+// of those that come after the last.
 fn take_best(me: Invocation) {
   var last = vec2<u32>(0xffffffffu, 0u);  // its place in the order, and itself
   for (var slot = 0u; slot < SLOTS; slot++) {
