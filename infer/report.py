@@ -191,9 +191,9 @@ class ModelReport:
     """What a model is and what it needs at `context` positions; sizes in bytes.
 
     parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
-    of these are f32 because their parts are quantised in ways that have no form in common. lora:
-    the adapter that is always on. disk_bytes: all tensors of the checkpoint. fits: whether the GPU
-    has room now, None where that is unknown; `verdict` says it in words.
+    of these are f32 though the files have them quantised: routers, and those whose parts have no
+    form in common. lora: the adapter that is always on. disk_bytes: all tensors of the checkpoint.
+    fits: whether the GPU has room now, None where that is unknown; `verdict` says it in words.
     """
 
     name: str
