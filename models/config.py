@@ -126,7 +126,7 @@ class RawConfig:
         """The same with values for keys that are absent; null is not."""
         return self.with_values(**defaults | self.values)
 
-    def with_values(self, **values: Any) -> RawConfig:
+    def with_values(self, /, **values: Any) -> RawConfig:
         """The same with these values; what was read of it stays read."""
         made = RawConfig(self.values | values, self.place)
         made.read = self.read

@@ -15,6 +15,13 @@ from infer.models.multimodal import text_config
 from infer.models.rope import rope_table
 
 
+def test_any_name_may_be_a_key() -> None:
+    values = json.loads((DATA / "gemma" / "config.json").read_text())
+    assert (
+        build_model(RawConfig(values | {"self": 1})).config == build_model(RawConfig(values)).config
+    )
+
+
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
