@@ -24,11 +24,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def tables() -> dict[str, str]:
     """Each table by the name in its markers."""
-    models = [(f"`{name}`", entry.published) for name, entry in ARCHITECTURES.items()]
-    models += [(f"`{name}`", f"{published}: text alone") for name, published in MULTIMODAL.items()]
+    models = {name: entry.published for name, entry in ARCHITECTURES.items()}
+    models |= {name: f"{published}: text alone" for name, published in MULTIMODAL.items()}
+    rows = ((f"`{name}`", published) for name, published in sorted(models.items()))
     formats = ((entry.name, entry.bits, entry.detail) for entry in FORMATS.values())
     return {
-        "models": table(("`model_type`", "for example"), sorted(models)),
+        "models": table(("`model_type`", "for example"), rows),
         "formats": table(("format", "bits", "which"), formats),
     }
 
