@@ -320,6 +320,55 @@ def test_gpt_oss_as_it_is_published(device: Device, tmp_path: Path) -> None:
     assert np.median(errors) <= 3e-2  # activations are rounded to int8
 
 
+def test_gpt_oss_as_mlx_has_it(tmp_path: Path) -> None:
+    """Gate and up apart, in MXFP4 as is said for all modules, others in 8 bits as is said for them;
+    each with a bias of its own."""
+    source = LLAMA.parent / "gpt_oss"
+    tensors: dict[str, Array] = {}
+    wanted: dict[str, Array] = {}
+    modules: dict[str, Any] = {}
+    for key, info in Checkpoint.open(source).tensors.items():
+        values = read_rows(info)
+        block, _, part = key.partition(".mlp.experts.")
+        if part in ("gate_up_proj", "down_proj"):
+            values = values.swapaxes(1, 2)
+        ways = [values]
+        names = ["down_proj"]
+        if part.startswith("gate_up"):
+            ways, names = [values[:, ::2], values[:, 1::2]], ["gate_proj", "up_proj"]
+        for name, own in zip(names, map(np.ascontiguousarray, ways), strict=True):
+            module = f"{block}.mlp.experts.{name}"
+            if not part:
+                tensors[key] = values
+            elif part.endswith("bias"):
+                tensors[f"{module}.bias"] = wanted[f"{module}.bias"] = own
+            else:
+                blocks, scales, wanted[f"{module}.weight"] = mxfp4_packed(own)
+                words = blocks.reshape(*own.shape[:2], -1).view(np.uint32)
+                tensors |= {f"{module}.weight": words, f"{module}.scales": scales}
+        if key.endswith("o_proj.weight"):
+            parts = mlx_packed(tensors.pop(key))
+            tensors |= {f"{key.removesuffix('weight')}{kind}": x for kind, x in parts.items()}
+            modules[key.removesuffix(".weight")] = {"group_size": 32, "bits": 4}
+    quantization = {"mode": "mxfp4", "group_size": 32, "bits": 4} | modules
+    config = json.loads((source / "config.json").read_text()) | {"quantization": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model, checkpoint = open_model(tmp_path)
+    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    how = {spec.name: stored(spec, checkpoint).dtype for spec in model.weights()}
+    assert {how[name] for name in how if name.endswith(("gate_up_proj", "down_proj"))} == {"mxfp4"}
+    assert {how[name] for name in how if name.endswith("o_proj")} == {"q4"}
+    for key, values in wanted.items():
+        for expert, own in enumerate(values):
+            name = key.replace(".experts.", f".experts.{expert}.")
+            if name in checkpoint.packed:
+                matrix = checkpoint.packed[name]
+                np.testing.assert_array_equal(matrix.read(0, matrix.shape[0]).dequantize(), own)
+            else:
+                np.testing.assert_array_equal(read_rows(checkpoint.tensors[name]), own)
+
+
 def stacked(name: str, pack: Callable[[Array], dict[str, Array]]) -> dict[str, Array]:
     """The tensors of a stored model, experts of a layer stacked as in MLX, and packed."""
     part_of = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

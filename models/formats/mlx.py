@@ -17,7 +17,8 @@ The key `quantization` of the config has one size and mode for all modules, and 
 of others.
 
 Experts of a layer are stacked, quantised or not: each of these tensors of `switch_mlp.gate_proj`,
-`up_proj` and `down_proj` has one dimension more, the experts. See `unstacked`.
+`up_proj` and `down_proj`, in gpt-oss of `experts.gate_proj` and so on, has one dimension more, the
+experts. See `unstacked`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 
@@ -35,7 +37,9 @@ from infer.models.config import RawConfig
 from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, unpack
 from infer.models.formats.packed import FLOATS, Format, Packed, matrix_shape, part, read_rows
 
-_STACKED = re.compile(r"(.*)\.switch_mlp\.((?:gate|up|down)_proj)\.(weight|scales|biases)")
+_STACKED = re.compile(
+    r"(.*)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj)\.(weight|scales|biases|bias)"
+)
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
 # What the projections of an expert are called on the hub in Mixtral.
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -62,9 +66,8 @@ class Mlx(Format):
         if f"{module}.scales" not in checkpoint.tensors:
             return None
         rows, columns = matrix_shape(checkpoint, key, shape)
-        stacked = _stacked_name(module)
-        own = isinstance(self.config.values.get(stacked), dict)
-        bits, group, kind = _mode(self.config.section(stacked) if own else self.config)
+        names = [name for name in _names(module) if isinstance(self.config.values.get(name), dict)]
+        bits, group, kind = _mode(self.config.section(names[0]) if names else self.config)
         if columns % group or columns * bits % 32:
             raise UnsupportedError(
                 f"{checkpoint.folder}: {module} has {columns} columns, no multiple of {group}."
@@ -99,25 +102,27 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
     tensors = {}
     for name, info in checkpoint.tensors.items():
         match = _STACKED.fullmatch(name)
-        whole = len(info.shape) != 3 or 0 in info.shape or info.shape[0] > _MOST_EXPERTS
+        dimensions = 0 if match is None else 2 if match[3] == "bias" else 3
+        whole = len(info.shape) != dimensions or 0 in info.shape or info.shape[0] > _MOST_EXPERTS
         if match is None or whole:
             tensors[name] = info
             continue
         block, part, kind = match.groups()
         part = _MIXTRAL[part] if block.endswith(".block_sparse_moe") else part
-        for expert in range(info.shape[0]):
+        count, *shape = info.shape
+        for expert in range(count):
             own = f"{block}.experts.{expert}.{part}.{kind}"
-            tensors[own] = info.part(own, expert * info.shape[1], info.shape[1:])
+            tensors[own] = info.part(own, expert * prod(shape[:-1]), tuple(shape))
     return replace(checkpoint, tensors=tensors)
 
 
-def _stacked_name(module: str) -> str:
-    """What the config calls the module of an expert, and any other by its own name."""
+def _names(module: str) -> list[str]:
+    """What the config may call the module of an expert, and any other by its own name."""
     match = _EXPERT.fullmatch(module)
     if match is None:
-        return module
+        return [module]
     part = {theirs: own for own, theirs in _MIXTRAL.items()}.get(match[2], match[2])
-    return f"{match[1]}.switch_mlp.{part}"
+    return [f"{match[1]}.{stack}.{part}" for stack in ("switch_mlp", "experts")]
 
 
 class _Matrix(Packed):
