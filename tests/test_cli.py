@@ -571,7 +571,8 @@ def test_wrong_usage(flags: tuple[str, ...], message: str) -> None:
 
 
 def test_bad_paths(tmp_path: Path) -> None:
-    assert "There is no folder or file /no/such/folder" in refused("run", "/no/such/folder", "-p", "x")
+    nothing = "/no/such/folder"
+    assert f"There is no folder or file {nothing}" in refused("run", nothing, "-p", "x")
     assert "has no config.json" in refused("run", tmp_path, "-p", "x")
     assert "is a file" in refused("info", DEMO_FOLDER / "config.json")
 
