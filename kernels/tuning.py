@@ -189,6 +189,8 @@ class Tuning:
         wants many rows for each subgroup, a GPU few, and in a large matrix many invocations for a
         row, so that what is read at one time lies close together in memory."""
         lanes, most = self.subgroup_size, self.limits.max_invocations
+        if shape.dtype == "iq4nl" and self.limits.workgroup_storage < 32768:
+            most = min(most, 512)  # 1,024 have 16 copies of a table
         int8 = shape.dtype in INTEGERS
         columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a block
         blocks = -(-shape.k // columns)

@@ -3,7 +3,7 @@
 // @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
 #if WEIGHT == iq4nl
 // llama.cpp, ggml-common.h
-const INTEGERS_OF_CODES = array<i32, 16>(
+const INTEGERS_OF_CODES: array<i32, 16> = array<i32, 16>(
   -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
 const TABLE_SIZE = 256u * $(COPIES)u;
 
