@@ -24,8 +24,7 @@ from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.memory import checked_context, fitting_options
 from infer.models import open_model
 from infer.models.lora import Lora, Loras
-from infer.models.packing import Stored
-from infer.models.weights import WeightSpec, check_checkpoint, load_weights, stored
+from infer.models.weights import check_checkpoint, load_weights, stored
 from infer.sampling import LogitsProcessor, SamplingParams, logprobs
 from infer.tokenizer import Tokenizer, read_json
 
@@ -444,13 +443,10 @@ def _load(
         check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
         positions = checked_context(model, resolved.name, context)
 
-        def stored_as(spec: WeightSpec) -> Stored:
-            return stored(spec, checkpoint, dtype)
-
         loras = Loras.fit(model, checkpoint, always=always, named=named)
         options = fitting_options(
             model,
-            stored_as,
+            lambda spec: stored(spec, checkpoint, dtype),
             EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
             device.limits,
             device.adapter,

@@ -196,6 +196,7 @@ def cases() -> Iterator[Case]:
         name = f"{'sigmoid' if sigmoid else 'softmax'}, {'normalized' if normalize else 'plain'}"
         run = partial(_route, normalize=normalize, sigmoid=sigmoid, corrected=corrected)
         yield Case("route", f"{name}, corrected" if corrected else name, run)
+    yield Case("route", "300 experts", partial(_route, experts=300))
     for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
         for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
             yield Case(kernel, f"{dtype}, {rows} rows", partial(function, dtype=dtype, rows=rows))
@@ -323,13 +324,18 @@ def _linear(
 
 
 def _route(
-    device: Device, inputs: Inputs, normalize: bool, sigmoid: bool, corrected: bool
+    device: Device,
+    inputs: Inputs,
+    normalize: bool = False,
+    sigmoid: bool = False,
+    corrected: bool = False,
+    experts: int = 37,
 ) -> Outcome:
-    logits = inputs(3, 37)
+    logits = inputs(3, experts)
     logits[1] = 0.0  # of equals the first
     options: dict[str, Any] = {"slots": 5, "normalize": normalize, "sigmoid": sigmoid, "scale": 2.5}
     if corrected:
-        options["correction"] = inputs(37)
+        options["correction"] = inputs(experts)
     ids, weights = functions.route(device, logits, **options)
     expected_ids, expected = reference.route(logits, **options)
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from infer.models.config import RawConfig
+from infer.models.ernie4_5 import Ernie45
 from infer.models.layers import DecoderConfig, ExpertsConfig
 from infer.models.moe import MixtureOfExperts, read_chosen
 from infer.models.weights import Source, WeightSpec
@@ -15,18 +18,8 @@ class Ernie45Moe(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        bias = raw.get("use_bias", False, bool)
-        return DecoderConfig.read(
-            raw,
-            tied=True,
-            eps=1e-5,
-            theta=5e5,
-            interleaved=True,
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=bias,
-            experts=_experts(raw),
-        )
+        experts = _experts(raw)
+        return replace(Ernie45.read_config(raw), experts=experts)
 
     def correction_weight(self, name: str, key: str) -> WeightSpec:
         count = self.experts.count

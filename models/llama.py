@@ -99,8 +99,8 @@ class Llama:
         self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int
     ) -> Value:
         """What a layer makes of the activations h [rows, hidden_size]."""
-        c = self.config
-        x = layers.norm(ops, h, w, "input_layernorm", c)
+        before_mixer, before_mlp = self.norms
+        x = layers.norm(ops, h, w, before_mixer, self.config)
         h = h + self.mixer(ops, x, w, rope, cache, window)
-        x = layers.norm(ops, h, w, "post_attention_layernorm", c)
+        x = layers.norm(ops, h, w, before_mlp, self.config)
         return h + self.mlp(ops, x, Scope(w, "mlp"))

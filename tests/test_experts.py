@@ -59,8 +59,10 @@ def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Ca
         assert nmse(weights, expected) <= LIMIT, case
 
 
-def test_equal_logits_choose_the_first(device: Device) -> None:
-    logits = np.array([[1, 2, 2, 2, 0], [0, 0, 0, 0, 0], [3, 1, 1, 3, 1]], np.float32)
+@pytest.mark.parametrize("others", [0, 200])
+def test_equal_logits_choose_the_first(device: Device, others: int) -> None:
+    logits = np.array([[1, 2, 2, 2, 0], [0, 0, -0.0, 0, 0], [3, 1, 1, 3, 1]], np.float32)
+    logits = np.pad(logits, [(0, 0), (0, others)], constant_values=-1e30)
     ids, weights = functions.route(device, logits, slots=3, normalize=True)
     assert ids.tolist() == [[1, 2, 3], [0, 1, 2], [0, 3, 1]]
     assert np.allclose(weights[:2], 1 / 3)

@@ -108,7 +108,7 @@ fn take_best(me: Invocation) {
 
 // An integer that is larger for a larger number.
 fn order(x: f32) -> u32 {
-  let bits = bitcast<u32>(x + 0.0);  // of -0 as of 0
+  let bits = select(bitcast<u32>(x), 0u, x == 0.0);  // of -0 as of 0
   return bits ^ select(0x80000000u, 0xffffffffu, bits >> 31u == 1u);
 }
 #else
