@@ -73,12 +73,17 @@ def resolve(
         progress: whether huggingface_hub may show its progress bars.
 
     Raises:
-        ModelNotFoundError: no such folder, repository, revision or cached snapshot.
+        ModelNotFoundError: no name, no such folder, repository, revision or cached snapshot.
         ModelAccessError: a gated or private repository.
         UnsupportedError: no safetensors, but weights in another format.
         CheckpointError: weights that are missing in part or altogether.
         ModelError: the hub did not serve the files.
     """
+    if not model:
+        raise ModelNotFoundError(
+            f"The name of the model is empty. Give {DEMO!r}, a local folder (. is this one), a .gguf "
+            "file, or a hub id such as org/name."
+        )
     path = _demo_folder() if model == DEMO else Path(os.path.expanduser(model))
     if path.is_dir():
         if revision is not None:
@@ -109,6 +114,11 @@ def resolve_adapter(
 ) -> ResolvedModel:
     """Find the files of a LoRA adapter: `adapter` is a local folder or a hub id. For the rest and
     the errors see `resolve`."""
+    if not adapter:
+        raise ModelNotFoundError(
+            "The name of the adapter is empty. Give a local folder (. is this one) or a hub id such "
+            "as org/name, or leave the adapter out."
+        )
     path = Path(os.path.expanduser(adapter))
     if path.is_dir():
         return ResolvedModel(_check_adapter(path), path.resolve().name)

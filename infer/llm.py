@@ -192,6 +192,11 @@ class LLM:
         """
         self._check_open()
         self.engine.check_adapter(adapter)
+        if not (logits_processor is None or callable(logits_processor)):
+            raise RequestError(
+                "logits_processor must be a function of (ids so far, logits) that returns logits, "
+                f"not {logits_processor!r}."
+            )
         params = self._params(params, sampling).resolved(self.defaults)
         ids = self.encode(prompt, **(template_args or {}))
         self.engine.check_prompt(ids)

@@ -69,6 +69,11 @@ _HARMLESS = {
 # Where B A starts at zero; the other ways (pissa, olora, loftq, …) change the model's own weights.
 _INITIAL = (True, False, "gaussian", "eva", "mica", "orthogonal")
 
+_MERGE = (
+    "Merge it into the model with PEFT's merge_and_unload, and load the folder that save_pretrained "
+    "then writes."
+)
+
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _MOST_ALPHA = 1e6  # far more than anybody trains with, and no product leaves f32
@@ -128,8 +133,9 @@ class Lora:
         CheckpointError for files that are damaged or contradict each other."""
         config = RawConfig.open(folder, ADAPTER_CONFIG)
         config.expect("peft_type", "LORA")
-        config.expect("bias", "none")
-        config.expect("init_lora_weights", *_INITIAL)
+        for key, accepted in (("bias", ("none",)), ("init_lora_weights", _INITIAL)):
+            if config.get(key, accepted[0]) not in accepted:
+                raise _unmerged(config, key)
         rank, alpha = config.size("r"), config.get("lora_alpha", kind=float)
         patterns = config.get("alpha_pattern", {}, dict)
         ranks = [rank, *config.get("rank_pattern", {}, dict).values()]
@@ -137,8 +143,7 @@ class Lora:
         base = config.get("base_model_name_or_path", None, str) or "a model that it does not name"
         for key, value in config.values.items():
             if key not in config.read | _HARMLESS and value:
-                shown = textwrap.shorten(repr(value), 80)
-                raise UnsupportedError(f"{config.place}: {key} = {shown} is not implemented.")
+                raise _unmerged(config, key)
         found = _matrices(read_header(folder / ADAPTER_TENSORS), name)
         pairs = {}
         for module, (a, b) in found.items():
@@ -176,8 +181,7 @@ class Lora:
             if key == source.key and (spec.name == "embed_tokens" or ".experts." in spec.name):
                 raise UnsupportedError(
                     f"{self.name} changes {key}: adapters of embeddings and of experts are not "
-                    "implemented. Merge it into the model with PEFT's merge_and_unload, and load "
-                    "what that gives."
+                    f"implemented. {_MERGE}"
                 )
             if pair.shape != source.shape or pair.rank > max(pair.shape):
                 raise self._misfit(
@@ -208,7 +212,7 @@ def _matrices(
     if others:
         raise UnsupportedError(
             f"{name} has tensors that are not implemented: {listed(others)}. Only pairs of "
-            "lora_A.weight and lora_B.weight in f32, f16 or bf16 are."
+            f"lora_A.weight and lora_B.weight in f32, f16 or bf16 are. {_MERGE}"
         )
     single = [module for module, pair in halves.items() if len(pair) == 1]
     if single or not halves:
@@ -218,8 +222,14 @@ def _matrices(
         )
     flat = [i.name for pair in halves.values() for i in pair.values() if len(i.shape) != 2]
     if flat:
-        raise UnsupportedError(f"{name} has tensors that are no matrices: {listed(flat)}.")
+        raise UnsupportedError(f"{name} has tensors that are no matrices: {listed(flat)}. {_MERGE}")
     return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
+
+
+def _unmerged(config: RawConfig, key: str) -> UnsupportedError:
+    """The error for a key whose value changes what is computed."""
+    shown = textwrap.shorten(repr(config.values[key]), 80)
+    return UnsupportedError(f"{config.place}: {key} = {shown} is not implemented. {_MERGE}")
 
 
 def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str) -> float:

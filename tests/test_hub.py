@@ -22,8 +22,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import infer
-from infer.hub import resolve
+from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import CheckpointError, ModelNotFoundError, UnsupportedError
+from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS
 
 MAIN, TAG = "a" * 40, "b" * 40
 INDEX = "model.safetensors.index.json"
@@ -391,6 +392,16 @@ def test_folders_that_are_no_models(
 def test_names_that_are_neither_folder_nor_hub_id(model: str) -> None:
     with pytest.raises(ModelNotFoundError, match="There is no folder or file"):
         resolve(model)
+
+
+def test_an_empty_name_is_not_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "config.json", "model.safetensors", ADAPTER_CONFIG, ADAPTER_TENSORS
+    monkeypatch.chdir(make_model(tmp_path / "here", *names))
+    assert resolve(".").name == resolve_adapter(".").name == "here"
+    with pytest.raises(ModelNotFoundError, match="name of the model is empty"):
+        resolve("")
+    with pytest.raises(ModelNotFoundError, match="name of the adapter is empty"):
+        resolve_adapter("")
 
 
 def test_a_file_is_a_model_if_it_is_gguf(tmp_path: Path) -> None:

@@ -527,6 +527,7 @@ def test_what_quantising_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
         ({"stop": [""]}, "stop must be"),
         ({"logit_bias": {2048: 1.0}}, "from 0 to 2047, not 2048"),
         ({"params": infer.SamplingParams(), "seed": 1}, "not both"),
+        ({"logits_processor": 3}, "logits_processor must be a function of .*, not 3"),
     ],
 )
 def test_options_that_cannot_be_served(llm: LLM, options: dict[str, Any], message: str) -> None:

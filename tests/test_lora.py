@@ -383,8 +383,10 @@ def fit(folder: Path, model: str = "llama") -> Loras:
 )
 def test_configs_that_are_not_implemented(tmp_path: Path, config: dict[str, Any]) -> None:
     named = next(iter(config)).removeprefix("lora_")
-    with pytest.raises(UnsupportedError, match=named):
+    with pytest.raises(UnsupportedError, match=named) as caught:
         fit(adapter_with(tmp_path / "adapter", **config))
+    merging_helps = named not in ("peft_type", "r", "alpha", "alpha_pattern")
+    assert ("merge_and_unload" in str(caught.value)) == merging_helps
 
 
 @pytest.mark.parametrize("init", [False, "gaussian", "eva"])
@@ -424,7 +426,11 @@ EMBEDDING = "base_model.model.model.embed_tokens"
             CheckpointError,
             "does not fit r = 4",
         ),
-        (with_tensor(f"{FIRST}.lora_A.weight", ONES[0]), UnsupportedError, "no matrices"),
+        (
+            with_tensor(f"{FIRST}.lora_A.weight", ONES[0]),
+            UnsupportedError,
+            "no matrices.*merge_and_unload",
+        ),
         (
             with_tensor(f"{FIRST}.lora_A.weight", ONES.astype(np.int8)),
             UnsupportedError,
@@ -433,10 +439,18 @@ EMBEDDING = "base_model.model.model.embed_tokens"
         (
             with_tensor(f"{FIRST}.lora_magnitude_vector.weight", ONES[0]),
             UnsupportedError,
-            "lora_magnitude_vector",
+            "lora_magnitude_vector.*merge_and_unload",
         ),
-        (with_tensor(f"{FIRST}.lora_B.bias", ONES[0]), UnsupportedError, "lora_B.bias"),
-        (with_tensor(f"{EMBEDDING}.lora_embedding_A", ONES), UnsupportedError, "lora_embedding_A"),
+        (
+            with_tensor(f"{FIRST}.lora_B.bias", ONES[0]),
+            UnsupportedError,
+            "lora_B.bias.*merge_and_unload",
+        ),
+        (
+            with_tensor(f"{EMBEDDING}.lora_embedding_A", ONES),
+            UnsupportedError,
+            "lora_embedding_A.*merge_and_unload",
+        ),
         (with_tensor(f"{EMBEDDING}.weight", ONES), UnsupportedError, "embed_tokens.weight"),
         (with_tensor(f"{FIRST}.lora_A.weight", ONES[:, :63]), CheckpointError, "another model"),
         (renamed("base_model.model.model.layers.9.self_attn.q_proj"), CheckpointError, "layers.9"),
@@ -463,10 +477,10 @@ def test_embeddings_and_experts_are_refused(tmp_path: Path) -> None:
         tensors[f"{EMBEDDING}.lora_A.weight"] = ONES
         tensors[f"{EMBEDDING}.lora_B.weight"] = np.ones((331, 4), np.float32)
 
-    with pytest.raises(UnsupportedError, match=r"embed_tokens.*embeddings and of experts"):
+    with pytest.raises(UnsupportedError, match=r"embed_tokens.*of experts.*merge_and_unload"):
         fit(adapter_with(tmp_path / "a", change=embedding))
     expert = "base_model.model.model.layers.0.mlp.experts.1.down_proj"
-    with pytest.raises(UnsupportedError, match=r"experts\.1.*embeddings and of experts"):
+    with pytest.raises(UnsupportedError, match=r"experts\.1.*of experts.*merge_and_unload"):
         fit(adapter_with(tmp_path / "b", change=renamed(expert)), "olmoe")
 
 
