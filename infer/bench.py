@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import wgpu
@@ -32,17 +33,19 @@ import infer
 from infer.bench_measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
 from infer.bench_report import BenchReport, format_report
 from infer.engine import Engine, EngineOptions
-from infer.kernels.adapters import choose_adapter
+from infer.kernels.adapters import AdapterInfo, choose_adapter
 from infer.kernels.bandwidth import copy_bandwidth
-from infer.kernels.device import Device
-from infer.kernels.errors import InferError, RequestError
+from infer.kernels.device import Device, Limits
+from infer.kernels.errors import InferError, OutOfMemoryError, RequestError
 from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.llm import DTYPES, load, weight_dtype
-from infer.memory import DEFAULT_CONTEXT, fitting_options
+from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
 from infer.models import build_model
-from infer.models.shapes import PUBLISHED, SHAPES, shape_config
+from infer.models.llama import Llama
+from infer.models.shapes import PUBLISHED, SHAPES, Published, shape_config
 from infer.models.weights import random_storage, random_weights
+from infer.report import inspect_model
 
 
 def run_bench(
@@ -86,18 +89,15 @@ def run_bench(
     adapter = choose_adapter(device)
     if profile and "timestamp-query" not in adapter.features:
         raise RequestError(f"{adapter} has no timestamp queries: leave out --profile.")
-    opened = open_engine(model, shape, device, context, dtype, kv_dtype, quantize, format)
+    opened = open_engine(
+        model, shape, device, context, dtype, kv_dtype, quantize, format, needed=needed
+    )
     progress(f"copy bandwidth of {adapter}")
     with Device(adapter) as own:
         bandwidth = copy_bandwidth(own)
     progress(f"loading {model or shape}")
     begin = time.perf_counter()
     with opened as (name, engine):
-        if engine.context < needed:
-            raise RequestError(
-                f"The tests need {needed} positions, and the context holds {engine.context}. "
-                "Raise it (--context) or ask for fewer tokens."
-            )
         load_seconds = time.perf_counter() - begin
         bench = EngineBench(engine, bandwidth, repeats, progress)
         prefill = bench.prefill(prompt_tokens)
@@ -241,18 +241,30 @@ def open_engine(
     kv_dtype: str = "f16",
     quantize: str | None = None,
     format: str | None = None,
+    *,
+    needed: int = 2,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
 
-    As for `run_bench`. Raises RequestError unless one of model and shape is given.
+    As for `run_bench`. needed: positions that the context must hold. What can be checked before
+    anything is allocated is checked at once. Raises RequestError, also unless one of model and
+    shape is given, and whatever `load` raises.
     """
     if model is not None and shape is None and format is None:
-        return _loaded(model, device, context, dtype, kv_dtype, quantize)
+        options = {
+            "device": device,
+            "context": context,
+            "dtype": dtype,
+            "quantize": quantize,
+            "kv_dtype": kv_dtype,
+        }
+        _check_model(model, options, needed)
+        return _loaded(model, options)
     if shape is not None and model is None:
         if format is not None and (dtype or quantize):
             raise RequestError("A format has dtypes of its own: give no other beside it.")
         stored = weight_dtype(dtype, quantize) or "bf16"
-        return _random(shape, device, context, stored, kv_dtype, format)
+        return _random(shape, device, context, stored, kv_dtype, format, needed)
     raise RequestError("Give either a model or a shape; a format is for a shape.")
 
 
@@ -260,22 +272,28 @@ def _dtypes(weights: Iterable[GpuTensor]) -> str:
     return "+".join(sorted({weight.dtype for weight in weights if len(weight.shape) == 2}))
 
 
+def _check_positions(context: int, needed: int) -> None:
+    if context < needed:
+        raise RequestError(
+            f"The tests need {needed} positions, and the context holds {context}. Raise it "
+            "(--context) or ask for fewer tokens."
+        )
+
+
 @contextmanager
-def _loaded(
-    model: str,
-    device: str | int | None,
-    context: int | None,
-    dtype: str | None,
-    kv_dtype: str,
-    quantize: str | None,
-) -> Iterator[tuple[str, Engine]]:
-    with load(
-        model, device=device, context=context, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype
-    ) as llm:
+def _loaded(model: str, options: dict[str, Any]) -> Iterator[tuple[str, Engine]]:
+    with load(model, **options) as llm:
         yield llm.name, llm.engine
 
 
-@contextmanager
+def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
+    """Raises what `load` would, but for files whose tensors are damaged."""
+    found = inspect_model(model, **options)
+    if found.fits is False:
+        raise OutOfMemoryError(found.verdict.removeprefix("no: "))
+    _check_positions(found.context, needed)
+
+
 def _random(
     shape: str,
     selector: str | int | None,
@@ -283,20 +301,36 @@ def _random(
     dtype: str,
     kv_dtype: str,
     format: str | None,
-) -> Iterator[tuple[str, Engine]]:
+    needed: int,
+) -> AbstractContextManager[tuple[str, Engine]]:
     """An engine of that shape on random weights."""
     model = build_model(shape_config(shape))
+    if format not in (None, *PUBLISHED):
+        raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
     adapter = choose_adapter(selector)
+    options = fitting_options(
+        model,
+        lambda spec: random_storage(spec, dtype, published),
+        EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
+        Limits.of(adapter.limits),
+        adapter,
+        may_shrink=context is None,
+    )
+    _check_positions(options.context, needed)
+    return _on_random(shape, model, adapter, dtype, published, options)
+
+
+@contextmanager
+def _on_random(
+    shape: str,
+    model: Llama,
+    adapter: AdapterInfo,
+    dtype: str,
+    published: Published | None,
+    options: EngineOptions,
+) -> Iterator[tuple[str, Engine]]:
     with Device(adapter) as device:
-        options = fitting_options(
-            model,
-            lambda spec: random_storage(spec, dtype, published),
-            EngineOptions(context=context or DEFAULT_CONTEXT, kv_dtype=kv_dtype),
-            device.limits,
-            adapter,
-            may_shrink=context is None,
-        )
         weights = random_weights(device, list(model.weights()), dtype, published=published)
         engine = Engine(device, model, weights, options)
         engine.compile()

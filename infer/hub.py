@@ -81,8 +81,8 @@ def resolve(
     """
     if not model:
         raise ModelNotFoundError(
-            f"The name of the model is empty. Give {DEMO!r}, a local folder (. is this one), a .gguf "
-            "file, or a hub id such as org/name."
+            f"The name of the model is empty. Give {DEMO!r}, a local folder (. is this one), a "
+            ".gguf file, or a hub id such as org/name."
         )
     path = _demo_folder() if model == DEMO else Path(os.path.expanduser(model))
     if path.is_dir():
@@ -116,8 +116,8 @@ def resolve_adapter(
     the errors see `resolve`."""
     if not adapter:
         raise ModelNotFoundError(
-            "The name of the adapter is empty. Give a local folder (. is this one) or a hub id such "
-            "as org/name, or leave the adapter out."
+            "The name of the adapter is empty. Give a local folder (. is this one) or a hub id "
+            "such as org/name, or leave the adapter out."
         )
     path = Path(os.path.expanduser(adapter))
     if path.is_dir():

@@ -254,7 +254,7 @@ class ModelReport:
 def inspect_model(
     model: str,
     *,
-    device: str | None = None,
+    device: str | int | None = None,
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,

@@ -70,8 +70,8 @@ _HARMLESS = {
 _INITIAL = (True, False, "gaussian", "eva", "mica", "orthogonal")
 
 _MERGE = (
-    "Merge it into the model with PEFT's merge_and_unload, and load the folder that save_pretrained "
-    "then writes."
+    "Merge it into the model with PEFT's merge_and_unload, and load the folder that "
+    "save_pretrained then writes."
 )
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")

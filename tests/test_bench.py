@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_llm import report_free
 
 from infer import bench
 from infer import bench_measure as measure
@@ -26,7 +27,7 @@ from infer.bench_report import (
 from infer.engine import Engine, EngineOptions
 from infer.kernels.bandwidth import BLOCK, copy, copy_bandwidth
 from infer.kernels.device import Device
-from infer.kernels.errors import ModelNotFoundError, RequestError
+from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError
 from infer.kernels.forward import Forward
 from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
@@ -398,15 +399,36 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "depths": [100, 0]}, "at least 1"),
         ({"shape": "smollm2-135m", "dtype": "int4"}, "f32, f16 or bf16"),
         ({"model": "demo", "json_path": Path("/no/such/folder/x.json")}, "no folder"),
+        ({"model": "/no/such"}, "no folder or file /no/such"),
+        ({"model": "demo", "context": 1025}, "1025 .* positions up to 1024"),
+        ({"model": "demo", "decode_tokens": 10**9}, "positions up to 1024"),
+        ({"model": "demo", "quantize": "q3"}, "quantize must be one of"),
+        ({"shape": "smollm2-135m", "context": -1}, "not -1"),
+        ({"shape": "smollm2-135m", "prompt_tokens": 10**6}, "positions up to 8192"),
+        ({"shape": "smollm2-135m", "format": "mlx"}, "A format is one of .*mlx-4bit"),
     ],
 )
-def test_bad_requests(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+def test_bad_requests(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    """All are said before anything is measured."""
+    monkeypatch.delattr(bench, "copy_bandwidth")
+    with pytest.raises(InferError, match=message):
         bench.run_bench(**options)
 
 
+def test_a_model_that_does_not_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(bench, "copy_bandwidth")
+    report_free(monkeypatch, 1 << 20)
+    with pytest.raises(OutOfMemoryError, match="bytes"):
+        bench.run_bench("demo", context=512)
+
+
 @pytest.mark.usefixtures("short")
-def test_context_too_small_for_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_context_too_small_for_the_tests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(bench, "copy_bandwidth")
     assert bench.main(["--shape", "tiny", "-n", "4", "--depth", "300", "--context", "256"]) == 1
     assert "need 513 positions, and the context holds 256" in capsys.readouterr().err
 
