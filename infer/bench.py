@@ -33,6 +33,7 @@ import infer
 from infer.bench_measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
 from infer.bench_report import BenchReport, format_report
 from infer.engine import Engine, EngineOptions
+from infer.hub import resolve_adapter
 from infer.kernels.adapters import AdapterInfo, choose_adapter
 from infer.kernels.bandwidth import copy_bandwidth
 from infer.kernels.device import Device, Limits
@@ -58,6 +59,7 @@ def run_bench(
     quantize: str | None = None,
     format: str | None = None,
     kv_dtype: str = "f16",
+    adapter: str | Path | None = None,
     prompt_tokens: int = 512,
     decode_tokens: int = 128,
     depths: Sequence[int] = (),
@@ -68,12 +70,12 @@ def run_bench(
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, context, dtype, quantize, kv_dtype: as for `load`; a shape's weights are bf16
-    where dtype and quantize are None, or packed as in checkpoints of a `format` (a key of
-    PUBLISHED). prompt_tokens of the prefill test; decode_tokens of every decode test, of which
-    there is one more for each of `depths`, the tokens that are in the cache before it. Each test
-    runs `repeats` times after a warm-up. profile: time every kernel.
-    json_path: a file to write the report to, or a folder, for a file named after date, adapter and
+    model, device, context, dtype, quantize, kv_dtype, adapter: as for `load`; a shape's weights are
+    bf16 where dtype and quantize are None, or packed as in checkpoints of a `format` (a key of
+    PUBLISHED), and have no adapter. prompt_tokens of the prefill test; decode_tokens of every
+    decode test, of which there is one more for each of `depths`, the tokens that are in the cache
+    before it. Each test runs `repeats` times after a warm-up. profile: time every kernel.
+    json_path: a file to write the report to, or a folder, for a file named after date, GPU and
     model. progress is told what runs. Raises RequestError and whatever `load` raises.
     """
     if min(prompt_tokens, decode_tokens, repeats, *depths, 1) < 1:
@@ -86,14 +88,14 @@ def run_bench(
     needed = max(prompt_tokens, max(depths, default=1) + decode_tokens) + 1
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
-    adapter = choose_adapter(device)
-    if profile and "timestamp-query" not in adapter.features:
-        raise RequestError(f"{adapter} has no timestamp queries: leave out --profile.")
+    gpu = choose_adapter(device)
+    if profile and "timestamp-query" not in gpu.features:
+        raise RequestError(f"{gpu} has no timestamp queries: leave out --profile.")
     opened = open_engine(
-        model, shape, device, context, dtype, kv_dtype, quantize, format, needed=needed
+        model, shape, device, context, dtype, kv_dtype, quantize, format, adapter, needed=needed
     )
-    progress(f"copy bandwidth of {adapter}")
-    with Device(adapter) as own:
+    progress(f"copy bandwidth of {gpu}")
+    with Device(gpu) as own:
         bandwidth = copy_bandwidth(own)
     progress(f"loading {model or shape}")
     begin = time.perf_counter()
@@ -120,10 +122,10 @@ def run_bench(
             parameters=sum(prod(weight.shape) for weight in weights),
             weight_bytes=sum(weight.nbytes for weight in weights),
             context=engine.context,
-            adapter=adapter.name,
-            adapter_kind=adapter.kind,
-            backend=adapter.backend,
-            driver=adapter.driver,
+            adapter=gpu.name,
+            adapter_kind=gpu.kind,
+            backend=gpu.backend,
+            driver=gpu.driver,
             versions=versions(),
             commit=_commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -134,6 +136,7 @@ def run_bench(
             host_seconds=host_seconds,
             peak_bytes=engine.device.memory_stats().peak,
             load_seconds=load_seconds,
+            lora=None if adapter is None else resolve_adapter(str(adapter), offline=True).name,
             dispatches=len(engine.recording("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
@@ -174,6 +177,12 @@ def main(
     parser.add_argument(
         "--kv-dtype", choices=KV_DTYPES, default="f16", help="of the KV cache (default: f16)"
     )
+    parser.add_argument(
+        "--adapter",
+        metavar="PATH",
+        help="a LoRA adapter of the model (a folder or a hub id): merged into the weights, or "
+        "applied beside those that the files have quantised",
+    )
 
     def count(short: str, name: str, default: int, text: str) -> None:
         parser.add_argument(short, name, type=int, default=default, metavar="N", help=text)
@@ -208,6 +217,7 @@ def main(
             quantize=options.quantize,
             format=options.format,
             kv_dtype=options.kv_dtype,
+            adapter=options.adapter,
             prompt_tokens=options.prompt_tokens,
             decode_tokens=options.decode_tokens,
             depths=options.depth,
@@ -241,6 +251,7 @@ def open_engine(
     kv_dtype: str = "f16",
     quantize: str | None = None,
     format: str | None = None,
+    adapter: str | Path | None = None,
     *,
     needed: int = 2,
 ) -> AbstractContextManager[tuple[str, Engine]]:
@@ -257,10 +268,15 @@ def open_engine(
             "dtype": dtype,
             "quantize": quantize,
             "kv_dtype": kv_dtype,
+            "adapter": adapter,
         }
         _check_model(model, options, needed)
         return _loaded(model, options)
     if shape is not None and model is None:
+        if adapter is not None:
+            raise RequestError(
+                "An adapter belongs to a model, and a shape has random weights. Give the model."
+            )
         if format is not None and (dtype or quantize):
             raise RequestError("A format has dtypes of its own: give no other beside it.")
         stored = weight_dtype(dtype, quantize) or "bf16"

@@ -46,10 +46,12 @@ Progress = Callable[[str], None]
 
 
 def weight_bytes_per_token(engine: Engine) -> int:
-    """Bytes of the matrices that decode multiplies with: all but an embedding that is not also
-    the head, of which it looks up one row, and the experts that a token is not routed to."""
+    """Bytes of the matrices that decode multiplies with, an adapter's among them: all but an
+    embedding that is not also the head, of which it looks up one row, and the experts that a token
+    is not routed to."""
     tied = engine.model.config.tie_word_embeddings
-    return sum(
+    beside = engine.adapters[None].values()
+    return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
         engine.model.active(name, weight.nbytes)
         for name, weight in engine.weights.items()
         if len(weight.shape) == 2 and (tied or name != "embed_tokens")
@@ -71,7 +73,7 @@ def cache_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, token
 def prefill_flops(model: Llama, tokens: int) -> int:
     """Operations of a prefill: 2 for every value of a layer's matrices that a token multiplies
     with, and of the head for the last token; 4 in attention for every query value and position
-    that it attends to."""
+    that it attends to. Those of an adapter beside the weights are left out."""
     c = model.config
     head = c.vocab_size * c.hidden_size
     layers = sum(

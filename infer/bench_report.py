@@ -79,12 +79,13 @@ class Profile:
 class BenchReport:
     """A benchmark of one model on one adapter.
 
-    dtype: of the matrices. copy_bandwidth: bytes read and written per second. ttft_seconds: time to
-    the first token of the prefill test's prompt, mean and deviation. sampled_share: speed with the
-    full sampler chain over greedy speed. host_seconds: of one greedy token, to record and submit
-    its step and to read its id, while the GPU runs the step before; submit_seconds: the part of it
-    to record and submit; dispatches: of the step; gpu_seconds: of the step on the GPU, None without
-    timestamps. peak_bytes: of GPU memory. load_seconds: until the model was ready.
+    dtype: of the matrices. lora: the model's adapter, by its name. copy_bandwidth: bytes read and
+    written per second. ttft_seconds: time to the first token of the prefill test's prompt, mean and
+    deviation. sampled_share: speed with the full sampler chain over greedy speed. host_seconds: of
+    one greedy token, to record and submit its step and to read its id, while the GPU runs the step
+    before; submit_seconds: the part of it to record and submit; dispatches: of the step;
+    gpu_seconds: of the step on the GPU, None without timestamps. peak_bytes: of GPU memory.
+    load_seconds: until the model was ready.
     """
 
     model: str
@@ -113,6 +114,7 @@ class BenchReport:
     submit_seconds: float | None = None
     gpu_seconds: float | None = None
     profiles: tuple[Profile, ...] = ()
+    lora: str | None = None
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
@@ -135,16 +137,18 @@ class BenchReport:
 
     @property
     def model_and_dtypes(self) -> str:
-        """Of weights and, where it is not f16, of the KV cache."""
+        """Of weights and, where it is not f16, of the KV cache; and the adapter."""
         cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
-        return f"{self.model} {self.dtype}{cache}"
+        lora = "" if self.lora is None else f", adapter {self.lora}"
+        return f"{self.model} {self.dtype}{cache}{lora}"
 
     @property
     def file_name(self) -> str:
         """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
-        that is not in f16 is named too."""
+        that is not in f16 is named too, and an adapter."""
         words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
         words += "" if self.kv_dtype == "f16" else f"-kv-{self.kv_dtype}"
+        words += "" if self.lora is None else f"-adapter-{Path(self.lora).name.lower()}"
         kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
         return "-".join(part for part in kept.split("-") if part) + ".json"
 

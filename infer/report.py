@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass
 from math import isnan, prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -259,7 +260,7 @@ def inspect_model(
     dtype: str | None = None,
     quantize: str | None = None,
     kv_dtype: str = "f16",
-    adapter: str | None = None,
+    adapter: str | Path | None = None,
     revision: str | None = None,
     offline: bool = False,
     download_progress: bool = False,

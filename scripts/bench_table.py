@@ -21,9 +21,10 @@ BEGIN, END = "<!-- benchmarks: scripts/bench_table.py -->", "<!-- end of benchma
 
 def newest(reports: Iterable[BenchReport]) -> list[BenchReport]:
     """One report for each adapter, model and dtype of weights and cache, sorted by them."""
-    last: dict[tuple[str, str, str, str], BenchReport] = {}
+    last: dict[tuple[str, ...], BenchReport] = {}
     for report in sorted(reports, key=lambda report: report.date):
-        last[report.adapter, report.model, report.dtype, report.kv_dtype] = report
+        key = report.adapter, report.model, report.dtype, report.kv_dtype, report.lora or ""
+        last[key] = report
     return [last[key] for key in sorted(last)]
 
 

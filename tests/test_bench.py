@@ -395,6 +395,8 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
     [
         ({}, "either a model or a shape"),
         ({"model": "demo", "shape": "smollm2-135m"}, "either a model or a shape"),
+        ({"shape": "smollm2-135m", "adapter": "x"}, "An adapter belongs to a model"),
+        ({"model": "demo", "adapter": "/no/such"}, "no folder /no/such. An adapter is"),
         ({"model": "demo", "repeats": 0}, "at least 1"),
         ({"model": "demo", "depths": [100, 0]}, "at least 1"),
         ({"shape": "smollm2-135m", "dtype": "int4"}, "f32, f16 or bf16"),

@@ -27,6 +27,9 @@ from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
 import infer.llm
+from infer import bench
+from infer.bench_measure import weight_bytes_per_token
+from infer.bench_report import BenchReport
 from infer.engine import Engine
 from infer.hub import DEMO, resolve, resolve_adapter
 from infer.kernels import reference
@@ -281,8 +284,14 @@ def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> N
         engine = build_engine(device, folder, adapter=DATA / "llama")
         assert relative_error(scores(engine, ids), scores(expected, ids)) <= 1e-4
         assert answer(engine, ids, 8).token_ids == answer(expected, ids, 8).token_ids
-        plain = scores(build_engine(device, folder), ids)
-        assert relative_error(plain, scores(expected, ids)) > 1e-1
+        plain = build_engine(device, folder)
+        assert relative_error(scores(plain, ids), scores(expected, ids)) > 1e-1
+        more = weight_bytes_per_token(engine) - weight_bytes_per_token(plain)
+        targets = Lora.open(DATA / "llama", "llama").targets(engine.model, checkpoint)
+        ranks = {name: sum(p.rank for p in pairs.values()) for name, pairs in targets.items()}
+        assert more == sum(
+            4 * rank * sum(plain.weights[name].shape) for name, rank in ranks.items()
+        )
 
 
 # Chosen call by call
@@ -583,6 +592,19 @@ def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     assert "phi3 is for another model" in refused("info", DEMO, "--adapter", DATA / "phi3")
     assert "There is no folder /none" in refused("run", DEMO, "--adapter", "/none", "-p", PROMPT)
     assert "story, for 12 tensors" in invoke("info", DEMO, "--adapter", demo_adapter).stdout
+
+
+def test_a_benchmark_names_its_adapter(
+    demo_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1e9)
+    counts = ["-p", "4", "-n", "2", "-r", "1", "--context", "64", "--json", str(tmp_path)]
+    assert bench.main([DEMO, "--adapter", str(demo_adapter), *counts]) == 0
+    (path,) = tmp_path.iterdir()
+    report = BenchReport.from_json(path.read_text(encoding="utf-8"))
+    assert report.lora == demo_adapter.name == "story"
+    assert report.model_and_dtypes == "demo bf16, adapter story"
+    assert path.name.endswith("-demo-bf16-adapter-story.json")
 
 
 def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
