@@ -56,7 +56,8 @@ def text_config(raw: RawConfig) -> RawConfig:
 def text_model(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:
     """The same and its tensors. Whether the embeddings are the output projection too, the tensors
     say: published configs contradict themselves there."""
-    tensors, config = text_tensors(checkpoint.tensors), text_config(raw)
+    config, own = text_config(raw), text_tensors(checkpoint.tensors)
+    tensors = {name: replace(info, name=name) for name, info in own.items()}
     config.values["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in tensors)
     part_of = raw.get("model_type", kind=str)
     return config, replace(checkpoint, tensors=tensors, part_of=part_of)
