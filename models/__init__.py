@@ -86,7 +86,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     from infer.models.formats import find_format, find_packed
     from infer.models.formats.gguf import Gguf
     from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
-    from infer.models.formats.mlx import unstacked
+    from infer.models.formats.mlx import turned, unstacked
     from infer.models.multimodal import text_model
 
     if path.is_file():
@@ -95,7 +95,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
         checkpoint = gguf_checkpoint(gguf, raw)
     else:
         raw = RawConfig.open(path)
-        checkpoint = unstacked(Checkpoint.open(path))
+        checkpoint = unstacked(turned(Checkpoint.open(path)))
         if raw.values.get("model_type") in MULTIMODAL:
             raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw)

@@ -81,6 +81,7 @@ class Checkpoint:
     """The tensors of a folder (or a GGUF file) by name. packed: quantised matrices by the names of
     the tensors that a model asks for; what these are made of is not among the tensors. format: how
     they are packed. part_of: the model_type of the model that has other parts, which are left out.
+    whole_norms: the weights of norms are whole where the hub has them less one.
     """
 
     folder: Path
@@ -88,6 +89,7 @@ class Checkpoint:
     packed: Mapping[str, Packed] = field(default_factory=dict)
     format: str | None = None
     part_of: str | None = None
+    whole_norms: bool = False
 
     @property
     def nbytes(self) -> int:

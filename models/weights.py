@@ -527,6 +527,7 @@ def _transfers(
     vector = len(tensor.shape) == 1
     columns = 1 if vector else tensor.shape[1]
     stride = ITEMSIZE["f32"] if vector else row_bytes(columns, tensor.dtype)
+    added = 0.0 if checkpoint.whole_norms else spec.added
     for source, shard, start, end, row in _placed(spec.found(checkpoint), tensor):
         matrix = checkpoint.packed.get(source.key)
         if matrix is not None:
@@ -536,7 +537,7 @@ def _transfers(
             continue
         info, change = checkpoint.tensors[source.key], changes.get(source.key)
         if tensor.dtype not in QUANTIZED:
-            rows = _Rows.of(source, row, info, columns, tensor.dtype, stride, spec.added, change)
+            rows = _Rows.of(source, row, info, columns, tensor.dtype, stride, added, change)
             at = (start - shard.start) * stride
             nbytes = (end - start) * stride
             yield _Transfer(rows.place, shard.buffer, at, nbytes, stride, rows.fill)

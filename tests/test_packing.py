@@ -24,7 +24,7 @@ from infer.kernels import reference, upload
 from infer.kernels.check import int8_rows
 from infer.kernels.codes import TABLES
 from infer.kernels.device import Device, Settings
-from infer.kernels.errors import UnsupportedError
+from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.kernels.tensor import INTEGERS, GpuTensor
@@ -443,6 +443,86 @@ def test_experts_that_mlx_quantises_are_read_one_by_one(
             for kind in ("scales", "biases")
         )
         np.testing.assert_allclose(got, codes * scale + bias, rtol=0, atol=1e-6)
+
+
+# What mlx-lm wants to find in a config beside what is there.
+MLX_KEYS: dict[str, dict[str, Any]] = {
+    "lfm2": {"block_dim": 64, "conv_dim": 64, "block_ff_dim": 96, "rope_theta": 1e6},
+    "qwen3_next": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "qwen3_5": {},
+}
+
+
+def as_mlx(name: str) -> dict[str, Array]:
+    """The tensors of a stored model in f32, named, turned and completed as mlx-lm does it."""
+    made = {}
+    for key, values in stacked(name, lambda x: {"weight": x}).items():
+        if ".visual." in key:
+            continue
+        if key.endswith(("conv.conv.weight", "conv1d.weight")):
+            values = np.ascontiguousarray(values.swapaxes(1, 2))
+        elif name != "lfm2" and key.endswith("norm.weight") and ".linear_attn." not in key:
+            values = values + 1
+        made[key.replace("model.language_model.", "language_model.model.")] = values
+    return made
+
+
+def by_mlx_lm(name: str) -> dict[str, Array]:
+    module, mx = pytest.importorskip(f"mlx_lm.models.{name}"), pytest.importorskip("mlx.core")
+    mx.set_default_device(mx.cpu)
+    config = json.loads((LLAMA.parent / name / "config.json").read_text()) | MLX_KEYS[name]
+    hub = Checkpoint.open(LLAMA.parent / name).tensors
+    weights = {key: mx.array(read_rows(info)) for key, info in hub.items()}
+    made = module.Model(module.ModelArgs.from_dict(config)).sanitize(weights)
+    return {key: np.array(values) for key, values in made.items()}
+
+
+@pytest.mark.parametrize("name", MLX_KEYS)
+@pytest.mark.parametrize("convert", [as_mlx, pytest.param(by_mlx_lm, marks=pytest.mark.live)])
+def test_states_as_mlx_has_them(
+    device: Device, tmp_path: Path, name: str, convert: Callable[[str], dict[str, Array]]
+) -> None:
+    """Floats answer as on the hub, and what is quantised as floats of its values."""
+    source = LLAMA.parent / name
+    config, tensors = json.loads((source / "config.json").read_text()), convert(name)
+    packed: dict[str, Array] = {}
+    for key, values in tensors.items():
+        module = re.fullmatch(r"(.*_proj(?:_\w+)?)\.weight", key)
+        pack = mlx_packed if values.ndim == 2 else packed_one_by_one
+        parts = {key: values}
+        if module is not None:
+            parts = {f"{module[1]}.{kind}": part for kind, part in pack(values).items()}
+        packed |= parts
+    quantized = {"quantization": {"group_size": 32, "bits": 4}}
+    folders = tmp_path / "as_floats", tmp_path / "packed"
+    for folder, made, own in zip(folders, (tensors, packed), ({}, quantized), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | own))
+        save_file(made, folder / "model.safetensors", metadata={"format": "mlx"})
+    reference, checkpoint = load(name), open_model(folders[1])[1]
+    ids = reference.prompt_ids.tolist()
+    hub = {key: read_rows(info) for key, info in open_model(source)[1].tensors.items()}
+    with device.scope():
+        assert (
+            relative_error(scores(build_engine(device, folders[0]), ids), reference.logits) <= 1e-4
+        )
+        same = as_floats(checkpoint, hub, tmp_path, name)
+        expected, actual = (scores(build_engine(device, own), ids) for own in (same, folders[1]))
+    errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
+    assert np.median(errors) <= 1e-1  # activations are rounded to int8
+    assert relative_error(expected, reference.logits) > 2e-1  # it was quantised
+
+
+@pytest.mark.parametrize("part", ["layers.1.linear_attn.conv1d.weight", "conv1d.weight"])
+def test_what_mlx_converts_in_part_is_refused(tmp_path: Path, part: str) -> None:
+    """One convolution, or all of them, as on the hub, among experts that are stacked."""
+    tensors = as_mlx("qwen3_next")
+    for key in [key for key in tensors if key.endswith(part)]:
+        tensors[key] = np.ascontiguousarray(tensors[key].swapaxes(1, 2))
+    (tmp_path / "config.json").write_bytes((LLAMA.parent / "qwen3_next/config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"as MLX has them and .*conv1d\.weight"):
+        open_model(tmp_path)
 
 
 def test_routers_are_never_quantised(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ of others.
 
 Experts of a layer are stacked, quantised or not: each of these tensors of `switch_mlp.gate_proj`,
 `up_proj` and `down_proj`, in gpt-oss of `experts.gate_proj` and so on, has one dimension more, the
-experts. See `unstacked`.
+experts. See `unstacked`. The taps of short convolutions are [channels, taps, 1], and the weights of
+norms that the hub has less one are whole. See `turned`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from math import prod
 import numpy as np
 
 from infer.kernels.codes import TABLES
-from infer.kernels.errors import UnsupportedError
-from infer.models.checkpoint import Checkpoint
+from infer.kernels.errors import CheckpointError, UnsupportedError
+from infer.models.checkpoint import Checkpoint, listed
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, unpack
 from infer.models.formats.packed import FLOATS, Format, Packed, matrix_shape, part, read_rows
@@ -41,6 +42,7 @@ _STACKED = re.compile(
     r"(.*)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj)\.(weight|scales|biases|bias)"
 )
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
+_CONV = re.compile(r".*\.conv(?:1d)?\.weight")
 # What the projections of an expert are called on the hub in Mixtral.
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _MOST_EXPERTS = 10_000  # more would be damage
@@ -95,6 +97,26 @@ def _mode(config: RawConfig) -> tuple[int, int, str]:
     config.expect("bits", 4, 2, 3, 5, 6, 8)
     config.expect("group_size", 64, 32, 128)
     return config.get("bits", 4, int), config.get("group_size", 64, int), "int"
+
+
+def turned(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with the taps of convolutions as the hub has them, [channels, 1, taps], where they
+    have been turned. mlx-lm completes norms as it does so, and itself tells by the taps whether it
+    was done. Raises CheckpointError for files that were converted in part."""
+    tensors = checkpoint.tensors
+    taps = {n: t for n, t in tensors.items() if _CONV.fullmatch(n) and len(t.shape) == 3}
+    theirs = {n: t for n, t in taps.items() if t.shape[1] > t.shape[2] == 1}
+    stacks = [n for n in tensors if ".switch_mlp." in n] if taps else []
+    if not theirs and not stacks:
+        return checkpoint
+    if others := taps.keys() - theirs:
+        raise CheckpointError(
+            f"{checkpoint.folder} has {listed([*theirs, *stacks], 1)} as MLX has them and "
+            f"{listed(sorted(others), 1)} as the hub does, so that nobody can tell which of them "
+            "the weights of norms follow. Convert the model again."
+        )
+    own = {n: replace(t, shape=(t.shape[0], 1, t.shape[1])) for n, t in theirs.items()}
+    return replace(checkpoint, tensors=tensors | own, whole_norms=True)
 
 
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
