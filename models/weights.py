@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -222,12 +224,13 @@ def load_weights(
         of_floats = {name: w for name, w in weights.items() if not storage[name].packed}
         with Quantizer(device, of_floats) as quantizer:
             transfers: list[_Transfer] = []
+            lying = _Lying()
             for spec in specs:
                 weight, how = weights[spec.name], storage[spec.name]
                 if how.packed:
                     transfers += _packed_transfers(spec, weight, checkpoint, how)
                 else:
-                    transfers += _transfers(spec, weight, checkpoint, changes, quantizer)
+                    transfers += _transfers(spec, weight, checkpoint, changes, quantizer, lying)
             transfers.sort(key=lambda t: t.place)  # as the disk has them
             total, done = sum(t.nbytes for t in transfers), 0
 
@@ -409,11 +412,32 @@ class _Transfer:
     then: Dispatch | None = None  # what makes the weight of them, if these are not its rows
 
 
+class _Lying:
+    """Matrices that lie transposed, [columns, rows] values of a stack in a file. The last two that
+    were asked for are kept, so that the threads that want rows of one read it once."""
+
+    def __init__(self) -> None:
+        self._lock, self._kept = Lock(), OrderedDict[tuple[Path, int], NDArray[Any]]()
+
+    def read(self, info: TensorInfo, matrix: int, shape: tuple[int, int]) -> NDArray[Any]:
+        """One of a stack, as the file has it. Raises CheckpointError."""
+        start = matrix * prod(shape) * ITEMSIZE[info.dtype]
+        place = info.file, info.offset + start
+        with self._lock:
+            if place not in self._kept:
+                values = np.empty(shape, _STORAGE[info.dtype])
+                info.read_into(values.data.cast("B"), start)
+                self._kept[place] = values
+                if len(self._kept) > 2:
+                    self._kept.popitem(last=False)
+            return self._kept[place]
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Rows of a source, from its value `first` on. Each row is `columns` values there and `stride`
-    bytes, padding included, in `dtype` here. From a row and from a column there to the next it is
-    so many values."""
+    bytes, padding included, in `dtype` here. From a row there to the next it is so many values.
+    lying: what reads them where the source is transposed, of `height` rows."""
 
     info: TensorInfo
     first: int
@@ -421,7 +445,8 @@ class _Rows:
     dtype: str
     stride: int
     row_step: int
-    column_step: int
+    height: int
+    lying: _Lying
     added: float = 0.0
     change: Change | None = None
 
@@ -434,16 +459,17 @@ class _Rows:
         columns: int,
         dtype: str,
         stride: int,
+        lying: _Lying,
         added: float = 0.0,
         change: Change | None = None,
     ) -> _Rows:
         """From a row of the source on."""
-        first, row_step, column_step = row * columns, source.step * columns, 1
+        first, row_step, height = row * columns, source.step * columns, 0
         if source.transposed:
             height = source.shape[-2]
             matrix, row = divmod(row, height)
-            first, row_step, column_step = matrix * height * columns + row, source.step, height
-        return cls(info, first, columns, dtype, stride, row_step, column_step, added, change)
+            first, row_step = matrix * height * columns + row, source.step
+        return cls(info, first, columns, dtype, stride, row_step, height, lying, added, change)
 
     @property
     def place(self) -> tuple[Path, int]:
@@ -454,7 +480,7 @@ class _Rows:
         """Write the rows from byte `start` on, as many as `view` holds."""
         info, width = self.info, ITEMSIZE[self.info.dtype]
         value = self.first + start // self.stride * self.row_step
-        close = self.row_step == self.columns and self.column_step == 1
+        close = self.row_step == self.columns and not self.height
         as_it_is = info.dtype == self.dtype and not self.added and self.change is None
         if close and as_it_is and self.stride == self.columns * width:
             info.read_into(view, value * width)
@@ -474,15 +500,14 @@ class _Rows:
     def _read(self, value: int, count: int) -> NDArray[Any]:
         """So many rows from a value of the source on, [count, columns]."""
         info, width = self.info, ITEMSIZE[self.info.dtype]
-        if self.column_step == 1:
+        if not self.height:
             rows = np.empty((count, self.row_step), _STORAGE[info.dtype])
             found = rows.reshape(-1)[: rows.size - self.row_step + self.columns]
             info.read_into(found.data.cast("B"), value * width)
             return rows[:, : self.columns]
-        columns = np.empty((self.columns, (count - 1) * self.row_step + 1), _STORAGE[info.dtype])
-        for i, column in enumerate(columns):
-            info.read_into(column.data.cast("B"), (value + i * self.column_step) * width)
-        return columns[:, :: self.row_step].T
+        matrix, row = divmod(value, self.height * self.columns)
+        whole = self.lying.read(info, matrix, (self.columns, self.height))
+        return whole[:, row : row + (count - 1) * self.row_step + 1 : self.row_step].T
 
     def _convert(self, values: NDArray[Any], factors: Factors | None) -> NDArray[Any]:
         """Values of the source's dtype in the weight's, rounded to nearest, ties to even; before,
@@ -522,6 +547,7 @@ def _transfers(
     checkpoint: Checkpoint,
     changes: Mapping[str, Change],
     quantizer: Quantizer,
+    lying: _Lying,
 ) -> Iterator[_Transfer]:
     """What brings the sources, one below the other, into the shards."""
     vector = len(tensor.shape) == 1
@@ -537,7 +563,7 @@ def _transfers(
             continue
         info, change = checkpoint.tensors[source.key], changes.get(source.key)
         if tensor.dtype not in QUANTIZED:
-            rows = _Rows.of(source, row, info, columns, tensor.dtype, stride, added, change)
+            rows = _Rows.of(source, row, info, columns, tensor.dtype, stride, lying, added, change)
             at = (start - shard.start) * stride
             nbytes = (end - start) * stride
             yield _Transfer(rows.place, shard.buffer, at, nbytes, stride, rows.fill)
@@ -548,7 +574,7 @@ def _transfers(
         for done in range(0, end - start, at_once):
             count = min(at_once, end - start - done)
             at = row + done * source.step
-            rows = _Rows.of(source, at, info, columns, own, own_stride, change=change)
+            rows = _Rows.of(source, at, info, columns, own, own_stride, lying, change=change)
             first = start - shard.start + done
             kernel = quantizer.quantize(spec.name, shard, first, count, own)
             nbytes = count * own_stride

@@ -277,9 +277,23 @@ def test_parts_of_a_source(device: Device, tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("target", [None, "f32", "q4"])
 @pytest.mark.parametrize("shape", [(3, 10, 24), (1, 20000, 256)])
 def test_matrices_that_lie_transposed(
-    device: Device, tmp_path: Path, shape: tuple[int, int, int], target: str | None
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int],
+    target: str | None,
 ) -> None:
-    """Every other row of each and then the rest: what they would be as they are wanted."""
+    """Every other row of each and then the rest: what they would be as they are wanted. All is read
+    once."""
+    sizes: list[int] = []
+    read_into = TensorInfo.read_into
+
+    def counted(info: TensorInfo, view: memoryview, start: int = 0) -> None:
+        sizes.append(len(view) if info.name == "lying" else 0)
+        read_into(info, view, start)
+
+    monkeypatch.setattr(TensorInfo, "read_into", counted)
+    monkeypatch.setattr(upload, "MAX_THREADS", 1)
     count, rows, columns = shape
     lying = some((count, columns, rows), "bf16")
     parts = [range(i * rows + way, (i + 1) * rows, 2) for i in range(count) for way in (0, 1)]
@@ -292,6 +306,7 @@ def test_matrices_that_lie_transposed(
         weights = load_weights(device, specs, Checkpoint.open(tmp_path), dtype=target)
         for a, b in zip(*(weights[name].buffers for name in ("lying", "wanted")), strict=True):
             np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
+    assert sum(sizes) == lying.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
