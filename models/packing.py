@@ -134,8 +134,7 @@ def codes(grouped: Grouped, stored: Stored) -> Codes:
 
 class PackedRows:
     """`rows` rows of a matrix, every `step`-th from `first` on, on their way to the GPU: what fills
-    the staging memory of blocks and then of scales. A row is unpacked once, in any thread, and so
-    are those between."""
+    the staging memory of blocks and then of scales. A row is unpacked once, in any thread."""
 
     def __init__(
         self, matrix: Packed, first: int, rows: int, stored: Stored, step: int = 1
@@ -151,7 +150,7 @@ class PackedRows:
         row, count = start // self._stride, len(view) // self._stride
         try:
             first = self._first + row * self._step
-            grouped = _every(self._matrix, first, count, self._step)
+            grouped = self._matrix.every(self._step, first, count)
             blocks, self._scales[row : row + count] = codes(grouped, self._stored).pack()
             np.frombuffer(view, np.uint8)[:] = blocks.reshape(-1)
         except BaseException:
@@ -179,10 +178,5 @@ class WidenedRows:
         """Write the rows from byte `start` on, as many as `view` holds."""
         first, count = self._first + start // self._stride * self._step, len(view) // self._stride
         values, columns = np.frombuffer(view, np.float32).reshape(count, -1), self._matrix.shape[1]
-        values[:, :columns] = _every(self._matrix, first, count, self._step).dequantize()
+        values[:, :columns] = self._matrix.every(self._step, first, count).dequantize()
         values[:, columns:] = 0
-
-
-def _every(matrix: Packed, first: int, count: int, step: int) -> Grouped:
-    """So many rows of a matrix, every `step`-th from `first` on."""
-    return matrix.read(first, first + (count - 1) * step + 1).every(step)

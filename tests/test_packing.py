@@ -31,9 +31,9 @@ from infer.kernels.tensor import INTEGERS, GpuTensor
 from infer.models import open_model
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
-from infer.models.formats import find_format, find_packed
+from infer.models.formats import find_format, find_packed, mxfp4
 from infer.models.formats.gguf_blocks import GgufBlocks
-from infer.models.formats.grouped import Scheme
+from infer.models.formats.grouped import Scheme, unpack
 from infer.models.formats.packed import read_rows
 from infer.models.packing import stored_schemes
 from infer.models.weights import Source, WeightSpec, check_checkpoint, load_weights, stored
@@ -207,7 +207,14 @@ def test_parts_of_a_packed_source(
     device: Device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Every other row of each expert, then the rest, in pieces of a few rows; and widened, as
-    routers are."""
+    routers are. Each is unpacked once."""
+    rows: list[int] = []
+
+    def counted(packed: Array, bits: int, count: int) -> Array:
+        rows.append(len(packed))
+        return unpack(packed, bits, count)
+
+    monkeypatch.setattr(mxfp4, "unpack", counted)
     monkeypatch.setattr(upload, "PIECE_BYTES", 512)
     found, checkpoint = opened(DATA / "mxfp4")
     expected = values_of("mxfp4")
@@ -220,6 +227,7 @@ def test_parts_of_a_packed_source(
         forward = Forward(device, 48)
         y = forward.run(forward.ops.embedding(weight), tokens=list(range(48)))
     assert nmse(y, expected[np.concatenate([np.array(part) for part in parts])]) <= 1e-14
+    assert sum(rows) == 48
 
 
 def e4m3_packed(values: Array) -> dict[str, Array]:

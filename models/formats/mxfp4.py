@@ -51,9 +51,13 @@ class Mxfp4(Format):
 
 class _Matrix(Packed):
     def read(self, start: int, stop: int) -> Grouped:
+        return self.every(1, start, stop - start)
+
+    def every(self, step: int, start: int, count: int) -> Grouped:
+        """Rows between are read, but not unpacked."""
         blocks, scales = self.tensors
-        rows, columns = stop - start, self.shape[1]
+        stop, columns = start + (count - 1) * step + 1, self.shape[1]
         half, groups = columns // 2, columns // 32
-        packed = read_flat(blocks, start * half, stop * half).reshape(rows, half)
-        scale = read_flat(scales, start * groups, stop * groups).reshape(rows, groups)
+        packed = read_flat(blocks, start * half, stop * half).reshape(-1, half)[::step]
+        scale = read_flat(scales, start * groups, stop * groups).reshape(-1, groups)[::step]
         return Grouped(self.scheme, unpack(packed, 4, columns), from_e8m0(scale))

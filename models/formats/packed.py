@@ -52,6 +52,10 @@ class Packed(ABC):
         """Rows [start, stop). Reads no more than these need, and keeps nothing. Safe in several
         threads. Raises CheckpointError when a file cannot be read or holds what it must not."""
 
+    def every(self, step: int, start: int, count: int) -> Grouped:
+        """The same of `count` rows, every `step`-th from `start` on."""
+        return self.read(start, start + (count - 1) * step + 1).every(step)
+
 
 class Format(ABC):
     """A way of publishing quantised matrices, as a config describes it.
