@@ -21,8 +21,9 @@ from infer.kernels.codes import TABLES
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError
 from infer.kernels.kv_cache import KV_DTYPES, kept, kv_block
+from infer.kernels.lower import MAX_VEC_ROWS
 from infer.kernels.sampler import INVALID_TOKEN
-from infer.kernels.tensor import BLOCK, CODED, INTEGERS, QUANTIZED, SUPERBLOCK, Grouping
+from infer.kernels.tensor import BLOCK, CODED, HALF, INTEGERS, QUANTIZED, SUPERBLOCK, Grouping
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
 EPS = 1e-6
@@ -79,11 +80,16 @@ class Inputs:
         return self.rng.standard_normal(shape, np.float32)
 
 
-def int8_rows(rng: np.random.Generator, rows: int, columns: int) -> tuple[Array, Array]:
-    """Activations of which it is known how they round to int8, and what they are then."""
-    q = _integers(rng, rows, columns, -127)
+def int8_rows(
+    rng: np.random.Generator, rows: int, columns: int, *, many: bool | None = None
+) -> tuple[Array, Array]:
+    """Activations of which it is known how they round to int8, and what they are then. many: for
+    the kernels of many rows, where both halves of a block share a scale (None: if there are)."""
+    q = _integers(rng, rows, columns, -127, HALF)
     near = q + np.where(q > -127, rng.uniform(-0.4, 0.4, q.shape), 0)
     scales = rng.lognormal(-6, 0.5, (*q.shape[:2], 1)) * rng.choice([-1, 1], (*q.shape[:2], 1))
+    if many or (many is None and rows > MAX_VEC_ROWS):
+        scales = scales[:, np.arange(q.shape[1]) // 2 * 2]
     x, exact = ((scales * blocks).reshape(rows, -1)[:, :columns] for blocks in (near, q))
     return x.astype(np.float32), exact
 
@@ -92,16 +98,16 @@ def exact_weight(rng: np.random.Generator, rows: int, columns: int, dtype: str) 
     """An f32 matrix that a weight of that dtype holds exactly."""
     if dtype not in QUANTIZED:
         return rounded(rng.standard_normal((rows, columns), np.float32), dtype)
-    q = _integers(rng, rows, columns, {"q8": -127, "q4": -8}[dtype])
+    q = _integers(rng, rows, columns, {"q8": -127, "q4": -8}[dtype], BLOCK)
     scales = rng.lognormal(-4, 0.5, (*q.shape[:2], 1)).astype(np.float16).astype(np.float32)
     weight: Array = (scales * q).astype(np.float32).reshape(rows, -1)[:, :columns]
     return weight
 
 
-def _integers(rng: np.random.Generator, rows: int, columns: int, least: int) -> Array:
-    """[rows, blocks, BLOCK] from `least` to -1 - least; the first of a block, which is never
+def _integers(rng: np.random.Generator, rows: int, columns: int, least: int, block: int) -> Array:
+    """[rows, blocks, block] from `least` to -1 - least; the first of a block, which is never
     padding, is the least."""
-    q = rng.integers(least, -least, (rows, -(-columns // BLOCK), BLOCK))
+    q = rng.integers(least, -least, (rows, -(-columns // block), block))
     q[..., 0] = least
     return q
 
@@ -357,7 +363,7 @@ def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool =
 def _down(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = False) -> Outcome:
     x = exact = inputs(3 * rows, 37)
     if dtype in INTEGERS:
-        x, exact = int8_rows(inputs.rng, 3 * rows, 37)
+        x, exact = int8_rows(inputs.rng, 3 * rows, 37, many=rows > MAX_VEC_ROWS)
     x, exact = x.reshape(rows, 3, 37), exact.reshape(rows, 3, 37)
     logits, residual = inputs(rows, 7), inputs(rows, 67)
     weight = exact_weight(inputs.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)

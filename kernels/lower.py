@@ -350,7 +350,7 @@ class Lowering:
 
     def prepare(self, x: Value, form: Form, rows: int) -> list[Operand]:
         """Where a form of x goes: its values times the norm's weights; or, as int8, integers, and
-        the scale and the sum of squares of every block."""
+        the scale and the sum of squares of every half block."""
         floats: list[Operand] = [Scratch(4 * rows * stride(x.width))]
         operands = _int8_operands(x, rows) if form.int8 else floats
         self.prepared[x, form.norm, form.int8] = operands
@@ -376,6 +376,7 @@ class Lowering:
                 "X_STRIDE": stride(x.width),
                 "NORM": norm is not None,
                 "ORDER": order is not None,
+                "SHARED": self.rows(value) > MAX_VEC_ROWS,
                 "QUANTIZE": True,
             },
         )
@@ -589,7 +590,7 @@ class Lowering:
 def _int8_operands(x: Value, rows: int) -> list[Operand]:
     """The integers, and the scales and sums of squares of their blocks."""
     blocks = -(-x.width // BLOCK) * padded_rows(rows)
-    return [Scratch(blocks * BLOCK), Scratch(blocks * 8)]
+    return [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
 
 
 def padded_rows(rows: int) -> int:

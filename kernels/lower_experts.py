@@ -122,14 +122,15 @@ def _slots_int8(low: Lowering, x: Value, routing: Value, width: int) -> list[Ope
         "quantize",
         (x, *operands),
         lambda rows, kv_len: (-(-width // (8 * BLOCK)), rows * slots, 1),
-        {"K": width, "X_STRIDE": stride(width), "NORM": False, "ORDER": False, "QUANTIZE": True},
+        {"K": width, "X_STRIDE": stride(width), "NORM": False, "ORDER": False}
+        | {"SHARED": not low.kind.vec, "QUANTIZE": True},
     )
     return operands
 
 
 def _slots_scratch(low: Lowering, routing: Value, width: int) -> list[Operand]:
     blocks = low.kind.rows * routing.attrs["slots"] * -(-width // BLOCK)
-    return [Scratch(blocks * BLOCK), Scratch(blocks * 8)]
+    return [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
 
 
 def _matmul_vec(

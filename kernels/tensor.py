@@ -36,6 +36,7 @@ QUANTIZED = ("q8", "q4")
 CODED = {"e4m3": 8, "mxfp4": 4, "nf4": 4, "iq4nl": 4}  # codes of so many bits
 INTEGERS = (*QUANTIZED, "q6", "q5", "mxfp4", "iq4nl")  # multiplied as int8; the others as f32
 BLOCK = 32  # columns of a block
+HALF = BLOCK // 2  # columns of activations in int8 that share a scale
 _BLOCK_BYTES = {"q8": 32, "q6": 24, "q5": 20, "q4": 16}
 _SHARD_ROWS = 32  # shards of what has scales start at a multiple of this
 

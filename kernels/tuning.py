@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from infer.kernels.device import Device
 from infer.kernels.errors import ShaderError
-from infer.kernels.tensor import BLOCK, CODED, INTEGERS
+from infer.kernels.tensor import BLOCK, CODED, HALF, INTEGERS
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,10 @@ class Tuning:
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
     def matmul_vec(self, shape: VecShape) -> VecVariant:
-        """Outputs that go out in blocks: a workgroup has one, and each subgroup rows of it. A CPU
-        wants many rows for each subgroup, a GPU few, and in a large matrix many invocations for a
-        row, so that what is read at one time lies close together in memory."""
+        """Outputs that go out as int8: a workgroup has a block of them, or half a block, so that more
+        workgroups share the few outputs that are not gated. A CPU wants many rows for each
+        subgroup, a GPU few, and in a large matrix many invocations for a row, so that what is read
+        at one time lies close together in memory."""
         lanes, most = self.subgroup_size, self.limits.max_invocations
         if shape.dtype == "iq4nl" and self.limits.workgroup_storage < 32768:
             most = min(most, 512)  # 1,024 have 16 copies of a table
@@ -206,8 +207,11 @@ class Tuning:
             return VecVariant(workgroup, team, BLOCK * team // workgroup, 1)
         if shape.quantize:
             workgroup = min(1024, most, BLOCK * lanes)
+            if not shape.gated:
+                team = max(lanes, workgroup // HALF)
+                return VecVariant(workgroup, team, HALF * team // workgroup, 1)
             outputs = BLOCK * lanes // workgroup
-            ahead = shape.gated and outputs == 1 and shape.dtype not in ("q5", "q6")
+            ahead = outputs == 1 and shape.dtype not in ("q5", "q6")
             unroll = min(4, max(1, blocks // lanes)) if ahead else 1
             return VecVariant(workgroup, lanes, outputs, unroll)
         rows_of_weights = shape.n * (1 + shape.gated)
@@ -274,7 +278,7 @@ class Tuning:
         cluster = min(self.subgroup_size, chunks & -chunks)
         per_lane = chunks // cluster
         # A lane keeps heads * per_lane groups of queries and of outputs in registers.
-        most = max(1, 8 // per_lane)
+        most = max(1, min(4, 8 // per_lane))
         heads = next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
         batch = 2
         # More splits than that cost more in attention_combine than they gain.

@@ -39,7 +39,7 @@ from infer.kernels.plan import Dispatch
 from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, QUANTIZED
+from infer.kernels.tensor import BLOCK, HALF, QUANTIZED
 from infer.kernels.tuning import Tuning, VecShape
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
@@ -113,7 +113,11 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
 def serves(variant: Any, *call: Any) -> bool:
     """Whether a variant can do what one call of the rule asks for."""
     shape = call[0]
-    return not (isinstance(shape, VecShape) and shape.quantize and variant.per_workgroup != BLOCK)
+    return not (
+        isinstance(shape, VecShape)
+        and shape.quantize
+        and variant.per_workgroup not in (HALF, BLOCK)
+    )
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,11 @@ EXPERTS: Factors = SETTINGS | {
 
 
 def activations(
-    rng: np.random.Generator, dtype: str, rows: int, columns: int
+    rng: np.random.Generator, dtype: str, rows: int, columns: int, many: bool
 ) -> tuple[Array, Array]:
-    """What is given, and what a kernel reads of it."""
+    """What is given, and what a kernel (of many rows) reads of it."""
     if dtype in QUANTIZED:
-        return int8_rows(rng, rows, columns)
+        return int8_rows(rng, rows, columns, many=many)
     x = rng.standard_normal((rows, columns), np.float32)
     return x, x
 
@@ -119,7 +119,7 @@ def gate_up_error(
     **options: Any,
 ) -> float:
     (slots, n_experts), (k, n) = experts, shape
-    x, exact = activations(rng, dtype, rows, k)
+    x, exact = activations(rng, dtype, rows, k, tiled or rows > 8)
     weight = exact_weight(rng, n_experts * 2 * n, k, dtype).reshape(n_experts, 2 * n, k)
     added = 5 * rng.standard_normal((n_experts, 2 * n), np.float32) if bias else None
     logits = logits_of(rng, rows, n_experts, kind)
@@ -184,7 +184,8 @@ def down_error(
     bias: bool = False,
 ) -> float:
     (slots, n_experts), (k, n) = experts, shape
-    x, exact = (a.reshape(rows, slots, k) for a in activations(rng, dtype, rows * slots, k))
+    given = activations(rng, dtype, rows * slots, k, tiled or rows > 8)
+    x, exact = (a.reshape(rows, slots, k) for a in given)
     weight = exact_weight(rng, n_experts * n, k, dtype).reshape(n_experts, n, k)
     logits = logits_of(rng, rows, n_experts, kind)
     options: dict[str, Any] = {"dtype": dtype, "tiled": tiled, "normalize": "normalize" in form}

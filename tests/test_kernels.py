@@ -361,10 +361,11 @@ def chain_error(
 
 
 def prepared(y: Array, dtype: str) -> Array:
-    """As a projection reads it: in int8, in blocks of 32, when its weights are quantised."""
+    """As a projection reads it: in int8, in blocks or (few rows) halves of them, when its weights
+    are quantised."""
     if dtype not in ("q8", "q4"):
         return y
-    blocks = y.reshape(len(y), -1, 32)
+    blocks = y.reshape(len(y), -1, 16 if len(y) <= 8 else 32)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / 127
     return (np.rint(blocks / scale) * scale).reshape(y.shape)
 

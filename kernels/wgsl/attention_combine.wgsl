@@ -16,7 +16,7 @@
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // see attention_split.wgsl
 #if QUANTIZE
 @group(0) @binding(2) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding(3) var<storage, read_write> x_int8_scales: array<f32>;
+@group(0) @binding(3) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
 
 var<workgroup> magnitudes: array<u32, WG>;
 #else
@@ -85,14 +85,15 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #if QUANTIZE
   magnitudes[tid] = magnitude(value);
   workgroupBarrier();
-  var block_most = 0u;
-#for j in 0..8
-  block_most = max(block_most, magnitudes[tid / 8u * 8u + $ju]);
+  var half_most = 0u;
+#for j in 0..4
+  half_most = max(half_most, magnitudes[tid / 4u * 4u + $ju]);
 #endfor
   if (id.x * WG + tid < VALUES) {
-    store_int8(id.y, VALUES / 8u, i / 8u, i % 8u, value, block_most);
-    if (i % 8u == 0u) {
-      store_scale(id.y, VALUES / 8u, i / 8u, block_most, 0.0);
+    let at = half_at(id.y, VALUES / 8u, i / 4u);
+    store_int8(at, i % 4u, value, half_most);
+    if (i % 4u == 0u) {
+      store_scale(at, half_most, 0.0);
     }
   }
 #else

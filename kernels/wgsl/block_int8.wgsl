@@ -1,5 +1,5 @@
 // Blocks of 32 columns in int8: weights that are integers, or codes of some, and activations that
-// quantize_block.wgsl wrote, which have one scale each. A dot product of integers is exact, so only
+// quantize_block.wgsl wrote, with a scale for each half. A dot product of integers is exact, so only
 // the scales round.
 //
 // q8 has two planes in a row, the first and the second half of every block; so have activations.
@@ -21,10 +21,10 @@ struct Block {
 struct Activations {
   low: vec4<u32>,
   high: vec4<u32>,
-  scale: f32,
+  scale: vec2<f32>,  // of both halves
   squares: f32,
 #if AFFINE
-  sums: vec2<f32>,  // of the integers of both halves
+  sums: vec2<f32>,
 #endif
 }
 
@@ -60,13 +60,16 @@ fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
   let first = m * 2u * BLOCKS + i;
   let low = x[first];
   let high = x[first + BLOCKS];
+  let of_low = x_scales[first];
+  let of_high = x_scales[first + BLOCKS];
+  let scale = select(vec2<f32>(), vec2<f32>(of_low.x, of_high.x), valid);
   return Activations(
     low,
     high,
-    select(0.0, x_scales[first], valid),
-    select(0.0, x_scales[first + BLOCKS], valid),
+    scale,
+    select(0.0, of_low.y + of_high.y, valid),
 #if AFFINE
-    vec2<f32>(f32(dot16(low, ONES)), f32(dot16(high, ONES))),
+    scale * vec2<f32>(f32(dot16(low, ONES)), f32(dot16(high, ONES))),
 #endif
   );
 }
@@ -80,17 +83,20 @@ fn multiply(w: Block, a: Activations) -> f32 {
   let low = dot16(low_int8(w.integers), a.low);
   let high = dot16(high_int8(w.integers), a.high);
 #endif
+  let sums = a.scale * vec2<f32>(f32(low), f32(high));
 #if GROUP_SIZE == 16
-  var sum = w.scale.x * f32(low) + w.high_scale.x * f32(high);
+  let product = w.scale.x * sums.x + w.high_scale.x * sums.y;
 #if AFFINE
-  sum += (w.scale.y * a.sums.x + w.high_scale.y * a.sums.y) / UNIT;
+  return product + (w.scale.y * a.sums.x + w.high_scale.y * a.sums.y) / UNIT;
+#else
+  return product;
 #endif
-  return a.scale * sum;
 #else
+  let product = w.scale.x * (sums.x + sums.y);
 #if AFFINE
-  return a.scale * (w.scale.x * f32(low + high) + w.scale.y * (a.sums.x + a.sums.y) / UNIT);
+  return product + w.scale.y * (a.sums.x + a.sums.y) / UNIT;
 #else
-  return w.scale.x * a.scale * f32(low + high);
+  return product;
 #endif
 #endif
 }

@@ -27,7 +27,7 @@
 // @param BIAS bool
 // @param RESIDUAL bool
 // @param KEEP bool
-// @param QUANTIZE bool           TEAMS * OUTPUTS == 32
+// @param QUANTIZE bool           TEAMS * OUTPUTS a multiple of 16
 // @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 #if ROUTE
@@ -39,7 +39,7 @@
 #let FIRST = 5
 @group(0) @binding(2) var<storage, read> x: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> scales: array<u32>;
-@group(0) @binding(4) var<storage, read> x_scales: array<f32>;
+@group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
 #else
 #let FIRST = 3 + CODES + NORM
 @group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;
@@ -64,7 +64,7 @@
 #let NEXT = FIRST + BIAS + RESIDUAL + KEEP
 #if QUANTIZE
 @group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<f32>;
+@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
 #elif NEXT_NORM
 @group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
 #endif
@@ -81,8 +81,9 @@ const VALUES = $(W_ROWS + NORM)u;      // sums per team
 const STEPS = BLOCKS * $(ROWS_OF_X)u;
 
 #if QUANTIZE
-var<workgroup> outputs: array<vec4<f32>, 8>;      // and what is quantised of them:
-var<workgroup> scaled_outputs: array<vec4<f32>, 8>;
+const FOURS = TEAMS * OUTPUTS / 4u;
+var<workgroup> outputs: array<vec4<f32>, FOURS>;  // and what is quantised of them:
+var<workgroup> scaled_outputs: array<vec4<f32>, FOURS>;
 #endif
 
 fn in_shard(expert: u32) -> bool {
@@ -215,7 +216,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endfor
 #else
 #if NORM
-    squares += x$u.squares;
+    if (team == 0u) {
+      squares += x$u.squares;
+    }
 #endif
 #for r in 0..W_ROWS
     sum$r += multiply(w$r_$u, x$u);
@@ -228,7 +231,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   keep(team, part, $ru, sum$r, me);
 #endfor
 #if NORM
-  keep(team, part, $(W_ROWS)u, squares, me);
+  if (team == 0u) {
+    keep(team, part, $(W_ROWS)u, squares, me);
+  }
 #endif
   workgroupBarrier();
 
@@ -236,7 +241,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     let owner = me.index / OUTPUTS;  // the team that has this output
     let place = me.index % OUTPUTS;
 #if NORM
-    let mean = total(owner, $(W_ROWS)u, parts) / f32(K);
+    let mean = total(0u, $(W_ROWS)u, parts) / f32(K);
     let scale = UNIT * inverseSqrt(mean + EPS);
 #else
     let scale = UNIT;
@@ -277,19 +282,21 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 
   workgroupBarrier();
 #if COMBINE
-  if (me.index < 8u) {
+  if (me.index < FOURS) {
 #else
-  if (me.index < 8u && in_shard(expert)) {
+  if (me.index < FOURS && in_shard(expert)) {
 #endif
+    let half = me.index / 4u;
     var most = 0u;
     var squares_out = 0.0;
-#for i in 0..8
-    most = max(most, magnitude(scaled_outputs[$i]));
-    squares_out += dot(outputs[$i], outputs[$i]);
+#for i in 0..4
+    most = max(most, magnitude(scaled_outputs[4u * half + $iu]));
+    squares_out += dot(outputs[4u * half + $iu], outputs[4u * half + $iu]);
 #endfor
-    store_int8(id.y, N / 32u, id.x, me.index, scaled_outputs[me.index], most);
-    if (me.index == 0u) {
-      store_scale(id.y, N / 32u, id.x, most, squares_out);
+    let at = half_at(id.y, N / 32u, first / 16u + half);
+    store_int8(at, me.index % 4u, scaled_outputs[me.index], most);
+    if (me.index % 4u == 0u) {
+      store_scale(at, most, squares_out);
     }
   }
 #endif

@@ -1,5 +1,5 @@
 // y = x W^T for many rows of x (prefill), both in int8: W is q8, q4 or codes of integers, x was quantised
-// in the same blocks of 32 columns (quantize_block.wgsl). Built like matmul.wgsl: tiles go through workgroup
+// in the same blocks of 32 columns (quantize.wgsl, SHARED). Built like matmul.wgsl: tiles go through workgroup
 // memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
@@ -25,7 +25,7 @@
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
-@group(0) @binding(3) var<storage, read> x_scales: array<f32>;
+@group(0) @binding(3) var<storage, read> x_scales: array<vec2<f32>>;
 @group(0) @binding(4) var<storage, read_write> y: array<f32>;
 #if BIAS
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
@@ -161,7 +161,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       }
 #endfor
       if (tid < ROWS) {
-        x_scale_next = x_scales[x_scales_from + t];
+        x_scale_next = x_scales[x_scales_from + t].x;
       }
       if (tid < COLUMNS) {
 #for p in 0..PARTS

@@ -6,7 +6,7 @@
 // rows, and y = gated(gate, up). Else y = x W^T, after BIAS is added multiplied by SCALE, then
 // activated where there is an ACTIVATION. RESIDUAL is added to y. What the next projection wants to
 // read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the
-// workgroup's 32 outputs are a block (QUANTIZE). KEEP: y itself is needed.
+// workgroup's outputs are whole halves of blocks (QUANTIZE). KEEP: y itself is needed.
 #include "team_sums.wgsl"
 #include "grid.wgsl"
 #include "activate.wgsl"
@@ -27,14 +27,14 @@
 // @param BIAS bool
 // @param RESIDUAL bool
 // @param KEEP bool
-// @param QUANTIZE bool           for one row of x, and TEAMS * OUTPUTS == 32
+// @param QUANTIZE bool           for one row of x, and TEAMS * OUTPUTS a multiple of 16
 // @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 #if INTEGERS
 #let STEP = 4
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
-@group(0) @binding(3) var<storage, read> x_scales: array<f32>;
+@group(0) @binding(3) var<storage, read> x_scales: array<vec2<f32>>;
 #else
 #let STEP = 2 + CODES + NORM
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
@@ -63,7 +63,7 @@
 #let NEXT = FIRST + BIAS + RESIDUAL + KEEP
 #if QUANTIZE
 @group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<f32>;
+@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
 #elif NEXT_NORM
 @group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
 #endif
@@ -75,8 +75,9 @@ const W_ROWS = OUTPUTS * $(1 + GATED)u;           // rows of W per team
 const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per team
 
 #if QUANTIZE
-var<workgroup> outputs: array<vec4<f32>, 8>;      // and what is quantised of them:
-var<workgroup> scaled_outputs: array<vec4<f32>, 8>;
+const FOURS = TEAMS * OUTPUTS / 4u;
+var<workgroup> outputs: array<vec4<f32>, FOURS>;  // and what is quantised of them:
+var<workgroup> scaled_outputs: array<vec4<f32>, FOURS>;
 #endif
 
 // grid: linear_grid(N / (TEAMS * OUTPUTS))
@@ -180,7 +181,9 @@ fn main(
 #for u in 0..UNROLL
 #for m in 0..ROWS
 #if NORM
-    squares$m += x$u_$m.squares;
+    if (team == 0u) {
+      squares$m += x$u_$m.squares;
+    }
 #endif
 #for r in 0..OUTPUTS * (1 + GATED)
     sum$m_$r += multiply(w$r_$u, x$u_$m);
@@ -194,7 +197,9 @@ fn main(
   keep(team, part, $mu * W_ROWS + $ru, sum$m_$r, me);
 #endfor
 #if NORM
-  keep(team, part, ROWS * W_ROWS + $mu, squares$m, me);
+  if (team == 0u) {
+    keep(team, part, ROWS * W_ROWS + $mu, squares$m, me);
+  }
 #endif
 #endfor
   workgroupBarrier();
@@ -203,7 +208,7 @@ fn main(
     let owner = me.index / OUTPUTS % TEAMS;  // the team that has this output
     let place = me.index % OUTPUTS;
 #if NORM
-    let mean = total(owner, ROWS * W_ROWS + out_row, parts) / f32(K);
+    let mean = total(0u, ROWS * W_ROWS + out_row, parts) / f32(K);
     let scale = UNIT * inverseSqrt(mean + EPS);
 #else
     let scale = UNIT;
@@ -247,17 +252,18 @@ fn main(
 #if QUANTIZE
 
   workgroupBarrier();
-  if (me.index < 8u) {
+  if (me.index < FOURS) {
+    let half = me.index / 4u;
     var most = 0u;
     var squares_out = 0.0;
-#for i in 0..8
-    most = max(most, magnitude(scaled_outputs[$i]));
-    squares_out += dot(outputs[$i], outputs[$i]);
+#for i in 0..4
+    most = max(most, magnitude(scaled_outputs[4u * half + $iu]));
+    squares_out += dot(outputs[4u * half + $iu], outputs[4u * half + $iu]);
 #endfor
-    let block = (START + first) / 32u;
-    store_int8(0u, Y_STRIDE / 32u, block, me.index, scaled_outputs[me.index], most);
-    if (me.index == 0u) {
-      store_scale(0u, Y_STRIDE / 32u, block, most, squares_out);
+    let at = half_at(0u, Y_STRIDE / 32u, (START + first) / 16u + half);
+    store_int8(at, me.index % 4u, scaled_outputs[me.index], most);
+    if (me.index % 4u == 0u) {
+      store_scale(at, most, squares_out);
     }
   }
 #endif

@@ -1,13 +1,16 @@
-// Activations as int8 in blocks of 32 columns (quantize_block.wgsl): eight invocations share a block.
+// Activations as int8 (quantize_block.wgsl): four invocations share half a block.
+// SHARED: both halves have the scale of the larger one, so that a product of many rows (matmul_int8.wgsl)
+// needs one for a block.
 // NORM: what is quantised is x * norm_weight; the squares are those of x.
 #include "quantize_block.wgsl"
 // @param K u32
 // @param X_STRIDE u32
+// @param SHARED bool
 // @param NORM bool
 // @param ORDER bool              column i is column order[i] of x
 @group(0) @binding(0) var<storage, read> x: array<f32>;
 @group(0) @binding(1) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding(2) var<storage, read_write> x_int8_scales: array<f32>;
+@group(0) @binding(2) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
 #if NORM
 @group(0) @binding(3) var<storage, read> norm_weight: array<f32>;
 #endif
@@ -16,6 +19,7 @@
 #endif
 
 const BLOCKS = (K + 31u) / 32u;
+const SHARERS = $(4 + 4 * SHARED)u;  // invocations whose values have one scale
 
 var<workgroup> most: array<u32, 64>;
 var<workgroup> squares: array<f32, 64>;
@@ -23,7 +27,7 @@ var<workgroup> squares: array<f32, 64>;
 // grid (blocks / 8, rows)
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-  let block = id.x * 8u + tid / 8u;
+  let half = id.x * 16u + tid / 4u;
   let column = id.x * 256u + tid * 4u;
   var value = vec4<f32>();
 #if NORM
@@ -48,16 +52,19 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
   most[tid] = magnitude(value);
   workgroupBarrier();
-  var block_most = 0u;
-  var block_squares = 0.0;
-  for (var i = 0u; i < 8u; i++) {
-    block_most = max(block_most, most[tid / 8u * 8u + i]);
-    block_squares += squares[tid / 8u * 8u + i];
+  var half_most = 0u;
+  for (var i = 0u; i < SHARERS; i++) {
+    half_most = max(half_most, most[tid / SHARERS * SHARERS + i]);
   }
-  if (block < BLOCKS) {
-    store_int8(id.y, BLOCKS, block, tid % 8u, value, block_most);
-    if (tid % 8u == 0u) {
-      store_scale(id.y, BLOCKS, block, block_most, block_squares);
+  var half_squares = 0.0;
+  for (var i = 0u; i < 4u; i++) {
+    half_squares += squares[tid / 4u * 4u + i];
+  }
+  if (half < 2u * BLOCKS) {
+    let at = half_at(id.y, BLOCKS, half);
+    store_int8(at, tid % 4u, value, half_most);
+    if (tid % 4u == 0u) {
+      store_scale(at, half_most, half_squares);
     }
   }
 }

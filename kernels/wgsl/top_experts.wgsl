@@ -15,8 +15,14 @@
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
-#let RANKED = EXPERTS <= 128 or not SUBGROUPS
+const GROUP = max(32u, SLOTS);
+const GROUPS_OF_EXPERTS = (EXPERTS + GROUP - 1u) / GROUP;
+const PADDED = GROUPS_OF_EXPERTS * GROUP;
+const FINALISTS = GROUPS_OF_EXPERTS * SLOTS;
 var<workgroup> expert_logits: array<f32, EXPERTS>;
+var<workgroup> places: array<u32, PADDED>;  // in the order of preference
+var<workgroup> finalists: array<u32, FINALISTS>;
+var<workgroup> finalist_places: array<u32, FINALISTS>;
 var<workgroup> chosen: array<u32, SLOTS>;
 #if CORRECTION
 var<workgroup> preferences: array<f32, EXPERTS>;
@@ -62,90 +68,55 @@ fn preference(e: u32) -> f32 {
 #endif
 }
 
-// Fills `chosen`.
+// Fills `chosen`, in two rounds: the best SLOTS of each group of experts, then the best of these. How
+// many come before one, of equals those with lower numbers, says which of them it is.
 fn choose_experts(row: u32, me: Invocation) {
   for (var e = me.index; e < EXPERTS; e += WG) {
     expert_logits[e] = logits[row * LOGITS_STRIDE + LOGITS_OFFSET + e];
   }
-#if RANKED
-  clear_ranks(me);
-#endif
-  workgroupBarrier();
 #if CORRECTION
+  workgroupBarrier();
   correct(me);
 #endif
-#if RANKED
-  rank(me);
-#else
-  if (me.subgroup == 0u) {
-    take_best(me);
+  for (var e = me.index; e < PADDED; e += WG) {
+    if (e < EXPERTS) {
+      places[e] = order(preference(e));
+    } else {
+      places[e] = 1u;  // padding: the last
+    }
   }
-#endif
+  workgroupBarrier();
+  for (var e = me.index; e < PADDED; e += WG) {
+    let first = e / GROUP * GROUP;
+    let own = places[e];
+    var before = 0u;
+    for (var other = 0u; other < GROUP; other++) {
+      before += u32(places[first + other] > own - u32(first + other < e));
+    }
+    if (before < SLOTS) {
+      finalists[e / GROUP * SLOTS + before] = e;
+      finalist_places[e / GROUP * SLOTS + before] = own;
+    }
+  }
+  workgroupBarrier();
+  for (var f = me.index; f < FINALISTS; f += WG) {
+    let own = finalist_places[f];
+    var before = 0u;
+    for (var other = 0u; other < FINALISTS; other++) {
+      before += u32(finalist_places[other] > own - u32(other < f));
+    }
+    if (before < SLOTS) {
+      chosen[before] = finalists[f];
+    }
+  }
   workgroupBarrier();
 }
-#if not RANKED
 
-// Of many, which would take long to rank: one after the other, by the first subgroup, each time the best
-// of those that come after the last.
-fn take_best(me: Invocation) {
-  var last = vec2<u32>(0xffffffffu, 0u);  // its place in the order, and itself
-  for (var slot = 0u; slot < SLOTS; slot++) {
-    var best = vec2<u32>(0u, EXPERTS);
-    for (var e = me.lane; e < EXPERTS; e += WG / me.n_subgroups) {
-      let place = order(preference(e));
-      let left = place < last.x || (place == last.x && e > last.y) || slot == 0u;
-      if (left && (place > best.x || best.y == EXPERTS)) {
-        best = vec2<u32>(place, e);
-      }
-    }
-    last.x = subgroupMax(best.x);
-    last.y = subgroupMin(select(EXPERTS, best.y, best.x == last.x));
-    if (me.lane == 0u) {
-      chosen[slot] = last.y;
-    }
-  }
-}
-
-// An integer that is larger for a larger number.
+// An integer above 1 that is larger for a larger number.
 fn order(x: f32) -> u32 {
   let bits = select(bitcast<u32>(x), 0u, x == 0.0);  // of -0 as of 0
-  return bits ^ select(0x80000000u, 0xffffffffu, bits >> 31u == 1u);
+  return max(2u, bits ^ select(0x80000000u, 0xffffffffu, bits >> 31u == 1u));
 }
-#else
-
-const RANKERS = max(1u, WG / EXPERTS);  // invocations that share an expert
-var<workgroup> ranks: array<atomic<u32>, EXPERTS>;
-
-fn clear_ranks(me: Invocation) {
-  for (var e = me.index; e < EXPERTS; e += WG) {
-    atomicStore(&ranks[e], 0u);
-  }
-  for (var slot = me.index; slot < SLOTS; slot += WG) {
-    chosen[slot] = 0u;  // of a row of NaN
-  }
-}
-
-// All at once: how many are better than each.
-fn rank(me: Invocation) {
-  for (var i = me.index; i < EXPERTS * RANKERS; i += WG) {
-    let e = i % EXPERTS;
-    let own = preference(e);
-    var better = 0u;
-    for (var other = i / EXPERTS; other < EXPERTS; other += RANKERS) {
-      let rival = preference(other);
-      better += u32(rival > own || (rival == own && other < e));
-    }
-    atomicAdd(&ranks[e], better);
-  }
-  workgroupBarrier();
-  for (var e = me.index; e < EXPERTS; e += WG) {
-    let place = atomicLoad(&ranks[e]);
-    if (place < SLOTS) {
-      chosen[place] = e;
-    }
-  }
-}
-#endif
 
 // Writes the ids and weights of slots [first, end).
 fn write_routing(row: u32, first: u32, end: u32, me: Invocation) {
