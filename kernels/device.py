@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import wgpu
 from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib
+from wgpu.backends.wgpu_native._api import libf
 
 from infer.kernels.adapters import AdapterInfo, choose_adapter
 from infer.kernels.errors import ClosedError, DeviceError, OutOfMemoryError, ShaderError
@@ -314,11 +315,12 @@ class Device:
     def compile(self, spec: KernelSpec, shader: Shader) -> Pipeline:
         """A pipeline of rendered WGSL with the entry point `main`. It runs as it is written,
         without wgpu's own bounds checks unless the settings ask for them."""
-        messages = self.validate(shader, spec.label)
-        if messages:
-            raise ShaderError(f"{spec.label} does not compile:\n" + "\n".join(messages))
         checked = self.settings.bounds_checks
-        module = (self._module if checked else self._trusted_module)(shader, spec.label)
+        try:
+            module = (self._module if checked else self._trusted_module)(shader, spec.label)
+        except wgpu.GPUError as error:
+            message = _located(str(error), shader)
+            raise ShaderError(f"{spec.label} does not compile:\n{message}") from None
         layout = self._layout(tuple(binding.access for binding in shader.bindings))
         try:
             handle = self.handle.create_compute_pipeline(
@@ -353,7 +355,7 @@ class Device:
         descriptor = ffi.new("WGPUShaderModuleDescriptor *")
         descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
         descriptor.label.data, descriptor.label.length = title, len(name)
-        handle = lib.wgpuDeviceCreateShaderModuleTrusted(
+        handle = libf.wgpuDeviceCreateShaderModuleTrusted(  # which raises, as `lib` does not
             self.handle._internal, descriptor, lib.WGPUShaderRuntimeChecks_None
         )
         return GPUShaderModule(label, handle, self.handle)

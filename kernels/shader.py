@@ -33,6 +33,8 @@ WGSL_FOLDER = Path(__file__).parent / "wgsl"
 Value = int | float | bool | str
 
 _PARAM = re.compile(r"//\s*@param\s+(\w+)\s+([\w|]+)")
+_REPEAT = re.compile(r"\$[a-z]")
+_VALUE = re.compile(r"\$\(([^()]+)\)")
 _FOR = re.compile(r"([a-z])\s+in\s+(.+?)\.\.(.+)")
 _BINDING = re.compile(
     r"@group\(0\)\s*@binding\((\d+)\)\s*var<\s*(uniform|storage)\s*(?:,\s*(read_write|read))?\s*>\s*(\w+)"
@@ -263,12 +265,12 @@ def _expand(
     for node in nodes:
         if isinstance(node, _Block):
             _expand_block(node, params, enables, body, repeats)
+        elif "$" not in node.text and "#" not in node.text:  # most lines
+            body.append(node)
         elif node.text.lstrip().startswith("#"):
             _obey(node, _replace(node, params, repeats).lstrip(), params, enables)
-        elif "$" in node.text:
-            body.append(Line(_replace(node, params, repeats), node.file, node.number))
         else:
-            body.append(node)
+            body.append(Line(_replace(node, params, repeats), node.file, node.number))
 
 
 def _expand_block(
@@ -309,16 +311,14 @@ def _obey(line: Line, text: str, params: dict[str, Value], enables: list[Line]) 
 
 def _replace(line: Line, params: dict[str, Value], repeats: dict[str, int]) -> str:
     """The line with $i and $(EXPR) replaced by their values."""
-    if "$" not in line.text:
-        return line.text
-
-    def repeat(match: re.Match[str]) -> str:
-        if match[1] not in repeats:
-            raise ShaderError(f"{line.place}: ${match[1]} is not the name of an enclosing #for")
-        return str(repeats[match[1]])
-
-    text = re.sub(r"\$([a-z])", repeat, line.text)
-    return re.sub(r"\$\(([^()]+)\)", lambda m: str(_evaluate(line, m[1], params)), text)
+    text = line.text
+    if "$" not in text:
+        return text
+    for letter, i in repeats.items():
+        text = text.replace(f"${letter}", str(i))
+    if unknown := _REPEAT.search(text):
+        raise ShaderError(f"{line.place}: {unknown[0]} is not the name of an enclosing #for")
+    return _VALUE.sub(lambda match: str(_evaluate(line, match[1], params)), text)
 
 
 # CPython 3.11's parser is not safe in threads, where pipelines are made.
