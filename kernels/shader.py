@@ -18,11 +18,12 @@ line of the result knows the source line it came from.
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,14 @@ class _Block:
     branches: tuple[tuple[Line, tuple[Line | _Block, ...]], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Template:
-    """A kernel before its parameters are known. types: of these; words: of all its text."""
+    """A kernel before its parameters are known. types: of these; words: of all its text;
+    deciding: the parameters in its directives and in $(EXPR)."""
 
     types: dict[str, str]
     words: frozenset[str]
+    deciding: tuple[str, ...]
     nodes: tuple[Line | _Block, ...]
 
 
@@ -123,9 +126,7 @@ def render_text(text: str, name: str = "shader", **params: Value) -> Shader:
 def _render(spec: KernelSpec, template: _Template) -> Shader:
     types, params = template.types, dict(spec.params)
     _check(spec.name, template, params)
-    enables: list[Line] = []
-    body: list[Line] = []
-    _expand(template.nodes, params, enables, body, repeats={})
+    enables, body = _expanded(template, tuple(params[name] for name in template.deciding))
     prelude = [
         *(Line(f"enable {line.text};", line.file, line.number) for line in enables),
         *(
@@ -143,6 +144,19 @@ def _render(spec: KernelSpec, template: _Template) -> Shader:
     return Shader(code, tuple(text), tuple(bindings))
 
 
+@lru_cache(maxsize=512)
+def _expanded(
+    template: _Template, values: tuple[Value, ...]
+) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """The extensions and the lines that remain for the values of the deciding parameters. Kernels
+    that differ in nothing but constants, as in most sizes, share them."""
+    enables: list[Line] = []
+    body: list[Line] = []
+    params = dict(zip(template.deciding, values, strict=True))
+    _expand(template.nodes, params, enables, body, repeats={})
+    return tuple(enables), tuple(body)
+
+
 @cache
 def _file_template(name: str, folder: Path) -> _Template:
     return _template(_read(f"{name}.wgsl", folder), folder)
@@ -153,8 +167,15 @@ def _template(lines: tuple[Line, ...], folder: Path) -> _Template:
     lines = tuple(_expand_includes(lines, folder, seen))
     types = _declared(lines)
     lines = tuple(line for line in lines if not _PARAM.match(line.text))
-    words = re.findall(r"\w+", "\n".join(line.text.partition("//")[0] for line in lines))
-    return _Template(types, frozenset(words), _nested(iter(lines)))
+    words = _words(line.text.partition("//")[0] for line in lines)
+    evaluated = _words(line.text for line in lines if _directive(line))
+    evaluated |= _words(expression for line in lines for expression in _VALUE.findall(line.text))
+    deciding = tuple(name for name in types if name in evaluated)
+    return _Template(types, words, deciding, _nested(iter(lines)))
+
+
+def _words(texts: Iterable[str]) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", "\n".join(texts)))
 
 
 @cache
@@ -324,54 +345,64 @@ def _replace(line: Line, params: dict[str, Value], repeats: dict[str, int]) -> s
 # CPython 3.11's parser is not safe in threads, where pipelines are made.
 _PARSER = threading.Lock()
 
-_OPERATORS: dict[type, Any] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
-    ast.LShift: lambda a, b: a << b,
-    ast.Eq: lambda a, b: a == b,
-    ast.NotEq: lambda a, b: a != b,
-    ast.Lt: lambda a, b: a < b,
-    ast.LtE: lambda a, b: a <= b,
-    ast.Gt: lambda a, b: a > b,
-    ast.GtE: lambda a, b: a >= b,
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
 
-
-@cache
-def _parse(text: str) -> ast.expr:
-    with _PARSER:
-        return ast.parse(text, mode="eval").body
+Expression = Callable[[Mapping[str, Value]], Any]
 
 
 def _evaluate(line: Line, text: str, params: dict[str, Value]) -> Any:
     """The value of a directive's expression. A lower-case word that is no name stands for itself,
     so that `#if WEIGHT == bf16` reads as it should."""
     text = text.partition("//")[0].strip()
-
-    def walk(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.Name(id=name) if name in params:
-                return params[name]
-            case ast.Name(id=name) if name.islower():
-                return name
-            case ast.BoolOp(op=ast.And(), values=values):
-                return all(walk(value) for value in values)
-            case ast.BoolOp(op=ast.Or(), values=values):
-                return any(walk(value) for value in values)
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return not walk(operand)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](walk(left), walk(right))
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](walk(left), walk(right))
-        raise ShaderError(f"{line.place}: cannot evaluate {ast.unparse(node)!r}")
-
     try:
-        return walk(_parse(text))
+        return _compiled(text)(params)
     except SyntaxError:
         raise ShaderError(f"{line.place}: cannot read the expression {text!r}") from None
+    except (KeyError, TypeError) as error:
+        raise ShaderError(f"{line.place}: cannot evaluate {error.args[0]!r}") from None
+
+
+@cache
+def _compiled(text: str) -> Expression:
+    with _PARSER:
+        node = ast.parse(text, mode="eval").body
+    return _function(node)
+
+
+def _function(node: ast.expr) -> Expression:
+    """What computes an expression. Raises TypeError for what is not supported, and the function
+    KeyError for a name that is unknown."""
+    match node:
+        case ast.Constant(value=value):
+            return lambda params: value
+        case ast.Name(id=name) if name.islower():
+            return lambda params: params.get(name, name)
+        case ast.Name(id=name):
+            return lambda params: params[name]
+        case ast.BoolOp(op=op, values=values):
+            parts = [_function(value) for value in values]
+            decide = all if isinstance(op, ast.And) else any
+            return lambda params: decide(part(params) for part in parts)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            part = _function(operand)
+            return lambda params: not part(params)
+        case (
+            ast.BinOp(left=left, op=op, right=right)
+            | ast.Compare(left=left, ops=[op], comparators=[right])
+        ) if type(op) in _OPERATORS:
+            operate, first, second = _OPERATORS[type(op)], _function(left), _function(right)
+            return lambda params: operate(first(params), second(params))
+    raise TypeError(ast.unparse(node))

@@ -243,6 +243,9 @@ def test_an_include_comes_once_with_its_parameters(folder: Path) -> None:
         "5",
         "}",
     ]
+    other = render(KernelSpec.of("main", A=2), folder).code
+    assert "big" not in other
+    assert "  2\n" in other
 
 
 def test_every_line_knows_its_source(folder: Path) -> None:
