@@ -10,5 +10,6 @@ ensure_adapter
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
-# A file of tests for each process: drivers compile kernels on one core, and keep them.
-.venv/bin/python -m pytest -n auto --dist loadfile -m "not live and not full" "$@"
+# A file of tests for each process: drivers compile kernels on one core, and keep them. In order of
+# their names: by their number of tests the longest would come last.
+.venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not live and not full" "$@"

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -206,6 +207,7 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     for key in SHAPES[name].keys() & {"num_experts", "num_local_experts"}:
         heads |= {key: 4, "num_experts_per_tok": 2}
     narrow |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    narrow |= {"block_ff_dim": 64, "block_multiple_of": 32}
     heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     params = replace(measure.GREEDY, max_tokens=129)
@@ -298,6 +300,7 @@ def test_flops_of_a_prefill() -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "copy_bandwidth", partial(copy_bandwidth, nbytes=1 << 20, seconds=0))
     monkeypatch.setitem(SHAPES, "tiny", TINY)
 
 

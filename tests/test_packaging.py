@@ -97,15 +97,24 @@ def wheel(built: Path) -> Path:
 
 def environment(folder: Path) -> Path:
     """The programs of a new virtual environment."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     return folder / ("Scripts" if os.name == "nt" else "bin")
+
+
+def pip(programs: Path, *arguments: str | Path) -> None:
+    """This environment's pip, for another that has none."""
+    run(sys.executable, "-m", "pip", "--python", programs / "python", *arguments)
+
+
+def install(programs: Path, *arguments: str | Path) -> None:
+    pip(programs, "install", "--quiet", "--no-compile", *arguments)
 
 
 @pytest.fixture(scope="module")
 def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel and what it asks for."""
     programs = environment(tmp_path_factory.mktemp("clean") / "environment")
-    run(programs / "python", "-m", "pip", "install", "--quiet", wheel)
+    install(programs, wheel)
     return programs
 
 
@@ -133,15 +142,15 @@ def test_the_wheel_runs_anywhere(clean: Path) -> None:
     where = run(clean / "python", "-c", "import infer.kernels; print(infer.kernels.__file__)")
     assert Path(where.strip()).is_relative_to(clean.parent)
     # Nothing that the package needs is there by chance, from the tests' own environment.
-    run(clean / "python", "-m", "pip", "check")
+    pip(clean, "check")
 
 
 @pytest.mark.packaging
 def test_an_editable_install_follows_the_tree(tmp_path: Path) -> None:
     tree = copy_of_the_tree(tmp_path / "tree")
-    python = environment(tmp_path / "environment") / "python"
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", tree)
+    programs = environment(tmp_path / "environment")
+    install(programs, "--no-deps", "--editable", tree)
     for package, folder in FOLDERS.items():
         (tree / folder / "added.py").write_text(f"NAME = {folder!r}\n")
         code = f"from {package.replace('/', '.')}.added import NAME; print(NAME)"
-        assert run(python, "-c", code) == f"{folder}\n"
+        assert run(programs / "python", "-c", code) == f"{folder}\n"
