@@ -6,10 +6,12 @@ A machine without an adapter fails these tests: Mesa's software adapter serves a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from infer.kernels.adapters import AdapterInfo
 from infer.kernels.device import Device, Settings
 
 LEAST = Settings(
@@ -56,6 +58,45 @@ def device(open_device: OpenDevice) -> Device:
 def least_device(open_device: OpenDevice) -> Device:
     """The best adapter with nothing but what every WebGPU device has."""
     return open_device(LEAST)
+
+
+Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]
+
+
+@pytest.fixture(scope="session")
+def compiled() -> Iterator[Compiled]:
+    """The handle, the pipelines and the layouts of each adapter and setting, for `same_kernels`.
+    Closing a device leaves them alone."""
+    kept: Compiled = {}
+    end = Device.close
+
+    def close(self: Device) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if any(self.handle is handle for handle, _, _ in kept.values()):
+                patch.setattr(type(self.handle), "destroy", lambda _: None)
+                self._pipelines = {}
+            end(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "close", close)
+        yield kept
+
+
+@pytest.fixture
+def same_kernels(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that a test opens are new but for their handle, so that a kernel is compiled once for
+    all of them: for tests of what is built on devices."""
+    start = Device.__init__
+
+    def init(self: Device, adapter: AdapterInfo, settings: Settings | None = None) -> None:
+        start(self, adapter, settings)
+        own = self.handle, self._pipelines, self._layouts
+        key = str(adapter), self.settings
+        self.handle, self._pipelines, self._layouts = compiled.setdefault(key, own)
+        if self.handle is not own[0]:
+            own[0].destroy()
+
+    monkeypatch.setattr(Device, "__init__", init)
 
 
 @pytest.fixture(autouse=True)

@@ -298,7 +298,7 @@ def test_flops_of_a_prefill() -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch, same_kernels: None) -> None:
     monkeypatch.setattr(measure, "_WARM_UP_SECONDS", 0.0)
     monkeypatch.setattr(bench, "copy_bandwidth", partial(copy_bandwidth, nbytes=1 << 20, seconds=0))
     monkeypatch.setitem(SHAPES, "tiny", TINY)

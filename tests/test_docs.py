@@ -58,7 +58,7 @@ def no_kept_model() -> Iterator[None]:
         infer.llm._last = None
 
 
-@pytest.mark.usefixtures("no_kept_model")
+@pytest.mark.usefixtures("no_kept_model", "same_kernels")
 @pytest.mark.parametrize("code", [code for _, code in blocks("README.md", "python")])
 def test_an_example_runs_and_prints_what_it_says(
     code: str, capsys: pytest.CaptureFixture[str]
@@ -70,6 +70,7 @@ def test_an_example_runs_and_prints_what_it_says(
         assert said in printed
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_the_forbidden_word_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (code for _, code in blocks("README.md", "python") if "without_rosa" in code)
     plain = code.replace(", logits_processor=without_rosa", "")
@@ -79,6 +80,7 @@ def test_the_forbidden_word_is_not_written(capsys: pytest.CaptureFixture[str]) -
     assert "Rosa" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_the_session_looks_like_a_session() -> None:
     """Of what a run prints, all but the story and the numbers."""
     ((_, session),) = blocks("README.md", "text")

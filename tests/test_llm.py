@@ -119,6 +119,7 @@ def test_demo_agrees_with_transformers() -> None:
         assert margin > (1e-2 if messages == COUNT else 1e-4)
 
 
+@pytest.mark.usefixtures("same_kernels")
 @pytest.mark.skipif("INFER_TEST_MODELS" not in os.environ, reason="INFER_TEST_MODELS is not set")
 @pytest.mark.parametrize("options", [{}, {"fuse": False, "raw": False, "ahead": 1}])
 def test_trained_model_continues_as_its_origin_says(options: dict[str, Any]) -> None:
@@ -252,6 +253,7 @@ def test_every_end_of_turn_id_ends_it(llm: LLM) -> None:
         assert (result.text, result.token_ids, result.finish_reason) == ("", [], "stop")
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_max_tokens_and_the_end_of_the_context(llm: LLM) -> None:
     assert llm.generate(STORY, max_tokens=1).completion_tokens == 1
     with infer.load(DEMO, context=20) as small:
@@ -311,6 +313,7 @@ def test_a_logits_processor_that_fails_leaves_the_model_usable(llm: LLM) -> None
     assert llm.generate(COUNT).text == COUNTED
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     folder = copy_of_demo(tmp_path)
     path = folder / "generation_config.json"
@@ -486,6 +489,7 @@ def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPat
 # Quantised weights
 
 
+@pytest.mark.usefixtures("same_kernels")
 @pytest.mark.usefixtures("no_kept_model")
 @pytest.mark.parametrize(("quantize", "divergence"), [("q8", 2e-4), ("q4", 1e-2)])
 def test_a_quantised_model_answers_nearly_as_before(
@@ -504,6 +508,7 @@ def test_a_quantised_model_answers_nearly_as_before(
     assert quantized.memory_stats().allocated < llm.memory_stats().allocated
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_what_quantising_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = bytes_needed(monkeypatch, quantize="q4")
     report_free(monkeypatch, needed)
@@ -577,6 +582,7 @@ def copy_of_demo(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "demo"))
 
 
+@pytest.mark.usefixtures("same_kernels")
 @pytest.mark.parametrize("processed", [False, True])
 def test_damaged_weights_are_found_out(tmp_path: Path, processed: bool) -> None:
     folder = copy_of_demo(tmp_path)
@@ -612,6 +618,7 @@ def bytes_needed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
     return total
 
 
+@pytest.mark.usefixtures("same_kernels")
 @pytest.mark.parametrize("context", [1024, 600])
 def test_what_does_not_fit_is_said_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, context: int
@@ -638,6 +645,7 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
         assert llm.memory_stats().allocated == needed
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_a_default_context_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = bytes_needed(monkeypatch, context=512)
     report_free(monkeypatch, needed)

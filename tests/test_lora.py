@@ -582,6 +582,7 @@ def expected(demo_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield llm.chat(PROMPT, max_tokens=16).text
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     flags = ("-p", PROMPT, "-n", 16, "--context", 256, "--quiet")
     result = invoke("run", DEMO, "--adapter", demo_adapter, *flags)
@@ -594,6 +595,7 @@ def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     assert "story, for 12 tensors" in invoke("info", DEMO, "--adapter", demo_adapter).stdout
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_a_benchmark_names_its_adapter(
     demo_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -607,6 +609,7 @@ def test_a_benchmark_names_its_adapter(
     assert path.name.endswith("-demo-bf16-adapter-story.json")
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(demo_adapter, other)
@@ -635,6 +638,7 @@ def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
             infer.load(DEMO, adapters=adapters)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     result = infer.generate(DEMO, messages, adapter=demo_adapter, context=256, max_tokens=16)
