@@ -1,4 +1,4 @@
-"""What all tests share: a device for each setting, opened once, and no leaks in it.
+"""What all tests share: a device for each setting, opened once in a file, and no leaks in it.
 
 A machine without an adapter fails these tests: Mesa's software adapter serves as well as a GPU.
 """
@@ -27,18 +27,18 @@ LEAST = Settings(
 OpenDevice = Callable[[Settings], Device]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def devices() -> Iterator[dict[Settings, Device]]:
-    """Those that are open."""
+    """Those that are open. Drivers keep what they compiled in memory: no longer than a file."""
     opened: dict[Settings, Device] = {}
     yield opened
     for device in opened.values():
         device.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def open_device(devices: dict[Settings, Device]) -> OpenDevice:
-    """The best adapter with these settings, shared by all tests."""
+    """The best adapter with these settings, shared by the tests of a file."""
 
     def open_once(settings: Settings) -> Device:
         if settings not in devices:
@@ -48,13 +48,13 @@ def open_device(devices: dict[Settings, Device]) -> OpenDevice:
     return open_once
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def device(open_device: OpenDevice) -> Device:
     """The best adapter with all that it has."""
     return open_device(Settings())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def least_device(open_device: OpenDevice) -> Device:
     """The best adapter with nothing but what every WebGPU device has."""
     return open_device(LEAST)
