@@ -163,6 +163,7 @@ class TiledVariant:
 _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 26  # values of a matrix
+_FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its own
 
 
 Tile = TypeVar("Tile", bound=TileVariant)
@@ -185,8 +186,8 @@ class Tuning:
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
     def matmul_vec(self, shape: VecShape) -> VecVariant:
-        """Outputs that go out as int8: a workgroup has a block of them, or half a block, so that more
-        workgroups share the few outputs that are not gated. A CPU wants many rows for each
+        """Outputs that go out as int8: a workgroup has a block of them, or half a block, so that
+        more workgroups share the few outputs that are not gated. A CPU wants many rows for each
         subgroup, a GPU few, and in a large matrix many invocations for a row, so that what is read
         at one time lies close together in memory."""
         lanes, most = self.subgroup_size, self.limits.max_invocations
@@ -222,7 +223,8 @@ class Tuning:
             workgroup = max(lanes, min(512 if wide else 128, most))
             team = min(workgroup, max(lanes, 32 if wide and rows_of_weights > 8192 else 128))
             return VecVariant(workgroup, team, max(1, outputs // shape.rows), 1)
-        if int8 or (shape.gated and rows_of_weights * shape.k <= _SMALL):
+        small = shape.gated and rows_of_weights * shape.k <= _SMALL
+        if int8 or small or rows_of_weights <= _FEW:
             team, outputs = max(1, _THREADS // rows_of_weights), 1
         else:
             team, outputs = blocks // 2, 1 if shape.gated else 2
