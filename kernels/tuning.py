@@ -202,19 +202,14 @@ class Tuning:
         if self.software and lanes >= shape.rows:
             outputs = min(4, max(1, lanes // shape.rows))
             return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
-        if shape.quantize and shape.gated and shape.dtype == "mxfp4":
-            workgroup = min(512, most, BLOCK * lanes)
-            team = max(lanes, workgroup // 8)
-            return VecVariant(workgroup, team, BLOCK * team // workgroup, 1)
         if shape.quantize:
-            workgroup = min(1024, most, BLOCK * lanes)
-            if not shape.gated:
-                team = max(lanes, workgroup // HALF)
-                return VecVariant(workgroup, team, HALF * team // workgroup, 1)
-            outputs = BLOCK * lanes // workgroup
-            ahead = outputs == 1 and shape.dtype not in ("q5", "q6")
-            unroll = min(4, max(1, blocks // lanes)) if ahead else 1
-            return VecVariant(workgroup, lanes, outputs, unroll)
+            small = shape.gated and shape.dtype in ("q5", "mxfp4")  # they need more registers
+            block = BLOCK if shape.gated and not small else HALF
+            workgroup = min(512 if small else 1024, most, (HALF if small else BLOCK) * lanes)
+            team = max(lanes, workgroup // block)
+            outputs = block * team // workgroup
+            ahead = shape.gated and outputs == 1 and shape.dtype in ("q4", "iq4nl")
+            return VecVariant(workgroup, team, outputs, 2 if ahead and blocks >= 2 * lanes else 1)
         rows_of_weights = shape.n * (1 + shape.gated)
         if shape.dtype in CODED and not int8:
             # Arithmetic bounds them: what is read of x serves many rows of W.

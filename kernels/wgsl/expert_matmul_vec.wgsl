@@ -216,9 +216,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endfor
 #else
 #if NORM
-    if (team == 0u) {
-      squares += x$u.squares;
-    }
+    squares += x$u.squares;
 #endif
 #for r in 0..W_ROWS
     sum$r += multiply(w$r_$u, x$u);

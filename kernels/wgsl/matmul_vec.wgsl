@@ -181,9 +181,7 @@ fn main(
 #for u in 0..UNROLL
 #for m in 0..ROWS
 #if NORM
-    if (team == 0u) {
-      squares$m += x$u_$m.squares;
-    }
+    squares$m += x$u_$m.squares;
 #endif
 #for r in 0..OUTPUTS * (1 + GATED)
     sum$m_$r += multiply(w$r_$u, x$u_$m);
