@@ -16,7 +16,7 @@ from infer.kernels.tensor import BLOCK, CODED, HALF, INTEGERS
 @dataclass(frozen=True)
 class VecShape:
     """What matmul_vec is asked for: columns and outputs, rows of activations, the weights' dtype,
-    whether outputs are pairs of rows (gated), and go out in blocks of int8 (quantize)."""
+    whether outputs are pairs of rows (gated), and go out as int8 (quantize)."""
 
     k: int
     n: int
@@ -190,7 +190,8 @@ class Tuning:
         more workgroups share the few outputs that are not gated. A CPU wants many rows for each
         subgroup, a GPU few, and in a large matrix many invocations for a row, so that what is read
         at one time lies close together in memory."""
-        lanes, most = self.subgroup_size, self.limits.max_invocations
+        lanes = self.subgroup_size
+        most = power_of_two(self.limits.max_invocations + 1) // 2  # some GPUs have 384
         if shape.dtype == "iq4nl" and self.limits.workgroup_storage < 32768:
             most = min(most, 512)  # 1,024 have 16 copies of a table
         int8 = shape.dtype in INTEGERS

@@ -21,7 +21,7 @@ from infer.kernels import check, functions, reference
 from infer.kernels.arena import Arena
 from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
 from infer.kernels.check import check_device, exact_weight, grouped, int8_rows, kv_step
-from infer.kernels.device import Device, Limits, Settings
+from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
 from infer.kernels.kv_cache import PAGE, KVCache, kept
@@ -34,7 +34,7 @@ from infer.kernels.reference import nmse
 from infer.kernels.sampler import INVALID_TOKEN
 from infer.kernels.shader import KernelSpec, Shader, render, render_text
 from infer.kernels.step import HEADER, ROW, pack_step
-from infer.kernels.tensor import Grouping
+from infer.kernels.tensor import BLOCK, HALF, Grouping
 from infer.kernels.tuning import (
     AttentionVariant,
     Int8TileVariant,
@@ -1022,6 +1022,19 @@ def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator) -
             form = "bias gated" if gated else "residual"
             error = quantized_error(device, rng, rows, shape, dtype, form, tuning=tuning)
             assert error <= INT8_LIMIT, variant
+
+
+def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
+    """Whatever subgroups and limits an adapter has: some allow 384 invocations."""
+    dtypes, outputs = ("bf16", "q4", "q5", "mxfp4", "iq4nl", "nf4"), (False, True)
+    for lanes, most in product((4, 8, 16, 32, 64, 128), (256, 384, 512, 896, 1024)):
+        device = DryDevice(Limits(max_invocations=most))
+        device.subgroup_size = lanes
+        for k, dtype, gated in product((64, 14336), dtypes, outputs):
+            variant = Tuning(device).matmul_vec(VecShape(k, 4096, 1, dtype, gated, quantize=True))
+            assert variant.per_workgroup in (HALF, BLOCK), (lanes, most, variant)
+            assert variant.per_workgroup <= variant.workgroup <= most, (lanes, variant)
+            assert variant.team % lanes == variant.workgroup % variant.team == 0, (lanes, variant)
 
 
 def test_every_variant_of_matmul(device: Device, rng: np.random.Generator) -> None:
