@@ -350,7 +350,7 @@ class Lowering:
 
     def prepare(self, x: Value, form: Form, rows: int) -> list[Operand]:
         """Where a form of x goes: its values times the norm's weights; or, as int8, integers, and
-        the scale and the sum of squares of every half block."""
+        the scale and the sum of squares of every half of a block."""
         floats: list[Operand] = [Scratch(4 * rows * stride(x.width))]
         operands = _int8_operands(x, rows) if form.int8 else floats
         self.prepared[x, form.norm, form.int8] = operands
@@ -588,7 +588,7 @@ class Lowering:
 
 
 def _int8_operands(x: Value, rows: int) -> list[Operand]:
-    """The integers, and the scales and sums of squares of their blocks."""
+    """The integers, and the scales and sums of squares of the halves of their blocks."""
     blocks = -(-x.width // BLOCK) * padded_rows(rows)
     return [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
 

@@ -28,7 +28,7 @@ from infer.models.weights import load_weights
 
 ROUTE: Factors = SETTINGS | {
     "rows": (1, 3, 8, 40),
-    "choice": ((1, 1), (7, 7), (4, 60), (6, 300)),
+    "choice": ((1, 1), (7, 7), (40, 70), (6, 300)),
     "normalize": (False, True),
     "sigmoid": (False, True),
     "corrected": (False, True),
@@ -66,6 +66,17 @@ def test_equal_logits_choose_the_first(device: Device, others: int) -> None:
     ids, weights = functions.route(device, logits, slots=3, normalize=True)
     assert ids.tolist() == [[1, 2, 3], [0, 1, 2], [0, 3, 1]]
     assert np.allclose(weights[:2], 1 / 3)
+
+
+@pytest.mark.parametrize(("slots", "experts"), [(3, 5), (6, 70)])
+def test_logits_that_are_no_numbers_choose_experts_that_exist(
+    device: Device, slots: int, experts: int
+) -> None:
+    """Each once: kernels index weights by them."""
+    logits = np.full((3, experts), np.nan, np.float32)
+    logits[1, ::2], logits[2] = 1.0, -np.inf
+    ids, _ = functions.route(device, logits, slots=slots, normalize=True)
+    assert all(len(set(row)) == slots and set(row) < set(range(experts)) for row in ids.tolist())
 
 
 def test_large_logits_do_not_overflow(device: Device) -> None:

@@ -24,7 +24,7 @@ struct Activations {
   scale: vec2<f32>,  // of both halves
   squares: f32,
 #if AFFINE
-  sums: vec2<f32>,
+  sums: vec2<f32>,  // of the values of both
 #endif
 }
 

@@ -1,6 +1,6 @@
-// y = x W^T for many rows of x (prefill), both in int8: W is q8, q4 or codes of integers, x was quantised
-// in the same blocks of 32 columns (quantize.wgsl, SHARED). Built like matmul.wgsl: tiles go through workgroup
-// memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
+// y = x W^T for many rows of x (prefill), both in int8: W is integers or codes of some, x was quantised
+// in the same blocks of 32 columns (quantize.wgsl with SHARED). Built like matmul.wgsl: tiles go through
+// workgroup memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
 // workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS, SCALE,
