@@ -203,14 +203,15 @@ class Tuning:
         if self.software and lanes >= shape.rows:
             outputs = min(4, max(1, lanes // shape.rows))
             return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
+        least = max(32, lanes)  # a team is whole subgroups, and Intel's have up to 32 lanes
         if shape.quantize:
             small = shape.gated and shape.dtype in ("q5", "mxfp4")  # they need more registers
             block = BLOCK if shape.gated and not small else HALF
-            workgroup = min(512 if small else 1024, most, (HALF if small else BLOCK) * lanes)
-            team = max(lanes, workgroup // block)
+            workgroup = min(512 if small else 1024, most, (HALF if small else BLOCK) * least)
+            team = max(least, workgroup // block)
             outputs = block * team // workgroup
             ahead = shape.gated and outputs == 1 and shape.dtype in ("q4", "iq4nl")
-            return VecVariant(workgroup, team, outputs, 2 if ahead and blocks >= 2 * lanes else 1)
+            return VecVariant(workgroup, team, outputs, 2 if ahead and blocks >= 2 * least else 1)
         rows_of_weights = shape.n * (1 + shape.gated)
         if shape.dtype in CODED and not int8:
             # Arithmetic bounds them: what is read of x serves many rows of W.
@@ -224,7 +225,7 @@ class Tuning:
             team, outputs = max(1, _THREADS // rows_of_weights), 1
         else:
             team, outputs = blocks // 2, 1 if shape.gated else 2
-        workgroup, least = min(256, most), max(32, lanes)
+        workgroup = min(256, most)
         team = min(workgroup, max(least, 1 << team.bit_length() >> 1))
         while team > max(least, blocks):
             team //= 2

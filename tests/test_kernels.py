@@ -1025,7 +1025,8 @@ def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator) -
 
 
 def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
-    """Whatever subgroups and limits an adapter has: some allow 384 invocations."""
+    """Whatever limits an adapter has: some allow 384 invocations. The rules know the least size of
+    Intel's subgroups, 8, and its compiler may choose 32: teams are whole ones of any size."""
     dtypes, outputs = ("bf16", "q4", "q5", "mxfp4", "iq4nl", "nf4"), (False, True)
     for lanes, most in product((4, 8, 16, 32, 64, 128), (256, 384, 512, 896, 1024)):
         device = DryDevice(Limits(max_invocations=most))
@@ -1034,7 +1035,8 @@ def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
             variant = Tuning(device).matmul_vec(VecShape(k, 4096, 1, dtype, gated, quantize=True))
             assert variant.per_workgroup in (HALF, BLOCK), (lanes, most, variant)
             assert variant.per_workgroup <= variant.workgroup <= most, (lanes, variant)
-            assert variant.team % lanes == variant.workgroup % variant.team == 0, (lanes, variant)
+            assert variant.team % max(32, lanes) == 0, (lanes, variant)
+            assert variant.workgroup % variant.team == 0, (lanes, variant)
 
 
 def test_every_variant_of_matmul(device: Device, rng: np.random.Generator) -> None:
