@@ -94,6 +94,7 @@ def run_bench(
     opened = open_engine(
         model, shape, device, context, dtype, kv_dtype, quantize, format, adapter, needed=needed
     )
+    lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
     progress(f"copy bandwidth of {gpu}")
     with Device(gpu) as own:
         bandwidth = copy_bandwidth(own)
@@ -136,7 +137,7 @@ def run_bench(
             host_seconds=host_seconds,
             peak_bytes=engine.device.memory_stats().peak,
             load_seconds=load_seconds,
-            lora=None if adapter is None else resolve_adapter(str(adapter), offline=True).name,
+            lora=lora,
             dispatches=len(engine.recording("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,

@@ -291,7 +291,7 @@ class Lowering:
         k = weight.shape[1]
         bindings = len(weight.shards[0].buffers) + len(inputs) + len(added)
         form = self.next_form(result, self.device.limits.storage_buffers - bindings)
-        whole_blocks = all(shard.rows % (2 * BLOCK) == 0 for shard in weight.shards)
+        whole_blocks = all(shard.rows % ((1 + gated) * BLOCK) == 0 for shard in weight.shards)
         if form and form.int8 and not (whole_blocks and self.tuning.subgroup_size):
             form = None
         int8 = form is not None and form.int8

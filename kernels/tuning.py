@@ -186,10 +186,10 @@ class Tuning:
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
     def matmul_vec(self, shape: VecShape) -> VecVariant:
-        """Outputs that go out as int8: a workgroup has a block of them, or half a block, so that
-        more workgroups share the few outputs that are not gated. A CPU wants many rows for each
-        subgroup, a GPU few, and in a large matrix many invocations for a row, so that what is read
-        at one time lies close together in memory."""
+        """Outputs that go out as int8: a workgroup has a block of them, or half a block where there
+        are few (those that are not gated) or a product takes many registers. A CPU wants many rows
+        for each subgroup, a GPU few, and in a large matrix many invocations for a row, so that what
+        is read at one time lies close together in memory."""
         lanes = self.subgroup_size
         most = power_of_two(self.limits.max_invocations + 1) // 2  # some GPUs have 384
         if shape.dtype == "iq4nl" and self.limits.workgroup_storage < 32768:
@@ -205,9 +205,9 @@ class Tuning:
             return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
         least = max(32, lanes)  # a team is whole subgroups, and Intel's have up to 32 lanes
         if shape.quantize:
-            small = shape.gated and shape.dtype in ("q5", "mxfp4")  # they need more registers
-            block = BLOCK if shape.gated and not small else HALF
-            workgroup = min(512 if small else 1024, most, (HALF if small else BLOCK) * least)
+            tight = shape.gated and shape.dtype in ("q5", "mxfp4")  # registers are
+            block = BLOCK if shape.gated and not tight else HALF
+            workgroup = min(512 if tight else 1024, most, (HALF if tight else BLOCK) * least)
             team = max(least, workgroup // block)
             outputs = block * team // workgroup
             ahead = shape.gated and outputs == 1 and shape.dtype in ("q4", "iq4nl")
@@ -277,8 +277,10 @@ class Tuning:
         cluster = min(self.subgroup_size, chunks & -chunks)
         per_lane = chunks // cluster
         # A lane keeps heads * per_lane groups of queries and of outputs in registers.
-        most = max(1, min(4, 8 // per_lane))
-        heads = next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
+        most = max(1, 8 // per_lane)
+        fitting = [heads for heads in range(1, min(group, most) + 1) if group % heads == 0]
+        # Up to four, so that there are more workgroups; but the 5 or 7 of some models are shared.
+        heads = max(heads for heads in fitting if heads <= 4 or fitting[1:] == [heads])
         batch = 2
         # More splits than that cost more in attention_combine than they gain.
         splits = max(1, min(64, (8 if self.software else 128) // (n_kv_heads * group // heads)))
