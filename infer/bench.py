@@ -13,6 +13,7 @@ copy on the same adapter in the same run.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import subprocess
@@ -21,8 +22,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
+from errno import EACCES
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -83,8 +86,8 @@ def run_bench(
     if dtype not in (None, *DTYPES) or kv_dtype not in KV_DTYPES:
         raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16, f32 or q8.")
     weight_dtype(dtype, quantize)
-    if json_path is not None and not json_path.parent.is_dir():
-        raise RequestError(f"There is no folder {json_path.parent} to write the report to.")
+    if json_path is not None:
+        _check_writable(json_path)
     needed = max(prompt_tokens, max(depths, default=1) + decode_tokens) + 1
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
@@ -201,7 +204,7 @@ def main(
     parser.add_argument("--profile", action="store_true", help="time every kernel of a step")
     parser.add_argument(
         "--json",
-        type=Path,
+        type=_report_path,
         nargs="?",
         const=Path(results),
         metavar="PATH",
@@ -237,7 +240,34 @@ def main(
 
 
 def _depths(text: str) -> list[int]:
-    return [int(depth) for depth in text.split(",")]
+    try:
+        return [int(depth) for depth in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers like 4096,16384") from None
+
+
+def _report_path(text: str) -> Path:
+    if not text or (text[-1] in "/\\" and not Path(text).is_dir()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a file's name nor a folder")
+    return Path(text)
+
+
+def _check_writable(path: Path) -> None:
+    """A report that cannot be written would be lost with all that was measured for it."""
+    if not path.parent.is_dir():
+        raise RequestError(f"There is no folder {path.parent} to write the report to.")
+    try:
+        if path.is_dir():
+            TemporaryFile(dir=path).close()
+        elif not path.exists():
+            path.touch()
+            path.unlink()
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+    except OSError as error:
+        raise RequestError(
+            f"The report cannot be written to {path} ({error.strerror}). Name another place."
+        ) from None
 
 
 # The model
@@ -282,7 +312,10 @@ def open_engine(
             raise RequestError("A format has dtypes of its own: give no other beside it.")
         stored = weight_dtype(dtype, quantize) or "bf16"
         return _random(shape, device, context, stored, kv_dtype, format, needed)
-    raise RequestError("Give either a model or a shape; a format is for a shape.")
+    raise RequestError(
+        "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
+        "format is for a shape."
+    )
 
 
 def _dtypes(weights: Iterable[GpuTensor]) -> str:

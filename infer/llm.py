@@ -192,12 +192,8 @@ class LLM:
         """
         self._check_open()
         self.engine.check_adapter(adapter)
-        if not (logits_processor is None or callable(logits_processor)):
-            raise RequestError(
-                "logits_processor must be a function of (ids so far, logits) that returns logits, "
-                f"not {logits_processor!r}."
-            )
-        params = self._params(params, sampling).resolved(self.defaults)
+        _check_processor(logits_processor)
+        params = _params(params, sampling).resolved(self.defaults)
         ids = self.encode(prompt, **(template_args or {}))
         self.engine.check_prompt(ids)
         params.check_bias(self.engine.vocab_size)
@@ -227,19 +223,6 @@ class LLM:
             return np.concatenate(list(self.engine.score(ids, adapter)))
         finally:
             self._leave()
-
-    @staticmethod
-    def _params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
-        known = {f.name for f in fields(SamplingParams)}
-        unknown = sampling.keys() - known
-        if unknown:
-            raise RequestError(
-                f"{', '.join(sorted(unknown))} is not a sampling option. There are: "
-                f"{', '.join(sorted(known))}."
-            )
-        if params is not None and sampling:
-            raise RequestError("Give either params or single sampling options, not both.")
-        return params if params is not None else SamplingParams(**sampling)
 
     def _generate(
         self,
@@ -531,6 +514,43 @@ def _model(model: str | Path | LLM, options: Mapping[str, Any]) -> LLM:
 _LOAD_OPTIONS = ("device", "context", "dtype", "quantize", "kv_dtype", "revision", "offline")
 
 
+def _params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
+    known = {f.name for f in fields(SamplingParams)}
+    unknown = sampling.keys() - known
+    if "adapters" in unknown:
+        raise RequestError(
+            "adapters are loaded with the model: give them to load(), and here the name of one."
+        )
+    if unknown:
+        raise RequestError(
+            f"{', '.join(sorted(unknown))} is not a sampling option. There are: "
+            f"{', '.join(sorted(known))}."
+        )
+    if params is not None and sampling:
+        raise RequestError("Give either params or single sampling options, not both.")
+    return params if params is not None else SamplingParams(**sampling)
+
+
+def _check_processor(logits_processor: LogitsProcessor | None) -> None:
+    if not (logits_processor is None or callable(logits_processor)):
+        raise RequestError(
+            "logits_processor must be a function of (ids so far, logits) that returns logits, "
+            f"not {logits_processor!r}."
+        )
+
+
+def _check_options(
+    params: SamplingParams | None = None,
+    logits_processor: LogitsProcessor | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    adapter: str | None = None,
+    **sampling: Any,
+) -> None:
+    """What `stream` refuses of its options whatever the model is: before one is loaded."""
+    _check_processor(logits_processor)
+    _params(params, sampling)
+
+
 def _split(
     model: str | Path | LLM, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -547,10 +567,12 @@ def generate(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Result:
     kv_dtype, revision, offline, and, where the model is not an LLM, adapter.
     """
     given, options = _split(model, options)
+    _check_options(**options)
     return _model(model, given).generate(prompt, **options)
 
 
 def stream(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Stream:
     """The same as `generate`, piece by piece."""
     given, options = _split(model, options)
+    _check_options(**options)
     return _model(model, given).stream(prompt, **options)

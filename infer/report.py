@@ -163,10 +163,15 @@ class Checks:
                 verdict = f"FAIL  {len(failed)} of {_count(results, 'case')}"
             else:
                 largest = max(result.error for result in results)
-                verdict = f"ok    {_count(results, 'case')}, largest error {largest:.1e}"
+                verdict = (
+                    f"ok    {_count(results, 'case')}, largest mean square error {largest:.1e}"
+                )
             lines.append(f"{kernel:{width}}  {verdict}")
             for result in failed:
-                detail = result.message or f"error {result.error:.1e} above {result.limit:.1e}"
+                detail = (
+                    result.message
+                    or f"mean square error {result.error:.1e} above {result.limit:.1e}"
+                )
                 lines.append(f"    {result.case}: {detail}")
         agree = "all kernels agree with their references"
         fail = "some kernels fail, so what it computes cannot be trusted"

@@ -404,6 +404,7 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "depths": [100, 0]}, "at least 1"),
         ({"shape": "smollm2-135m", "dtype": "int4"}, "f32, f16 or bf16"),
         ({"model": "demo", "json_path": Path("/no/such/folder/x.json")}, "no folder"),
+        ({"model": "demo", "json_path": Path("x" * 300)}, "cannot be written .*too long"),
         ({"model": "/no/such"}, "no folder or file /no/such"),
         ({"model": "demo", "context": 1025}, "1025 .* positions up to 1024"),
         ({"model": "demo", "decode_tokens": 10**9}, "positions up to 1024"),

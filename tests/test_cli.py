@@ -783,9 +783,9 @@ def test_check_reports_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[:-2] == [
-        ["rmsnorm", "ok", "2", "cases,", "largest", "error", "3.0e-14"],
+        ["rmsnorm", "ok", "2", "cases,", "largest", "mean", "square", "error", "3.0e-14"],
         ["matmul", "FAIL", "1", "of", "1", "case"],
-        ["f32:", "error", "1.0e-03", "above", "1.0e-10"],
+        ["f32:", "mean", "square", "error", "1.0e-03", "above", "1.0e-10"],
         ["rope", "FAIL", "1", "of", "1", "case"],
         ["half:", "rope.wgsl:3:1:", "unknown", "identifier"],
     ]

@@ -541,6 +541,22 @@ def test_options_that_cannot_be_served(llm: LLM, options: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be"),
+        ({"logits_processor": 3}, "logits_processor must be"),
+        ({"adapters": {"a": "x"}}, "give them to load"),
+    ],
+)
+def test_wrong_options_are_said_before_a_model_is_loaded(
+    options: dict[str, Any], message: str
+) -> None:
+    for function in (infer.generate, infer.stream):
+        with pytest.raises(infer.RequestError, match=message):
+            function("/no/such/model", STORY, **options)
+
+
+@pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ([], "prompt is empty"),
