@@ -57,6 +57,7 @@ ARCHITECTURES = {  # by model_type
     "qwen2": Architecture("Qwen2", "Qwen2, Qwen2.5"),
     "qwen2_moe": Architecture("Qwen2Moe", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
     "qwen3": Architecture("Qwen3", "Qwen3 (dense)"),
+    "qwen3_5_moe_text": Architecture("Qwen35MoeText", "Qwen3.5-35B-A3B, the text model"),
     "qwen3_5_text": Architecture("Qwen35Text", "Qwen3.5 (dense), the text model"),
     "qwen3_moe": Architecture("Qwen3Moe", "Qwen3-30B-A3B, Qwen3-235B-A22B"),
     "qwen3_next": Architecture("Qwen3Next", "Qwen3-Next-80B-A3B"),
@@ -74,6 +75,7 @@ MULTIMODAL = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
     "qwen3_5": "Qwen3.5 (dense)",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
     "qwen3_vl": "Qwen3-VL (dense)",
 }
 

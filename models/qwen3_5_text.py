@@ -15,7 +15,11 @@ class Qwen35Text(GatedDeltaNet):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        parameters = raw.get("rope_parameters", None, dict) or {}
-        own = {key: value for key, value in parameters.items() if key not in _OF_IMAGES}
-        raw = raw.with_defaults(**DEFAULTS | {"num_key_value_heads": 4})
-        return cls.read_delta(raw.with_values(rope_parameters=own) if own else raw)
+        return cls.read_delta(of_text(raw).with_defaults(**DEFAULTS | {"num_key_value_heads": 4}))
+
+
+def of_text(raw: RawConfig) -> RawConfig:
+    """The same with the rope of one kind of positions."""
+    parameters = raw.get("rope_parameters", None, dict) or {}
+    own = {key: value for key, value in parameters.items() if key not in _OF_IMAGES}
+    return raw.with_values(rope_parameters=own) if own else raw

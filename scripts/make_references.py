@@ -81,12 +81,14 @@ MIN_DISTINCT = 12
 @dataclass(frozen=True)
 class Case:
     """One tiny model; config is as the hub spells it, less architectures and torch_dtype. The
-    embeddings' standard deviation is `embedding`."""
+    embeddings' standard deviation is `embedding`. stacked: the experts of a layer are two tensors
+    in the file, as in memory."""
 
     config: dict[str, Any]
     dtype: str = "bfloat16"
     shards: int = 1
     embedding: float = 0.1
+    stacked: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -624,7 +626,7 @@ def qwen3_next(**changes: Any) -> dict[str, Any]:
     return delta_net("qwen3_next", **own, **changes)
 
 
-def qwen3_5_text(**changes: Any) -> dict[str, Any]:
+def qwen3_5_text(model_type: str = "qwen3_5_text", **changes: Any) -> dict[str, Any]:
     rope = {
         "mrope_interleaved": True,
         "mrope_section": [2, 1, 1],
@@ -632,16 +634,35 @@ def qwen3_5_text(**changes: Any) -> dict[str, Any]:
         "rope_theta": 10000000.0,
         "rope_type": "default",
     }
-    return delta_net("qwen3_5_text", rope_parameters=rope, **changes)
+    return delta_net(model_type, rope_parameters=rope, **changes)
 
 
-def qwen3_5() -> dict[str, Any]:
+def qwen3_5_moe_text(**changes: Any) -> dict[str, Any]:
+    own = {
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 28,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 40,
+        "tie_word_embeddings": False,
+    }
+    config = qwen3_5_text("qwen3_5_moe_text", **own | changes)
+    del config["intermediate_size"]
+    return config
+
+
+# Fewer layers, and experts whose widths are multiples of the groups of quantised formats.
+_SHORT: dict[str, Any] = {"full_attention_interval": 2, "head_dim": 16, "num_hidden_layers": 2}
+_BLOCKS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+
+
+def qwen3_5(model_type: str, text: dict[str, Any]) -> dict[str, Any]:
     """The text model, and a small one that sees images."""
     return {
-        "model_type": "qwen3_5",
+        "model_type": model_type,
         "image_token_id": 4,
-        "text_config": qwen3_5_text(head_dim=16, num_hidden_layers=2, full_attention_interval=2),
-        "tie_word_embeddings": True,
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
         "transformers_version": "4.57.0",
         "video_token_id": 5,
         "vision_config": {
@@ -650,7 +671,7 @@ def qwen3_5() -> dict[str, Any]:
             "hidden_size": 8,
             "in_channels": 3,
             "intermediate_size": 8,
-            "model_type": "qwen3_5",
+            "model_type": model_type,
             "num_heads": 2,
             "num_position_embeddings": 4,
             "out_hidden_size": 64,
@@ -1072,8 +1093,13 @@ CASES: dict[str, Case] = {
     ),
     "olmoe": Case(olmoe()),
     "qwen3_next": Case(qwen3_next()),
-    "qwen3_5": Case(qwen3_5()),
+    "qwen3_5": Case(qwen3_5("qwen3_5", qwen3_5_text(**_SHORT))),
     "qwen3_5_text": Case(qwen3_5_text()),
+    # As published: the experts are stacked.
+    "qwen3_5_moe": Case(
+        qwen3_5("qwen3_5_moe", qwen3_5_moe_text(**_SHORT, **_BLOCKS)), stacked=True
+    ),
+    "qwen3_5_moe_text": Case(qwen3_5_moe_text()),
     "lfm2": Case(lfm2()),
     # As transformers 5 says it; with biases and more taps, and a convolution last.
     "lfm2_bias": Case(
@@ -1234,7 +1260,9 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     # A little above an equal share, since shards end between tensors.
     shard_bytes = 1.1 * sum(p.nbytes for p in model.parameters()) / case.shards
     with tempfile.TemporaryDirectory() as saved:
-        model.save_pretrained(saved, max_shard_size=int(shard_bytes))
+        model.save_pretrained(
+            saved, max_shard_size=int(shard_bytes), save_original_format=not case.stacked
+        )
         for file in [Path(saved, "config.json"), *Path(saved).glob("*.safetensors*")]:
             shutil.copyfile(file, folder / file.name)
     published = json.dumps(published_config(case), indent=2)

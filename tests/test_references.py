@@ -55,6 +55,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True},
     "qwen2_moe": {"norm_topk_prob": True},
     "qwen2_moe_sliding": {"use_sliding_window": False},
+    "qwen3_5_moe_text": {"num_experts_per_tok": 2},
     "qwen3_5_text": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     "qwen3_next": {"norm_topk_prob": False},
     "qwen2_sliding": {"max_window_layers": 0},
