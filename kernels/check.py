@@ -340,6 +340,8 @@ def _route(
     logits = inputs(3, experts)
     logits[1] = 0.0  # of equals the first
     options: dict[str, Any] = {"slots": 5, "normalize": normalize, "sigmoid": sigmoid, "scale": 2.5}
+    if sigmoid and normalize:
+        options["epsilon"] = 0.5
     if corrected:
         options["correction"] = inputs(experts)
     ids, weights = functions.route(device, logits, **options)

@@ -313,11 +313,13 @@ def route(
     sigmoid: bool = False,
     correction: Array | None = None,
     scale: float = 1.0,
+    epsilon: float = 0.0,
     **options: Unpack[Options],
 ) -> tuple[NDArray[np.int64], Floats]:
     """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
     first: their softmax over all experts, normalize: over those chosen; times scale. sigmoid: in
-    place of softmax. correction [experts] is added to the scores for the choice alone."""
+    place of softmax; epsilon: is added to what they are divided by. correction [experts] is added
+    to the scores for the choice alone."""
     forward = Forward(device, len(logits), **options)
     y = forward.run(
         forward.ops.route(
@@ -327,6 +329,7 @@ def route(
             sigmoid=sigmoid,
             correction=None if correction is None else to_gpu(device, correction),
             scale=scale,
+            epsilon=epsilon,
         )
     )
     return y[:, :slots].astype(np.int64), y[:, slots:]

@@ -267,6 +267,7 @@ def _choice(low: Lowering, routing: Value) -> dict[str, Any]:
         "SIGMOID": attrs["sigmoid"],
         "CORRECTION": attrs["correction"] is not None,
         "ROUTE_SCALE": float(attrs["scale"]),
+        "ROUTE_EPS": float(attrs["epsilon"]),
         "LOGITS_STRIDE": logits_stride,
         "LOGITS_OFFSET": offset,
     }
@@ -278,6 +279,7 @@ _CHOSEN_BEFORE = {
     "SIGMOID": False,
     "CORRECTION": False,
     "ROUTE_SCALE": 1.0,
+    "ROUTE_EPS": 0.0,
     "LOGITS_STRIDE": 0,
     "LOGITS_OFFSET": 0,
 }

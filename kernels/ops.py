@@ -245,13 +245,17 @@ class Ops:
         sigmoid: bool = False,
         correction: GpuTensor | None = None,
         scale: float = 1.0,
+        epsilon: float = 0.0,
     ) -> Value:
         """The experts of each row: those with the `slots` largest logits, and their softmax over
         all experts; normalize: over those chosen. Rows are ids, best first, then weights, times
-        scale. With sigmoid, scores are sigmoids and not a softmax. correction [experts]: is added
-        to the scores for the choice, and not for the weights (DeepSeek-AI 2024)."""
+        scale. With sigmoid, scores are sigmoids and not a softmax; epsilon: is added to what they
+        are divided by. correction [experts]: is added to the scores for the choice, and not for the
+        weights (DeepSeek-AI 2024)."""
         if not 0 < slots <= logits.width:
             raise ValueError(f"{slots} experts cannot be chosen of {logits.width}")
+        if epsilon and not (sigmoid and normalize):
+            raise ValueError("only sigmoids are divided by their sum and an epsilon")
         experts = logits.width
         return self._value(
             "route",
@@ -263,6 +267,7 @@ class Ops:
             sigmoid=sigmoid,
             correction=correction,
             scale=scale,
+            epsilon=epsilon,
         )
 
     def expert_gate_up(

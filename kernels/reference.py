@@ -93,16 +93,18 @@ def route(
     sigmoid: bool = False,
     correction: Array | None = None,
     scale: float = 1.0,
+    epsilon: float = 0.0,
 ) -> tuple[NDArray[np.int64], Array]:
     """logits [rows, experts] -> ids and weights [rows, slots] of the largest, the first of equals:
     softmax over all experts, normalize: over those chosen; times scale. sigmoid: in place of
-    softmax. correction [experts] is added to the scores for the choice alone."""
+    softmax; epsilon: is added to what they are divided by. correction [experts] is added to the
+    scores for the choice alone."""
     scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64))) if sigmoid else softmax(logits)
     preferences = logits if correction is None else scores + correction
     ids = np.argsort(-preferences, axis=-1, kind="stable")[:, :slots]
     chosen = np.take_along_axis(scores, ids, -1)
     if normalize:
-        chosen = chosen / chosen.sum(-1, keepdims=True)
+        chosen = chosen / (chosen.sum(-1, keepdims=True) + epsilon)
     return ids, scale * chosen
 
 

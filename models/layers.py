@@ -21,8 +21,8 @@ class ExpertsConfig:
     """A mixture of experts: how many, how many of them work on a token, the width of each; whether
     the weights of those that do add up to one; the width of an expert that all tokens share, or 0;
     and for each layer whether it has experts. scale: of the weights. sigmoid: scores are sigmoids,
-    not a softmax. correction: the checkpoint's name of what is added to them for the choice. gated:
-    the shared expert is, by a sigmoid."""
+    not a softmax, and epsilon is added to what they are divided by. correction: the checkpoint's
+    name of what is added to them for the choice. gated: the shared expert is, by a sigmoid."""
 
     count: int
     per_token: int
@@ -32,6 +32,7 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     scale: float = 1.0
     sigmoid: bool = False
+    epsilon: float = 0.0
     correction: str | None = None
     gated: bool = True
 

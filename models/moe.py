@@ -19,8 +19,8 @@ class MixtureOfExperts(Llama):
     """The layers that the config says have experts, and perhaps one more that all tokens share."""
 
     # How a checkpoint calls the block, and the projections of an expert. If transformers 5 was told
-    # to write what it has in memory, the experts of a layer are two tensors of an mlp.
-    block = "mlp"
+    # to write what it has in memory, the experts of a layer are two tensors of a fused_block.
+    block = fused_block = "mlp"
     gate, up, down = "gate_proj", "up_proj", "down_proj"
     shared = "shared_expert"
 
@@ -36,7 +36,7 @@ class MixtureOfExperts(Llama):
         if not experts.layers[layer]:
             yield from super().mlp_weights(layer, name, prefix)
             return
-        prefix, fused = f"{prefix}.{self.block}", f"{prefix}.mlp"
+        prefix, fused = f"{prefix}.{self.block}", f"{prefix}.{self.fused_block}"
         router = {"gate.weight": (experts.count, c.hidden_size)}
         if experts.shared_inner and experts.gated:
             router["shared_expert_gate.weight"] = (1, c.hidden_size)
@@ -88,6 +88,7 @@ class MixtureOfExperts(Llama):
             sigmoid=experts.sigmoid,
             correction=w.get("correction"),
             scale=experts.scale,
+            epsilon=experts.epsilon,
         )
         y = ops.expert_gate_up(x, routing, w["experts.gate_up_proj"])
         y = ops.expert_down(y, routing, w["experts.down_proj"])

@@ -51,6 +51,8 @@ def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Ca
         logits = logits_of(rng, case["rows"], experts)
         options: dict[str, Any] = {"slots": slots, "scale": 2.5}
         options |= {name: case[name] for name in ("normalize", "sigmoid")}
+        if case["sigmoid"] and case["normalize"]:
+            options["epsilon"] = 0.5
         if case["corrected"]:
             options["correction"] = rng.standard_normal(experts, np.float32)
         ids, weights = functions.route(open_device(settings_of(case)), logits, **options)

@@ -1,7 +1,7 @@
 // The experts of a row: those with the SLOTS largest logits, best first, of equals the first; and
 // their weights: softmax over all experts, or over these (NORMALIZE: they add up to one), times
-// ROUTE_SCALE. With SIGMOID a logit's score is its sigmoid and not its part of the softmax. With
-// CORRECTION an expert is chosen by its score plus a value of its own, which its weight ignores.
+// ROUTE_SCALE. With SIGMOID a logit's score is its sigmoid and not its part of the softmax, and
+// ROUTE_EPS is added to the sum of those that are to add up to one. With CORRECTION an expert is chosen by its score plus a value of its own, which its weight ignores.
 // Needs reduce.wgsl, and the bindings `logits: array<f32>`, `routing: array<f32>` to write to, and
 // perhaps `correction: array<f32>`.
 // @param ROUTE bool
@@ -12,6 +12,7 @@
 // @param SIGMOID bool
 // @param CORRECTION bool
 // @param ROUTE_SCALE f32
+// @param ROUTE_EPS f32
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
@@ -128,6 +129,7 @@ fn write_routing(row: u32, first: u32, end: u32, me: Invocation) {
 #endif
   var sum = 0.0;
 #if NORMALIZE
+  sum = ROUTE_EPS;
   for (var slot = 0u; slot < SLOTS; slot++) {
     sum += score(expert_logits[chosen[slot]], most);
   }
