@@ -3,7 +3,7 @@ attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,6 @@ _DEFAULTS = {
     "vocab_size": 65536,
 }
 
-# How the first files call keys; these come first.
-_OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
-
 _NAMES = {
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -45,27 +42,12 @@ class Lfm2(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        older = {new: raw.values[old] for old, new in _OLDER.items() if old in raw.values}
-        raw = raw.with_defaults(**_DEFAULTS).with_values(**older)
-        channels = raw.size("hidden_size")
+        raw = with_older(raw.with_defaults(**_DEFAULTS), "block_ff_dim", "intermediate_size")
         attends = raw.get("full_attn_idxs", None, list)
         convolves = layers.layers_with_state(
             raw, "conv", lambda layer: attends is not None and layer not in attends
         )
-        shape = StateShape(channels, layers.conv_taps(raw, "conv_L_cache", 3))
-        config = DecoderConfig.read(
-            raw,
-            states=[shape if conv else None for conv in convolves],
-            rope_layers=[not conv for conv in convolves],
-            qk_norm=True,
-            norm_names=("q_layernorm", "k_layernorm"),
-            conv_bias=raw.get("conv_bias", False, bool),
-            eps=1e-5,
-            eps_key="norm_eps",
-            theta=1e6,
-            tied=True,
-        )
-        return replace(config, intermediate_size=_inner(raw))
+        return replace(read_lfm2(raw, convolves), intermediate_size=_inner(raw))
 
     def weights(self) -> Iterator[WeightSpec]:
         return layers.renamed(super().weights(), _NAMES)
@@ -94,6 +76,30 @@ class Lfm2(Llama):
         x = ops.linear(x, w["in_proj"], w.get("in_proj.bias"))
         y = ops.short_conv(x, w["conv"], w.get("conv.bias"), cache, gated=True)
         return ops.linear(y, w["out_proj"], w.get("out_proj.bias"))
+
+
+def with_older(raw: RawConfig, old: str, new: str) -> RawConfig:
+    """The same with the value of a key under its newer name. What the first files say counts."""
+    return raw.with_values(**{new: raw.values[old]}) if old in raw.values else raw
+
+
+def read_lfm2(raw: RawConfig, convolves: Sequence[bool], **own: Any) -> DecoderConfig:
+    """The keys that all of them have. convolves: which layers do. Raises UnsupportedError."""
+    raw = with_older(raw, "tie_embedding", "tie_word_embeddings")
+    shape = StateShape(raw.size("hidden_size"), layers.conv_taps(raw, "conv_L_cache", 3))
+    return DecoderConfig.read(
+        raw,
+        states=[shape if conv else None for conv in convolves],
+        rope_layers=[not conv for conv in convolves],
+        qk_norm=True,
+        norm_names=("q_layernorm", "k_layernorm"),
+        conv_bias=raw.get("conv_bias", False, bool),
+        eps=1e-5,
+        eps_key="norm_eps",
+        theta=1e6,
+        tied=True,
+        **own,
+    )
 
 
 def _inner(raw: RawConfig) -> int:

@@ -710,6 +710,28 @@ def lfm2(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def lfm2_moe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "moe_intermediate_size": 24,
+        "norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 3,
+        "rope_theta": 1000000.0,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": True,
+        "use_expert_bias": True,
+    }
+    config = small("lfm2_moe", **own | changes)
+    others = ("attention_bias", "hidden_act", "mlp_bias", "pretraining_tp", "rms_norm_eps")
+    return {key: value for key, value in config.items() if key not in others}
+
+
 def olmoe(**changes: Any) -> dict[str, Any]:
     own = {
         "clip_qkv": 0.9,
@@ -1113,6 +1135,18 @@ CASES: dict[str, Case] = {
             tie_word_embeddings=False,
         )
     ),
+    "lfm2_moe": Case(lfm2_moe()),
+    "lfm2_moe_plain": Case(
+        lfm2_moe(
+            layer_types=["full_attention", "conv"],
+            norm_topk_prob=False,
+            num_dense_layers=0,
+            num_hidden_layers=2,
+            routed_scaling_factor=1.5,
+            tie_embedding=False,
+            use_expert_bias=False,
+        )
+    ),
 }
 
 
@@ -1196,6 +1230,8 @@ class RoutingMargins:
             logits = router.moe_statics(logits.softmax(-1))
         elif hasattr(router, "e_score_correction_bias"):
             logits = logits.sigmoid() + router.e_score_correction_bias
+        elif getattr(router, "use_expert_bias", False):
+            logits = logits.sigmoid() + args[1]
         if chosen < logits.shape[-1]:
             best = logits.topk(chosen + 1).values
             margins = (best[..., -2] - best[..., -1]) / logits.norm(dim=-1)

@@ -36,6 +36,8 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 100.0},
     "granite": {"attention_multiplier": 0.45},
     "hunyuan_v1_dense": {"rope_scaling": None},
+    "lfm2_moe": {"use_expert_bias": False},
+    "lfm2_moe_plain": {"norm_topk_prob": True},
     "llama_rope_dynamic": {"rope_scaling": None},
     "llama_rope_dynamic_decode": {"rope_scaling": None},
     "llama_rope_linear": {"rope_scaling": None},
