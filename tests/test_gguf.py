@@ -326,10 +326,17 @@ def add_gpt_oss(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
 
 
 def add_lfm2(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
-    writer.kv_data[0].pop("lfm2.attention.head_count_kv")
-    attends = [layer in raw["full_attn_idxs"] for layer in range(raw["num_hidden_layers"])]
+    writer.kv_data[0].pop(f"{writer.arch}.attention.head_count_kv")
+    attends = [state is None for state in build_model(RawConfig(dict(raw))).config.states]
     writer.add_head_count_kv([raw["num_key_value_heads"] * int(having) for having in attends])
     writer.add_shortconv_l_cache(raw["conv_L_cache"])
+
+
+def add_lfm2_moe(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    add_lfm2(writer, raw)
+    add_experts(writer, {key: raw[key] for key in raw if key != "norm_topk_prob"})
+    writer.add_leading_dense_block_count(raw["num_dense_layers"])
+    writer.add_expert_gating_func(library.ExpertGatingFuncType.SIGMOID)
 
 
 # What the converter writes besides what it writes for all, by model_type.
@@ -344,6 +351,7 @@ ADD: dict[str, Add] = {
     "granite": add_granite,
     "hunyuan_v1_dense": add_hunyuan,
     "lfm2": add_lfm2,
+    "lfm2_moe": add_lfm2_moe,
     "mixtral": add_experts,
     "olmoe": add_experts,
     "phi3": add_phi3,
@@ -392,11 +400,13 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
                 made[f"{match[1]}{part}_proj.{kind_of}"] = rows[:, i :: len(parts)].copy()
             continue
         key = f"{key}.weight" if key.endswith("sinks") else key
-        match = re.fullmatch(r"model\.(.*)\.(mlp|block_sparse_moe)\.experts\.\d+\.(.*)", key)
+        key = f"{key}.bias" if key.endswith("expert_bias") else key
+        blocks = "mlp|block_sparse_moe|feed_forward"
+        match = re.fullmatch(rf"model\.(.*)\.({blocks})\.experts\.\d+\.(.*)", key)
         if match is None:
             made[key] = array[0] if key.endswith("shared_expert_gate.weight") else array
         else:
-            block = {"mlp": "model.{}.mlp", "block_sparse_moe": "{}.feed_forward"}[match[2]]
+            block = "model.{}.mlp" if match[2] == "mlp" else "{}.feed_forward"
             experts.setdefault(f"{block.format(match[1])}.experts.{match[3]}", []).append(array)
     return made | {key: np.stack(arrays) for key, arrays in experts.items()}
 
@@ -468,7 +478,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 # Those whose config is spelled otherwise, so that only what is computed is the same.
 COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
 # Those with a window, a rope or biases that llama.cpp's files do not know.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|lfm2_bias")
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias")
 CONVERTED = [
     case
     for case in cases()
@@ -505,7 +515,9 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
             np.testing.assert_allclose(rows, wanted[start : start + 5], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [*COMPUTED, "gpt_neox", "gpt_oss", "lfm2", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", [*COMPUTED, "gpt_neox", "gpt_oss", "lfm2", "lfm2_moe", "mixtral", "qwen2_moe"]
+)
 def test_a_converted_model_computes_what_transformers_does(
     device: Device, tmp_path: Path, name: str
 ) -> None:

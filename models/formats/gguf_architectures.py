@@ -17,7 +17,7 @@ called on the hub, and what no file says because llama.cpp knows it.
 | qwen2moe, qwen3moe, olmoe           | are made to add up to one is known by the architecture     |
 | gpt-oss                             | gate and up, which alternate on the hub, are apart; no     |
 |                                     | file says that YaRN's bounds are not rounded               |
-| lfm2                                | layers without heads of keys have a short convolution; the |
+| lfm2, lfm2moe                       | layers without heads of keys have a short convolution; the |
 |                                     | last norm is called that of the embeddings                 |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
@@ -50,7 +50,8 @@ class Architecture:
         weights of norms.
     pattern: where layers have a window: every so many layers have none, or 0 where the model knows.
     local_theta: of the rope of layers with a window, where they have their own.
-    experts: whether layers have them.
+    experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
+        for a sigmoid; the first is meant where a file does not say.
     convolves: whether layers without heads of keys and values have a short convolution.
     ignored: keys of metadata that say nothing reliable.
     """
@@ -68,6 +69,7 @@ class Architecture:
     pattern: int | None = None
     local_theta: float | None = None
     experts: bool = False
+    gating: tuple[int, ...] = (1, 0)
     convolves: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -145,6 +147,13 @@ _LFM2 = {
     "ffn_gate": "feed_forward.w1",
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
+}
+_LFM2_MOE = _LFM2 | {
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.{}.w1",
+    "ffn_up_exps": "feed_forward.experts.{}.w3",
+    "ffn_down_exps": "feed_forward.experts.{}.w2",
 }
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _GRANITE = {
@@ -248,6 +257,19 @@ ARCHITECTURES = {
         keys={"shortconv.l_cache": "conv_L_cache"},
         values={"block_auto_adjust_ff_dim": False},  # it was adjusted
         eps="norm_eps",
+        convolves=True,
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        _LFM2_MOE,
+        keys={
+            "shortconv.l_cache": "conv_L_cache",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        values={"norm_topk_prob": True},
+        eps="norm_eps",
+        experts=True,
+        gating=(2,),
         convolves=True,
     ),
     "llama": Architecture("llama", turned=True),

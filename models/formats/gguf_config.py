@@ -31,8 +31,8 @@ _STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")
 }
 
-# Whose names end on the hub without ".weight".
-_BARE = ("attn_sinks",)
+# Whose names end on the hub without ".weight" or ".bias".
+_BARE = ("attn_sinks", "exp_probs_b")
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -205,7 +205,7 @@ def _experts(gguf: Gguf, raw: RawConfig, how: Architecture, layers: int) -> dict
     if (normed := how.values.get("norm_topk_prob")) is None:
         raw.expect("expert_weights_norm", True)
     raw.expect("expert_weights_scale", 1.0, 0.0)
-    raw.expect("expert_gating_func", 1, 0)  # softmax
+    raw.expect("expert_gating_func", *how.gating)
     routed = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" in gguf.tensors]
     if not routed:
         raise CheckpointError(f"{gguf.file} has experts, but no layer of it a router.")
