@@ -124,9 +124,8 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
     tensors = {}
     for name, info in checkpoint.tensors.items():
         match = _STACKED.fullmatch(name)
-        dimensions = 0 if match is None else 2 if match[3] == "bias" else 3
-        whole = len(info.shape) != dimensions or 0 in info.shape or info.shape[0] > _MOST_EXPERTS
-        if match is None or whole:
+        stack = match is not None and len(info.shape) == (2 if match[3] == "bias" else 3)
+        if match is None or not stack or 0 in info.shape or info.shape[0] > _MOST_EXPERTS:
             tensors[name] = info
             continue
         block, part, kind = match.groups()
