@@ -179,6 +179,7 @@ def cases() -> Iterator[Case]:
         yield Case("activation", f"{function}, {'gated' if gated else 'plain'}", run)
     yield Case("softcap", "", _softcap)
     yield Case("clip", "", _clip)
+    yield Case("xielu", "", _xielu)
     yield Case("position_scale", "", _position_scale)
     yield Case("elementwise_add", "", _elementwise_add)
     yield Case("elementwise_mul", "", _elementwise_mul)
@@ -269,6 +270,11 @@ def _softcap(device: Device, inputs: Inputs) -> Outcome:
 def _clip(device: Device, inputs: Inputs) -> Outcome:
     x = 4 * inputs(3, 67)
     return functions.clip(device, x, 2.5), reference.clip(x, 2.5)
+
+
+def _xielu(device: Device, inputs: Inputs) -> Outcome:
+    x, shape = 4 * inputs(3, 67), np.array([0.3, -0.8, 0.5, -1e-6], np.float32)
+    return functions.xielu(device, x, shape), reference.xielu(x, shape)
 
 
 def _position_scale(device: Device, inputs: Inputs) -> Outcome:

@@ -66,6 +66,7 @@ __all__ = [
     "take_rows",
     "validate",
     "weighted_sum",
+    "xielu",
 ]
 
 
@@ -183,6 +184,13 @@ def clip(device: Device, x: Array, limit: float, **options: Unpack[Options]) -> 
     """x, no further from zero than limit."""
     forward = Forward(device, len(x), **options)
     return forward.run(forward.ops.clip(forward.input(x), limit))
+
+
+@scoped_function
+def xielu(device: Device, x: Array, shape: Array, **options: Unpack[Options]) -> Floats:
+    """xIELU of each value; shape [4]: alpha_p, alpha_n, beta, eps."""
+    forward = Forward(device, len(x), **options)
+    return forward.run(forward.ops.xielu(forward.input(x), to_gpu(device, shape)))
 
 
 @scoped_function

@@ -232,6 +232,12 @@ class Ops:
         """x, no further from zero than limit."""
         return self._value("clip", x.width, x, limit=limit)
 
+    def xielu(self, x: Value, shape: GpuTensor) -> Value:
+        """xIELU of each value (wgsl/xielu.wgsl). shape [4]: alpha_p, alpha_n, beta, eps."""
+        if shape.shape != (4,):
+            raise ValueError(f"xIELU has 4 parameters, not {shape.shape}")
+        return self._value("xielu", x.width, x, shape=shape)
+
     def position_scale(self, x: Value, beta: float, interval: int) -> Value:
         """x times 1 + beta log(1 + floor(position / interval)) (Llama 4, Meta 2025)."""
         return self._value("position_scale", x.width, x, beta=beta, interval=interval)

@@ -79,6 +79,15 @@ def clip(x: Array, limit: float) -> Array:
     return result
 
 
+def xielu(x: Array, shape: Array) -> Array:
+    """shape: alpha_p, alpha_n, beta, eps (Huang & Schlag 2024)."""
+    x, (alpha_p, alpha_n, beta, eps) = x.astype(np.float64), shape.astype(np.float64)
+    above = np.log1p(np.exp(alpha_p)) * x**2
+    below = (beta + np.log1p(np.exp(alpha_n))) * (np.expm1(np.minimum(x, eps)) - x)
+    result: Array = np.where(x > 0, above, below) + beta * x
+    return result
+
+
 def position_scale(x: Array, positions: Array, beta: float, interval: int) -> Array:
     """x [rows, width], positions [rows]: times 1 + beta log(1 + floor(position / interval))."""
     scale = 1.0 + beta * np.log1p(positions // interval)

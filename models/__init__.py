@@ -21,6 +21,7 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES = {  # by model_type
+    "apertus": Architecture("Apertus", "Apertus 8B and 70B"),
     "arcee": Architecture("Arcee", "AFM-4.5B"),
     "cohere": Architecture("Cohere", "Command R"),
     "cohere2": Architecture("Cohere2", "Command R7B, Command A"),

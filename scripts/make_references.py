@@ -903,6 +903,22 @@ CASES: dict[str, Case] = {
             ),
         )
     ),
+    "apertus": Case(
+        small(
+            "apertus",
+            attention_bias=True,
+            hidden_act="xielu",
+            post_norm=False,
+            qk_norm=True,
+            rope_scaling={
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 32,
+                "rope_type": "llama3",
+            },
+        )
+    ),
     "arcee": Case(small("arcee", attention_bias=True, hidden_act="relu2", mlp_bias=True)),
     # The first layer of four sees everything.
     "cwm": Case(

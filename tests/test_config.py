@@ -25,6 +25,8 @@ def test_any_name_may_be_a_key() -> None:
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
+        ("apertus", {"hidden_act": "silu"}, "hidden_act = 'silu'"),
+        ("apertus", {"post_norm": True}, "post_norm = True"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm = true"),
         ("cohere2", {"logit_scale": 0}, "'logit_scale' must be positive"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),

@@ -473,6 +473,9 @@ def test_elementwise(least_device: Device, rng: np.random.Generator, rows: int, 
     for cap in (0.3, 50.0):
         assert nmse(functions.softcap(least_device, a, cap), reference.softcap(a, cap)) <= LIMIT
     assert (functions.clip(least_device, a, 0.7) == np.clip(a, -0.7, 0.7)).all()
+    for shape in np.array([[0.3, -0.8, 0.5, -1e-6], [-30, 90, 0.2, -0.7]], np.float32):
+        bent = functions.xielu(least_device, a, shape)
+        assert nmse(bent, reference.xielu(a, shape)) <= LIMIT
     scaled = functions.position_scale(least_device, a, 0.3, 4, position=6)
     expected = reference.position_scale(a, np.arange(6, 6 + rows), 0.3, 4)
     assert nmse(scaled, expected) <= LIMIT

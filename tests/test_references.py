@@ -22,6 +22,7 @@ ONE_PASS = ("llama_rope_dynamic", "phi3_longrope", "phi3_longrope_switch")
 
 # What turns off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_scaling": None},
     "cwm": {"sliding_window": 128},
     "dots1": {"norm_topk_prob": True},
     "cohere2": {"sliding_window": 128},

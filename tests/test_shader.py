@@ -406,7 +406,7 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
     specs = {KernelSpec.of("fill_random", DTYPE=dtype) for dtype in ("f32", "f16", "bf16")}
     specs |= {KernelSpec.of("copy", VECTORS=1024), KernelSpec.of("subgroup_size")}
     one = {"WIDTH": 9, "X_STRIDE": 16, "X_OFFSET": 0, "Y_STRIDE": 16}
-    specs |= {KernelSpec.of("clip", LIMIT=8.0, **one)}
+    specs |= {KernelSpec.of("clip", LIMIT=8.0, **one), KernelSpec.of("xielu", **one)}
     specs |= {KernelSpec.of("position_scale", BETA=0.1, INTERVAL=16384, **one)}
     specs |= {
         KernelSpec.of("quantize_weight", WEIGHT=stored, FORMAT=dtype)

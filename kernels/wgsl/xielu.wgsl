@@ -1,0 +1,28 @@
+// xIELU (Huang & Schlag 2024): a parabola above zero and an integrated exponential below, whose bends
+// alpha_p and alpha_n, before softplus, a layer has learned.
+// @param WIDTH u32
+// @param X_STRIDE u32
+// @param X_OFFSET u32
+// @param Y_STRIDE u32
+@group(0) @binding(0) var<storage, read> shape: array<f32>;  // alpha_p, alpha_n, beta, eps
+@group(0) @binding(1) var<storage, read> x: array<f32>;
+@group(0) @binding(2) var<storage, read_write> y: array<f32>;
+
+fn softplus(a: f32) -> f32 {
+  return max(a, 0.0) + log(1.0 + exp(-abs(a)));
+}
+
+// grid (WIDTH / 64, rows)
+@compute @workgroup_size(64)
+fn main(@builtin(global_invocation_id) id: vec3<u32>) {
+  if (id.x >= WIDTH) {
+    return;
+  }
+  let v = x[id.y * X_STRIDE + X_OFFSET + id.x];
+  let beta = shape[2];
+  var bend = softplus(shape[0]) * v * v;
+  if (v <= 0.0) {
+    bend = (beta + softplus(shape[1])) * (exp(min(v, shape[3])) - 1.0 - v);
+  }
+  y[id.y * Y_STRIDE + id.x] = bend + beta * v;
+}

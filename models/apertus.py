@@ -1,0 +1,60 @@
+"""Apertus (Swiss AI Initiative 2025): Llama with norms of q and k, and an MLP of xIELU, without a
+gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infer.kernels.ops import Ops, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Weights
+from infer.models.llama import Llama
+from infer.models.weights import WeightSpec
+
+# What transformers takes where a config says nothing of rope.
+_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+class Apertus(Llama):
+    """Each layer has learned how xIELU bends."""
+
+    norms = ("attention_layernorm", "feedforward_layernorm")
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw.expect("hidden_act", "xielu")
+        raw.expect("mlp_bias", False)
+        raw.expect("qk_norm", True)
+        raw.expect("post_norm", False)
+        raw = raw.with_defaults(max_position_embeddings=65536)
+        if all(raw.values.get(key) is None for key in ("rope_parameters", "rope_scaling")):
+            raw = raw.with_values(rope_parameters=_ROPE)
+        bias = raw.get("attention_bias", False, bool)
+        config = DecoderConfig.read(
+            raw.with_values(hidden_act=None),
+            eps=1e-5,
+            theta=12000000.0,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            gated=False,
+        )
+        return replace(config, activation="xielu")
+
+    def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        yield from super().mlp_weights(layer, name, prefix)
+        shape = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        yield layers.stacked(f"{name}.xielu", f"{prefix}.mlp.act_fn", shape)
+
+    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+        up = ops.linear(x, w["up_proj"])
+        return ops.linear(ops.xielu(up, w["xielu"]), w["down_proj"])
