@@ -1,7 +1,8 @@
 // The experts of a row: those with the SLOTS largest logits, best first, of equals the first; and
 // their weights: softmax over all experts, or over these (NORMALIZE: they add up to one), times
 // ROUTE_SCALE. With SIGMOID a logit's score is its sigmoid and not its part of the softmax, and
-// ROUTE_EPS is added to the sum of those that are to add up to one. With CORRECTION an expert is chosen by its score plus a value of its own, which its weight ignores.
+// ROUTE_EPS is added to the sum of those that are to add up to one. With CORRECTION an expert is
+// chosen by its score plus a value of its own, which its weight ignores.
 // Needs reduce.wgsl, and the bindings `logits: array<f32>`, `routing: array<f32>` to write to, and
 // perhaps `correction: array<f32>`.
 // @param ROUTE bool
