@@ -510,7 +510,7 @@ BAD_MODELS = {
     "no weights": ({WEIGHTS: None}, "has no weights"),
     "architecture": (
         {"config__json": json_with(model_type="gpt2")},
-        "the architecture 'gpt2' is not implemented. Implemented: arcee, cohere, cohere2, cwm,",
+        "the architecture 'gpt2' is not implemented. Implemented: apertus, arcee, cohere,",
     ),
     "no tokenizer": ({"tokenizer__json": None}, "has no tokenizer.json"),
 }
