@@ -13,7 +13,6 @@ copy on the same adapter in the same run.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import statistics
 import subprocess
@@ -22,7 +21,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
-from errno import EACCES
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -259,11 +257,11 @@ def _check_writable(path: Path) -> None:
     try:
         if path.is_dir():
             TemporaryFile(dir=path).close()
-        elif not path.exists():
-            path.touch()
-            path.unlink()
-        elif not os.access(path, os.W_OK):
-            raise PermissionError(EACCES, os.strerror(EACCES))
+        else:
+            existed = path.exists()
+            path.open("a").close()
+            if not existed:
+                path.unlink()
     except OSError as error:
         raise RequestError(
             f"The report cannot be written to {path} ({error.strerror}). Name another place."
