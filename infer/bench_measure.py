@@ -14,7 +14,7 @@ import numpy as np
 
 from infer.bench_report import KernelTime, Profile, Row
 from infer.engine import Engine
-from infer.kernels.plan import Dispatch
+from infer.kernels.plan import Dispatch, needed
 from infer.kernels.profile import profile_passes
 from infer.kernels.shader import KernelSpec
 from infer.kernels.step import pack_step
@@ -241,7 +241,7 @@ class EngineBench:
         needs what those before it have left, by what it adds to a pass of them."""
         self.progress(f"profile: {step}")
         calls: dict[str, list[Dispatch]] = {}
-        for item in plan:
+        for item in needed(plan, rows, kv_len):
             calls.setdefault(kernel_label(item.pipeline.spec), []).append(item)
         chains = [sampler[:end] for end in range(1, len(sampler) + 1)]
         passes = [[*plan, *sampler], *calls.values(), *chains]

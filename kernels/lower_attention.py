@@ -7,6 +7,7 @@ attention does rope and the cache write as well.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ from infer.kernels.errors import ShaderError
 from infer.kernels.fuse import Fusion
 from infer.kernels.kv_cache import PAGE, LayerCache, kv_cache_bytes
 from infer.kernels.ops import Rope, Value, stride
-from infer.kernels.tensor import GpuTensor
+from infer.kernels.plan import NOTHING, Size
+from infer.kernels.tensor import HALF, GpuTensor
 from infer.kernels.tuning import AttentionVariant, power_of_two
 
 if TYPE_CHECKING:
@@ -206,51 +208,62 @@ def _attention_split(
     variant: AttentionVariant,
     heads: _Heads | None = None,
 ) -> None:
-    """attention and attention_combine. source: the queries, or, with heads, the projection."""
+    """attention and attention_combine; a short context is joined in attention itself. source: the
+    queries, or, with heads, the projection."""
     cache: LayerCache = value.attrs["cache"]
     x, x_stride, x_offset = low.source(source)
-    n_heads = value.width // cache.head_dim
-    count = variant.count(cache.pages_per_sequence * PAGE)
-    at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
-    stored = -(-count // at_once) * at_once
-    window = common["WINDOW"]
-    split = {
-        "HEAD_DIM": cache.head_dim,
-        "WINDOW": window,
-        "SPLITS": variant.splits,
-        "MIN_SPLIT": variant.min_split,
-        "MAX_SPLIT": variant.max_split,
-        "STORED_SPLITS": stored,
-    }
-    partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
-    operands: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values, partial]
-    if heads is not None:
-        operands += heads.operands
-
-    def splits(kv_len: int) -> int:
-        return variant.count(min(kv_len, window) if window else kv_len)
-
-    low.emit(
-        "attention",
-        operands,
-        lambda rows, kv_len: (splits(kv_len), n_heads // variant.heads, rows),
-        common
-        | split
-        | _variant_params(low, variant)
-        | (heads.params if heads is not None else _UNTURNED)
-        | {"ROPE": heads is not None, "X_STRIDE": x_stride, "X_OFFSET": x_offset},
-        moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
-    )
-    workgroups = -(-value.width // (4 * _COMBINE_WORKGROUP))
+    n_heads, sinks, window = value.width // cache.head_dim, _sinks(value), common["WINDOW"]
     outputs: list[Operand] = [value]
-    form = low.next_form(value, low.device.limits.storage_buffers - 2 - len(_sinks(value)))
+    form = low.next_form(value, low.device.limits.storage_buffers - 2 - len(sinks))
     quantize = form is not None and form.norm is None and not form.keep
     if form is not None and quantize:
         outputs = low.prepare(value, form, low.kind.rows)
+    inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
+    turning = heads.operands if heads is not None else ()
+    params = (
+        common
+        | (heads.params if heads is not None else _UNTURNED)
+        | {"ROPE": heads is not None, "X_STRIDE": x_stride, "X_OFFSET": x_offset}
+        | {"Y_STRIDE": stride(value.width)}
+    )
+    joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
+    operands = [*inputs, *outputs, *turning, *sinks]
+    if len(operands) > low.device.limits.storage_buffers or (quantize and cache.head_dim % HALF):
+        joined = None
+    longest = joined.max_split if joined is not None else 0  # context that one split has room for
+    positions = cache.pages_per_sequence * PAGE
+    if joined is not None:
+        low.emit(
+            "attention",
+            operands,
+            _Grid(joined, n_heads // joined.heads, window, 0, longest),
+            params
+            | _split_params(cache, joined, window, 2)
+            | _variant_params(low, joined)
+            | {"JOINED": True, "QUANTIZE": quantize, "SINKS": bool(sinks)},
+            moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
+        )
+    if min(positions, window or positions) <= longest:
+        return
+    count = variant.count(positions)
+    at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
+    stored = -(-count // at_once) * at_once
+    split = _split_params(cache, variant, window, stored)
+    partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
+    low.emit(
+        "attention",
+        [*inputs, partial, *turning],
+        _Grid(variant, n_heads // variant.heads, window, longest + 1),
+        params
+        | split
+        | _variant_params(low, variant)
+        | {"JOINED": False, "QUANTIZE": False, "SINKS": False},
+        moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
+    )
     low.emit(
         "attention_combine",
-        (low.step, partial, *outputs, *_sinks(value)),
-        (workgroups, 1, 1) if low.kind.rows == 1 else low.row_grid(value, workgroups),
+        (low.step, partial, *outputs, *sinks),
+        _Grid(-(-value.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
         split
         | {
             "WG": _COMBINE_WORKGROUP,
@@ -258,13 +271,46 @@ def _attention_split(
             "AT_ONCE": at_once,
             "Y_STRIDE": stride(value.width),
             "QUANTIZE": quantize,
-            "SINKS": bool(_sinks(value)),
+            "SINKS": bool(sinks),
         },
     )
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """(x, y, rows), or the splits of a variant for x, where a row attends to at least so many
+    positions and at most so many; nothing elsewhere. Equal for equal layers."""
+
+    x: int | AttentionVariant
+    y: int
+    window: int
+    least: int
+    most: int = sys.maxsize
+
+    def __call__(self, rows: int, kv_len: int) -> Size:
+        positions = min(kv_len, self.window) if self.window else kv_len
+        if not self.least <= positions <= self.most:
+            return NOTHING
+        x = self.x if isinstance(self.x, int) else self.x.count(positions)
+        return (x, self.y, rows)
+
+
 _COMBINED_AT_ONCE = 8  # splits: four registers each
 _COMBINE_WORKGROUP = 32  # small: a row is only so many vec4s, and every multiprocessor can help
+
+
+def _split_params(
+    cache: LayerCache, variant: AttentionVariant, window: int, stored: int
+) -> dict[str, Any]:
+    """Of attention_split.wgsl and attention_range.wgsl, with room for so many splits."""
+    return {
+        "HEAD_DIM": cache.head_dim,
+        "WINDOW": window,
+        "SPLITS": variant.splits,
+        "MIN_SPLIT": variant.min_split,
+        "MAX_SPLIT": variant.max_split,
+        "STORED_SPLITS": stored,
+    }
 
 
 def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from infer.kernels.device import Buffer, Device, Pipeline
 from infer.kernels.shader import KernelSpec
 
 Size = tuple[int, int, int]
+NOTHING: Size = (0, 0, 0)  # of a dispatch that a step does not need: it is not recorded
 # Workgroups as a function of (rows, kv_len): attention costs what is in the cache, no more.
 Grid = Size | Callable[[int, int], Size]
 Count = Callable[[int, int], int]  # the same of bytes or operations
@@ -28,6 +29,11 @@ class Dispatch:
 
     def size(self, rows: int, kv_len: int) -> Size:
         return self.grid(rows, kv_len) if callable(self.grid) else self.grid
+
+
+def needed(dispatches: Sequence[Dispatch], rows: int, kv_len: int) -> list[Dispatch]:
+    """Those that a step of so many rows and positions needs."""
+    return [item for item in dispatches if item.size(rows, kv_len) is not NOTHING]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from wgpu.backends.wgpu_native import lib
 
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import DeviceError
-from infer.kernels.plan import Dispatch
+from infer.kernels.plan import Dispatch, needed
 from infer.kernels.record import Copy
 
 PASSES = 2048  # timed by one query set: WebGPU allows 4096 queries
@@ -81,7 +81,8 @@ class _Run:
         kv_len: int,
         before: Sequence[Copy],
     ) -> None:
-        self.device, self.passes, self.before = device, passes, before
+        self.device, self.before = device, before
+        self.passes = [needed(items, rows, kv_len) for items in passes]
         self.rows, self.kv_len = rows, kv_len
         self.rounds = [1] * len(passes)
 

@@ -18,7 +18,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import DeviceError
-from infer.kernels.plan import Dispatch, Size
+from infer.kernels.plan import NOTHING, Dispatch, Size, needed
 
 SizeAt = Callable[[int, int], Size]
 # (source, staging, bytes): what a step copies out at its end
@@ -101,12 +101,14 @@ class RawQueue:
         compute = lib.wgpuCommandEncoderBeginComputePass(encoder, null)
         last = None
         for pipeline, group, size, grid in recording.items:
+            size = size or sizes[grid]
+            if size is NOTHING:
+                continue
             if pipeline is not last:
                 set_pipeline(compute, pipeline)
                 last = pipeline
             set_bind_group(compute, 0, group, 0, null)
-            x, y, z = size or sizes[grid]
-            dispatch(compute, x, y, z)
+            dispatch(compute, *size)
         lib.wgpuComputePassEncoderEnd(compute)
         lib.wgpuComputePassEncoderRelease(compute)
         for source, staging, nbytes in copies:
@@ -152,7 +154,7 @@ class PublicQueue:
     def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> None:
         encoder = self.device.handle.create_command_encoder()
         compute = encoder.begin_compute_pass()
-        for item in recording.dispatches:
+        for item in needed(recording.dispatches, rows, kv_len):
             compute.set_pipeline(item.pipeline.handle)
             compute.set_bind_group(0, item.bind_group)
             compute.dispatch_workgroups(*item.size(rows, kv_len))

@@ -294,6 +294,19 @@ class Tuning:
                 return variant
             workgroup //= 2
 
+    def attention_joined(self, variant: AttentionVariant) -> AttentionVariant | None:
+        """For a context so short that one workgroup for each head takes less time than splits and
+        attention_combine; None where it has no room."""
+        workgroup = max(256, variant.workgroup)
+        longest = min(
+            1024, 6 * 4 * workgroup // variant.cluster
+        )  # six times what is loaded at once
+        joined = AttentionVariant(
+            workgroup, 1, variant.cluster, variant.per_lane, 4, 1, longest, longest
+        )
+        fits = joined.merged(self.limits.workgroup_storage, self.subgroup_size)
+        return joined if fits else None
+
     def attention_tiled(self, head_dim: int) -> TiledVariant:
         """32 rows by 64 positions, where memory and registers have room for that; on a CPU 32 by
         32: short code, little that is masked."""

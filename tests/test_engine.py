@@ -23,6 +23,7 @@ from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.ops import stride
 from infer.kernels.record import Recording
 from infer.kernels.step import NO_TOKEN
+from infer.kernels.tuning import Tuning
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
@@ -445,8 +446,9 @@ def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_attention_costs_what_is_in_the_cache(
-    build: Build, counting: CountingLib, fuse: bool
+    build: Build, counting: CountingLib, fuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Tuning, "attention_joined", lambda *_: None)
     small = build("llama", context=128, fuse=fuse)
     large = build("llama", context=2048, fuse=fuse)
     # The capacity does not count …
@@ -461,6 +463,16 @@ def test_attention_costs_what_is_in_the_cache(
     n_layers = large.model.config.num_hidden_layers
     assert grown.sum() % n_layers == 0
     assert grown.sum() / n_layers <= (1 if fuse else 3)
+
+
+def test_a_short_context_costs_a_kernel_less_in_each_layer(
+    build: Build, counting: CountingLib
+) -> None:
+    engine = build("llama", context=2048)
+    layers = engine.model.config.num_hidden_layers
+    short, long = workgroups(engine, counting, 20), workgroups(engine, counting, 1500)
+    assert len(short) == len(long) - layers
+    assert workgroups(engine, counting, 1000).tolist() == short.tolist()
 
 
 def test_long_steps_are_cut_into_short_submissions(

@@ -630,7 +630,15 @@ ATTENTION: Factors = SETTINGS | {
     "sinks": (None, 0.0, 5.0),
     "kv_dtype": ("f16", "f32", "q8"),
     "fuse": (True, False),
+    "joined": (True, False),
 }
+
+
+class Split(Tuning):
+    """A short context is split like a long one."""
+
+    def attention_joined(self, variant: AttentionVariant) -> None:
+        pass
 
 
 def attention_error(
@@ -644,9 +652,10 @@ def attention_error(
     kv_dtype: str,
     softcap: float = 0.0,
     sinks: float | None = None,
+    joined: bool = True,
     **options: Any,
 ) -> float:
-    """sinks: what they are around, if there are any."""
+    """sinks: what they are around, if there are any. joined: if the context is short enough."""
     n_kv_heads, group = heads
     q = 2 * normal(rng, rows, n_kv_heads * group * head_dim)
     k, v = (normal(rng, past + rows, n_kv_heads * head_dim) for _ in range(2))
@@ -664,6 +673,7 @@ def attention_error(
         softcap=softcap,
         sinks=logits,
         kv_dtype=kv_dtype,
+        tuning=None if joined else Split(device),
         **options,
     )
     stored = kept(k, head_dim, kv_dtype), kept(v, head_dim, kv_dtype)
@@ -765,6 +775,7 @@ def test_rope_kv_write(
         "kv_dtype": ("f16", "f32", "q8"),
         "storage_buffers": (None, 8),
         "rows": (1, 1, 3),
+        "joined": (True, False),
     }
 )
 def test_rope_attention(
@@ -773,8 +784,9 @@ def test_rope_attention(
     for case in cases:
         own = {name: value for name, value in case.items() if name not in SETTINGS}
         bindings = own.pop("storage_buffers")
-        settings = replace(settings_of(case), storage_buffers=bindings)
-        assert rope_attention_error(open_device(settings), rng, **own) <= LIMIT, case
+        device = open_device(replace(settings_of(case), storage_buffers=bindings))
+        own["tuning"] = None if own.pop("joined") else Split(device)
+        assert rope_attention_error(device, rng, **own) <= LIMIT, case
 
 
 def rope_attention_error(
@@ -831,11 +843,38 @@ def rope_attention_error(
     return nmse(y, reference.attention(q, keys, values, n_heads, d**-0.5, window, softcap))
 
 
+@pytest.mark.parametrize("settings", [Settings(), LEAST])
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("head_dim", [8, 48, 128])  # half a block has two heads, or one
+def test_attention_that_goes_out_as_int8(
+    open_device: OpenDevice,
+    rng: np.random.Generator,
+    head_dim: int,
+    joined: bool,
+    settings: Settings,
+) -> None:
+    device = open_device(settings)
+    v, exact = int8_rows(rng, 1, 4 * head_dim)
+    weight = exact_weight(rng, 40, 4 * head_dim, "q8")
+    with device.scope():
+        forward = Forward(device, 1, tuning=None if joined else Split(device))
+        layer = KVCache(device, 1, 4, head_dim, 8, dtype="f32").layers[0]
+        q, k = (forward.input(normal(rng, *v.shape)) for _ in range(2))
+        output = forward.ops.attention(q, k, forward.input(v), layer, scale=1.0)
+        y = forward.run(forward.ops.linear(output, to_gpu(device, weight, "q8")))
+    assert nmse(y, reference.matmul(exact, weight)) <= INT8_LIMIT
+
+
 @pytest.mark.parametrize("alive", [True, False])
 @pytest.mark.parametrize("position", [0, 4, 255, 256, 299])
-@pytest.mark.parametrize("group", [1, 16])  # one workgroup for each KV head, several
+@pytest.mark.parametrize(("group", "joined"), [(1, False), (16, False), (16, True)])
 def test_one_row_in_scattered_pages(
-    device: Device, rng: np.random.Generator, group: int, position: int, alive: bool
+    device: Device,
+    rng: np.random.Generator,
+    group: int,
+    joined: bool,
+    position: int,
+    alive: bool,
 ) -> None:
     """The row of a sequence turns, is cached and attends in one kernel; a stopped one writes
     nothing, and nothing reads the place that is written."""
@@ -864,13 +903,15 @@ def test_one_row_in_scattered_pages(
             device.upload(packed),
             output=output,
             output_buffer=buffer,
+            tuning=None if joined else Split(device),
         )
         before = [device.read(part) for part in (layer.keys, layer.values)]
         plan = lowering.place(Arena(device))
         run(device, [*plan.body, *plan.head], 1, position + 1)
         y = from_rows(device.read(buffer), 1, q.shape[1])
         after = [device.read(part) for part in (layer.keys, layer.values)]
-    assert [kernel.spec.name for kernel in lowering.kernels] == ["attention", "attention_combine"]
+    names = [kernel.spec.name for kernel in lowering.kernels]
+    assert names == ["attention"] + ["attention_combine"] * (not joined)
     past = [
         np.concatenate([part[1, :position].reshape(position, n_kv_heads * d), own])
         for part, own in ((keys, k), (values, v))
@@ -981,15 +1022,22 @@ def rules(device: Device) -> Iterator[Tuning]:
 
 
 class Forced(Tuning):
-    """Always the same variant."""
+    """Always the same variant; for attention, one that joins what it can, or none."""
 
-    def __init__(self, device: Device, variant: VecVariant | TileVariant | AttentionVariant):
+    def __init__(
+        self,
+        device: Device,
+        variant: VecVariant | TileVariant | AttentionVariant,
+        joined: AttentionVariant | None = None,
+    ):
         super().__init__(device)
-        self.variant = variant
+        self.variant, self.joined = variant, joined
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("matmul_vec", "matmul", "matmul_int8", "attention"):
             return lambda *_: self.variant
+        if name == "attention_joined":
+            return lambda *_: self.joined
         return super().__getattribute__(name)
 
 
@@ -1095,6 +1143,20 @@ def test_every_variant_of_attention(device: Device, rng: np.random.Generator) ->
             device, rng, (1, group), d, 530, 0, "f16", rows=1 + index % 2, tuning=tuning
         )
         assert error <= LIMIT, (variant, group, d)
+
+
+def test_every_variant_of_attention_that_joins(device: Device, rng: np.random.Generator) -> None:
+    found: dict[tuple[AttentionVariant, int], AttentionVariant] = {}
+    for tuning, group, d in product(rules(device), (1, 8), (16, 64, 80, 128, 256)):
+        variant = tuning.attention(group, 2, d)
+        joined = variant and tuning.attention_joined(variant)
+        if variant is not None and joined is not None:
+            found[joined, d] = variant
+    assert found
+    for (joined, d), variant in found.items():
+        tuning, past = Forced(device, variant, joined), joined.max_split - 1
+        error = rope_attention_error(device, rng, (1, 2), d, past, 0, "f16", tuning=tuning)
+        assert error <= LIMIT, (joined, d)
 
 
 # For head_dim 64: more scores than lanes of a cluster and fewer, few splits and more than are

@@ -12,9 +12,11 @@
 // others need of it (the weight of a position, the new scale of a head) they get by a shuffle.
 //
 // With ROPE, for one row, it does the work of rope_kv_write too: x is the q, k, v projection, of
-// which every workgroup norms (NORM) and turns (unless ROTARY_DIM is 0) its own queries. The split that ends with the row's
-// own position takes that one's key and value from there and puts them into the cache, where no
-// workgroup may read them yet.
+// which every workgroup norms (NORM) and turns (unless ROTARY_DIM is 0) its own queries. The split
+// that ends with the row's own position takes that one's key and value from there and puts them into
+// the cache, where no workgroup may read them yet.
+//
+// JOINED: the context is a single split, and this kernel does what attention_combine would do.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
@@ -22,6 +24,7 @@
 #include "attention_split.wgsl"
 #include "capped.wgsl"
 #include "kv_store.wgsl"
+#include "quantize_block.wgsl"
 #if ROPE
 #include "rotate_group.wgsl"
 #endif
@@ -42,6 +45,9 @@
 // @param SCALE f32
 // @param X_STRIDE u32
 // @param X_OFFSET u32
+// @param Y_STRIDE u32
+// @param JOINED bool
+// @param SINKS bool
 // @param ROPE bool
 // @param NORM bool
 // @param EPS f32
@@ -55,16 +61,25 @@
 @group(0) @binding(3) var<storage, read> keys: array<KvWords>;
 @group(0) @binding(4) var<storage, read> values: array<KvWords>;
 #endif
-@group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;  // see attention_split.wgsl
+#if QUANTIZE
+@group(0) @binding(5) var<storage, read_write> x_int8: array<u32>;
+@group(0) @binding(6) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+#else
+@group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;  // or see attention_split.wgsl
+#endif
+#let TABLE = 6 + QUANTIZE
+#let NORMS = TABLE + ROPE * (ROTARY_DIM > 0)
 #if ROPE
-#let NORMS = 6 + (ROTARY_DIM > 0)
 #if ROTARY_DIM > 0
-@group(0) @binding(6) var<storage, read> table: array<vec4<f32>>;
+@group(0) @binding($(TABLE)) var<storage, read> table: array<vec4<f32>>;
 #endif
 #if NORM
 @group(0) @binding($(NORMS)) var<storage, read> q_norm: array<vec4<f32>>;
 @group(0) @binding($(NORMS + 1)) var<storage, read> k_norm: array<vec4<f32>>;
 #endif
+#endif
+#if SINKS
+@group(0) @binding($(NORMS + 2 * NORM)) var<storage, read> sinks: array<f32>;
 #endif
 
 struct Group {  // eight dimensions of a head
@@ -410,28 +425,62 @@ fn main(
 #endfor
   }
   workgroupBarrier();
-  for (var i = tid; i < MERGED * GROUPS * 2u; i += WG) {
+  for (var base = 0u; base < MERGED * GROUPS * 2u; base += WG) {
+    let writes = base + tid < MERGED * GROUPS * 2u;
+    let i = min(base + tid, MERGED * GROUPS * 2u - 1u);
     let d = i % (GROUPS * 2u);
     let h = i / (GROUPS * 2u);
+#if SINKS
+    let sink = LOG2_E * sinks[first_head + $ru * MERGED + h];
+    var most = sink;
+#else
     var most = LOWEST;
+#endif
 #for g in 0..SUBGROUPS
     let part$g = parts[($ru * MERGED + h) * SUBGROUPS + $gu];
     let most$g = select(LOWEST, part$g.x, $gu < n_subgroups);
     most = max(most, most$g);
 #endfor
+#if SINKS
+    var sum = exp2(sink - most);
+#else
     var sum = 0.0;
+#endif
     var out = vec4<f32>();
 #for g in 0..SUBGROUPS
     let factor$g = exp2(most$g - most);
     sum += factor$g * part$g.y;
     out += factor$g * outputs[(h * SUBGROUPS + $gu) * GROUPS * 2u + d];
 #endfor
-    let stored = stored_head(id.z, HEADS * size.y, first_head + $ru * MERGED + h);
-    y[stored_output(stored, id.x) + d] = out;
-    if (d == 0u) {
-      y[stored + id.x / 2u][id.x % 2u * 2u] = most;
-      y[stored + id.x / 2u][id.x % 2u * 2u + 1u] = sum;
+#if JOINED
+    let value = out / sum;
+    let at = (first_head + $ru * MERGED + h) * (GROUPS * 2u) + d;
+#if QUANTIZE
+    var half_most = magnitude(value);
+    half_most = max(half_most, subgroupShuffleXor(half_most, 1u));
+    half_most = max(half_most, subgroupShuffleXor(half_most, 2u));
+    if (writes) {
+      let half = half_at(id.z, HEADS * size.y * GROUPS / 4u, at / 4u);
+      store_int8(half, at % 4u, value, half_most);
+      if (at % 4u == 0u) {
+        store_scale(half, half_most, 0.0);
+      }
     }
+#else
+    if (writes) {
+      y[id.z * (Y_STRIDE / 4u) + at] = value;
+    }
+#endif
+#else
+    if (writes) {
+      let stored = stored_head(id.z, HEADS * size.y, first_head + $ru * MERGED + h);
+      y[stored_output(stored, id.x) + d] = out;
+      if (d == 0u) {
+        y[stored + id.x / 2u][id.x % 2u * 2u] = most;
+        y[stored + id.x / 2u][id.x % 2u * 2u + 1u] = sum;
+      }
+    }
+#endif
   }
 #endfor
 }

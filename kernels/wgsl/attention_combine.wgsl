@@ -30,11 +30,11 @@ const VALUES = N_HEADS * (HEAD_DIM / 4u);  // of a row, as vec4<f32>
 const LOWEST = -3.0e38;
 const LOG2_E = 1.44269504;
 
-// grid (vec4s of a row / WG, rows)
+// grid (vec4s of a row / WG, 1, rows)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   let i = min(id.x * WG + tid, VALUES - 1u);
-  let first = stored_head(id.y, N_HEADS, i / (HEAD_DIM / 4u));
+  let first = stored_head(id.z, N_HEADS, i / (HEAD_DIM / 4u));
   let d = i % (HEAD_DIM / 4u);
 #for j in 0..AT_ONCE / 2
   var weights$j = x[first + $ju];
@@ -42,7 +42,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..AT_ONCE
   var x$j = x[stored_output(first, $ju) + d];
 #endfor
-  let position = step.rows[id.y].position;
+  let position = step.rows[id.z].position;
   let positions = position + 1u - first_position(position);
   let length = split_length(positions);
   let n_splits = (positions + length - 1u) / length;
@@ -90,13 +90,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   half_most = max(half_most, magnitudes[tid / 4u * 4u + $ju]);
 #endfor
   if (id.x * WG + tid < VALUES) {
-    let at = half_at(id.y, VALUES / 8u, i / 4u);
+    let at = half_at(id.z, VALUES / 8u, i / 4u);
     store_int8(at, i % 4u, value, half_most);
     if (i % 4u == 0u) {
       store_scale(at, half_most, 0.0);
     }
   }
 #else
-  y[id.y * (Y_STRIDE / 4u) + i] = value;
+  y[id.z * (Y_STRIDE / 4u) + i] = value;
 #endif
 }
