@@ -27,6 +27,10 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_QWEN35 = (  # marks are of words
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
@@ -52,6 +56,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}",)),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), ()),
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _DEEPSEEK3),
+    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     "gpt-4o": (_GPT4O,),
     "seed-coder": (_SEED,),
@@ -60,7 +65,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olmo", "exaone4")
 # Words of the vocabulary are not merged.
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
-_NFC = ("qwen2", "deepseek-r1-qwen", "command-r", "olmo")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "olmo")
 
 # What ends a turn in gpt-oss's format, in which <|end|> only ends one of its messages.
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
