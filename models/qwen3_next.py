@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from infer.kernels.layer_state import StateShape
 from infer.models import layers
@@ -10,14 +11,15 @@ from infer.models.config import RawConfig
 from infer.models.delta_net import DEFAULTS, GatedDeltaNet
 from infer.models.layers import DecoderConfig
 from infer.models.moe import MixtureOfExperts, read_experts
-from infer.models.weights import Source
+from infer.models.weights import Source, WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = DEFAULTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}
 
 
 class Qwen3Next(GatedDeltaNet, MixtureOfExperts):
-    """Checkpoints have the projections of a key head, and of the heads that share it, together."""
+    """Checkpoints have the projections of a key head, and of the heads that share it, together; in
+    GGUF files they may be apart, as in Qwen3.5."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -32,6 +34,14 @@ class Qwen3Next(GatedDeltaNet, MixtureOfExperts):
             sparse=True,
         )
         return cls.read_delta(raw, experts=experts)
+
+    def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        shape = self.config.states[layer]
+        for spec in super().mixer_weights(layer, name, prefix):
+            if shape is not None and spec.name.endswith(".in_proj"):
+                apart = super().projections(f"{prefix}.linear_attn", shape)
+                spec = replace(spec, others=tuple(apart))
+            yield spec
 
     def projections(self, prefix: str, shape: StateShape) -> Iterator[Source]:
         values = shape.heads // shape.key_heads * shape.value_dim

@@ -19,6 +19,12 @@ called on the hub, and what no file says because llama.cpp knows it.
 |                                     | file says that YaRN's bounds are not rounded               |
 | lfm2, lfm2moe                       | layers without heads of keys have a short convolution; the |
 |                                     | last norm is called that of the embeddings                 |
+| qwen3next, qwen35, qwen35moe        | one was added to the weights of norms but for ssm_norm;    |
+|                                     | ssm_a is -exp(A_log)                                       |
+| qwen3next                           | in_proj_qkvz is apart, its parts each in one piece, but    |
+|                                     | not in the first files (ssm_in)                            |
+| qwen35, qwen35moe                   | of the heads that share a key, the first of each key come  |
+|                                     | first: rows, and columns of ssm_out                        |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -30,6 +36,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.models.config import RawConfig
 from infer.models.formats.gguf import Gguf
 
 Config = dict[str, Any]
@@ -53,7 +60,8 @@ class Architecture:
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
     convolves: whether layers without heads of keys and values have a short convolution.
-    ignored: keys of metadata that say nothing reliable.
+    tiled: of a gated delta net's heads, the first of each key come first, then the second.
+    ignored: keys of metadata that say nothing reliable, or nothing of text.
     """
 
     model_type: str
@@ -71,6 +79,7 @@ class Architecture:
     experts: bool = False
     gating: tuple[int, ...] = (1, 0)
     convolves: bool = False
+    tiled: bool = False
     ignored: tuple[str, ...] = ()
 
 
@@ -155,6 +164,29 @@ _LFM2_MOE = _LFM2 | {
     "ffn_up_exps": "feed_forward.experts.{}.w3",
     "ffn_down_exps": "feed_forward.experts.{}.w2",
 }
+_DELTA_NET = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_SSM = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_value_head_dim",  # of all heads: see _delta_net
+}
+_DELTA_KEYS = _SSM | {"full_attention_interval": "full_attention_interval"}
+_SECTIONS = ("rope.dimension_sections",)  # for images: text has the same position in all
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
@@ -193,7 +225,18 @@ def _stablelm(gguf: Gguf, config: Config) -> Config:
     }
 
 
-MIXTRAL = Architecture("mixtral", _MIXTRAL, turned=True, experts=True)
+def _delta_net(gguf: Gguf, config: Config) -> Config:
+    """All sizes must be there. The width that is stated is of all heads together."""
+    raw = RawConfig(config, str(gguf.file))
+    sizes = {name: raw.size(name) for name in _SSM.values()}
+    heads = sizes["linear_num_value_heads"]
+    return {"linear_value_head_dim": sizes["linear_value_head_dim"] // heads}
+
+
+# general.architecture -> a key of metadata, and how files that have it are read
+VARIANTS = {
+    "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
+}
 
 # general.architecture -> how it is read
 ARCHITECTURES = {
@@ -286,7 +329,36 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", values={"norm_topk_prob": False}, experts=True),
     "qwen3": Architecture("qwen3"),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        _DELTA_NET,
+        keys=_DELTA_KEYS,
+        more=_delta_net,
+        norm_added=1.0,
+        tiled=True,
+        ignored=_SECTIONS,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        _DELTA_NET,
+        keys=_DELTA_KEYS,
+        values={"norm_topk_prob": True},
+        more=_delta_net,
+        norm_added=1.0,
+        experts=True,
+        tiled=True,
+        ignored=_SECTIONS,
+    ),
     "qwen3moe": Architecture("qwen3_moe", values={"norm_topk_prob": True}, experts=True),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        _DELTA_NET,
+        keys=_DELTA_KEYS,
+        values={"norm_topk_prob": True},
+        more=_delta_net,
+        norm_added=1.0,
+        experts=True,
+    ),
     "seed_oss": Architecture("seed_oss", {"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": Architecture("smollm3", turned=True),
     "stablelm": Architecture(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.models.checkpoint import Checkpoint
+from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0, to_signed
 from infer.models.formats.packed import Format, Packed, matrix_shape, wrong_shape
@@ -35,6 +35,33 @@ class BlockType:
     decode: Callable[[Bytes], Parts]
 
 
+@dataclass(frozen=True)
+class SwappedColumns(TensorInfo):
+    """A matrix with columns [a, b, c] in the file, [b, a, c] on the hub. Floats are read as on the
+    hub; blocks, which several of [a, b] may share, as they are, with the order of their columns."""
+
+    sizes: tuple[int, int, int]
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """Where each column of the file is on the hub."""
+        a, b, c = self.sizes
+        return np.arange(a * b * c).reshape(b, a, c).swapaxes(0, 1).reshape(-1)
+
+    def read_into(self, view: memoryview, start: int = 0) -> None:
+        if self.dtype in BLOCKS:
+            super().read_into(view, start)
+            return
+        rows, columns = self.shape
+        stride = self.nbytes // rows
+        first, last = start // stride, -(-(start + len(view)) // stride)
+        whole = np.empty((last - first, columns, stride // columns), np.uint8)
+        super().read_into(whole.data.cast("B"), first * stride)
+        whole[:, self.order] = whole.copy()
+        at = start - first * stride
+        view[:] = whole.reshape(-1)[at : at + len(view)].data.cast("B")
+
+
 class GgufBlocks(Format):
     """The tensors of a GGUF file that hold blocks."""
 
@@ -50,7 +77,8 @@ class GgufBlocks(Format):
         rows, columns = matrix_shape(checkpoint, key, shape)
         if info.shape != (rows, columns):
             raise wrong_shape(info, info.shape, (rows, columns))
-        return _Matrix(key, (rows, columns), BLOCKS[info.dtype].scheme, (info,))
+        order = info.order if isinstance(info, SwappedColumns) else None
+        return _Matrix(key, (rows, columns), BLOCKS[info.dtype].scheme, (info,), order=order)
 
 
 class _Matrix(Packed):
@@ -68,6 +96,7 @@ class _Matrix(Packed):
             scales.reshape(rows, -1),
             biases=None if biases is None else biases.reshape(rows, -1),
             units=None if units is None else units.reshape(rows, -1, 2),
+            order=self.order,
         )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
 from infer.models.config import RawConfig
 from infer.models.formats.gguf import Gguf
-from infer.models.formats.gguf_architectures import ARCHITECTURES, MIXTRAL, NAMES, Architecture
-from infer.models.formats.gguf_blocks import GgufBlocks
+from infer.models.formats.gguf_architectures import ARCHITECTURES, NAMES, VARIANTS, Architecture
+from infer.models.formats.gguf_blocks import GgufBlocks, SwappedColumns
+from infer.models.formats.grouped import Floats
 from infer.models.formats.packed import FLOATS, read_rows
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -32,7 +34,11 @@ _STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down
 }
 
 # Whose names end on the hub without ".weight" or ".bias".
-_BARE = ("attn_sinks", "exp_probs_b")
+_BARE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
+
+# What a gated delta net has for each head, and for their values.
+_BY_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
+_TILED = (*_BY_HEAD, "attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out")
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -106,17 +112,25 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     layer_types: dict[str, Any] = {}
     if how.convolves and not np.isscalar(values.get(_KV_HEADS, 0)):
         values[_KV_HEADS], layer_types["layer_types"] = _attending(gguf, values[_KV_HEADS])
+    if how.experts:  # a model without another MLP does not state its width
+        values.setdefault("feed_forward_length", values.get("expert_feed_forward_length"))
     by_layer = {key for key, value in values.items() if not np.isscalar(value)}
-    if arrays := sorted(by_layer - {_PATTERN}):
+    if arrays := sorted(by_layer - {_PATTERN, *how.ignored}):
         raise UnsupportedError(
             f"{gguf.file}: {listed(prefix + key for key in arrays)} differ from layer to layer, "
             "which is not implemented."
         )
     raw = RawConfig(values, f"{gguf.file}: {architecture}")
     raw.expect("attention.causal", True)
-    raw.expect("nextn_predict_layers", 0)
     raw.expect("tensor_data_layout", "Meta AI original pth")
     config: dict[str, Any] = {name: raw.size(key) for key, name in _SIZES.items()}
+    layers, further = config["num_hidden_layers"], raw.get("nextn_predict_layers", 0, int)
+    if not 0 <= further < layers:
+        raise CheckpointError(
+            f"{gguf.file}: of {layers} layers, {further} are to predict further tokens."
+        )
+    config["num_hidden_layers"] = layers - further
+    config["num_nextn_predict_layers"] = further
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = raw.size("attention.key_length", hidden // heads)
     raw.expect("attention.value_length", head_dim)
@@ -155,8 +169,8 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
             f"{gguf.file}: the architecture {name!r} is not implemented for GGUF files "
             f"(only {listed(ARCHITECTURES, limit=len(ARCHITECTURES))})."
         )
-    mixtral = name == "llama" and gguf.metadata.get("llama.expert_count")
-    return name, MIXTRAL if mixtral else ARCHITECTURES[name]
+    key, variant = VARIANTS.get(name, ("", ARCHITECTURES[name]))
+    return name, variant if gguf.metadata.get(f"{name}.{key}") else ARCHITECTURES[name]
 
 
 def _known(how: Architecture) -> set[str]:
@@ -310,20 +324,25 @@ def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
 
 def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
     """The tensors by their names on the hub, with the rows and values that they have there. Those
-    without such a name keep their own; what config.json says instead is left out."""
+    without such a name keep their own; what config.json says instead is left out, and so are the
+    layers behind the last one, which predict further tokens."""
     _, how = _architecture(gguf)
     names = NAMES | how.names
+    last = config.values.get("num_hidden_layers", 0)
+    further = range(last, last + config.values.get("num_nextn_predict_layers", 0))
     tensors: dict[str, TensorInfo] = {}
     for info in gguf.tensors.values():
         if info.name in (_ROPE_FACTORS, *_LONGROPE.values()):
             continue
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+)\.(weight|bias)", info.name)
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?([\w.]+?)(?:\.(weight|bias))?", info.name)
         if match is None:
             tensors[info.name] = info
             continue
+        if match[1] is not None and int(match[1]) in further:
+            continue
         layer = "" if match[1] is None else f"{how.layers}.{match[1]}."
         for own, name, part in _parts(info, match[2], names, config):
-            suffix = "" if own in _BARE else f".{match[3]}"
+            suffix = "" if own in _BARE or match[3] is None else f".{match[3]}"
             name = f"{layer}{name}{suffix}" if own in names else info.name
             if name in tensors:
                 raise CheckpointError(f"{gguf.file} holds {name} twice, once in {info.name}.")
@@ -362,7 +381,7 @@ def _parts(
             yield held[which], name, whole.part(info.name, i * math.prod(shape[:-1]), shape)
     elif own == "ffn_gate_inp_shexp" and len(info.shape) == 1:  # a matrix of one row
         yield own, names[own], replace(info, shape=(1, rows))
-    elif own == "shortconv.conv" and len(info.shape) == 2:
+    elif own in ("shortconv.conv", "ssm_conv1d") and len(info.shape) == 2:
         yield own, names.get(own, own), replace(info, shape=(rows, 1, info.shape[1]))
     else:
         yield own, names.get(own, own), info
@@ -370,7 +389,7 @@ def _parts(
 
 def _as_on_the_hub(info: TensorInfo, own: str, how: Architecture, config: RawConfig) -> TensorInfo:
     """The tensor with its rows in the hub's order, and without what was added to it."""
-    fields = (info.name, info.dtype, info.shape, info.file, info.offset, info.nbytes)
+    fields = _fields(info)
     heads = config.values["num_attention_heads"]
     if how.turned and own in ("attn_q", "attn_k"):
         heads = heads if own == "attn_q" else config.values["num_key_value_heads"]
@@ -385,14 +404,45 @@ def _as_on_the_hub(info: TensorInfo, own: str, how: Architecture, config: RawCon
                 f"{info.file}: {info.name} has {info.shape[0]} rows, but 3 times {heads} heads."
             )
         return _Swapped(*fields, (3, heads, info.shape[0] // heads // 3), 0)
-    if how.norm_added and own.endswith("norm"):
-        if info.dtype != "f32":
-            raise UnsupportedError(
-                f"{info.file}: {info.name} is of type {info.dtype}, which is not implemented for "
-                "the weights of norms (only f32)."
-            )
-        return _Less(*fields, how.norm_added)
+    if how.tiled and own in _TILED:
+        info = _untiled(info, own, config)
+    if own == "ssm_a":
+        return _changed(info, lambda values: np.log(-values))
+    if how.norm_added and own.endswith("norm") and own != "ssm_norm":
+        return _changed(info, lambda values: values - np.float32(how.norm_added))
     return info
+
+
+def _fields(info: TensorInfo) -> tuple[str, str, tuple[int, ...], Path, int, int]:
+    return info.name, info.dtype, info.shape, info.file, info.offset, info.nbytes
+
+
+def _changed(info: TensorInfo, undo: Callable[[Floats], Floats]) -> TensorInfo:
+    if info.dtype != "f32":
+        raise UnsupportedError(
+            f"{info.file}: {info.name} is of type {info.dtype}, which is not implemented for "
+            "such a vector (only f32)."
+        )
+    return _Changed(*_fields(info), info, undo)
+
+
+def _untiled(info: TensorInfo, own: str, config: RawConfig) -> TensorInfo:
+    """A tensor of a gated delta net with the heads of a key beside each other, where llama.cpp has
+    the first of each key, then the second of each."""
+    heads, keys = (config.values[f"linear_num_{kind}_heads"] for kind in ("value", "key"))
+    width = 1 if own in _BY_HEAD else config.values["linear_value_head_dim"]
+    queries = 2 * keys * config.values["linear_key_head_dim"]  # and keys, in front
+    start, axis = queries if own in ("attn_qkv", "ssm_conv1d") else 0, -1 if own == "ssm_out" else 0
+    if info.shape[axis] != start + heads * width:
+        raise CheckpointError(
+            f"{info.file}: {info.name} is {info.shape}, which is not of {heads} heads of {width}."
+        )
+    if heads == keys:
+        return info
+    sizes = (heads // keys, keys, width)
+    if own == "ssm_out":
+        return SwappedColumns(*_fields(info), sizes)
+    return _Swapped(*_fields(info), sizes, 0, start)
 
 
 @dataclass(frozen=True)
@@ -401,16 +451,18 @@ class _Swapped(TensorInfo):
 
     llama.cpp rotates pairs of neighbours, so that a head has rows 0, h, 1, h + 1, ... of its 2 h;
     on the hub a row is rotated with the one h after it. And all of q, all of k and all of v follow
-    each other where GPT-NeoX has q, k and v of each head."""
+    each other where GPT-NeoX has q, k and v of each head. start: rows in front that stay."""
 
     sizes: tuple[int, int, int]
     axis: int
+    start: int = 0
 
     @property
     def order(self) -> NDArray[np.int64]:
         """Where each row is in the file."""
-        rows = np.arange(self.shape[0]).reshape(self.sizes)
-        return rows.swapaxes(self.axis, self.axis + 1).reshape(-1)
+        rows = np.arange(self.shape[0])
+        swapped = rows[self.start :].reshape(self.sizes).swapaxes(self.axis, self.axis + 1)
+        return np.concatenate([rows[: self.start], swapped.reshape(-1)])
 
     def read_into(self, view: memoryview, start: int = 0) -> None:
         stride = self.nbytes // self.shape[0]
@@ -418,20 +470,24 @@ class _Swapped(TensorInfo):
         rows, done = self.order[first:last], 0
         whole = np.empty((len(rows), stride), np.uint8)
         for near in np.split(rows, np.flatnonzero(abs(np.diff(rows)) > 2) + 1):
-            span = np.empty((near[-1] + 1 - near[0], stride), np.uint8)
-            super().read_into(span.data.cast("B"), int(near[0]) * stride)
-            whole[done : done + len(near)] = span[near - near[0]]
+            low = int(near.min())
+            span = np.empty((near.max() + 1 - low, stride), np.uint8)
+            super().read_into(span.data.cast("B"), low * stride)
+            whole[done : done + len(near)] = span[near - low]
             done += len(near)
         at = start - first * stride
         view[:] = whole.reshape(-1)[at : at + len(view)].data.cast("B")
 
 
 @dataclass(frozen=True)
-class _Less(TensorInfo):
-    """A tensor of f32 to whose values something was added, which is taken off again."""
+class _Changed(TensorInfo):
+    """A tensor of f32 whose values the converter has changed, which is undone."""
 
-    added: float
+    of: TensorInfo
+    undo: Callable[[Floats], Floats]
 
     def read_into(self, view: memoryview, start: int = 0) -> None:
-        super().read_into(view, start)
-        np.frombuffer(view, np.float32)[:] -= np.float32(self.added)
+        self.of.read_into(view, start)
+        values = np.frombuffer(view, np.float32)
+        with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite shows as that
+            values[:] = self.undo(values)
