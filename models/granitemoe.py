@@ -13,7 +13,7 @@ from infer.models.weights import Source, WeightSpec
 
 
 class GraniteMoe(MixtureOfExperts):
-    """The factors of Granite; the experts of a layer are two tensors."""
+    """The factors of Granite; the experts of a layer are two tensors, but not in GGUF files."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -33,9 +33,15 @@ class GraniteMoe(MixtureOfExperts):
         count, inner, width = self.experts.count, self.experts.inner, self.config.hidden_size
         block = f"{prefix}.block_sparse_moe"
         yield layers.stacked(f"{name}.router", block, {"router.layer.weight": (count, width)})
-        for part, key, shape in (
-            ("gate_up_proj", "input_linear", (count, 2 * inner, width)),
-            ("down_proj", "output_linear", (count, width, inner)),
+        for part, key, shape, apart in (
+            ("gate_up_proj", "input_linear", (count, 2 * inner, width), ("w1", "w3")),
+            ("down_proj", "output_linear", (count, width, inner), ("w2",)),
         ):
             sources = (Source(f"{block}.{key}.weight", shape),)
-            yield WeightSpec(f"{name}.experts.{part}", sources, unit=shape[1])
+            one = (shape[1] // len(apart), shape[2])
+            others = tuple(
+                Source(f"{block}.experts.{expert}.{matrix}.weight", one)
+                for expert in range(count)
+                for matrix in apart
+            )
+            yield WeightSpec(f"{name}.experts.{part}", sources, others, unit=shape[1])

@@ -35,11 +35,12 @@ from infer.models import build_model, open_model
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed
+from infer.models.formats import gguf_config as reader
 from infer.models.formats.gguf import Gguf
 from infer.models.formats.gguf_architectures import ARCHITECTURES
 from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
-from infer.models.formats.packed import read_rows
+from infer.models.formats.packed import read_flat, read_rows
 from infer.models.packing import stored_packed
 from infer.models.weights import check_checkpoint, load_weights
 from infer.tokenizer import Tokenizer
@@ -242,8 +243,14 @@ def turned(array: Array, heads: int) -> Array:
 
 # model_type -> general.architecture
 ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
+    "llama": "llama",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
+    "olmo3": "olmo2",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
 }
 Add = Callable[[library.GGUFWriter, Mapping[str, Any]], object]
 
@@ -356,20 +363,83 @@ def add_delta_net(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
         writer.kv_data[0].pop(f"{writer.arch}.feed_forward_length")
 
 
+def add_apertus(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    rope = raw["rope_scaling"]
+    original = rope["original_max_position_embeddings"]
+    factors = llama3_factors(raw["head_dim"], raw["rope_theta"], rope["factor"], original)
+    writer.add_tensor("rope_freqs.weight", factors)
+
+
+def add_yarn(writer: library.GGUFWriter, rope: Mapping[str, Any]) -> None:
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
+def add_ministral3(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    rope = raw["rope_parameters"]
+    add_yarn(writer, rope)
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def add_olmo3(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    windowed([kind == "sliding_attention" for kind in raw["layer_types"]])(writer, raw)
+    add_yarn(writer, raw["rope_scaling"])
+    writer.add_rope_scaling_yarn_attn_factor(raw["rope_scaling"]["attention_factor"])
+
+
+def add_olmo(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.add_clamp_kqv(raw["clip_qkv"])
+
+
+def add_deepseek_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    add_experts(writer, raw | {"num_experts": raw["n_routed_experts"]})
+    writer.add_expert_group_count(raw["n_group"])
+    writer.add_expert_group_used_count(raw["topk_group"])
+    writer.add_expert_shared_count(raw["n_shared_experts"])
+    writer.add_expert_weights_scale(raw["routed_scaling_factor"])
+    writer.add_leading_dense_block_count(raw["first_k_dense_replace"])
+    writer.add_expert_gating_func(library.ExpertGatingFuncType.SIGMOID)
+
+
+def add_ernie_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    counts = {"num_experts": raw["moe_num_experts"], "num_experts_per_tok": raw["moe_k"]}
+    add_experts(writer, raw | counts)
+    writer.add_expert_shared_count(raw["moe_num_shared_experts"])
+    writer.add_expert_shared_feed_forward_length(
+        raw["intermediate_size"] // raw["num_key_value_heads"]  # as it is written
+    )
+    writer.add_interleave_moe_layer_step(raw["moe_layer_interval"])
+    writer.add_leading_dense_block_count(raw["moe_layer_start_index"])
+
+
+def add_granite_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    add_granite(writer, raw)
+    add_experts(writer, raw)
+
+
 # What the converter writes besides what it writes for all, by model_type.
 ADD: dict[str, Add] = {
+    "apertus": add_apertus,
     "cohere": add_cohere,
     "cohere2": add_cohere,
+    "dots1": add_deepseek_experts,
+    "ernie4_5_moe": add_ernie_experts,
     "exaone4": windowed([True, False, True]),
     "gemma2": add_gemma2,
     "gemma3_text": add_gemma3,
+    "glm4_moe": add_deepseek_experts,
     "gpt_neox": add_parallel,
     "gpt_oss": add_gpt_oss,
     "granite": add_granite,
+    "granitemoe": add_granite_experts,
     "hunyuan_v1_dense": add_hunyuan,
     "lfm2": add_lfm2,
     "lfm2_moe": add_lfm2_moe,
+    "ministral3": add_ministral3,
     "mixtral": add_experts,
+    "olmo": add_olmo,
+    "olmo3": add_olmo3,
     "olmoe": add_experts,
     "phi3": add_phi3,
     "qwen2_moe": add_experts,
@@ -380,6 +450,20 @@ ADD: dict[str, Add] = {
     "stablelm": add_parallel,
     "starcoder2": windowed(),  # the converter leaves it out
 }
+
+
+# Those whose rows of q and k are turned.
+TURNED = (
+    "arcee",
+    "granite",
+    "granitemoe",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "smollm3",
+)
 
 
 def published(name: str) -> RawConfig:
@@ -424,7 +508,7 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
     experts: dict[str, list[Array]] = {}
     for key, value in tensors.items():
         array = value
-        if kind in ("llama", "mistral", "mixtral", "granite", "smollm3"):
+        if kind in TURNED:
             if ".q_proj." in key:
                 array = turned(array, heads)
             if ".k_proj." in key:
@@ -433,6 +517,11 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
             array = array + (not key.endswith("linear_attn.norm.weight"))
         if ".linear_attn." in key:
             made |= of_delta_net(key, array, raw.values)
+            continue
+        if key.endswith("block_sparse_moe.input_linear.weight"):
+            layer = key.partition(".block_sparse_moe")[0]
+            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                made[f"{layer}.mlp.experts.{part}_proj.weight"] = rows
             continue
         if key.endswith("conv.conv.weight"):
             array = array[:, 0]
@@ -451,6 +540,7 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
             continue
         key = f"{key}.weight" if key.endswith("sinks") else key
         key = f"{key}.bias" if key.endswith("expert_bias") else key
+        key = re.sub("e_score_correction_bias$", "e_score_correction.bias", key)
         blocks = "mlp|block_sparse_moe|feed_forward"
         match = re.fullmatch(rf"model\.(.*)\.({blocks})\.experts\.\d+\.(.*)", key)
         if match is None:
@@ -467,12 +557,13 @@ def converted(
     more: Callable[[library.GGUFWriter], object] = lambda writer: None,
     kind: Kind | None = None,
     dtype: Any = np.float16,
+    arch: str = "",
     given: Mapping[str, Array] | None = None,
 ) -> Gguf:
     """A stored model, written as the converter of llama.cpp does it, matrices in this dtype, or
-    quantised if `kind` says so. given: other tensors."""
+    quantised if `kind` says so. arch: another architecture than the usual. given: other tensors."""
     raw = published(name)
-    config, arch = build_model(raw).config, ARCHITECTURE[raw.values["model_type"]]
+    config, arch = build_model(raw).config, arch or ARCHITECTURE[raw.values["model_type"]]
     names = library.get_tensor_name_map(
         {value: key for key, value in library.MODEL_ARCH_NAMES.items()}[arch],
         config.num_hidden_layers,
@@ -481,6 +572,10 @@ def converted(
     order = sorted(infos, key=lambda key: [int(x) if x.isdigit() else x for x in key.split(".")])
     tensors: dict[str, Array] = {}
     kinds: dict[str, Kind] = {}
+    numbers: dict[str, list[float]] = {}  # of xIELU, by layer
+    for key in [key for key in order if ".act_fn." in key]:
+        numbers.setdefault(key.rpartition(".")[2], []).append(read_flat(infos[key], 0, 1).item())
+        order.remove(key)
     hub = by_llama_cpp(name, {key: read_rows(infos[key]) for key in order})
     for key, array in hub.items():
         own = names.get_name(key, try_suffixes=(".weight", ".bias"))
@@ -513,6 +608,8 @@ def converted(
         if config.rope.kind == "yarn":
             original = config.rope.scaling["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(original)
+        for part, values in numbers.items():
+            writer.add_array(f"xielu.{part}", values)
         ADD.get(raw.values["model_type"], lambda writer, raw: None)(writer, raw.values)
         more(writer)
 
@@ -521,6 +618,7 @@ def converted(
 
 # What of these cases' configs a file cannot say, or says otherwise.
 OTHERWISE: dict[str, dict[str, Any]] = {
+    "dots1": {"sliding_window": None},
     "gpt_neox_sequential": {"hidden_act": "gelu"},
     "mistral": {"model_type": "llama"},
     "olmoe": {"clip_qkv": None},
@@ -529,6 +627,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 }
 # Those whose config is spelled otherwise, so that only what is computed is the same.
 COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
+# Those whose config and tensors are the hub's, however they get there.
+SAME = ["arcee", "ernie4_5_moe", "glm4_moe", "ministral3", "olmo", "olmo3"]
 # Those with a window, a rope or biases that llama.cpp's files do not know.
 UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias")
 CONVERTED = [
@@ -543,6 +643,13 @@ def test_every_architecture_has_a_case() -> None:
     assert set(ARCHITECTURES) <= set(library.MODEL_ARCH_NAMES.values())
 
 
+@pytest.fixture
+def as_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3's scaling is that of a stored model, which has fewer positions."""
+    monkeypatch.setattr(reader, "_LLAMA3", (1.0, 4.0, 32))
+
+
+@pytest.mark.usefixtures("as_short")
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> None:
     gguf = converted(tmp_path / "m.gguf", name)
@@ -558,14 +665,18 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "gemma2": "q_proj",
         "gemma3_text": "q_norm",
         "gpt_oss": ".experts.",
+        "granitemoe": "_linear.",
         "qwen3_next": "1.linear_attn.in_proj_qkvz",
     }
     for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
         if unlike.get(name, "none") in key:
             continue
-        values = read_rows(info)
-        wanted = values if values.ndim == 1 else values.astype(np.float16).astype(np.float32)
+        values = read_rows(info) if info.shape else read_flat(info, 0, 1)[0]
+        wanted = values if values.ndim < 2 else values.astype(np.float16).astype(np.float32)
         found = checkpoint.tensors[key]
+        if wanted.ndim == 0:
+            assert read_flat(found, 0, 1) == [wanted]
+            continue
         rtol = 1e-6 if key.endswith("A_log") else 0
         np.testing.assert_allclose(read_rows(found), wanted, rtol=rtol, atol=1e-7)
         for start in range(0, len(values), 7):  # any rows, whole heads or not
@@ -573,12 +684,15 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
             np.testing.assert_allclose(rows, wanted[start : start + 5], rtol=rtol, atol=1e-7)
 
 
+@pytest.mark.usefixtures("as_short")
 @pytest.mark.parametrize(
     "name",
     [
         *COMPUTED,
+        "apertus",
         "gpt_neox",
         "gpt_oss",
+        "granitemoe",
         "lfm2",
         "lfm2_moe",
         "mixtral",
@@ -586,6 +700,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        *(pytest.param(name, marks=pytest.mark.full) for name in SAME),
     ],
 )
 def test_a_converted_model_computes_what_transformers_does(
@@ -599,7 +714,29 @@ def test_a_converted_model_computes_what_transformers_does(
     assert relative_error(logits, reference.logits) <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("mistral", "mistral3"),
+        ("qwen2", "qwen2vl"),
+        ("qwen3", "qwen3vl"),
+        ("qwen3_moe", "qwen3vlmoe"),
+    ],
+)
+def test_a_text_model_of_one_that_sees_is_read(tmp_path: Path, name: str, arch: str) -> None:
+    def add(writer: library.GGUFWriter) -> None:
+        if arch.startswith("qwen"):
+            writer.add_rope_dimension_sections([2, 3, 3, 0])
+        if arch.startswith("qwen3"):
+            writer.add_num_deepstack_layers(3)
+
+    model, checkpoint = open_model(converted(tmp_path / "m.gguf", name, add, arch=arch).file)
+    original = published(name).values | OTHERWISE.get(name, {})
+    assert model.config == build_model(RawConfig(original)).config
+    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5_text"])
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, name: str) -> None:
     layers = published(name).values["num_hidden_layers"]
 
@@ -617,8 +754,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, name: s
 
 
 def test_more_layers_that_predict_than_there_are_is_damage(tmp_path: Path) -> None:
-    gguf = converted(tmp_path / "m.gguf", "qwen3_5_text", lambda w: w.add_nextn_predict_layers(3))
-    with pytest.raises(CheckpointError, match="of 3 layers, 3 are to predict"):
+    gguf = converted(tmp_path / "m.gguf", "glm4_moe", lambda w: w.add_nextn_predict_layers(2))
+    with pytest.raises(CheckpointError, match="of 2 layers, 2 are to predict"):
         gguf_config(gguf)
 
 
@@ -916,7 +1053,8 @@ def test_models_are_refused_by_name(tmp_path: Path, add: Any, message: str) -> N
         ("qwen3_moe", lambda w: w.add_expert_weights_scale(2.0), "expert_weights_scale = 2"),
         ("qwen3_moe", lambda w: w.add_expert_group_count(4), "expert_group_count is not"),
         ("qwen3", lambda w: w.add_expert_count(4), "expert_count = 4"),
-        ("olmo2", lambda w: w.add_sliding_window(4096), "olmo2.attention.sliding_window is not"),
+        ("qwen2", lambda w: w.add_sliding_window(4096), "qwen2.attention.sliding_window is not"),
+        ("glm4_moe", lambda w: w.add_expert_group_count(4), "n_group = 4"),
         (
             "stablelm",
             lambda w: w.add_tensor("blk.0.attn_q_norm.weight", np.ones(64, np.float32)),
@@ -947,6 +1085,18 @@ def test_sizes_of_a_delta_net_are_asked_for(tmp_path: Path) -> None:
     del gguf.metadata["qwen35.ssm.group_count"]
     with pytest.raises(UnsupportedError, match="lacks 'linear_num_key_heads'"):
         gguf_config(gguf)
+
+
+@pytest.mark.usefixtures("as_short")
+@pytest.mark.parametrize("beta", [None, "0.5", 1, [0.5]])
+def test_numbers_of_xielu_are_asked_for(tmp_path: Path, beta: Any) -> None:
+    gguf = converted(tmp_path / "m.gguf", "apertus")
+    gguf.metadata["xielu.beta"] = beta
+    with pytest.raises(CheckpointError, match=r"xielu\.beta are not 2 numbers"):
+        gguf_checkpoint(gguf, gguf_config(gguf))
+    gguf.metadata["xielu.beta"] = 0.25  # of all layers
+    found = gguf_checkpoint(gguf, gguf_config(gguf)).tensors
+    assert read_flat(found["model.layers.1.mlp.act_fn.beta"], 0, 1) == 0.25
 
 
 def test_experts_without_their_number_are_damage(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ called on the hub, and what no file says because llama.cpp knows it.
 
 | general.architecture                | what is peculiar                                           |
 | ----------------------------------- | ---------------------------------------------------------- |
-| llama, granite, smollm3             | rows of q and k are turned: see gguf_config.py             |
+| llama, arcee, granite, granitemoe,  | rows of q and k are turned: see gguf_config.py             |
+| mistral3, olmo, smollm3             |                                                            |
 | gemma, gemma2, gemma3               | one was added to the weights of norms                      |
 | gemma2, gemma3                      | the largest model has another scale of attention           |
 | gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
@@ -25,6 +26,10 @@ called on the hub, and what no file says because llama.cpp knows it.
 |                                     | not in the first files (ssm_in)                            |
 | qwen35, qwen35moe                   | of the heads that share a key, the first of each key come  |
 |                                     | first: rows, and columns of ssm_out                        |
+| apertus                             | xIELU's numbers are metadata                               |
+| mistral3                            | only those of Ministral 3 have a scale of temperature      |
+| olmo2 with a window (OLMo 3)        | layers with a window have the rope without its scaling     |
+| granitemoe                          | gate and up, which are one tensor on the hub, are apart    |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -178,6 +183,18 @@ _DELTA_NET = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_APERTUS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+_SHARED = {
+    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+_DEEPSEEK = _SHARED | {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_ERNIE_MOE = _SHARED | {"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}
+_GRANITE_MOE = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
 _SSM = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -186,7 +203,19 @@ _SSM = {
     "ssm.inner_size": "linear_value_head_dim",  # of all heads: see _delta_net
 }
 _DELTA_KEYS = _SSM | {"full_attention_interval": "full_attention_interval"}
+_GROUPS = {  # of experts as DeepSeek-V3 has them
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_TEMPERATURE = {
+    "attention.temperature_scale": "llama_4_scaling_beta",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+}
 _SECTIONS = ("rope.dimension_sections",)  # for images: text has the same position in all
+_VISION = (*_SECTIONS, "n_deepstack_layers")
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
@@ -233,13 +262,57 @@ def _delta_net(gguf: Gguf, config: Config) -> Config:
     return {"linear_value_head_dim": sizes["linear_value_head_dim"] // heads}
 
 
+def _dots1(gguf: Gguf, config: Config) -> Config:
+    """The number of experts, by another name."""
+    return {"n_routed_experts": config["num_experts"], "num_experts": None}
+
+
+def _glm4_moe(gguf: Gguf, config: Config) -> Config:
+    """The same, and whether q and k are normed."""
+    return _dots1(gguf, config) | _has("use_qk_norm")(gguf, config)
+
+
+def _ernie4_5_moe(gguf: Gguf, config: Config) -> Config:
+    """Numbers of experts, by other names."""
+    chosen = config["num_experts_per_tok"]
+    return {"moe_num_experts": config["num_experts"], "moe_k": chosen, "num_experts": None}
+
+
+def _ministral3(gguf: Gguf, config: Config) -> Config:
+    """All of these are keys of the rope on the hub; one of them no file states."""
+    own = {key: config.get(key) for key in _TEMPERATURE.values()}
+    return {"rope_parameters": config["rope_parameters"] | own | {"mscale": 1.0}}
+
+
+def _olmo3(gguf: Gguf, config: Config) -> Config:
+    """What extends the rope is for the layers without a window alone."""
+    rope = config["rope_parameters"]
+    local = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
+    return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+
+
+def _arcee(gguf: Gguf, config: Config) -> Config:
+    """Biases are looked for at the gate, which there is none of."""
+    return {"mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors}
+
+
 # general.architecture -> a key of metadata, and how files that have it are read
 VARIANTS = {
     "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
+    "mistral3": (
+        "attention.temperature_scale",
+        Architecture("ministral3", keys=_TEMPERATURE, more=_ministral3, turned=True),
+    ),
+    "olmo2": (
+        "attention.sliding_window",
+        Architecture("olmo3", _AFTER, more=_olmo3, pattern=4),
+    ),
 }
 
 # general.architecture -> how it is read
 ARCHITECTURES = {
+    "apertus": Architecture("apertus", _APERTUS, values={"hidden_act": "xielu"}),
+    "arcee": Architecture("arcee", values={"hidden_act": "relu2"}, more=_arcee, turned=True),
     "chatglm": Architecture("glm", _GATE_UP),
     "cohere2": Architecture(
         "cohere2",
@@ -255,7 +328,28 @@ ARCHITECTURES = {
         eps="layer_norm_eps",
         layer_norm=True,
     ),
+    "dots1": Architecture(
+        "dots1",
+        _DEEPSEEK,
+        keys=_GROUPS,
+        values={"norm_topk_prob": False},
+        more=_dots1,
+        experts=True,
+        gating=(2,),
+    ),
     "ernie4_5": Architecture("ernie4_5"),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        _ERNIE_MOE,
+        keys={
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        values={"norm_topk_prob": True},
+        more=_ernie4_5_moe,
+        experts=True,
+    ),
     "exaone4": Architecture("exaone4", _AFTER, pattern=4),
     "gemma": Architecture("gemma", values={"hidden_act": "gelu_pytorch_tanh"}, norm_added=1.0),
     "gemma2": Architecture(
@@ -278,6 +372,15 @@ ARCHITECTURES = {
         local_theta=10000.0,
     ),
     "glm4": Architecture("glm4", _GLM4),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        _DEEPSEEK | {"post_attention_norm": "post_attention_layernorm"},
+        keys=_GROUPS,
+        values={"norm_topk_prob": False},
+        more=_glm4_moe,
+        experts=True,
+        gating=(2,),
+    ),
     "gptneox": Architecture(
         "gpt_neox",
         _GPT_NEOX,
@@ -289,6 +392,9 @@ ARCHITECTURES = {
     ),
     "gpt-oss": Architecture("gpt_oss", _GPT_OSS, more=_gpt_oss, pattern=0, experts=True),
     "granite": Architecture("granite", keys=_GRANITE, turned=True),
+    "granitemoe": Architecture(
+        "granitemoe", _GRANITE_MOE, keys=_GRANITE, turned=True, experts=True
+    ),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
         {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
@@ -316,6 +422,10 @@ ARCHITECTURES = {
         convolves=True,
     ),
     "llama": Architecture("llama", turned=True),
+    "mistral3": Architecture("llama", turned=True),
+    "olmo": Architecture(
+        "olmo", keys={"attention.clamp_kqv": "clip_qkv"}, layer_norm=True, turned=True
+    ),
     "olmo2": Architecture("olmo2", _AFTER),
     "olmoe": Architecture("olmoe", values={"norm_topk_prob": False}, experts=True),
     "phi2": Architecture(
@@ -328,6 +438,7 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", _GATE_UP | {"attn_qkv": "self_attn.qkv_proj"}, pattern=0),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe", values={"norm_topk_prob": False}, experts=True),
+    "qwen2vl": Architecture("qwen2", ignored=_SECTIONS),
     "qwen3": Architecture("qwen3"),
     "qwen35": Architecture(
         "qwen3_5_text",
@@ -358,6 +469,10 @@ ARCHITECTURES = {
         more=_delta_net,
         norm_added=1.0,
         experts=True,
+    ),
+    "qwen3vl": Architecture("qwen3", ignored=_VISION),
+    "qwen3vlmoe": Architecture(
+        "qwen3_moe", values={"norm_topk_prob": True}, experts=True, ignored=_VISION
     ),
     "seed_oss": Architecture("seed_oss", {"post_attention_norm": "post_attention_layernorm"}),
     "smollm3": Architecture("smollm3", turned=True),

@@ -36,9 +36,15 @@ _STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down
 # Whose names end on the hub without ".weight" or ".bias".
 _BARE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt")
 
+# What config.json calls the number of experts.
+_COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts")
+
 # What a gated delta net has for each head, and for their values.
 _BY_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 _TILED = (*_BY_HEAD, "attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out")
+
+# xIELU's numbers, which are metadata, and their shapes on the hub.
+_XIELU: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -218,7 +224,8 @@ def _experts(gguf: Gguf, raw: RawConfig, how: Architecture, layers: int) -> dict
     """How many there are and of what width, which older files do not state, and where."""
     if (normed := how.values.get("norm_topk_prob")) is None:
         raw.expect("expert_weights_norm", True)
-    raw.expect("expert_weights_scale", 1.0, 0.0)
+    if "expert_weights_scale" not in how.keys:
+        raw.expect("expert_weights_scale", 1.0, 0.0)
     raw.expect("expert_gating_func", *how.gating)
     routed = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" in gguf.tensors]
     if not routed:
@@ -261,8 +268,10 @@ def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
         raw.expect("rope.scaling.type", "none", "longrope")
         return _longrope(gguf, raw)
     raw.expect("rope.scaling.type", "none", "linear", "yarn")
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+    for key in ("attn_factor", "yarn_ext_factor"):
         raw.expect(f"rope.scaling.{key}", 1.0)
+    if kind != "yarn":
+        raw.expect("rope.scaling.yarn_attn_factor", 1.0)
     if kind == "none":
         return _llama3(gguf, raw, head_dim) if _ROPE_FACTORS in gguf.tensors else {}
     if _ROPE_FACTORS in gguf.tensors:
@@ -273,6 +282,7 @@ def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": ("original_context_length", int),
             "beta_fast": ("yarn_beta_fast", float),
             "beta_slow": ("yarn_beta_slow", float),
+            "attention_factor": ("yarn_attn_factor", float),
         }
         found = {name: raw.get(f"rope.scaling.{key}", None, of) for name, (key, of) in keys.items()}
         scaling |= {name: value for name, value in found.items() if value is not None}
@@ -330,7 +340,7 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
     names = NAMES | how.names
     last = config.values.get("num_hidden_layers", 0)
     further = range(last, last + config.values.get("num_nextn_predict_layers", 0))
-    tensors: dict[str, TensorInfo] = {}
+    tensors = _xielu(gguf, last) if how.model_type == "apertus" else {}
     for info in gguf.tensors.values():
         if info.name in (_ROPE_FACTORS, *_LONGROPE.values()):
             continue
@@ -355,7 +365,8 @@ def _parts(
 ) -> Iterator[tuple[str, str, TensorInfo]]:
     """What stands in one tensor and in several on the hub: for each what it would be called here,
     its name there, and itself."""
-    rows, experts = info.shape[0], config.values.get("num_experts")
+    rows = info.shape[0]
+    experts = next(filter(None, map(config.values.get, _COUNTS)), None)
     if 0 in info.shape:  # no shape that a model asks for
         yield own, names.get(own, own), info
     elif own == "attn_qkv" and own not in names:
@@ -383,6 +394,8 @@ def _parts(
         yield own, names[own], replace(info, shape=(1, rows))
     elif own in ("shortconv.conv", "ssm_conv1d") and len(info.shape) == 2:
         yield own, names.get(own, own), replace(info, shape=(rows, 1, info.shape[1]))
+    elif own == "exp_probs_b" and "moe_statics" in names.get(own, ""):
+        yield own, names[own], replace(info, shape=(1, math.prod(info.shape)))
     else:
         yield own, names.get(own, own), info
 
@@ -491,3 +504,26 @@ class _Changed(TensorInfo):
         values = np.frombuffer(view, np.float32)
         with np.errstate(invalid="ignore", divide="ignore"):  # what is not finite shows as that
             values[:] = self.undo(values)
+
+
+@dataclass(frozen=True)
+class _Stated(TensorInfo):
+    """A number, f32, that is a tensor on the hub and metadata here."""
+
+    value: float
+
+    def read_into(self, view: memoryview, start: int = 0) -> None:
+        view[:] = np.float32(self.value).tobytes()[start : start + len(view)]
+
+
+def _xielu(gguf: Gguf, layers: int) -> dict[str, TensorInfo]:
+    """What the metadata say of xIELU, for each layer or for all."""
+    tensors: dict[str, TensorInfo] = {}
+    for part, shape in _XIELU.items():
+        values = np.asarray(gguf.metadata.get(f"xielu.{part}"))
+        if values.dtype.kind != "f" or values.shape not in ((), (layers,)):
+            raise CheckpointError(f"{gguf.file}: xielu.{part} are not {layers} numbers.")
+        for layer, value in enumerate(np.broadcast_to(values, layers).tolist()):
+            name = f"model.layers.{layer}.mlp.act_fn.{part}"
+            tensors[name] = _Stated(name, "f32", shape, gguf.file, 0, 4, value)
+    return tensors
