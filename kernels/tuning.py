@@ -296,7 +296,9 @@ class Tuning:
 
     def attention_joined(self, variant: AttentionVariant) -> AttentionVariant | None:
         """For a context so short that one workgroup for each head takes less time than splits and
-        attention_combine; None where it has no room."""
+        attention_combine. None where it has no room, or on a CPU, which gains nothing."""
+        if self.software:
+            return None
         workgroup = max(256, variant.workgroup)
         longest = min(
             1024, 6 * 4 * workgroup // variant.cluster

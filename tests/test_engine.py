@@ -23,7 +23,6 @@ from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.ops import stride
 from infer.kernels.record import Recording
 from infer.kernels.step import NO_TOKEN
-from infer.kernels.tuning import Tuning
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
@@ -446,9 +445,8 @@ def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_attention_costs_what_is_in_the_cache(
-    build: Build, counting: CountingLib, fuse: bool, monkeypatch: pytest.MonkeyPatch
+    build: Build, counting: CountingLib, fuse: bool
 ) -> None:
-    monkeypatch.setattr(Tuning, "attention_joined", lambda *_: None)
     small = build("llama", context=128, fuse=fuse)
     large = build("llama", context=2048, fuse=fuse)
     # The capacity does not count …
@@ -465,14 +463,17 @@ def test_attention_costs_what_is_in_the_cache(
     assert grown.sum() / n_layers <= (1 if fuse else 3)
 
 
-def test_a_short_context_costs_a_kernel_less_in_each_layer(
-    build: Build, counting: CountingLib
+def test_a_context_grows_out_of_one_split(
+    build: Build, own_device: Device, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = build("llama", context=2048)
-    layers = engine.model.config.num_hidden_layers
-    short, long = workgroups(engine, counting, 20), workgroups(engine, counting, 1500)
-    assert len(short) == len(long) - layers
-    assert workgroups(engine, counting, 1000).tolist() == short.tolist()
+    """By the rules of a GPU a short context takes a kernel less in each layer."""
+    ids = [i % 200 for i in range(3, 1021)]
+    expected = answer(build("llama", context=1100), ids, 12)
+    monkeypatch.setattr(own_device, "software", False)
+    engine = build("llama", context=1101)
+    assert_same(answer(engine, ids, 12), expected)
+    short, long = workgroups(engine, counting, 20), workgroups(engine, counting, 1030)
+    assert len(short) == len(long) - engine.model.config.num_hidden_layers
 
 
 def test_long_steps_are_cut_into_short_submissions(

@@ -634,11 +634,15 @@ ATTENTION: Factors = SETTINGS | {
 }
 
 
-class Split(Tuning):
-    """A short context is split like a long one."""
-
-    def attention_joined(self, variant: AttentionVariant) -> None:
-        pass
+def attention_tuning(device: Device, joined: bool) -> Tuning:
+    """The rules of a GPU, which joins a short context in attention, or those of this device
+    without that."""
+    tuning = Tuning(device)
+    if joined:
+        tuning.software = False
+    else:
+        tuning.attention_joined = lambda variant: None  # type: ignore[method-assign]
+    return tuning
 
 
 def attention_error(
@@ -673,7 +677,7 @@ def attention_error(
         softcap=softcap,
         sinks=logits,
         kv_dtype=kv_dtype,
-        tuning=None if joined else Split(device),
+        tuning=attention_tuning(device, joined),
         **options,
     )
     stored = kept(k, head_dim, kv_dtype), kept(v, head_dim, kv_dtype)
@@ -785,7 +789,7 @@ def test_rope_attention(
         own = {name: value for name, value in case.items() if name not in SETTINGS}
         bindings = own.pop("storage_buffers")
         device = open_device(replace(settings_of(case), storage_buffers=bindings))
-        own["tuning"] = None if own.pop("joined") else Split(device)
+        own["tuning"] = attention_tuning(device, own.pop("joined"))
         assert rope_attention_error(device, rng, **own) <= LIMIT, case
 
 
@@ -857,7 +861,7 @@ def test_attention_that_goes_out_as_int8(
     v, exact = int8_rows(rng, 1, 4 * head_dim)
     weight = exact_weight(rng, 40, 4 * head_dim, "q8")
     with device.scope():
-        forward = Forward(device, 1, tuning=None if joined else Split(device))
+        forward = Forward(device, 1, tuning=attention_tuning(device, joined))
         layer = KVCache(device, 1, 4, head_dim, 8, dtype="f32").layers[0]
         q, k = (forward.input(normal(rng, *v.shape)) for _ in range(2))
         output = forward.ops.attention(q, k, forward.input(v), layer, scale=1.0)
@@ -903,7 +907,7 @@ def test_one_row_in_scattered_pages(
             device.upload(packed),
             output=output,
             output_buffer=buffer,
-            tuning=None if joined else Split(device),
+            tuning=attention_tuning(device, joined),
         )
         before = [device.read(part) for part in (layer.keys, layer.values)]
         plan = lowering.place(Arena(device))
