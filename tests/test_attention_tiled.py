@@ -39,11 +39,8 @@ def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape
     def normal(*size: int) -> Array:
         return rng.standard_normal(size, np.float32)
 
-    q, k, v = (
-        2 * normal(rows, 2 * group * d),
-        normal(past + rows, 2 * d),
-        normal(past + rows, 2 * d),
-    )
+    q = 2 * normal(rows, 2 * group * d)
+    k, v = (kept(normal(past + rows, 2 * d), d, dtype) for _ in range(2))  # not rounded again
     y = functions.attention_tiled(
         device,
         q,
@@ -55,8 +52,7 @@ def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape
         kv_dtype=dtype,
         tuning=Forced(device, variant),
     )
-    stored = kept(k, d, dtype), kept(v, d, dtype)
-    return nmse(y, reference.attention(q, *stored, 2 * group, d**-0.5, window))
+    return nmse(y, reference.attention(q, k, v, 2 * group, d**-0.5, window))
 
 
 def chosen(device: Device, head_dim: int, storage: int, *, software: bool) -> TiledVariant:
