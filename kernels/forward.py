@@ -13,7 +13,7 @@ from infer.kernels.arena import Arena
 from infer.kernels.arrays import Array, from_rows, to_rows
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ShaderError
-from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
+from infer.kernels.lower import Lowering, StepKind, padded_rows
 from infer.kernels.ops import Ops, Value
 from infer.kernels.plan import Dispatch, dispatch
 from infer.kernels.profile import profile_dispatches
@@ -65,15 +65,11 @@ class Forward:
         logits = None if logits_rows is None else len(logits_rows)
         self.kind = StepKind(max(rows, plan_rows), logits)
 
-    def padded(self, rows: int) -> int:
-        """The rows that the buffer of an activation has."""
-        return rows if rows <= MAX_VEC_ROWS else -(-rows // 128) * 128
-
     def input(self, values: Array) -> Value:
         """An activation of these values, [rows, width]. Padding is NaN: nothing may read it."""
         if values.ndim != 2 or values.shape[0] != self.rows or values.size == 0:
             raise ShaderError(f"an input must be [{self.rows}, width], not {list(values.shape)}")
-        rows = to_rows(values, self.padded(self.kind.rows))
+        rows = to_rows(values, padded_rows(self.kind.rows))
         return self.ops.input(self.device.upload(rows), values.shape[1])
 
     def lower(
@@ -83,7 +79,7 @@ class Forward:
         ids = np.zeros(self.rows, np.int64) if tokens is None else tokens
         step = self.device.buffer(step_bytes(self.kind.rows), label="step")
         self.device.write(step, pack_step(ids, position, logits_rows=self.logits_rows or ()))
-        buffer = unwritten(self.device, self.padded(self._rows(output)), output.width)
+        buffer = unwritten(self.device, padded_rows(self._rows(output)), output.width)
         lowering = Lowering(
             self.device,
             self.ops,
