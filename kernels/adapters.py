@@ -139,20 +139,19 @@ def is_available() -> bool:
 def choose_adapter(selector: str | int | None = None) -> AdapterInfo:
     """The adapter of that index or with that text in its name; without one, the best.
 
-    The variable INFER_DEVICE stands in for a missing selector. Raises DeviceError, with the
-    adapters there are, when none matches.
+    The variable INFER_DEVICE, unless it is empty, stands in for a missing selector. Raises
+    DeviceError, with the adapters there are, when none matches.
     """
     adapters = list_adapters()
     if not adapters:
         raise DeviceError(f"No GPU adapter was found. {INSTALL_HINT}")
-    selector = os.environ.get("INFER_DEVICE", "") if selector is None else selector
+    if selector is None:
+        selector = os.environ.get("INFER_DEVICE", "").strip() or 0
     text = str(selector).strip()
-    if not text:
-        return adapters[0]
     if text.isdigit() and int(text) < len(adapters):
         return adapters[int(text)]
     matches = [a for a in adapters if text.lower() in a.name.lower()]
-    if not matches or text.isdigit():
+    if not matches or not text or text.isdigit():
         listing = "\n".join(f"  {a.index}: {a}" for a in adapters)
         raise DeviceError(
             f"No adapter matches {text!r}. Give an index or a part of a name:\n{listing}"

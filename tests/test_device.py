@@ -51,7 +51,7 @@ THREE = [
 
 @pytest.mark.parametrize(
     ("selector", "index"),
-    [(None, 0), ("", 0), (1, 1), ("1", 1), (" 2 ", 2), ("radeon", 1), ("LLVM", 2), ("r", 0)],
+    [(None, 0), (1, 1), ("1", 1), (" 2 ", 2), ("radeon", 1), ("LLVM", 2), ("r", 0)],
 )
 def test_an_adapter_is_chosen_by_index_or_name(
     monkeypatch: pytest.MonkeyPatch, selector: str | int | None, index: int
@@ -68,12 +68,14 @@ def test_a_variable_stands_in_for_a_missing_selector(monkeypatch: pytest.MonkeyP
     assert choose_adapter(0) is THREE[0]
     monkeypatch.setenv("INFER_DEVICE", "2")
     assert choose_adapter() is THREE[2]
+    monkeypatch.setenv("INFER_DEVICE", " ")
+    assert choose_adapter() is THREE[0]
     monkeypatch.setenv("INFER_DEVICE", "Voodoo")
     with pytest.raises(DeviceError, match="Voodoo"):
         choose_adapter()
 
 
-@pytest.mark.parametrize("selector", ["arc", 3, "3", "4090!", -1])
+@pytest.mark.parametrize("selector", ["arc", 3, "3", "4090!", -1, ""])
 def test_an_unknown_adapter_is_answered_with_the_list(
     monkeypatch: pytest.MonkeyPatch, selector: str | int
 ) -> None:
