@@ -338,7 +338,7 @@ def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
     """Raises what `load` would, but for files whose tensors are damaged."""
     found = inspect_model(model, **options)
     if found.fits is False:
-        raise OutOfMemoryError(found.verdict.removeprefix("no: "))
+        raise OutOfMemoryError(found.verdict)
     _check_positions(found.context, needed)
 
 

@@ -199,7 +199,7 @@ class ModelReport:
     parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
     of these are f32 though the files have them quantised: routers, and those whose parts have no
     form in common. lora: the adapter that is always on. disk_bytes: all tensors of the checkpoint.
-    fits: whether the GPU has room now, None where that is unknown; `verdict` says it in words.
+    fits: whether the GPU has room now, None where that is unknown; `verdict` says why.
     """
 
     name: str
@@ -236,6 +236,7 @@ class ModelReport:
         widened = f", {self.widened} widened" if self.widened else ""
         parts = f"; of {self.part_of} the text model alone" if self.part_of else ""
         missing = "missing: the model cannot be run without tokenizer.json"
+        fits = {True: "yes", False: "no", None: "unknown"}[self.fits]
         return _table(
             {
                 "model": f"{self.name}, {self.architecture}{parts}",
@@ -252,7 +253,7 @@ class ModelReport:
                 "in all": size(self.total_bytes),
                 "context": f"{self.context:,} positions; the model goes up to {self.max_context:,}",
                 "adapter": self.adapter["name"] if self.adapter else "none",
-                "fits": self.verdict,
+                "fits": f"{fits}: {self.verdict}",
             }
         )
 
@@ -293,21 +294,21 @@ def inspect_model(
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
     fits: bool | None = None
     if gpu is None:
-        verdict = "unknown: no adapter was found; counted for the least that WebGPU guarantees"
+        verdict = "no adapter was found; counted for the least that WebGPU guarantees"
     else:
         try:
             options = fitting_options(
                 llama, stored_as, options, limits, gpu, may_shrink=context is None, loras=loras
             )
         except OutOfMemoryError as error:
-            fits, verdict = False, f"no: {error}"
+            fits, verdict = False, str(error)
         else:
             free = memory_info(gpu).free
             fits = None if free is None else True
             verdict = (
-                "unknown: the platform does not tell how much memory is free"
+                "the platform does not tell how much memory is free"
                 if free is None
-                else f"yes: {size(free)} are free"
+                else f"{size(free)} are free"
             )
     need = memory_needed(llama, stored_as, options, limits, gpu, loras)
     has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()

@@ -719,7 +719,7 @@ def test_info_opens_nothing_and_needs_nothing(
     got = json.loads(invoke("info", folder, "--json").stdout)
     assert got["adapter"] is None
     assert got["fits"] is None
-    assert got["verdict"].startswith("unknown: no adapter was found")
+    assert got["verdict"].startswith("no adapter was found")
     assert (got["chat_template"], got["tokenizer"]) == (False, False)
     assert "tokenizer   missing" in invoke("info", folder).stdout
 
