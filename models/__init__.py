@@ -104,9 +104,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
             raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw)
     model = build_model(raw)
-    if found is not None:
-        checkpoint = find_packed(checkpoint, found, model.weights())
-    return model, checkpoint
+    return model, find_packed(checkpoint, found, model.weights())
 
 
 def build_model(raw: RawConfig) -> Llama:

@@ -18,7 +18,7 @@ from infer.kernels.codes import TABLES
 from infer.kernels.errors import CheckpointError, InferError, UnsupportedError
 from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo
 from infer.models.config import RawConfig
-from infer.models.formats import find_format
+from infer.models.formats import find_format, find_packed
 from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, to_signed, unpack
 from infer.models.formats.packed import Format, Packed
 
@@ -392,6 +392,12 @@ def test_a_model_without_a_format_has_none() -> None:
     assert find_format(RawConfig({"quantization_config": {}, "quantization": None})) is None
 
 
+@pytest.mark.parametrize("name", ["mlx_4bit", "gptq_4bit"])
+def test_quantised_weights_that_the_config_does_not_mention_are_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"q_proj\.scales .* config\.json does not say"):
+        find_packed(Checkpoint.open(DATA / name), find_format(RawConfig({})), [])
+
+
 def test_what_is_not_done_is_named(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("compressed_fp8_channel")
     assert opened(folder)[0].ignored == ()
@@ -410,7 +416,7 @@ def test_what_is_not_done_is_named(copy_of: Callable[[str], Path]) -> None:
 
 def needed(name: str) -> list[str]:
     """The parts without which a case has a format, but no matrix."""
-    marks = {"qweight", "scales" if name.startswith("mlx") else "", "weight_scale", "SCB"}
+    marks = {"qweight", "weight_scale", "SCB"}
     marks |= {"weight_blocks", "weight.quant_state.bitsandbytes__nf4"}
     if name.startswith("fp8"):
         marks.add("weight")

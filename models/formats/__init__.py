@@ -115,11 +115,25 @@ def find_format(raw: RawConfig) -> Format | None:
     return format_
 
 
-def find_packed(checkpoint: Checkpoint, found: Format, specs: Iterable[WeightSpec]) -> Checkpoint:
+def find_packed(
+    checkpoint: Checkpoint, found: Format | None, specs: Iterable[WeightSpec]
+) -> Checkpoint:
     """The checkpoint with those of the model's weights that are quantised as packed matrices.
 
-    Raises CheckpointError and UnsupportedError, as Format.matrix does.
+    Raises CheckpointError and UnsupportedError, as Format.matrix does, and CheckpointError for
+    quantised weights of no known format.
     """
+    from infer.kernels.errors import CheckpointError
+
+    if found is None:
+        scales = next((name for name in checkpoint.tensors if name.endswith(".scales")), None)
+        if scales is not None:
+            raise CheckpointError(
+                f"{checkpoint.folder} has quantised weights ({scales} belongs to one), but its "
+                "config.json does not say how they are quantised: it has no quantization (MLX) or "
+                "quantization_config. Download it again from where the weights are from."
+            )
+        return checkpoint
     packed = {}
     sources = [source for spec in specs for source in (*spec.sources, *spec.others)]
     for key, shape in {source.key: source.shape for source in sources}.items():

@@ -66,7 +66,9 @@ class Mlx(Format):
     def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
         module = key.removesuffix(".weight")
         if f"{module}.scales" not in checkpoint.tensors:
-            return None
+            found = checkpoint.tensors.get(key)
+            if found is None or found.dtype != "U32":  # codes without scales are damage
+                return None
         rows, columns = matrix_shape(checkpoint, key, shape)
         names = [name for name in _names(module) if isinstance(self.config.values.get(name), dict)]
         bits, group, kind = _mode(self.config.section(names[0]) if names else self.config)
