@@ -36,6 +36,9 @@ _LIMITS = (
     "max-storage-buffers-per-shader-stage",
 )
 
+# Lanes that compilers choose from for each kernel, by a word of an adapter's name.
+_CHOSEN = {"intel": (8, 16, 32), "amd": (32, 64), "radeon": (32, 64)}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -144,15 +147,17 @@ class Device:
         self._scopes = threading.local()
         self._allocated = self._peak = self._hits = self._misses = 0
         self.closed = False
-        self.subgroup_size = self._probe_subgroups() if self.subgroups else 0
+        sizes = self._probe_subgroups() if self.subgroups else (0, 0)
+        self.subgroup_size, self.largest_subgroup = sizes
 
     @classmethod
     def open(cls, selector: str | int | None = None, settings: Settings | None = None) -> Device:
         """The adapter that `selector` names (see `choose_adapter`), opened."""
         return cls(choose_adapter(selector), settings)
 
-    def _probe_subgroups(self) -> int:
-        """Lanes that a subgroup has at least: wgpu-native does not tell, so a kernel does."""
+    def _probe_subgroups(self) -> tuple[int, int]:
+        """Lanes that a subgroup has at least and at most: wgpu-native does not tell, so a kernel
+        does, and the name of the adapter."""
         size = self.upload(np.zeros(4, np.uint32))
         pipeline = self.pipeline(KernelSpec.of("subgroup_size"))
         encoder = self.handle.create_command_encoder()
@@ -166,8 +171,9 @@ class Device:
         self.destroy([size, *(buffer for free in self._pool.values() for buffer in free)])
         self._pool.clear()
         self._peak = self._hits = self._misses = 0
-        # Intel's compiler chooses 8, 16 or 32 for each kernel: count on the least.
-        return min(lanes, 8) if "intel" in self.adapter.name.lower() else lanes
+        name = self.adapter.name.lower()
+        chosen = [size for word, sizes in _CHOSEN.items() if word in name for size in sizes]
+        return min([lanes, *chosen]), max([lanes, *chosen])
 
     def _required_limits(self) -> dict[str, int]:
         # Without asking for the adapter's own limits a binding would end at 128 MiB.
@@ -423,7 +429,7 @@ class DryDevice(Device):
 
     def __init__(self, limits: Limits, adapter: AdapterInfo | None = None) -> None:
         self.limits, self.settings, self.closed = limits, Settings(), False
-        self.subgroups, self.subgroup_size = True, 32
+        self.subgroups, self.subgroup_size, self.largest_subgroup = True, 32, 32
         self.software = adapter is not None and adapter.kind == "software"
         self.allocated = 0
 

@@ -180,6 +180,7 @@ class Tuning:
     def __init__(self, device: Device) -> None:
         self.limits, self.software = device.limits, device.software
         self.subgroup_size = device.subgroup_size
+        self.largest_subgroup = device.largest_subgroup
 
     def workgroup(self, width: int) -> int:
         """Invocations for a kernel that reduces `width` values."""
@@ -203,7 +204,7 @@ class Tuning:
         if self.software and lanes >= shape.rows:
             outputs = min(4, max(1, lanes // shape.rows))
             return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
-        least = max(32, lanes)  # a team is whole subgroups, and Intel's have up to 32 lanes
+        least = max(32, self.largest_subgroup)  # a team is whole subgroups
         if shape.quantize:
             tight = shape.gated and shape.dtype in ("q5", "mxfp4")  # registers are
             block = BLOCK if shape.gated and not tight else HALF
@@ -217,8 +218,8 @@ class Tuning:
             # Arithmetic bounds them: what is read of x serves many rows of W.
             wide = CODED[shape.dtype] == 8
             outputs = 4 if wide or rows_of_weights <= 4096 else 8
-            workgroup = max(lanes, min(512 if wide else 128, most))
-            team = min(workgroup, max(lanes, 32 if wide and rows_of_weights > 8192 else 128))
+            workgroup = max(least, min(512 if wide else 128, most))
+            team = min(workgroup, max(least, 32 if wide and rows_of_weights > 8192 else 128))
             return VecVariant(workgroup, team, max(1, outputs // shape.rows), 1)
         small = shape.gated and rows_of_weights * shape.k <= _SMALL
         if int8 or small or rows_of_weights <= _FEW:

@@ -80,7 +80,8 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
     """Whether a kernel can be of that variant on this device."""
     limits, lanes = engine.device.limits, engine.device.subgroup_size
     if kernel == "matmul_vec":
-        split = lanes > 0 and variant.team % lanes == 0 and variant.workgroup % variant.team == 0
+        whole = lanes > 0 and variant.team % engine.device.largest_subgroup == 0
+        split = whole and variant.workgroup % variant.team == 0
         return bool(
             variant.workgroup <= limits.max_invocations
             and (variant.team == variant.workgroup or split)

@@ -207,6 +207,19 @@ def test_settings_limit_the_device(device: Device, least_device: Device) -> None
         device.compile(KernelSpec.of("wide"), render_text(text))
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "largest"), [("Intel(R) Arc(TM)", 8, 32), ("AMD Radeon", 32, 64), ("", 0, 0)]
+)
+def test_a_compiler_may_choose_the_lanes_of_subgroups(
+    device: Device, name: str, least: int, largest: int
+) -> None:
+    """What a kernel sees is but one of its choices."""
+    lanes = device.subgroup_size
+    with Device(replace(device.adapter, name=name)) as named:
+        assert named.subgroup_size == min(lanes, least or lanes)
+        assert named.largest_subgroup == max(lanes, largest)
+
+
 def test_bindings_end_at_the_limit(open_device: OpenDevice) -> None:
     small = open_device(Settings(max_binding=1 << 20))
     pipeline = small.pipeline(KernelSpec.of("copy", VECTORS=1 << 16))
