@@ -40,6 +40,9 @@ ARCHITECTURES = {  # by model_type
     "gpt_oss": Architecture("GptOss", "gpt-oss-20b, gpt-oss-120b"),
     "granite": Architecture("Granite", "Granite 3"),
     "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
+    "granitemoehybrid": Architecture(
+        "GraniteMoeHybrid", "Granite 4.0 (micro, 1B, 350M), without Mamba layers"
+    ),
     "helium": Architecture("Helium", "Helium"),
     "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
     "lfm2": Architecture("Lfm2", "LFM2 (350M to 2.6B)"),

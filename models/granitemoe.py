@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from infer.models import layers
 from infer.models.config import RawConfig
 from infer.models.granite import read_granite
-from infer.models.layers import DecoderConfig
+from infer.models.layers import DecoderConfig, ExpertsConfig
 from infer.models.moe import MixtureOfExperts, read_experts
 from infer.models.weights import Source, WeightSpec
 
@@ -17,17 +17,7 @@ class GraniteMoe(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        return read_granite(
-            raw,
-            experts=read_experts(
-                raw,
-                "num_local_experts",
-                "intermediate_size",
-                per_token=2,
-                normalize=True,
-                scale=raw.factor("residual_multiplier"),
-            ),
-        )
+        return read_granite(raw, experts=read_granite_experts(raw))
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         count, inner, width = self.experts.count, self.experts.inner, self.config.hidden_size
@@ -45,3 +35,15 @@ class GraniteMoe(MixtureOfExperts):
                 for matrix in apart
             )
             yield WeightSpec(f"{name}.experts.{part}", sources, others, unit=shape[1])
+
+
+def read_granite_experts(raw: RawConfig) -> ExpertsConfig:
+    """Those of Granite 3 and 4. Raises UnsupportedError."""
+    return read_experts(
+        raw,
+        "num_local_experts",
+        "intermediate_size",
+        per_token=2,
+        normalize=True,
+        scale=raw.factor("residual_multiplier"),
+    )

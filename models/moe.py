@@ -71,14 +71,15 @@ class MixtureOfExperts(Llama):
 
     def active(self, name: str, count: int) -> int:
         """The experts that are chosen, of all."""
-        experts = self.experts
-        return count * experts.per_token // experts.count if ".experts." in name else count
+        if ".experts." not in name:
+            return count
+        return count * self.experts.per_token // self.experts.count
 
     def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
         """The sum of what the chosen experts make of x, each times its weight."""
-        experts = self.experts
         if "router" not in w:
             return super().mlp(ops, x, w)
+        experts = self.experts
         both = ops.linear(x, w["router"])
         logits, *gates = ops.split(both, experts.count, *[1] * (both.width - experts.count))
         routing = ops.route(

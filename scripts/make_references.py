@@ -808,6 +808,20 @@ def granitemoe(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "mlp_bias"}
 
 
+def granitemoehybrid(**changes: Any) -> dict[str, Any]:
+    own = {
+        "layer_types": ["attention", "attention"],
+        "mamba_n_heads": 4,
+        "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 0,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 64,
+    }
+    return granitemoe(**own | changes)
+
+
 def glm4_moe(model_type: str, **changes: Any) -> dict[str, Any]:
     """What GLM-4.5 and dots.llm1 have in common."""
     own = {
@@ -948,6 +962,17 @@ CASES: dict[str, Case] = {
         glm4_moe("glm4_moe", attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=True)
     ),
     "granitemoe": Case(granitemoe(tie_word_embeddings=False)),
+    "granitemoehybrid": Case(granitemoehybrid(tie_word_embeddings=False)),
+    # With experts beside the MLP, and without positions.
+    "granitemoehybrid_experts": Case(
+        granitemoehybrid(
+            num_experts_per_tok=2,
+            num_local_experts=6,
+            position_embedding_type="nope",
+            shared_intermediate_size=40,
+            tie_word_embeddings=False,
+        )
+    ),
     "ministral3": Case(
         small(
             "ministral3",

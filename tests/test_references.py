@@ -36,6 +36,8 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "glm4_moe": {"routed_scaling_factor": 1.0},
     "gpt_oss": {"swiglu_limit": 100.0},
     "granite": {"attention_multiplier": 0.45},
+    "granitemoehybrid": {"position_embedding_type": None},
+    "granitemoehybrid_experts": {"position_embedding_type": "rope"},
     "hunyuan_v1_dense": {"rope_scaling": None},
     "lfm2_moe": {"use_expert_bias": False},
     "lfm2_moe_plain": {"norm_topk_prob": True},
