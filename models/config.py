@@ -37,7 +37,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "parallel_attn": (None, False),
-    "pretraining_tp": (None, 0, 1),
     "quantization": (None, {}),
     "quantization_config": (None, {}),
     "compression_config": (None, {}),

@@ -14,6 +14,7 @@ class Qwen3Moe(MixtureOfExperts):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         bias = raw.get("attention_bias", False, bool)
         used = raw.get("use_sliding_window", False, bool)
+        raw.expect("use_qk_norm", True)  # Qwen3-Coder says so
         return DecoderConfig.read(
             raw,
             windows=layer_windows(raw, raw.size("sliding_window", 4096) if used else None),

@@ -505,6 +505,7 @@ def smollm3(**changes: Any) -> dict[str, Any]:
         "no_rope_layers": [1, 0, 1],
         "num_hidden_layers": 3,
         "pad_token_id": 0,
+        "pretraining_tp": 2,
         "rms_norm_eps": 1e-6,
         "rope_theta": 5000000.0,
         "sliding_window": None,
@@ -513,8 +514,7 @@ def smollm3(**changes: Any) -> dict[str, Any]:
         "vocab_size": 300,
     }
     config = llama() | {"model_type": "smollm3"} | own | changes
-    for key in ("pretraining_tp", "tie_word_embeddings"):  # the latter is true unless it is given
-        del config[key]
+    del config["tie_word_embeddings"]  # it is true unless it is given
     return config
 
 
@@ -560,7 +560,9 @@ def qwen3_moe(**changes: Any) -> dict[str, Any]:
         "num_experts_per_tok": 3,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 0,
         "tie_word_embeddings": False,
+        "use_qk_norm": True,
     }
     return qwen3() | {"model_type": "qwen3_moe"} | own | changes
 

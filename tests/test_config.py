@@ -36,6 +36,7 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma3", {"text_config": {"model_type": "t5"}}, "the architecture 't5'"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk'"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
         ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "Mamba layers"),
         ("granitemoehybrid", {"layer_types": None}, "Mamba layers"),
         ("granite", {"logits_scaling": 0.0}, "'logits_scaling' must be positive"),

@@ -232,7 +232,9 @@ def _experts(gguf: Gguf, raw: RawConfig, how: Architecture, layers: int) -> dict
         raise CheckpointError(f"{gguf.file} has experts, but no layer of it a router.")
     down = _tensor(gguf, f"blk.{routed[0]}.ffn_down_exps.weight")
     shared = gguf.tensors.get(f"blk.{routed[0]}.ffn_down_shexp.weight")
-    width = raw.size("expert_shared_feed_forward_length", shared and shared.shape[-1])
+    key, width = "expert_shared_feed_forward_length", shared and shared.shape[-1]
+    if raw.get(key, None) != 0:  # as Qwen3-Coder has it, where no expert is shared
+        width = raw.size(key, width)
     return {
         "num_experts": raw.size("expert_count"),
         "num_experts_per_tok": raw.size("expert_used_count"),
