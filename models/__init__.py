@@ -66,6 +66,9 @@ ARCHITECTURES = {  # by model_type
     "qwen3_5_text": Architecture("Qwen35Text", "Qwen3.5 (dense), the text model"),
     "qwen3_moe": Architecture("Qwen3Moe", "Qwen3-30B-A3B, Qwen3-235B-A22B"),
     "qwen3_next": Architecture("Qwen3Next", "Qwen3-Next-80B-A3B"),
+    "qwen3_vl_moe_text": Architecture(
+        "Qwen3VLMoeText", "Qwen3-VL-30B-A3B, 235B-A22B, the text model"
+    ),
     "seed_oss": Architecture("SeedOss", "Seed-OSS"),
     "smollm3": Architecture("SmolLM3", "SmolLM3"),
     "stablelm": Architecture("StableLm", "StableLM 2 1.6B, StableLM 3B"),
@@ -82,6 +85,7 @@ MULTIMODAL = {
     "qwen3_5": "Qwen3.5 (dense)",
     "qwen3_5_moe": "Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
     "qwen3_vl": "Qwen3-VL (dense)",
+    "qwen3_vl_moe": "Qwen3-VL-30B-A3B, 235B-A22B",
 }
 
 

@@ -21,6 +21,7 @@ class MixtureOfExperts(Llama):
     # How a checkpoint calls the block, and the projections of an expert. If transformers 5 was told
     # to write what it has in memory, the experts of a layer are two tensors of a fused_block.
     block = fused_block = "mlp"
+    fused_transposed = False  # whether each of their matrices may have columns for rows
     gate, up, down = "gate_proj", "up_proj", "down_proj"
     shared = "shared_expert"
 
@@ -58,8 +59,12 @@ class MixtureOfExperts(Llama):
             ("gate_up_proj", gate_up, both),
             ("down_proj", down, (experts.count, *back)),
         ):
-            others = (Source(f"{fused}.experts.{part}", shape),)
-            yield WeightSpec(f"{name}.experts.{part}", sources, others, unit=shape[1])
+            key, rows = f"{fused}.experts.{part}", shape[1]
+            others: tuple[Source, ...] = (Source(key, shape),)
+            if self.fused_transposed:
+                each = (range(i * rows, (i + 1) * rows) for i in range(experts.count))
+                others = tuple(Source(key, shape, own, transposed=True) for own in each)
+            yield WeightSpec(f"{name}.experts.{part}", sources, others, unit=rows)
         if experts.shared_inner:
             shared = replace(c, intermediate_size=experts.shared_inner)
             yield from layers.mlp_weights(

@@ -6,7 +6,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -94,6 +94,11 @@ class Source:
         *stack, rows, columns = self.shape
         return (*stack, columns, rows)
 
+    def in_file(self, info: TensorInfo | None) -> Source:
+        """The same as a file has it, which may not be transposed where others are."""
+        as_they_are = info is not None and info.shape == self.shape != self.file_shape
+        return replace(self, transposed=False) if as_they_are else self
+
     @property
     def start(self) -> int:
         return self.part.start if self.part is not None else 0
@@ -139,7 +144,8 @@ class WeightSpec:
         """Those of the sources that the checkpoint has."""
         known = checkpoint.tensors, checkpoint.packed
         has_others = any(source.key in those for source in self.others for those in known)
-        return self.others if has_others else self.sources
+        found = self.others if has_others else self.sources
+        return tuple(source.in_file(checkpoint.tensors.get(source.key)) for source in found)
 
 
 def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> Stored:

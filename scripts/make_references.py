@@ -51,6 +51,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -82,13 +83,14 @@ MIN_DISTINCT = 12
 class Case:
     """One tiny model; config is as the hub spells it, less architectures and torch_dtype. The
     embeddings' standard deviation is `embedding`. stacked: the experts of a layer are two tensors
-    in the file, as in memory."""
+    in the file, as in memory. transposed: each of their matrices is, as the hub has them."""
 
     config: dict[str, Any]
     dtype: str = "bfloat16"
     shards: int = 1
     embedding: float = 0.1
     stacked: bool = False
+    transposed: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -919,6 +921,24 @@ CASES: dict[str, Case] = {
             ),
         )
     ),
+    # As published: the experts are stacked, and transposed.
+    "qwen3_vl_moe": Case(
+        multimodal(
+            "qwen3_vl_moe",
+            qwen3_moe(
+                model_type="qwen3_vl_moe_text",
+                head_dim=16,
+                moe_intermediate_size=24,
+                rope_scaling={
+                    "mrope_interleaved": True,
+                    "mrope_section": [2, 3, 3],
+                    "rope_type": "default",
+                },
+            ),
+            tie_word_embeddings=False,
+        ),
+        transposed=True,
+    ),
     "apertus": Case(
         small(
             "apertus",
@@ -1319,6 +1339,14 @@ def is_fair(reference: Mapping[str, Any]) -> bool:
     )
 
 
+def transpose_experts(file: Path) -> None:
+    tensors = load_file(file)
+    for key in tensors:
+        if ".experts." in key:
+            tensors[key] = tensors[key].transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     """Write one case into `folder` (replaced), from the first seed that is fair.
 
@@ -1342,6 +1370,8 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
         model.save_pretrained(
             saved, max_shard_size=int(shard_bytes), save_original_format=not case.stacked
         )
+        if case.transposed:
+            transpose_experts(Path(saved, "model.safetensors"))
         for file in [Path(saved, "config.json"), *Path(saved).glob("*.safetensors*")]:
             shutil.copyfile(file, folder / file.name)
     published = json.dumps(published_config(case), indent=2)
