@@ -1014,6 +1014,16 @@ CASES: dict[str, Case] = {
         )
     ),
     "nanochat": Case(small("nanochat", final_logit_softcapping=2.0, hidden_act="relu2")),
+    "nemotron": Case(
+        small(
+            "nemotron",
+            attention_bias=True,
+            hidden_act="relu2",
+            mlp_bias=True,
+            norm_eps=1e-3,
+            partial_rotary_factor=0.5,
+        )
+    ),
     "olmo": Case(small("olmo", clip_qkv=0.9)),
     "olmo3": Case(
         small(

@@ -51,6 +51,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "mistral_sliding": {"sliding_window": None},
     "mixtral_sliding": {"sliding_window": None},
     "nanochat": {"final_logit_softcapping": 3.0},
+    "nemotron": {"partial_rotary_factor": 1.0},
     "olmo": {"clip_qkv": None},
     "olmo3": {"rope_scaling": None},
     "olmoe": {"clip_qkv": None},
