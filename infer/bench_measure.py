@@ -46,15 +46,16 @@ Progress = Callable[[str], None]
 
 
 def weight_bytes_per_token(engine: Engine) -> int:
-    """Bytes of the matrices that decode multiplies with, an adapter's among them: all but an
-    embedding that is not also the head, of which it looks up one row, and the experts that a token
+    """Bytes of the matrices that decode multiplies with, an adapter's among them: all but
+    embeddings that are not also the head, of which it looks up a row, and the experts that a token
     is not routed to."""
     tied = engine.model.config.tie_word_embeddings
+    looked_up = ("embed_positions",) if tied else ("embed_positions", "embed_tokens")
     beside = engine.adapters[None].values()
     return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
         engine.model.active(name, weight.nbytes)
         for name, weight in engine.weights.items()
-        if len(weight.shape) == 2 and (tied or name != "embed_tokens")
+        if len(weight.shape) == 2 and name not in looked_up
     )
 
 
@@ -79,7 +80,7 @@ def prefill_flops(model: Llama, tokens: int) -> int:
     layers = sum(
         model.active(spec.name, prod(spec.shape))
         for spec in model.weights()
-        if len(spec.shape) == 2 and spec.name not in ("embed_tokens", "lm_head")
+        if len(spec.shape) == 2 and not spec.name.startswith(("embed_", "lm_head"))
     )
     lengths = range(1, tokens + 1)
     positions = sum(min(length, window or length) for window in c.kv_windows for length in lengths)

@@ -170,6 +170,7 @@ def cases() -> Iterator[Case]:
     weights = ("f32", "f16", "bf16")
     for dtype in weights + QUANTIZED:
         yield Case("embedding", dtype, partial(_embedding, dtype=dtype))
+    yield Case("position_embedding", "", _position_embedding)
     yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
     yield Case("rmsnorm", "per head", partial(_rmsnorm, rows=3, parts=5, width=24))
     for bias in (False, True):
@@ -242,6 +243,11 @@ def _embedding(device: Device, inputs: Inputs, dtype: str) -> Outcome:
     weight, ids = exact_weight(inputs.rng, 37, 67, dtype), np.array([36, 0, 5, 5])
     y = functions.embedding(device, ids, weight, dtype=dtype, scale=0.5)
     return y, 0.5 * weight[ids]
+
+
+def _position_embedding(device: Device, inputs: Inputs) -> Outcome:
+    weight = inputs(37, 67)
+    return functions.position_embedding(device, weight, 3, position=34), weight[34:]
 
 
 def _rmsnorm(device: Device, inputs: Inputs, rows: int, parts: int, width: int) -> Outcome:

@@ -50,6 +50,7 @@ __all__ = [
     "layernorm",
     "matmul",
     "matmul_vec",
+    "position_embedding",
     "position_scale",
     "profile",
     "rmsnorm",
@@ -120,6 +121,22 @@ def embedding(
     forward = Forward(device, len(ids), **options)
     output = forward.ops.embedding(to_gpu(device, weight, dtype), scale)
     return forward.run(output, tokens=ids)
+
+
+@scoped_function
+def position_embedding(
+    device: Device,
+    weight: Array | Codes,
+    rows: int,
+    *,
+    dtype: str = "f32",
+    position: int = 0,
+    **options: Unpack[Options],
+) -> Floats:
+    """weight[position : position + rows], [rows, width]; the weight is stored as `dtype`."""
+    forward = Forward(device, rows, **options)
+    output = forward.ops.position_embedding(to_gpu(device, weight, dtype))
+    return forward.run(output, position=position)
 
 
 @scoped_function

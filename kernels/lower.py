@@ -123,6 +123,12 @@ class Lowering:
         pass
 
     def _lower_embedding(self, value: Value) -> None:
+        self._embedding(value, float(value.attrs["scale"]), by_position=False)
+
+    def _lower_position_embedding(self, value: Value) -> None:
+        self._embedding(value, 1.0, by_position=True)
+
+    def _embedding(self, value: Value, scale: float, *, by_position: bool) -> None:
         weight: GpuTensor = value.attrs["weight"]
         groups = stride(value.width) // 8
         for shard in weight.shards:
@@ -136,7 +142,8 @@ class Lowering:
                     **weight.grouping.params,
                     "START": shard.start,
                     "SHARD_ROWS": shard.rows,
-                    "SCALE": float(value.attrs["scale"]),
+                    "SCALE": scale,
+                    "BY_POSITION": by_position,
                 },
             )
 

@@ -95,6 +95,10 @@ class Ops:
         """The rows of `weight` [vocab, width] for the step's tokens, times scale."""
         return self._value("embedding", weight.shape[1], weight=weight, scale=scale)
 
+    def position_embedding(self, weight: GpuTensor) -> Value:
+        """The rows of `weight` [positions, width] for the step's positions."""
+        return self._value("position_embedding", weight.shape[1], weight=weight)
+
     def rmsnorm(self, x: Value, weight: GpuTensor, eps: float) -> Value:
         """x / rms(x) * weight (Zhang & Sennrich 2019), over each part of x as wide as the weight:
         the whole row, or head by head."""

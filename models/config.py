@@ -42,6 +42,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "compression_config": (None, {}),
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "scale_attn_weights": (None, True),
     "scale_embeddings": (None, False),
     "swiglu_alpha": (None,),
     "swiglu_limit": (None,),

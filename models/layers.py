@@ -289,7 +289,7 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
         weights = {"qkv_proj.weight": (sum(heads.values()), hidden)}
     qkv = [stacked(f"{name}.qkv_proj", prefix, weights)]
     if config.qkv_bias:
-        biases = {f"{part}_proj.bias": (rows,) for part, rows in heads.items()}
+        biases = {key.replace("weight", "bias"): shape[:1] for key, shape in weights.items()}
         qkv.append(stacked(f"{name}.qkv_proj.bias", prefix, biases))
     yield from (_gate_last(spec, d) for spec in qkv) if config.gated_attention else qkv
     yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})

@@ -178,10 +178,11 @@ class Lora:
         found: dict[str, dict[str, Pair]] = {}
         for key, pair in all_pairs.items():
             spec, source = places[key]
-            if key == source.key and (spec.name == "embed_tokens" or ".experts." in spec.name):
+            other = spec.name == "embed_tokens" or ".experts." in spec.name or source.transposed
+            if key == source.key and other:
                 raise UnsupportedError(
-                    f"{self.name} changes {key}: adapters of embeddings and of experts are not "
-                    f"implemented. {_MERGE}"
+                    f"{self.name} changes {key}: adapters of embeddings, of experts and of "
+                    f"matrices that lie transposed are not implemented. {_MERGE}"
                 )
             if pair.shape != source.shape or pair.rank > max(pair.shape):
                 raise self._misfit(

@@ -57,7 +57,7 @@ Change = Callable[[int, int], Factors]
 
 # What embeddings and the output projection are stored as in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
-_EMBEDDINGS = ("embed_tokens", "lm_head")
+_EMBEDDINGS = ("embed_tokens", "embed_positions", "lm_head")
 _ROUTER = ".router"
 
 # The parameters of wgsl/fill_random.wgsl.
@@ -95,8 +95,9 @@ class Source:
         return (*stack, columns, rows)
 
     def in_file(self, info: TensorInfo | None) -> Source:
-        """The same as a file has it, which may not be transposed where others are."""
-        as_they_are = info is not None and info.shape == self.shape != self.file_shape
+        """The same as a file has it: in some, stacks are not transposed that are in others."""
+        stack = len(self.shape) > 2
+        as_they_are = stack and info is not None and info.shape == self.shape != self.file_shape
         return replace(self, transposed=False) if as_they_are else self
 
     @property

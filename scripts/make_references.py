@@ -63,6 +63,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data" / "models"
@@ -303,6 +304,33 @@ def gpt_neox(**changes: Any) -> dict[str, Any]:
         "use_cache": True,
         "use_parallel_residual": True,
         "vocab_size": 300,
+    } | changes
+
+
+def gpt2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+        "bos_token_id": 0,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 0,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "n_ctx": 96,
+        "n_embd": 40,
+        "n_head": 5,
+        "n_layer": 2,
+        "n_positions": 96,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "transformers_version": "4.20.0.dev0",
+        "vocab_size": 200,
     } | changes
 
 
@@ -1149,6 +1177,7 @@ CASES: dict[str, Case] = {
     "stablelm": Case(stablelm()),
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
+    "gpt2": Case(gpt2(), embedding=0.02),
     "gpt_neox": Case(gpt_neox()),
     # What the 20B model has: another activation; and the blocks one after the other.
     "gpt_neox_sequential": Case(
@@ -1248,7 +1277,7 @@ def random_weight(
     name: str, shape: tuple[int, ...], rng: np.random.Generator, embedding: float
 ) -> NDArray[Any]:
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith(".gate_up_proj_bias"):
         return rng.normal(0.0, 3.0, shape)  # some gates and ups beyond their limits
@@ -1256,13 +1285,13 @@ def random_weight(
         return rng.normal(0.0, 0.2, shape)
     if name.endswith(".sinks"):
         return rng.normal(1.0, 1.0, shape)
-    if name.endswith("embed_tokens.weight"):
+    if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
     if name.endswith("A_log"):  # what came long ago must matter
         return rng.uniform(-4.0, 0.0, shape)
     peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
-    peaked += ("router.weight",)
+    peaked += ("router.weight", "c_attn.weight")
     gain = 1.5 if name.endswith(peaked) else 1.0
     return rng.normal(0.0, gain * shape[-1] ** -0.5, shape)
 
@@ -1273,10 +1302,12 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         buffers = (named for named in model.named_buffers() if named[0].endswith("_bias"))
+        lying = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Conv1D)}
         for name, parameter in [*model.named_parameters(), *buffers]:
-            values = random_weight(name, tuple(parameter.shape), rng, case.embedding)
+            own = parameter.T if name in lying else parameter
+            values = random_weight(name, tuple(own.shape), rng, case.embedding)
             weight = torch.from_numpy(values)
-            parameter.copy_(weight.to(getattr(torch, case.dtype)))
+            own.copy_(weight.to(getattr(torch, case.dtype)))
     return model.eval()
 
 

@@ -358,8 +358,9 @@ def test_shards_are_read(device: Device, tmp_path: Path, sharded: dict[str, Arra
 @pytest.mark.parametrize("name", sorted(path.name for path in MODELS.iterdir()))
 def test_checkpoints_that_transformers_wrote_are_read(name: str) -> None:
     tensors = Checkpoint.open(MODELS / name).tensors
-    assert any(key.endswith(("embed_tokens.weight", "embed_in.weight")) for key in tensors)
-    outputs = ("o_proj.weight", "dense.weight", "out_proj.weight")
+    embeddings = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
+    assert any(key.endswith(embeddings) for key in tensors)
+    outputs = ("o_proj.weight", "dense.weight", "out_proj.weight", "attn.c_proj.weight")
     assert any(key.endswith(outputs) for key in tensors)
     assert all(info.nbytes > 0 for info in tensors.values())
 

@@ -35,6 +35,8 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("gemma3", {"text_config": {"model_type": "t5"}}, "the architecture 't5'"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk'"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
         ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "Mamba layers"),

@@ -437,6 +437,13 @@ def test_embedding(
         assert nmse(y, 1.5 * rounded(weight, dtype)[ids].astype(np.float64)) <= LIMIT
 
 
+def test_position_embedding(open_device: OpenDevice, rng: np.random.Generator) -> None:
+    weight = normal(rng, 500, 250)
+    for settings in (LEAST, Settings(max_binding=160_000)):  # the last is in shards
+        y = functions.position_embedding(open_device(settings), weight, 40, position=300)
+        assert (y == weight[300:340]).all()
+
+
 @covering(
     SETTINGS | {"rows": (1, 5, 9), "parts": (1, 3), "width": (1, 7, 24, 128, 331, 1024, 4100)}
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,10 +19,12 @@ from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative
 
 from infer.kernels.device import Device
 from infer.kernels.kv_cache import kept
-from infer.models import ARCHITECTURES, MULTIMODAL, build_model
+from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model
+from infer.models.checkpoint import TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format
 from infer.models.multimodal import text_config
+from infer.models.weights import check_checkpoint
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
@@ -72,6 +75,22 @@ def test_both_spellings_are_one_model(case: str, tmp_path: Path) -> None:
         for way in get_args(Spelling)
     ]
     assert configs[0] == configs[1]
+
+
+def test_the_first_files_of_gpt2_have_other_names() -> None:
+    """No prefix, and the causal mask."""
+    model, checkpoint = open_model(DATA / "gpt2")
+    old = {name.removeprefix("transformer."): info for name, info in checkpoint.tensors.items()}
+    mask = {
+        f"h.{layer}.attn.{name}": TensorInfo(name, "f32", (1,), DATA, 0, 4)
+        for layer in range(2)
+        for name in ("bias", "masked_bias")
+    }
+    first = replace(checkpoint, tensors=old | mask)
+    check_checkpoint(list(model.weights()), first, model.ignorable)
+    for spec in model.weights():
+        new, own = (file.tensors[s.key] for file in (checkpoint, first) for s in spec.found(file))
+        assert own is new
 
 
 # Each has a kernel, or a way through them, that the others have not.

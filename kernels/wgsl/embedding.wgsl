@@ -1,4 +1,5 @@
-// y = SCALE * weight[token] for each row of the step; a shard holds SHARD_ROWS tokens from START on.
+// y = SCALE * weight[id] for each row of the step, where id is its token or, with BY_POSITION, its
+// position; a shard holds SHARD_ROWS of them from START on.
 #include "step.wgsl"
 #include "weight.wgsl"
 #let COPIES = 1
@@ -7,6 +8,7 @@
 // @param START u32
 // @param SHARD_ROWS u32
 // @param SCALE f32
+// @param BY_POSITION bool
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> weight: array<vec4<u32>>;
 #if SCALES_BOUND
@@ -62,11 +64,15 @@ fn main(
 #elif WEIGHT == nf4
   fill_codes(tid);
 #endif
-  let token = step.rows[id.y].token;
-  if (id.x >= EIGHTS || token < START || token >= START + SHARD_ROWS) {
+#if BY_POSITION
+  let row = step.rows[id.y].position;
+#else
+  let row = step.rows[id.y].token;
+#endif
+  if (id.x >= EIGHTS || row < START || row >= START + SHARD_ROWS) {
     return;
   }
-  let w = load_group(token - START, id.x);
+  let w = load_group(row - START, id.x);
   let out = (id.y * EIGHTS + id.x) * 2u;
   y[out] = SCALE * w[0];
   y[out + 1u] = SCALE * w[1];
