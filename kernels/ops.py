@@ -225,7 +225,7 @@ class Ops:
         )
 
     def activation(self, x: Value, function: str) -> Value:
-        """silu, gelu, gelu_tanh or relu2 of each value (wgsl/activate.wgsl)."""
+        """silu, gelu, gelu_tanh, relu or relu2 of each value (wgsl/activate.wgsl)."""
         return self._value("activation", x.width, x, function=function)
 
     def softcap(self, x: Value, cap: float) -> Value:

@@ -51,12 +51,22 @@ def gelu_tanh(x: Array) -> Array:
     return x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))) / 2.0
 
 
-def relu2(x: Array) -> Array:
-    result: Array = np.maximum(x.astype(np.float64), 0.0) ** 2
+def relu(x: Array) -> Array:
+    result: Array = np.maximum(x.astype(np.float64), 0.0)
     return result
 
 
-ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+def relu2(x: Array) -> Array:
+    return relu(x) ** 2
+
+
+ACTIVATIONS = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "relu2": relu2,
+}
 
 
 def clamped_swiglu(gate: Array, up: Array) -> Array:

@@ -165,6 +165,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 

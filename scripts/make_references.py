@@ -334,6 +334,33 @@ def gpt2(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def opt(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "_remove_final_layer_norm": False,
+        "activation_dropout": 0.0,
+        "activation_function": "relu",
+        "attention_dropout": 0.0,
+        "bos_token_id": 2,
+        "do_layer_norm_before": True,
+        "dropout": 0.1,
+        "eos_token_id": 2,
+        "ffn_dim": 64,
+        "hidden_size": 48,
+        "init_std": 0.02,
+        "layerdrop": 0.0,
+        "max_position_embeddings": 96,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 2,
+        "pad_token_id": 1,
+        "prefix": "</s>",
+        "transformers_version": "4.21.0.dev0",
+        "use_cache": True,
+        "vocab_size": 200,
+        "word_embed_proj_dim": 48,
+    } | changes
+
+
 def cohere2(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "cohere2",
@@ -1178,6 +1205,7 @@ CASES: dict[str, Case] = {
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
     "gpt2": Case(gpt2(), embedding=0.02),
+    "opt": Case(opt(), embedding=0.02),
     "gpt_neox": Case(gpt_neox()),
     # What the 20B model has: another activation; and the blocks one after the other.
     "gpt_neox_sequential": Case(
@@ -1285,7 +1313,7 @@ def random_weight(
         return rng.normal(0.0, 0.2, shape)
     if name.endswith(".sinks"):
         return rng.normal(1.0, 1.0, shape)
-    if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
+    if name.endswith(("embed_tokens.weight", "embed_positions.weight", "wte.weight", "wpe.weight")):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
     if name.endswith("A_log"):  # what came long ago must matter

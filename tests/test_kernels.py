@@ -1374,6 +1374,7 @@ def test_the_reference_is_torchs(rng: np.random.Generator) -> None:
     gelu_tanh = torch.nn.functional.gelu(tensor(x), approximate="tanh")
     assert close(reference.gelu_tanh(x), gelu_tanh)
     activations = pytest.importorskip("transformers.activations")
+    assert close(reference.relu(x), torch.relu(tensor(x)))
     assert close(reference.relu2(x), activations.ACT2FN["relu2"](tensor(x)))
     ministral = pytest.importorskip("transformers.models.ministral3.modeling_ministral3")
     scale = ministral.get_llama_4_attn_scale(torch.arange(5, 10)[None], 0.3, 4)[0, 0]

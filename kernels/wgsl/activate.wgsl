@@ -1,5 +1,5 @@
 // The activation functions of MLPs, and gated(gate, up) of gated ones.
-// @param ACTIVATION none|silu|gelu|gelu_tanh|relu2|clamped_swiglu
+// @param ACTIVATION none|silu|gelu|gelu_tanh|relu|relu2|clamped_swiglu
 #if ACTIVATION == silu
 
 // Sigmoid linear unit (Elfwing et al. 2018).
@@ -24,6 +24,11 @@ fn activate(x: f32) -> f32 {
 fn activate(x: f32) -> f32 {
   let c = clamp(x, -10.0, 10.0);  // beyond that nothing changes but the exponential, which overflows
   return x / (1.0 + exp(-1.59576912 * c * (1.0 + 0.044715 * c * c)));
+}
+#elif ACTIVATION == relu
+
+fn activate(x: f32) -> f32 {
+  return max(x, 0.0);
 }
 #elif ACTIVATION == relu2
 
