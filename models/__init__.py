@@ -37,6 +37,7 @@ ARCHITECTURES = {  # by model_type
     "glm4": Architecture("Glm4", "GLM-4-0414"),
     "glm4_moe": Architecture("Glm4Moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "gpt2": Architecture("GPT2", "GPT-2, DistilGPT2"),
+    "gpt_bigcode": Architecture("GPTBigCode", "StarCoder, StarCoderBase, SantaCoder"),
     "gpt_neox": Architecture("GPTNeoX", "GPT-NeoX, Pythia"),
     "gpt_oss": Architecture("GptOss", "gpt-oss-20b, gpt-oss-120b"),
     "granite": Architecture("Granite", "Granite 3"),

@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (None, 1, 1.0),
     "moe_num_experts": (None, 0),
     "mrope_section": (None,),
+    "multi_query": (None, False),
     "n_routed_experts": (None, 0),
     "no_rope_layer_interval": (None,),
     "no_rope_layers": (None, []),

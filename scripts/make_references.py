@@ -334,6 +334,29 @@ def gpt2(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def gpt_bigcode(**changes: Any) -> dict[str, Any]:
+    own = {
+        "activation_function": "gelu",
+        "architectures": ["GPTBigCodeForCausalLM"],
+        "attention_softmax_in_fp32": True,
+        "inference_runner": 0,
+        "max_batch_size": None,
+        "max_sequence_length": None,
+        "model_type": "gpt_bigcode",
+        "multi_query": True,
+        "n_embd": 48,
+        "n_head": 3,
+        "n_inner": 64,
+        "pad_key_length": True,
+        "pre_allocate_kv_cache": False,
+        "scale_attention_softmax_in_fp32": True,
+        "scale_attn_weights": True,
+        "transformers_version": "4.28.1",
+        "validate_runner_input": True,
+    }
+    return {key: value for key, value in gpt2().items() if key != "n_ctx"} | own | changes
+
+
 def opt(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "opt",
@@ -1205,6 +1228,7 @@ CASES: dict[str, Case] = {
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
     "gpt2": Case(gpt2(), embedding=0.02),
+    "gpt_bigcode": Case(gpt_bigcode(), embedding=0.02),
     "opt": Case(opt(), embedding=0.02),
     "gpt_neox": Case(gpt_neox()),
     # What the 20B model has: another activation; and the blocks one after the other.

@@ -37,6 +37,7 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma3_text", {"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt_bigcode", {"multi_query": False}, "multi_query = False"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
         ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "Mamba layers"),

@@ -1,0 +1,18 @@
+"""StarCoder (Li et al. 2023), SantaCoder (Ben Allal et al. 2023): GPT-2 with one head of keys."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.gpt2 import GPT2, read_gpt2
+from infer.models.layers import DecoderConfig
+
+
+class GPTBigCode(GPT2):
+    """Its matrices are not transposed."""
+
+    transposed = False
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw.expect("multi_query", True)
+        return read_gpt2(raw.with_values(num_key_value_heads=1))
