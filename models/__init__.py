@@ -83,6 +83,12 @@ ARCHITECTURES = {  # by model_type
 # Models that also see, and of which the text model is run.
 MULTIMODAL = {
     "gemma3": "Gemma 3 (4B to 27B)",
+    "idefics3": "Idefics3, SmolVLM",
+    "internvl": "InternVL3 (in transformers' form)",
+    "lfm2_vl": "LFM2-VL",
+    "llava": "LLaVA 1.5",
+    "llava_next": "LLaVA 1.6",
+    "llava_onevision": "LLaVA-OneVision",
     "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
@@ -90,6 +96,7 @@ MULTIMODAL = {
     "qwen3_5_moe": "Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B",
     "qwen3_vl": "Qwen3-VL (dense)",
     "qwen3_vl_moe": "Qwen3-VL-30B-A3B, 235B-A22B",
+    "smolvlm": "SmolVLM2",
 }
 
 

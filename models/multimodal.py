@@ -1,7 +1,8 @@
 """Models that also see: the text model of their checkpoints, and what is left out of them.
 
 config.json has the text model's own under text_config, or, in the first files of Qwen2-VL and
-Qwen2.5-VL, at the top. Its tensors are Llama's with language_model in front or behind model.
+Qwen2.5-VL, at the top. Its tensors are Llama's with language_model in front or behind model, or
+text_model behind it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,33 @@ _SAME_AS = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
-_OTHER = re.compile(r"^(?:model\.)?(?:vision_tower|visual|multi_modal_projector)\.")
+# What transformers takes for keys that the first files leave out of text_config.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+    },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "vocab_size": 32000,
+    },
+    "qwen2": {"max_position_embeddings": 32768},
+}
+_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
+_OTHER = re.compile(
+    r"^(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|connector"
+    r"|image_newline)(?:\.|$)"
+)
 
 
 def text_config(raw: RawConfig) -> RawConfig:
@@ -37,6 +63,8 @@ def text_config(raw: RawConfig) -> RawConfig:
     own = raw.get("model_type", kind=str)
     model_type = values.get("model_type", "mistral" if own == "mistral3" else f"{own}_text")
     values["model_type"] = _SAME_AS.get(model_type, model_type)
+    if nested:
+        values = _DEFAULTS.get(values["model_type"], {}) | values
     for key in ("rope_scaling", "rope_parameters"):
         rope = values.get(key)
         if isinstance(rope, dict) and "mrope_section" in rope:

@@ -955,6 +955,20 @@ def multimodal(model_type: str, text: dict[str, Any], **changes: Any) -> dict[st
     return own | {"vision_config": vision} | changes
 
 
+# What sees the images of LLaVA; it is left out all the same.
+CLIP = {
+    "hidden_size": 8,
+    "image_size": 8,
+    "intermediate_size": 8,
+    "model_type": "clip_vision_model",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 4,
+    "projection_dim": 8,
+}
+_ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
+
+
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """The same with the text model's keys at the top."""
     return config["text_config"] | {k: v for k, v in config.items() if k != "text_config"}
@@ -983,6 +997,24 @@ CASES: dict[str, Case] = {
             },
         )
     ),
+    "idefics3": Case(multimodal("idefics3", small("llama", **_ONE_LAYER))),
+    "internvl": Case(multimodal("internvl", small("qwen2", **_ONE_LAYER))),
+    "lfm2_vl": Case(
+        multimodal(
+            "lfm2_vl",
+            lfm2(hidden_size=48, num_attention_heads=3, num_hidden_layers=2, num_key_value_heads=1),
+            projector_hidden_size=16,
+            tie_word_embeddings=True,
+        )
+    ),
+    "llava": Case(multimodal("llava", small("llama", **_ONE_LAYER), vision_config=CLIP)),
+    "llava_next": Case(
+        multimodal(
+            "llava_next", small("mistral", sliding_window=None, **_ONE_LAYER), vision_config=CLIP
+        )
+    ),
+    "llava_onevision": Case(multimodal("llava_onevision", small("qwen2", **_ONE_LAYER))),
+    "smolvlm": Case(multimodal("smolvlm", small("llama", **_ONE_LAYER))),
     # The text model's keys are at the top.
     "qwen2_5_vl": Case(flat(multimodal("qwen2_5_vl", small("qwen2_5_vl", rope_scaling=MROPE)))),
     "qwen2_vl": Case(flat(multimodal("qwen2_vl", small("qwen2_vl", rope_scaling=MROPE)))),

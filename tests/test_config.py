@@ -81,6 +81,17 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
         build_model(RawConfig(values | change))
 
 
+def test_what_the_first_files_leave_out_of_text_config() -> None:
+    """As in LLaVA 1.5 7B and LLaVA-OneVision 7B."""
+    own = {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    llama = build_model(RawConfig({"model_type": "llava", "text_config": own})).config
+    assert (llama.hidden_size, llama.intermediate_size, llama.vocab_size) == (4096, 11008, 32064)
+    assert (llama.num_hidden_layers, llama.num_attention_heads) == (32, 32)
+    own = json.loads((DATA / "llava_onevision" / CONFIG_FILES["published"]).read_text())
+    del own["text_config"]["max_position_embeddings"]
+    assert build_model(RawConfig(own)).config.max_position_embeddings == 32768
+
+
 def test_what_is_quantised_has_the_names_of_the_text_model() -> None:
     """MLX gives sizes by the names of the whole model."""
     sizes = {"group_size": 64, "bits": 4}
