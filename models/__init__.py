@@ -47,6 +47,7 @@ ARCHITECTURES = {  # by model_type
     ),
     "helium": Architecture("Helium", "Helium"),
     "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
+    "hunyuan_v1_moe": Architecture("HunyuanMoe", "Hunyuan-A13B"),
     "lfm2": Architecture("Lfm2", "LFM2 (350M to 2.6B)"),
     "lfm2_moe": Architecture("Lfm2Moe", "LFM2-8B-A1B"),
     "llama": Architecture("Llama", "Llama 2, Llama 3, 3.1 and 3.2 (text), SmolLM2, TinyLlama, Yi"),

@@ -1160,6 +1160,20 @@ CASES: dict[str, Case] = {
     "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
     "helium": Case(small("helium", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
+    "hunyuan_v1_moe": Case(
+        small(
+            "hunyuan_v1_moe",
+            intermediate_size=24,
+            moe_intermediate_size=[24, 24],
+            moe_layer_num_skipped=0,
+            moe_topk=[3, 3],
+            num_experts=8,
+            num_shared_expert=[1, 1],
+            use_cla=False,
+            use_mixed_mlp_moe=True,
+            use_qk_norm=True,
+        )
+    ),
     "hunyuan_v1_dense": Case(
         small(
             "hunyuan_v1_dense",
@@ -1395,13 +1409,14 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     return model.eval()
 
 
+_ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
+
+
 class RoutingMargins:
     """How clearly a model's routers choose while it runs, in `with`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.routers = [
-            m for m in model.modules() if type(m).__name__.endswith(("TopKRouter", "TopkRouter"))
-        ]
+        self.routers = [m for m in model.modules() if type(m).__name__.endswith(_ROUTERS)]
         self.margins: list[float] = []
 
     def __enter__(self) -> "RoutingMargins":

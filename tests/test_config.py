@@ -61,6 +61,8 @@ def test_any_name_may_be_a_key() -> None:
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
         ("llama", {"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla = True"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 3]}, "the same for all layers"),
+        ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert = 2"),
         ("llama", {"no_rope_layer_interval": 4}, "no_rope_layer_interval = 4"),
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim = 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
