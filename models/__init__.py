@@ -45,6 +45,7 @@ ARCHITECTURES = {  # by model_type
     "granitemoehybrid": Architecture(
         "GraniteMoeHybrid", "Granite 4.0 (micro, 1B, 350M), without Mamba layers"
     ),
+    "granitemoeshared": Architecture("GraniteMoeShared", "Granite 3 with shared experts"),
     "helium": Architecture("Helium", "Helium"),
     "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
     "hunyuan_v1_moe": Architecture("HunyuanMoe", "Hunyuan-A13B"),

@@ -1160,6 +1160,11 @@ CASES: dict[str, Case] = {
     "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
     "helium": Case(small("helium", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
+    "granitemoeshared": Case(
+        granitemoe(
+            model_type="granitemoeshared", shared_intermediate_size=64, tie_word_embeddings=False
+        )
+    ),
     "hunyuan_v1_moe": Case(
         small(
             "hunyuan_v1_moe",
