@@ -318,8 +318,9 @@ def gpt2(**changes: Any) -> dict[str, Any]:
         "initializer_range": 0.02,
         "layer_norm_epsilon": 1e-5,
         "n_ctx": 96,
-        "n_embd": 40,
-        "n_head": 5,
+        "n_embd": 48,
+        "n_head": 3,
+        "n_inner": 64,
         "n_layer": 2,
         "n_positions": 96,
         "resid_pdrop": 0.1,
@@ -336,7 +337,7 @@ def gpt2(**changes: Any) -> dict[str, Any]:
 
 def gpt_bigcode(**changes: Any) -> dict[str, Any]:
     own = {
-        "activation_function": "gelu",
+        "activation_function": "gelu_pytorch_tanh",
         "architectures": ["GPTBigCodeForCausalLM"],
         "attention_softmax_in_fp32": True,
         "inference_runner": 0,
@@ -344,9 +345,6 @@ def gpt_bigcode(**changes: Any) -> dict[str, Any]:
         "max_sequence_length": None,
         "model_type": "gpt_bigcode",
         "multi_query": True,
-        "n_embd": 48,
-        "n_head": 3,
-        "n_inner": 64,
         "pad_key_length": True,
         "pre_allocate_kv_cache": False,
         "scale_attention_softmax_in_fp32": True,

@@ -83,6 +83,13 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
         build_model(RawConfig(values | change))
 
 
+def test_gpt2_says_the_width_of_its_mlp_or_not() -> None:
+    values = json.loads((DATA / "gpt2" / CONFIG_FILES["published"]).read_text())
+    for given, width in ((None, 4 * 48), (100, 100)):
+        config = build_model(RawConfig(values | {"n_inner": given})).config
+        assert config.intermediate_size == width
+
+
 def test_what_the_first_files_leave_out_of_text_config() -> None:
     """As in LLaVA 1.5 7B and LLaVA-OneVision 7B."""
     own = {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064}
