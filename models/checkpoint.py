@@ -52,6 +52,13 @@ class TensorInfo:
         offset = self.offset + start * stride
         return TensorInfo(name, self.dtype, shape, self.file, offset, rows * stride)
 
+    def held(self) -> HeldTensor:
+        """The same, read whole into memory. Raises CheckpointError, as read_into does."""
+        data = bytearray(self.nbytes)
+        self.read_into(memoryview(data))
+        own = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes)
+        return HeldTensor(*own, data)
+
     def read_into(self, view: memoryview, start: int = 0) -> None:
         """Fill `view` with the bytes of the tensor from byte `start` on. Safe in several threads.
 
@@ -74,6 +81,19 @@ class TensorInfo:
                 f"{self.file} could not be read ({error.strerror}). Check the disk and the file's "
                 "permissions, or download it again."
             ) from error
+
+
+@dataclass(frozen=True)
+class HeldTensor(TensorInfo):
+    """A tensor whose bytes are in memory."""
+
+    data: bytearray = field(repr=False, compare=False)
+
+    def held(self) -> HeldTensor:
+        return self
+
+    def read_into(self, view: memoryview, start: int = 0) -> None:
+        view[:] = memoryview(self.data)[start : start + len(view)]
 
 
 @dataclass(frozen=True)

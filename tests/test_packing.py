@@ -28,8 +28,8 @@ from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.kernels.tensor import INTEGERS, GpuTensor
-from infer.models import open_model
-from infer.models.checkpoint import Checkpoint
+from infer.models import open_model, packing
+from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed, mxfp4
 from infer.models.formats.gguf_blocks import GgufBlocks
@@ -61,11 +61,28 @@ CASES_2D = [case for case in CASES if case != "mxfp4"]  # that one has three dim
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(subgroups=False, f16=False)])
 @pytest.mark.parametrize("case", CASES_2D)
-def test_every_format_on_the_gpu(open_device: OpenDevice, case: str, settings: Settings) -> None:
-    """Its values, row by row, and products with them."""
+def test_every_format_on_the_gpu(
+    open_device: OpenDevice, monkeypatch: pytest.MonkeyPatch, case: str, settings: Settings
+) -> None:
+    """Its values, row by row, and products with them. It is packed a few rows at a time, and each
+    of its codes is read once."""
     device, expected = open_device(settings), values_of(case)
+    monkeypatch.setattr(upload, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(packing, "_VALUES", 700)
+    monkeypatch.setattr(packing, "_ROWS", 5)
+    read: dict[str, int] = {}
+    original = TensorInfo.read_into
+
+    def counted(self: TensorInfo, view: memoryview, start: int = 0) -> None:
+        read[self.name] = read.get(self.name, 0) + len(view)
+        original(self, view, start)
+
     with device.scope():
-        weight = loaded(device, DATA / case, shape_of(case))
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorInfo, "read_into", counted)
+            weight = loaded(device, DATA / case, shape_of(case))
+        codes = max(opened(DATA / case)[1].tensors.values(), key=lambda info: info.nbytes)
+        assert read[codes.name] == codes.nbytes
         rows, columns = weight.shape
         order = np.arange(columns)
         if weight.order is not None:

@@ -236,7 +236,7 @@ class _Matrix(Packed):
         if self.weight.dtype == "I32":
             codes = to_signed(unpack(codes.view(np.uint8), scheme.bits, columns), scheme.bits)
         if self.order is not None:
-            codes = codes[:, self.order]
+            codes = codes.take(self.order, axis=1)
         block = (self.height, scheme.group)
         scale = block_scales(self.scales, block, columns, start, stop)
         zero = None if self.zeros is None else self._zeros(self.zeros, start, stop)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
-from infer.models.formats.grouped import Grouped, Scheme, to_signed, unpack
+from infer.models.formats.grouped import Grouped, Scheme, split, to_signed, unpack
 from infer.models.formats.packed import (
     FLOATS,
     Format,
@@ -95,13 +95,18 @@ class Gptq(Format):
 @dataclass(frozen=True, eq=False)
 class _Matrix(Packed):
     zero_shift: int
+    by_columns = True
 
     def read(self, start: int, stop: int) -> Grouped:
         weight, zeros, scales = self.tensors[:3]
         bits, columns = self.scheme.bits, self.shape[1]
-        codes = unpack(_bytes(read_columns(weight, start, stop).T), bits, columns)
-        if self.order is not None:
-            codes = codes[:, self.order]
+        words = read_columns(weight, start, stop)
+        if self.order is None or 32 % bits:
+            codes = unpack(_bytes(words.T), bits, columns)
+            codes = codes if self.order is None else codes.take(self.order, axis=1)
+        else:  # whole columns move faster
+            of_columns = split(words, bits, range(0, 32, bits)).reshape(columns, -1)
+            codes = np.ascontiguousarray(of_columns[self.order].T)
         first, last = start // 32, -(-stop // 32)  # 32 codes are whole int32
         packed = _bytes(read_columns(zeros, first * bits, last * bits))
         stored = unpack(packed, bits, (last - first) * 32)[:, start - first * 32 :]
