@@ -16,6 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError
@@ -54,8 +56,8 @@ class TensorInfo:
 
     def held(self) -> HeldTensor:
         """The same, read whole into memory. Raises CheckpointError, as read_into does."""
-        data = bytearray(self.nbytes)
-        self.read_into(memoryview(data))
+        data = np.empty(self.nbytes, np.uint8)
+        self.read_into(data.data)
         own = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes)
         return HeldTensor(*own, data)
 
@@ -87,13 +89,13 @@ class TensorInfo:
 class HeldTensor(TensorInfo):
     """A tensor whose bytes are in memory."""
 
-    data: bytearray = field(repr=False, compare=False)
+    data: NDArray[np.uint8] = field(repr=False, compare=False)
 
     def held(self) -> HeldTensor:
         return self
 
     def read_into(self, view: memoryview, start: int = 0) -> None:
-        view[:] = memoryview(self.data)[start : start + len(view)]
+        view[:] = self.data.data[start : start + len(view)]
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ class Stored:
 # Values packed at a time: what becomes of them on their way fits in a core's cache.
 _VALUES = 1 << 19
 
-# At the least so many rows of a matrix that lies by columns: in AWQ, a cache line of each column.
-_ROWS = 128
+# At the least so many rows of a matrix that lies by columns: shorter runs are slow to gather.
+_ROWS = 64
 
 # How matrices lie that no kernel has a common form for: as f32, which is what they stand for.
 WIDENED = Stored("f32")

@@ -155,7 +155,7 @@ def read_columns(info: TensorInfo, start: int, stop: int) -> NDArray[Any]:
     rows, columns = info.shape
     dtype = np.dtype(_NUMPY[info.dtype])
     if isinstance(info, HeldTensor):
-        whole = np.frombuffer(info.data, dtype).reshape(rows, columns)
+        whole = info.data.view(dtype).reshape(rows, columns)
         return _widened(whole[:, start:stop].copy(), info.dtype)
     values = np.empty((rows, stop - start), dtype)
     view, step = values.data.cast("B"), values.strides[0]
