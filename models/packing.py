@@ -31,8 +31,9 @@ class Stored:
     order: NDArray[np.int64] | None = None
 
 
-# Values packed at a time: what becomes of them on their way fits in a core's cache.
-_VALUES = 1 << 19
+# Values packed at a time: more would leave a core's caches, fewer keep threads waiting for
+# Python's lock.
+_VALUES = 1 << 20
 
 # At the least so many rows of a matrix that lies by columns: shorter runs are slow to gather.
 _ROWS = 64
