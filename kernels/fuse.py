@@ -3,7 +3,8 @@
 rmsnorm -> linear                     the norm goes into matmul_vec (decode)
 route -> experts                      the choice goes into their first projection (decode)
 linear -> + residual                  the sum goes into the projection
-linear + linear -> + residual         each adds what came before it
+a + b -> + residual                   each adds what came before it, if both are projections
+linear * sigmoid(gate) in such a sum  the gate goes into the projection (decode)
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
@@ -69,7 +70,8 @@ class Fusion:
             if linear is not None:
                 self.absorbed.add(linear)
             elif both is not None:
-                self.absorbed.update((both, both.inputs[0]))
+                first = both.inputs[0]
+                self.absorbed.update((both, first, self._ungated(first)))
         elif value.op == "activation":
             (source,) = value.inputs
             if source.op == "linear" and self.consumers[source] == [value]:
@@ -95,16 +97,25 @@ class Fusion:
         return None
 
     def _sum_in(self, value: Value) -> Value | None:
-        """The sum of two projections, of which the second has taken in the first, that is only
-        added to something."""
+        """The sum of two projections, of which the second has taken in the first (perhaps times a
+        sigmoid), that is only added to something."""
         for both, other in (value.inputs[::-1], value.inputs):
             if both.op != "add" or self.consumers[both] != [value] or other.op == "slice":
                 continue
             first, second = both.inputs
-            alone = self.consumers[first] == [both] and first not in self.absorbed
-            if first.op == second.op == "linear" and alone and second in self.absorbed:
+            linear = self._ungated(first)
+            alone = self.consumers[first] == [both] and linear not in self.absorbed
+            if linear.op == "linear" and alone and second in self.absorbed:
                 return both
         return None
+
+    def _ungated(self, value: Value) -> Value:
+        """The projection that `value` is, but for the sigmoid of one number for each row."""
+        if value.op != "sigmoid_gate" or value.inputs[1].width > 1 or not self.vec:
+            return value
+        linear = value.inputs[0]
+        alone = self.consumers[linear] == [value] and linear.attrs.get("bias") is None
+        return linear if alone else value
 
     def _gated(self, value: Value) -> Value | None:
         """The activation whose halves are gate and up, when value is activation(gate) * up."""
