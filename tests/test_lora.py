@@ -493,6 +493,40 @@ def test_embeddings_and_experts_are_refused(tmp_path: Path) -> None:
         fit(adapter_with(tmp_path / "b", change=renamed(expert)), "olmoe")
 
 
+@pytest.mark.parametrize("case", ["llama_head", "phi3"])
+def test_a_head_that_is_not_the_models_own(device: Device, tmp_path: Path, case: str) -> None:
+    """PEFT saves the head under the changes to it: whether it is the model's, its values tell."""
+    name = "base_model.model.lm_head.base_layer.weight"
+
+    def off(tensors: Tensors) -> None:
+        tensors[name][-1, -1] += 1
+
+    folder, adapter = model_of(case), adapter_with(tmp_path / "a", case, off)
+    with pytest.raises(UnsupportedError, match=r"lm_head.*other values"), device.scope():
+        build_engine(device, folder, adapter=adapter)
+    with pytest.raises(UnsupportedError, match=r"lm_head.*other values"), device.scope():
+        build_engine(device, folder, adapters={"own": adapter})
+
+    def longer(tensors: Tensors) -> None:
+        tensors[name] = np.concatenate([tensors[name], tensors[name][:1]])
+
+    with pytest.raises(UnsupportedError, match=r"lm_head.*the model's is.*merge_and_unload"):
+        fit(adapter_with(tmp_path / "b", case, longer), folder.name)
+
+
+def test_copies_of_embeddings(device: Device, tmp_path: Path) -> None:
+    """Those that are not changed, as save_embedding_layers writes them: in any dtype."""
+    own = read_rows(Checkpoint.open(MODELS / "llama").tensors["model.embed_tokens.weight"])
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{EMBEDDING}.weight"] = own.astype(np.float16)
+
+    with device.scope():
+        adapter = adapter_with(tmp_path / "a", change=change)
+        engine = build_engine(device, MODELS / "llama", dtype="f32", adapter=adapter)
+        Reference.load("llama").assert_same(engine)
+
+
 def test_a_rank_that_is_absurd(tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         tensors[f"{FIRST}.lora_A.weight"] = np.ones((200, 64), np.float32)
