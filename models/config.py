@@ -236,6 +236,7 @@ _ROPE_KEYS: dict[str, set[str]] = {
         "factor",
         "original_max_position_embeddings",
         "attention_factor",
+        "attn_factor",
         "beta_fast",
         "beta_slow",
         "mscale",

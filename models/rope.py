@@ -125,6 +125,10 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
             attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim)
         else:
             attention_factor = _mscale(factor, 1.0)
+        # As vLLM has it (YaRNScalingRotaryEmbedding); transformers ignores the key.
+        attention_factor *= _number(rope, "attn_factor", 1.0)
+    elif scaling.get("attn_factor") is not None:
+        raise UnsupportedError("rope keys 'attention_factor' and 'attn_factor' exclude each other.")
 
     def dimension(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))

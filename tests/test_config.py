@@ -87,6 +87,13 @@ def test_what_is_quantised_has_the_names_of_the_text_model() -> None:
     }
 
 
+def test_only_one_factor_of_yarn() -> None:
+    values = json.loads((DATA / "llama_rope_yarn" / CONFIG_FILES["published"]).read_text())
+    values["rope_scaling"] |= {"attn_factor": 0.9, "attention_factor": 1.0}
+    with pytest.raises(UnsupportedError, match="exclude each other"):
+        rope_table(build_model(RawConfig(values)).config.rope, 8)
+
+
 @pytest.mark.parametrize("factors", [None, [1.0] * 7, [1.0] * 7 + [0], [1.0] * 7 + ["1"], 8.0])
 def test_longrope_needs_a_factor_for_every_pair(factors: Any) -> None:
     values = json.loads((DATA / "phi3_longrope" / CONFIG_FILES["published"]).read_text())

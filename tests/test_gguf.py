@@ -42,6 +42,7 @@ from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
 from infer.models.formats.packed import read_flat, read_rows
 from infer.models.packing import stored_packed
+from infer.models.rope import rope_table
 from infer.models.weights import check_checkpoint, load_weights
 from infer.tokenizer import Tokenizer
 
@@ -971,6 +972,13 @@ def test_rope_scaling_is_read(tmp_path: Path) -> None:
         {"factor": 4.0, "original_max_position_embeddings": 32},
     )
 
+    def own_factor(writer: library.GGUFWriter) -> None:
+        yarn(writer)
+        writer.add_rope_scaling_attn_factors(0.5)
+
+    own = gguf_config(converted(tmp_path / "m.gguf", "llama", own_factor)).rope(16)
+    assert np.allclose(rope_table(own, 9), rope_table(rope, 9) / 2)  # ggml's rope_yarn: a product
+
     def linear(writer: library.GGUFWriter) -> None:
         writer.add_rope_scaling_type(library.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(2.0)
@@ -1032,6 +1040,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
         (lambda writer: writer.add_sliding_window(8), "llama.attention.sliding_window is not"),
         (lambda writer: writer.add_logit_scale(2.0), "llama.logit_scale is not implemented"),
         (lambda writer: writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE), "longrope"),
+        (lambda writer: writer.add_rope_scaling_attn_factors(2.0), r"scaling\.attn_factor"),
         (lambda writer: writer.add_rope_scaling_yarn_attn_factor(2.0), "yarn_attn_factor"),
     ],
 )

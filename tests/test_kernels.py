@@ -565,7 +565,9 @@ def frequencies_of(rope: RopeConfig, length: int) -> tuple[Array, float]:
 
         first, last = max(math.floor(pair_of(32)), 0), min(math.ceil(pair_of(1)), dim - 1)
         slowed = np.clip((pair - first) / (last - first), 0, 1)
-        return base * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1
+        # DeepSeek-R1-0528-Qwen3-8B's own factor takes YaRN's back.
+        magnitude = 1.0 if "attn_factor" in s else 0.1 * math.log(factor) + 1
+        return base * (1 - slowed + slowed / factor), magnitude
     return base, 1.0
 
 
@@ -581,6 +583,9 @@ ROPES = {
         original_max_position_embeddings=64,
     ),
     "yarn": rope_of("yarn", factor=4.0, original_max_position_embeddings=64),
+    "yarn_deepseek": rope_of(
+        "yarn", factor=4.0, original_max_position_embeddings=64, attn_factor=0.8782488562869419
+    ),
     "ntk_alpha": rope_of("dynamic", alpha=40.0, factor=1.0),
     "longrope": rope_of(
         "longrope",
