@@ -102,14 +102,16 @@ class HeldTensor(TensorInfo):
 class Checkpoint:
     """The tensors of a folder (or a GGUF file) by name. packed: quantised matrices by the names of
     the tensors that a model asks for; what these are made of is not among the tensors. format: how
-    they are packed. part_of: the model_type of the model that has other parts, which are left out.
-    whole_norms: the weights of norms are whole where the hub has them less one.
+    they are packed. ignored: what the files quantise besides weights, in a way that is not used.
+    part_of: the model_type of the model that has other parts, which are left out. whole_norms: the
+    weights of norms are whole where the hub has them less one.
     """
 
     folder: Path
     tensors: dict[str, TensorInfo]
     packed: Mapping[str, Packed] = field(default_factory=dict)
     format: str | None = None
+    ignored: tuple[str, ...] = ()
     part_of: str | None = None
     whole_norms: bool = False
 

@@ -601,6 +601,23 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
     assert "2 widened" in report.text()
 
 
+def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
+    """What config.json says, and of what there are scales."""
+    key = "model.layers.0.self_attn.q_proj.weight"
+    tensors = {k: read_rows(info) for k, info in Checkpoint.open(LLAMA).tensors.items()}
+    parts = e4m3_packed(tensors.pop(key))
+    tensors |= {key.replace("weight", kind): part for kind, part in parts.items()}
+    tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+    quantized, _, _ = QUANTIZED_MODELS["fp8"]
+    config = json.loads((LLAMA / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | quantized))
+    save(tensors, tmp_path / "model.safetensors")
+    report = inspect_model(str(tmp_path))
+    assert report.json()["ignored"] == ["activations", "the KV cache"]
+    assert "the files' way to quantise activations, the KV cache\n" in report.text()
+    assert "quantise" not in inspect_model(str(LLAMA)).text()
+
+
 def save(tensors: dict[str, Array], file: Path) -> None:
     """As safetensors; uint8 named e4m3 is what E4M3 is called."""
     save_file(tensors, file)

@@ -124,6 +124,7 @@ def find_packed(
     quantised weights of no known format.
     """
     from infer.kernels.errors import CheckpointError
+    from infer.models.formats.packed import left_out
 
     if found is None:
         scales = next((name for name in checkpoint.tensors if name.endswith(".scales")), None)
@@ -141,9 +142,8 @@ def find_packed(
         if matrix is not None:
             packed[key] = matrix
     parts = {tensor.name for matrix in packed.values() for tensor in matrix.tensors}
-    tensors = {
-        name: tensor
-        for name, tensor in checkpoint.tensors.items()
-        if name not in parts and not found.ignorable(checkpoint, name)
-    }
-    return replace(checkpoint, tensors=tensors, packed=packed, format=found.method)
+    others = [name for name in checkpoint.tensors if name not in parts]
+    unused = {name for name in others if found.ignorable(checkpoint, name)}
+    tensors = {name: checkpoint.tensors[name] for name in others if name not in unused}
+    ignored = tuple(sorted({*found.ignored, *filter(None, map(left_out, unused))}))
+    return replace(checkpoint, tensors=tensors, packed=packed, format=found.method, ignored=ignored)

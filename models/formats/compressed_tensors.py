@@ -16,8 +16,9 @@ For a module of `columns` inputs and `rows` outputs, and codes of b bits:
 
 A value is scale * (code - zero). Packed codes and zero points are stored plus 2^(b - 1).
 
-Quantised activations and caches are not done: the weights are used as they are, with activations
-as they come, which is nearer to the model before it was quantised.
+How the config quantises activations and the cache is not used. The weights are used as they are:
+those of integers with activations in int8 with scales of their own, as all integers here (see
+`INTEGERS`), and those of E4M3 with activations as they come.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Grouped, Scheme, to_signed, unpack
 from infer.models.formats.packed import (
+    ACTIVATIONS,
+    CACHE,
     FLOATS,
     Format,
     Packed,
     block_scales,
     column_order,
+    left_out,
     matrix_shape,
     part,
     read_flat,
@@ -47,7 +51,6 @@ from infer.models.formats.packed import (
 )
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_IGNORABLE = (".input_scale", ".output_scale", ".input_zero_point", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,12 @@ class CompressedTensors(Format):
         whole = config.get("format", "mixed-precision", str)
         ignored: set[str] = set()
         if config.get("kv_cache_scheme", None, dict):
-            ignored.add("the cache is not quantised")
+            ignored.add(CACHE)
         self.groups = []
         groups = config.section("config_groups")
         for group in map(groups.section, groups.values):
             if group.get("input_activations", None, dict):
-                ignored.add("activations are not quantised")
+                ignored.add(ACTIVATIONS)
             group.expect("output_activations", None)
             self.groups.append(_read_group(group, group.get("format", whole, str)))
         self.ignored = tuple(sorted(ignored))
@@ -145,7 +148,7 @@ class CompressedTensors(Format):
         info = checkpoint.tensors[name]
         if name.endswith(".weight_zero_point") and info.dtype == "I8":
             return not read_flat(info, 0, info.nbytes).any()
-        return name.endswith(_IGNORABLE)
+        return left_out(name) is not None
 
     def _group_of(self, module: str) -> _Group:
         """Names count before patterns, and these before classes of modules."""

@@ -18,6 +18,13 @@ from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0
 
 FLOATS = ("f32", "f16", "bf16")
 
+# What files may quantise besides weights, and how the tensors with its scales end.
+ACTIVATIONS, CACHE = "activations", "the KV cache"
+_LEFT_OUT = {
+    CACHE: (".k_scale", ".v_scale"),
+    ACTIVATIONS: (".input_scale", ".output_scale", ".input_zero_point", ".activation_scale"),
+}
+
 # Names of dtypes, as in TensorInfo, to how numpy reads them. What it has no type for stays bits.
 _NUMPY = {
     "f32": "<f4",
@@ -71,8 +78,9 @@ class Packed(ABC):
 class Format(ABC):
     """A way of publishing quantised matrices, as a config describes it.
 
-    ignored: what the config asks for and is not done because it only makes results less exact, in
-    words for people; above all, quantised activations.
+    ignored: what the config quantises besides weights, in words for people. How it does that is not
+    used: activations are as the kernels of the weights want them, int8 with scales of their own
+    where weights are integers, and the cache is as its option says.
     """
 
     method: ClassVar[str]
@@ -96,6 +104,11 @@ class Format(ABC):
     def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
         """Whether a tensor that belongs to no matrix says nothing that is computed with."""
         return False
+
+
+def left_out(name: str) -> str | None:
+    """What a tensor is a scale of that is not used; None for any other."""
+    return next((of for of, ends in _LEFT_OUT.items() if name.endswith(ends)), None)
 
 
 # Parts of a matrix
