@@ -20,6 +20,8 @@ from infer.kernels.errors import (
     UnsupportedError,
 )
 from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, INDEX, SINGLE, listed
+from infer.models.config import RawConfig
+from infer.models.formats import OLD_GPTQ
 from infer.models.formats.gguf import gguf_parts
 
 DEMO = "demo"
@@ -34,6 +36,8 @@ SMALL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    OLD_GPTQ,
+    ADAPTER_CONFIG,  # which a model has not: to say what it is
     INDEX,
 )
 UNSUPPORTED_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
@@ -176,6 +180,12 @@ def _check_folder(folder: Path) -> Path:
     """`folder`, if it looks like a model's; whether its weights are whole, the loader finds out."""
     names = [path.name for path in folder.iterdir()]
     lacks_weights = not _has_weights(folder)
+    if ADAPTER_CONFIG in names and "config.json" not in names:
+        base = RawConfig.open(folder, ADAPTER_CONFIG).get("base_model_name_or_path", None, str)
+        raise ModelNotFoundError(
+            f"{folder} is a LoRA adapter. Give the model that it was made for, "
+            f"{base or 'which it does not name'}, and the adapter beside it (--adapter {folder})."
+        )
     if not (folder / "config.json").is_file() and not (lacks_weights and any(map(_is_gguf, names))):
         raise ModelNotFoundError(
             f"{folder} has no config.json, so it is not a model. Give the folder of a model in "

@@ -110,7 +110,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
         checkpoint = unstacked(turned(Checkpoint.open(path)))
         if raw.values.get("model_type") in MULTIMODAL:
             raw, checkpoint = text_model(raw, checkpoint)
-    found = find_format(raw)
+    found = find_format(raw, path)
     model = build_model(raw)
     return model, find_packed(checkpoint, found, model.weights())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from safetensors.numpy import load_file, save_file
 
 from infer.kernels.codes import TABLES
 from infer.kernels.errors import CheckpointError, InferError, UnsupportedError
-from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo
+from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo, read_header
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed
 from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, to_signed, unpack
+from infer.models.formats.mlx import Mlx
 from infer.models.formats.packed import Format, Packed
+from infer.models.weights import Source, WeightSpec
 
 DATA = Path(__file__).parent / "data" / "formats"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -408,6 +411,61 @@ def test_what_is_not_done_is_named(copy_of: Callable[[str], Path]) -> None:
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
     path.write_text(json.dumps(config))
     assert opened(folder)[0].ignored == ("activations", "the KV cache")
+
+
+# Where older files say it, and what they leave unsaid
+
+
+@pytest.mark.parametrize("name", ["nf4", "bnb_int8"])
+def test_bitsandbytes_is_known_by_its_keys(copy_of: Callable[[str], Path], name: str) -> None:
+    folder = copy_of(name)
+    edit_config(folder, quant_method=None)
+    assert opened(folder)[0].method == "bitsandbytes"
+
+
+def test_a_format_that_is_not_named(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("gptq_4bit")
+    edit_config(folder, quant_method=None)
+    with pytest.raises(UnsupportedError, match=r"quantization_config has no quant_method"):
+        opened(folder)
+
+
+def test_gptq_beside_the_config(copy_of: Callable[[str], Path]) -> None:
+    """As AutoGPTQ wrote it first. A config.json that says something counts."""
+    folder = copy_of("gptq_4bit_act_order")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    del config["quant_method"]
+    (folder / "config.json").write_text("{}")
+    assert find_format(RawConfig.open(folder), folder) is None
+    (folder / "quantize_config.json").write_text(json.dumps(config))
+    found = find_format(RawConfig.open(folder), folder)
+    assert found is not None
+    values = values_of("gptq_4bit_act_order")
+    matrix = found.matrix(Checkpoint.open(folder), KEY, values.shape)
+    assert matrix is not None
+    np.testing.assert_array_equal(matrix.read(0, len(values)).dequantize(), values)
+    own = RawConfig({"quantization": {"bits": 4}})
+    assert isinstance(find_format(own, folder), Mlx)
+    (folder / "quantize_config.json").write_text(json.dumps(config | {"bits": 5}))
+    with pytest.raises(UnsupportedError, match=r"quantize_config\.json: bits = 5"):
+        find_format(RawConfig({}), folder)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "compressed_fp8_tensor"])
+@pytest.mark.parametrize("scale", ["k_scale", "kv_scale", "k_proj.output_scale"])
+def test_scales_of_a_cache_are_left_out(
+    copy_of: Callable[[str], Path], name: str, scale: str
+) -> None:
+    folder = copy_of(name)
+    file = folder / "more.safetensors"
+    scales = [f"model.layers.0.self_attn.{scale}", "model.layers.0.self_attn.q_scale"]
+    save_file(dict.fromkeys(scales, np.ones(1, np.float32)), file)
+    found, checkpoint = opened(folder)
+    checkpoint = replace(checkpoint, tensors=checkpoint.tensors | read_header(file))
+    spec = WeightSpec("w", (Source(KEY, values_of(name).shape),))
+    left = find_packed(checkpoint, found, [spec])
+    assert list(left.tensors) == scales[1:]
+    assert "the KV cache" in left.ignored
 
 
 # Damage

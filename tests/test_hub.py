@@ -51,6 +51,7 @@ WANTED = {
     "org/none": ["config.json"],
     "org/bare": ["model.safetensors"],
     "org/down": [],
+    "org/lora-as-model": ["adapter_config.json", "adapter_model.safetensors"],
     "org/lora": ["adapter_config.json", "adapter_model.safetensors"],
 }
 EXTRA = {
@@ -221,6 +222,7 @@ ONLINE: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "org/bin"}, "UnsupportedError", r"weights in \.bin files only"),
     ({"model": "org/none"}, "CheckpointError", "has no weights"),
     ({"model": "org/bare"}, "ModelNotFoundError", r"no config\.json"),
+    ({"model": "org/lora-as-model"}, "ModelNotFoundError", "is a LoRA adapter. Give the model"),
     ({"model": "org/down"}, "ModelError", "answered 500"),
     ({"model": "org/a--b"}, "ModelNotFoundError", "nor a valid hub id"),
     ({"model": "org/other", "offline": True}, "ModelNotFoundError", "not in the cache"),

@@ -23,9 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from infer.models.checkpoint import Checkpoint
     from infer.models.config import RawConfig
     from infer.models.formats.packed import Format
@@ -90,8 +92,13 @@ FORMATS = {  # by quant_method
 }
 
 
-def find_format(raw: RawConfig) -> Format | None:
-    """The format of a model's quantised weights, None for a model that has none.
+# Where AutoGPTQ said first how weights are quantised.
+OLD_GPTQ = "quantize_config.json"
+
+
+def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
+    """The format of a model's quantised weights, None for a model that has none. folder: of the
+    model, for older files.
 
     Raises UnsupportedError for a method, or a variant of one, that is not implemented.
     """
@@ -100,19 +107,36 @@ def find_format(raw: RawConfig) -> Format | None:
 
     found = {key: raw.get(key, {}, dict) for key in QUANTIZATION_KEYS}  # all count as read
     key = next((key for key, value in found.items() if value), None)
-    if key is None:
+    if key is not None:
+        config = RawConfig(found[key], f"{raw.place}: {key}")
+    elif folder is not None and (folder / OLD_GPTQ).is_file():
+        config = RawConfig.open(folder, OLD_GPTQ).with_defaults(quant_method="gptq")
+    else:
         return None
-    config: dict[str, Any] = found[key]
-    method = "mlx" if key == "quantization" else str(config.get("quant_method"))
+    method = "mlx" if key == "quantization" else _method(config)
     if method not in FORMATS:
         raise UnsupportedError(
-            f"{raw.place}: weights quantised by {method!r} are not implemented. "
+            f"{config.place}: weights quantised by {method!r} are not implemented. "
             f"Implemented: {', '.join(FORMATS)}."
         )
     entry = FORMATS[method]
     cls = getattr(import_module(f"infer.models.formats.{entry.module}"), entry.cls)
-    format_: Format = cls(RawConfig(config, f"{raw.place}: {key}"))
+    format_: Format = cls(config)
     return format_
+
+
+def _method(config: RawConfig) -> str:
+    """What quant_method says, or keys that bitsandbytes alone has: its first files do not say."""
+    from infer.kernels.errors import UnsupportedError
+
+    of_bitsandbytes = any(config.get(key, False) for key in ("load_in_4bit", "load_in_8bit"))
+    method: str = config.get("quant_method", "bitsandbytes" if of_bitsandbytes else "", str)
+    if not method:
+        raise UnsupportedError(
+            f"{config.place} has no quant_method, so that nobody can tell how the weights are "
+            "quantised. Get the config.json that was published with them."
+        )
+    return method
 
 
 def find_packed(

@@ -21,7 +21,7 @@ FLOATS = ("f32", "f16", "bf16")
 # What files may quantise besides weights, and how the tensors with its scales end.
 ACTIVATIONS, CACHE = "activations", "the KV cache"
 _LEFT_OUT = {
-    CACHE: (".k_scale", ".v_scale"),
+    CACHE: (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
     ACTIVATIONS: (".input_scale", ".output_scale", ".input_zero_point", ".activation_scale"),
 }
 
