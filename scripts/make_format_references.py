@@ -9,8 +9,8 @@ writes into it, model.safetensors with the module's tensors, and values.npz with
 library makes of them, float32 [rows, columns] (rounded to the dtype that the library computes in,
 which is float32 unless its name says otherwise).
 
-Needs the extra `reference`, and for the formats, installed with --no-deps: auto_gptq, autoawq, mlx
-with mlx-cpu, compressed-tensors with loguru, bitsandbytes.
+Needs the extra `reference`, and for the formats, installed with --no-deps: auto_gptq, auto-round,
+autoawq, mlx with mlx-cpu, compressed-tensors with loguru, bitsandbytes.
 """
 
 import argparse
@@ -106,6 +106,34 @@ def gptq(
         "true_sequential": True,
     } | ({"checkpoint_format": "gptq_v2"} if v2 else {})
     return {"quantization_config": config}, tensors, values
+
+
+def auto_round() -> Result:
+    utils = types.ModuleType("auto_round.utils")  # which would import far more
+    utils.get_packing_device = lambda device: "cpu"  # type: ignore[attr-defined]
+    bits = module_of("auto_round", "utils.bit_packing")
+    sys.modules |= {"auto_round.utils": utils, "auto_round.utils.bit_packing": bits}
+    sys.modules["auto_round"] = types.ModuleType("auto_round")
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+
+    w = weights(GPTQ_ROWS)
+    scales, zeros = affine(w, 4, 64, symmetric=False)
+    linear = torch.nn.Linear(COLUMNS, GPTQ_ROWS, bias=False)
+    linear.weight.data = w
+    layer = QuantLinear(4, 64, COLUMNS, GPTQ_ROWS, bias=False)
+    layer.pack(linear, scales, zeros)
+    tensors = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales")}
+    layer.scales = layer.scales.float()
+    config = {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "group_size": 64,
+        "sym": False,
+        "data_type": "int",
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+    }
+    return {"quantization_config": config}, tensors, layer(torch.eye(COLUMNS)).T
 
 
 def awq(group: int) -> Result:
@@ -297,6 +325,7 @@ CASES: dict[str, Callable[[], Result]] = {
     "gptq_8bit_zeros": lambda: gptq(8, 32, symmetric=False, act_order=False),
     "gptq_3bit_zeros": lambda: gptq(3, 64, symmetric=False, act_order=False),
     "gptq_2bit": lambda: gptq(2, 64, symmetric=True, act_order=False),
+    "auto_round": auto_round,
     "awq": lambda: awq(32),
     "awq_row": lambda: awq(-1),
     **{

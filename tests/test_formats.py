@@ -119,7 +119,7 @@ def test_the_scheme_says_what_is_read(name: str) -> None:
     assert grouped.scheme == scheme
     config = json.loads((DATA / name / "config.json").read_text())
     method = config.get("quantization_config", {}).get("quant_method", "mlx")
-    assert opened(DATA / name)[0].method == method
+    assert opened(DATA / name)[0].method == {"auto-round": "gptq"}.get(method, method)
     assert grouped.codes.shape == (rows, columns)
     assert grouped.codes.dtype == (np.int8 if scheme.signed else np.uint8)
     low, high = (-(1 << (scheme.bits - 1)), 0) if scheme.signed else (0, 1 << scheme.bits)
@@ -296,6 +296,12 @@ def test_no_more_is_read_than_rows_need(name: str, monkeypatch: pytest.MonkeyPat
         ("gptq_4bit", {"is_marlin_format": True}, "is_marlin_format"),
         ("gptq_4bit", {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic"),
         ("gptq_4bit", {"quant_method": "hqq"}, "'hqq'"),
+        ("auto_round", {"packing_format": "auto_round"}, "packing_format = 'auto_round'"),
+        ("auto_round", {"packing_format": None}, "lacks 'packing_format'"),
+        ("auto_round", {"data_type": "mx_fp"}, "mx_fp"),
+        ("auto_round", {"act_bits": 8}, "act_bits = 8"),
+        ("auto_round", {"super_bits": 6}, "super_bits = 6"),
+        ("auto_round", {"extra_config": {"lm_head": {"bits": 8}}}, "sizes by layer"),
         ("awq", {"bits": 8}, "bits = 8"),
         ("awq", {"version": "gemv"}, "gemv"),
         ("awq", {"zero_point": False}, "zero_point"),
@@ -363,7 +369,16 @@ def variants(config: Any) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gptq_4bit", "awq", "mlx_4bit", "fp8_block", "nf4", "bnb_int8", "compressed_int8"),
+        *(
+            "gptq_4bit",
+            "auto_round",
+            "awq",
+            "mlx_4bit",
+            "fp8_block",
+            "nf4",
+            "bnb_int8",
+            "compressed_int8",
+        ),
         *("compressed_int4_zeros", "compressed_fp8_block", "compressed_fp8_channel"),
     ],
 )

@@ -49,7 +49,11 @@ class FormatEntry(NamedTuple):
 
 FORMATS = {  # by quant_method
     "gptq": FormatEntry(
-        "gptq", "Gptq", "GPTQ", "2, 3, 4, 8", "groups or rows; symmetric or not; act-order"
+        "gptq",
+        "Gptq",
+        "GPTQ",
+        "2, 3, 4, 8",
+        "groups or rows; symmetric or not; act-order; also by AutoRound",
     ),
     "awq": FormatEntry("awq", "Awq", "AWQ", "4", "`gemm`"),
     "compressed-tensors": FormatEntry(
@@ -91,6 +95,9 @@ FORMATS = {  # by quant_method
     ),
 }
 
+
+# quant_method -> that of the same layout, of which the format checks the rest.
+_ALIASES = {"auto-round": "gptq"}
 
 # Where AutoGPTQ said first how weights are quantised.
 OLD_GPTQ = "quantize_config.json"
@@ -136,7 +143,7 @@ def _method(config: RawConfig) -> str:
             f"{config.place} has no quant_method, so that nobody can tell how the weights are "
             "quantised. Get the config.json that was published with them."
         )
-    return method
+    return _ALIASES.get(method, method)
 
 
 def find_packed(

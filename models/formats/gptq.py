@@ -1,4 +1,5 @@
-"""GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel publish it.
+"""GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel publish it, and AutoRound (Cheng et al.
+2023) where its packing_format says so.
 
 For a module of `columns` inputs and `rows` outputs, with codes of b bits as one stream in int32:
 
@@ -56,6 +57,8 @@ class Gptq(Format):
         key = "checkpoint_format" if "checkpoint_format" in config.values else "format"
         config.expect(key, "gptq", "gptq_v2")
         self.zero_shift = 1 if config.get(key, "gptq") == "gptq" else 0
+        if config.get("quant_method", None, str) == "auto-round":
+            _check_auto_round(config)
         overrides = config.get("dynamic", {}, dict)
         if any(not rule.startswith("-:") for rule in overrides):  # "-:" leaves modules as they are
             raise UnsupportedError(f"{config.place}: dynamic, sizes by module, is not implemented.")
@@ -90,6 +93,20 @@ class Gptq(Format):
         if not (name.endswith(".bias") and packed and info.dtype in FLOATS):
             return False
         return not read_flat(info, 0, int(np.prod(info.shape))).any()
+
+
+def _check_auto_round(config: RawConfig) -> None:
+    """Its other layouts have other zero points, or other numbers; lists of its layers are of those
+    that stay floats."""
+    config.get("packing_format", kind=str)
+    config.expect("packing_format", "auto_round:auto_gptq", "auto_round:gptq")
+    config.expect("data_type", "int")
+    config.expect("act_bits", None, 16)
+    for key in ("super_bits", "super_group_size", "rotation_config", "spinquant_config"):
+        config.expect(key, None)
+    layers = config.section("extra_config")
+    if any(layers.section(name).get("bits", 0, int) < 16 for name in layers.values):
+        raise UnsupportedError(f"{layers.place}: sizes by layer are not implemented.")
 
 
 @dataclass(frozen=True, eq=False)
