@@ -250,6 +250,33 @@ def compressed(
     return {"quantization_config": config}, tensors, values
 
 
+def compressed_fp4(layout: str, preset: str) -> Result:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme, w = preset_name_to_scheme(preset, ["Linear"]), weights()
+    low, high = ((parts := w.reshape(ROWS, -1, scheme.weights.group_size)).amin(2), parts.amax(2))
+    whole = generate_gparam(w.amin(), w.amax()) if preset == "NVFP4" else None
+    scale, _ = calculate_qparams(low, high, scheme.weights, global_scale=whole)
+    state = {"weight": w, "weight_scale": scale}
+    state |= {} if whole is None else {"weight_global_scale": whole.reshape(1)}
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    tensors = compressor.compress(state, scheme)
+    values = dequantize(
+        unpack_fp4_from_uint8(tensors["weight_packed"], ROWS, COLUMNS, torch.float32),
+        compressor._decompress_scale(tensors["weight_scale"], torch.float32),
+        args=scheme.weights,
+        global_scale=tensors.get("weight_global_scale"),
+        dtype=torch.float32,
+    )
+    groups = {"group_0": scheme.model_dump(mode="json") | {"format": layout}}
+    config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+    return {"quantization_config": config}, tensors, values
+
+
 def fp8(block: tuple[int, int] | None, dtype: str = "float32") -> Result:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -353,6 +380,8 @@ CASES: dict[str, Callable[[], Result]] = {
     "compressed_fp8_block": lambda: compressed(
         "float-quantized", kind="float", strategy="block", block_structure=[32, 96]
     ),
+    "compressed_mxfp4": lambda: compressed_fp4("mxfp4-pack-quantized", "MXFP4"),
+    "compressed_nvfp4": lambda: compressed_fp4("nvfp4-pack-quantized", "NVFP4"),
     "fp8_block": lambda: fp8((24, 64)),
     "fp8_block_bf16": lambda: fp8((16, 32), "bfloat16"),
     "fp8_block_e8m0": lambda: fp8((16, 32), "float8_e8m0fnu"),

@@ -309,7 +309,8 @@ def test_no_more_is_read_than_rows_need(name: str, monkeypatch: pytest.MonkeyPat
         ("mlx_4bit", {"mode": "fp5"}, "fp5"),
         ("mlx_4bit", {"lm_head": {"bits": 1, "group_size": 64}}, "lm_head: bits = 1"),
         ("mlx_4bit", {"group_size": 48}, "group_size = 48"),
-        ("compressed_int4", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ("compressed_int4", {"format": "mxfp8-quantized"}, "mxfp8-quantized"),
+        ("compressed_int4", {"format": "nvfp4-pack-quantized"}, "type = 'int'"),
         ("compressed_int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ("compressed_int4", {"transform_config": {"config_groups": {"R1": {}}}}, "transform"),
         ("fp8_block", {"fmt": "e5m2"}, "e5m2"),
@@ -379,7 +380,13 @@ def variants(config: Any) -> Iterator[Any]:
             "bnb_int8",
             "compressed_int8",
         ),
-        *("compressed_int4_zeros", "compressed_fp8_block", "compressed_fp8_channel"),
+        *(
+            "compressed_mxfp4",
+            "compressed_nvfp4",
+            "compressed_int4_zeros",
+            "compressed_fp8_block",
+            "compressed_fp8_channel",
+        ),
     ],
 )
 def test_no_config_does_harm(name: str) -> None:
@@ -426,6 +433,20 @@ def test_what_is_not_done_is_named(copy_of: Callable[[str], Path]) -> None:
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
     path.write_text(json.dumps(config))
     assert opened(folder)[0].ignored == ("activations", "the KV cache")
+
+
+@pytest.mark.parametrize("divisor", [0.0, np.nan, np.inf])
+def test_a_scale_of_scales_that_is_none(copy_of: Callable[[str], Path], divisor: float) -> None:
+    folder = copy_of("compressed_nvfp4")
+    found, checkpoint = opened(folder)
+    info = checkpoint.tensors[f"{KEY}_global_scale"]
+    with open(info.file, "r+b") as file:
+        file.seek(info.offset)
+        file.write(np.float32(divisor).tobytes())
+    matrix = found.matrix(checkpoint, KEY, values_of("compressed_nvfp4").shape)
+    assert matrix is not None
+    with pytest.raises(CheckpointError, match="weight_global_scale is"):
+        matrix.read(0, 1)
 
 
 # Where older files say it, and what they leave unsaid

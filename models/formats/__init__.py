@@ -61,7 +61,8 @@ FORMATS = {  # by quant_method
         "CompressedTensors",
         "compressed-tensors",
         "4, 8",
-        "int4 and int8 (`pack-quantized`), w8a16 (`int-quantized`), FP8 (`float-quantized`)",
+        "int4 and int8 (`pack-quantized`), w8a16 (`int-quantized`), FP8 (`float-quantized`), "
+        "MXFP4 and NVFP4 (`mxfp4-` and `nvfp4-pack-quantized`)",
     ),
     "fp8": FormatEntry(
         "fp8",

@@ -22,7 +22,13 @@ FLOATS = ("f32", "f16", "bf16")
 ACTIVATIONS, CACHE = "activations", "the KV cache"
 _LEFT_OUT = {
     CACHE: (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
-    ACTIVATIONS: (".input_scale", ".output_scale", ".input_zero_point", ".activation_scale"),
+    ACTIVATIONS: (
+        ".input_scale",
+        ".input_global_scale",
+        ".input_zero_point",
+        ".output_scale",
+        ".activation_scale",
+    ),
 }
 
 # Names of dtypes, as in TensorInfo, to how numpy reads them. What it has no type for stays bits.
