@@ -1267,6 +1267,32 @@ def test_text_is_split_before_merging(tmp_path: Path, pre: str, pieces: list[str
     assert [decode([piece]) for piece, _ in found] == pieces
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        (
+            "deepseek-llm",
+            [" It", "'", "s", " ", "क", "1", "2", " γ", "Ａ", "न", "，", "中文", "$", " "],
+        ),
+        (
+            "deepseek-coder",
+            [" It", "'", "s", " ", "क", "1", "2", " γＡ", "न", "，", "中文", "$ "],
+        ),
+    ],
+)
+def test_text_is_split_as_the_first_deepseek_does(
+    tmp_path: Path, pre: str, pieces: list[str]
+) -> None:
+    """By the splits of their tokenizer.json, each of which cuts what the one before it has left:
+    to the former wide letters and $ are symbols."""
+    gguf = write(tmp_path / "m.gguf", add=lambda writer: vocabulary(writer, "llama3", pre))
+    backend = gguf_tokenizer(gguf)._backend
+    assert backend.pre_tokenizer is not None
+    decode = decoders.ByteLevel().decode
+    found = backend.pre_tokenizer.pre_tokenize_str(" It's क12 γＡन，中文$ \n")
+    assert [decode([piece]) for piece, _ in found] == [*pieces, "\n"]
+
+
 @pytest.mark.parametrize("stored", ["merges", "scores", "order"])
 def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
     wanted = text_of("mistral")
