@@ -240,8 +240,11 @@ class Lora:
             source = places[key][1] if key in places else None
             own = checkpoint.tensors.get(source.key) if source is not None else None
             if own is None:
-                why = "cannot be compared with the model's own, which is quantised or not there"
-                raise _retrained(self.name, copy, why)
+                raise UnsupportedError(
+                    f"{self.name} brings {copy.name}, and the model's own is quantised, or not "
+                    "there, so that they cannot be compared. If it was not trained, leave it out: "
+                    "PEFT's save_pretrained(..., save_embedding_layers=False)."
+                )
             if copy.shape != own.shape:
                 raise _retrained(
                     self.name, copy, f"is {copy.shape} where the model's is {own.shape}"

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
 from test_formats import values_of
 from test_fuzz import spoilt
-from test_gguf import converted
+from test_gguf import Kind, converted
 from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
@@ -512,6 +512,16 @@ def test_a_head_that_is_not_the_models_own(device: Device, tmp_path: Path, case:
 
     with pytest.raises(UnsupportedError, match=r"lm_head.*the model's is.*merge_and_unload"):
         fit(adapter_with(tmp_path / "b", case, longer), folder.name)
+
+
+def test_a_head_beside_one_that_is_quantised(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    converted(file, "llama", kind=Kind.Q8_0)
+    model, checkpoint = open_model(file)
+    lora = Lora.open(DATA / "llama_head", "head")
+    with pytest.raises(UnsupportedError, match=r"quantised.*save_embedding_layers=False"):
+        Loras.fit(model, checkpoint, always=lora)
+    Loras.fit(model, checkpoint, always=replace(lora, copies={}))
 
 
 def test_copies_of_embeddings(device: Device, tmp_path: Path) -> None:
