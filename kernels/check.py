@@ -181,6 +181,7 @@ def cases() -> Iterator[Case]:
     yield Case("softcap", "", _softcap)
     yield Case("clip", "", _clip)
     yield Case("xielu", "", _xielu)
+    yield Case("scale", "", _scale)
     yield Case("position_scale", "", _position_scale)
     yield Case("elementwise_add", "", _elementwise_add)
     yield Case("elementwise_mul", "", _elementwise_mul)
@@ -278,6 +279,11 @@ def _xielu(device: Device, inputs: Inputs) -> Outcome:
     return functions.xielu(device, x, shape), reference.xielu(x, shape)
 
 
+def _scale(device: Device, inputs: Inputs) -> Outcome:
+    x = inputs(3, 67)
+    return functions.scale(device, x, 0.7), np.float64(np.float32(0.7)) * x
+
+
 def _position_scale(device: Device, inputs: Inputs) -> Outcome:
     x = inputs(3, 67)
     y = functions.position_scale(device, x, 0.1, 64, position=127)
@@ -350,7 +356,7 @@ def _route(
     if sigmoid and normalize:
         options["epsilon"] = 0.5
     if corrected:
-        options["correction"] = inputs(experts)
+        options["correction"], options["expert_scales"] = inputs(experts), inputs(experts)
     ids, weights = functions.route(device, logits, **options)
     expected_ids, expected = reference.route(logits, **options)
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)

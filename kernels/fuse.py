@@ -63,7 +63,7 @@ class Fusion:
         elif value.op == "route" and self.vec:
             readers = [user.op for user in self.consumers[value]]
             alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
-            if alone and value.attrs["correction"] is None:
+            if alone and value.attrs["correction"] is value.attrs["expert_scales"] is None:
                 self.absorbed.add(value)
         elif value.op == "add":
             linear, both = self._residual_of(value), self._sum_in(value)
@@ -156,6 +156,8 @@ class Fusion:
 
     def projection(self, value: Value) -> Value | None:
         """The q, k, v projection that attention takes apart, heads perhaps normed and turned."""
+        if len(value.inputs) == 1:  # keys and values are in the cache already
+            return None
         q, q_norm, q_rope = self.head_chain(value.inputs[0])
         k, k_norm, k_rope = self.head_chain(value.inputs[1])
         parts = (q, k, value.inputs[2])

@@ -464,6 +464,9 @@ class Lowering:
     def _lower_xielu(self, value: Value) -> None:
         self._each("xielu", value, {}, value.attrs["shape"].buffer)
 
+    def _lower_scale(self, value: Value) -> None:
+        self._each("scale", value, {}, value.attrs["factor"].buffer)
+
     def _lower_position_scale(self, value: Value) -> None:
         params = {"BETA": float(value.attrs["beta"]), "INTERVAL": value.attrs["interval"]}
         self._each("position_scale", value, params, self.step)

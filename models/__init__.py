@@ -33,6 +33,7 @@ ARCHITECTURES = {  # by model_type
     "gemma": Architecture("Gemma", "Gemma"),
     "gemma2": Architecture("Gemma2", "Gemma 2"),
     "gemma3_text": Architecture("Gemma3Text", "Gemma 3 (1B and 270M)"),
+    "gemma4_text": Architecture("Gemma4Text", "Gemma 4, the text model"),
     "glm": Architecture("Glm", "GLM-4"),
     "glm4": Architecture("Glm4", "GLM-4-0414"),
     "glm4_moe": Architecture("Glm4Moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
@@ -80,6 +81,7 @@ ARCHITECTURES = {  # by model_type
 # Models that also see, and of which the text model is run.
 MULTIMODAL = {
     "gemma3": "Gemma 3 (4B to 27B)",
+    "gemma4": "Gemma 4 (E2B, E4B, 26B-A4B, 31B)",
     "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",

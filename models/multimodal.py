@@ -26,7 +26,9 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
 }
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
-_OTHER = re.compile(r"^(?:model\.)?(?:vision_tower|visual|multi_modal_projector)\.")
+_OTHER = re.compile(
+    r"^(?:model\.)?(?:vision_tower|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
+)
 
 
 def text_config(raw: RawConfig) -> RawConfig:

@@ -93,6 +93,13 @@ def _ntk_alpha(rope: RopeConfig) -> NDArray[np.float32]:
     return F32(1.0) / _base(rope, rope.theta * _number(rope, "alpha") ** (dim / (dim - 2)))
 
 
+def _proportional(rope: RopeConfig) -> NDArray[np.float32]:
+    """Gemma 4: some of a head's pairs turn, with the wavelengths that they have if all do."""
+    frequencies = _default(rope) / F32(_number(rope, "factor", 1.0))
+    frequencies[int(_number(rope, "partial_rotary_factor") * rope.rotary_dim // 2) :] = 0.0
+    return frequencies
+
+
 def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
     """Llama 3.1: long wavelengths slowed by `factor`, short ones kept, a ramp between."""
     frequencies = _default(rope)
@@ -186,4 +193,5 @@ _FREQUENCIES = {
     "linear": _linear,
     "llama3": _llama3,
     "ntk_alpha": _ntk_alpha,
+    "proportional": _proportional,
 }

@@ -57,7 +57,7 @@ Change = Callable[[int, int], Factors]
 
 # What embeddings and the output projection are stored as in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
-_EMBEDDINGS = ("embed_tokens", "lm_head")
+_EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 _ROUTER = ".router"
 
 # The parameters of wgsl/fill_random.wgsl.

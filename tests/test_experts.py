@@ -32,6 +32,7 @@ ROUTE: Factors = SETTINGS | {
     "normalize": (False, True),
     "sigmoid": (False, True),
     "corrected": (False, True),
+    "scaled": (False, True),
 }
 
 
@@ -55,6 +56,8 @@ def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Ca
             options["epsilon"] = 0.5
         if case["corrected"]:
             options["correction"] = rng.standard_normal(experts, np.float32)
+        if case["scaled"]:
+            options["expert_scales"] = rng.standard_normal(experts, np.float32)
         ids, weights = functions.route(open_device(settings_of(case)), logits, **options)
         expected_ids, expected = reference.route(logits, **options)
         assert (ids == expected_ids).all(), case

@@ -484,6 +484,7 @@ def test_elementwise(least_device: Device, rng: np.random.Generator, rows: int, 
     for shape in np.array([[0.3, -0.8, 0.5, -1e-6], [-30, 90, 0.2, -0.7]], np.float32):
         bent = functions.xielu(least_device, a, shape)
         assert nmse(bent, reference.xielu(a, shape)) <= LIMIT
+    assert (functions.scale(least_device, a, 0.7) == np.float32(0.7) * a).all()
     scaled = functions.position_scale(least_device, a, 0.3, 4, position=6)
     expected = reference.position_scale(a, np.arange(6, 6 + rows), 0.3, 4)
     assert nmse(scaled, expected) <= LIMIT
@@ -888,7 +889,7 @@ def test_attention_that_goes_out_as_int8(
     weight = exact_weight(rng, 40, 4 * head_dim, "q8")
     with device.scope():
         forward = Forward(device, 1, tuning=attention_tuning(device, joined))
-        layer = KVCache(device, 1, 4, head_dim, 8, dtype="f32").layers[0]
+        layer = KVCache(device, [(4, head_dim)], 8, dtype="f32").layers[0]
         q, k = (forward.input(normal(rng, *v.shape)) for _ in range(2))
         output = forward.ops.attention(q, k, forward.input(v), layer, scale=1.0)
         y = forward.run(forward.ops.linear(output, to_gpu(device, weight, "q8")))
@@ -963,7 +964,7 @@ def scattered(
     known, in pages in that order."""
     _, positions, n_kv_heads, d = keys.shape
     cache = KVCache(
-        device, 1, n_kv_heads, d, positions, sequences=len(lengths), dtype="f32", paged=True
+        device, [(n_kv_heads, d)], positions, sequences=len(lengths), dtype="f32", paged=True
     )
     layer = cache.layers[0]
     device.write(layer.pages, order.astype(np.uint32))
