@@ -163,7 +163,9 @@ def main(
     parser = argparse.ArgumentParser(
         prog=prog, description="Measure how fast a model runs on this machine's GPU."
     )
-    parser.add_argument("model", nargs="?", help="a hub id, a folder, a .gguf file, or demo")
+    parser.add_argument(
+        "model", nargs="?", help="a hub id, org/name:Q4_K_M, a folder, a .gguf file, or demo"
+    )
     parser.add_argument(
         "--shape", choices=SHAPES, help="instead of a model: the shape of one, on random weights"
     )

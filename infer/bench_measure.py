@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -14,11 +14,12 @@ import numpy as np
 
 from infer.bench_report import KernelTime, Profile, Row
 from infer.engine import Engine
+from infer.kernels.kv_cache import PAGE, kv_cache_bytes
 from infer.kernels.plan import Dispatch, needed
 from infer.kernels.profile import profile_passes
 from infer.kernels.shader import KernelSpec
 from infer.kernels.step import pack_step
-from infer.memory import kv_bytes_per_position
+from infer.models.layers import DecoderConfig
 from infer.models.llama import Llama
 from infer.sampling import SamplingParams
 
@@ -50,12 +51,12 @@ def weight_bytes_per_token(engine: Engine) -> int:
     embeddings that are not also the head, of which it looks up a row, and the experts that a token
     is not routed to."""
     tied = engine.model.config.tie_word_embeddings
-    looked_up = ("embed_positions",) if tied else ("embed_positions", "embed_tokens")
     beside = engine.adapters[None].values()
     return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
         engine.model.active(name, weight.nbytes)
         for name, weight in engine.weights.items()
-        if len(weight.shape) == 2 and name not in looked_up
+        if len(weight.shape) == 2
+        and (not name.startswith("embed_") or (tied and name == "embed_tokens"))
     )
 
 
@@ -65,10 +66,19 @@ def cache_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, token
     of the states that it reads and writes."""
     c = model.config
     lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
-    positions = sum(min(length, window or length) for window in c.kv_windows for length in lengths)
-    per_layer = kv_bytes_per_position(model, kv_dtype) / max(1, len(c.kv_windows))
+    read = sum(
+        attended * kv_cache_bytes(*c.kv_shape(layer), PAGE, kv_dtype)
+        for layer, attended in _attended(c, lengths)
+    )
     states = sum(sum(state.sizes) for state in c.states if state is not None)
-    return positions * per_layer / tokens + 2 * states
+    return read / (PAGE * tokens) + 2 * states
+
+
+def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]]:
+    """Each layer with attention, and the positions that it attends to at all these lengths."""
+    for layer, (window, state) in enumerate(zip(config.windows, config.states, strict=True)):
+        if state is None:
+            yield layer, sum(min(length, window or length) for length in lengths)
 
 
 def prefill_flops(model: Llama, tokens: int) -> int:
@@ -82,9 +92,10 @@ def prefill_flops(model: Llama, tokens: int) -> int:
         for spec in model.weights()
         if len(spec.shape) == 2 and not spec.name.startswith(("embed_", "lm_head"))
     )
-    lengths = range(1, tokens + 1)
-    positions = sum(min(length, window or length) for window in c.kv_windows for length in lengths)
-    attention = 4 * c.num_attention_heads * c.head_dim * positions
+    attention = sum(
+        4 * c.num_attention_heads * c.kv_shape(layer)[1] * attended
+        for layer, attended in _attended(c, range(1, tokens + 1))
+    )
     return 2 * (layers * tokens + head) + attention
 
 

@@ -113,19 +113,15 @@ class Engine:
         self._adapter: str | None = None  # what the keys and values in the cache are of
         c = model.config
         self.context, self.vocab_size = options.context, c.vocab_size
-        self.cache = KVCache(
-            device,
-            len(c.kv_windows),
-            c.num_key_value_heads,
-            c.head_dim,
-            options.context,
-            dtype=options.kv_dtype,
-        )
+        self.cache = KVCache(device, c.kv_shapes, options.context, dtype=options.kv_dtype)
         keys_and_values = iter(self.cache.layers)
-        self.caches: list[Cache] = [  # of each layer
-            next(keys_and_values) if shape is None else LayerState.new(device, shape, layer)
-            for layer, shape in enumerate(c.states)
-        ]
+        self.caches: list[Cache] = []  # of each layer
+        for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
+            if shape is not None:
+                self.caches.append(LayerState.new(device, shape, layer))
+            else:
+                own = source == layer
+                self.caches.append(next(keys_and_values) if own else self.caches[source])
         self.states = [cache for cache in self.caches if isinstance(cache, LayerState)]
         self.rope = self._upload(c.rope)
         local = self.rope if c.local_rope is None else self._upload(c.local_rope)
@@ -165,7 +161,8 @@ class Engine:
     def _chunk(self) -> int:
         """Rows of a prefill step: within the options and what one binding holds."""
         c = self.model.config
-        widest = max(2 * c.intermediate_size, c.hidden_size)
+        inputs = c.num_hidden_layers * c.hidden_size_per_layer_input
+        widest = max(2 * c.intermediate_size * (1 + c.double_wide_mlp), c.hidden_size, inputs)
         if not self.options.fuse:  # the score matrix is written, for whole pages
             positions = -(-self.context // PAGE) * PAGE
             widest = max(widest, c.num_attention_heads * positions)

@@ -352,7 +352,8 @@ def load(
 ) -> LLM:
     """Load a model onto a GPU.
 
-    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct"), a folder, a .gguf file, or "demo".
+    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct"), one of the GGUF models there
+    ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
     device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
     context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
     or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None

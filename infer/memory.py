@@ -9,7 +9,7 @@ from infer.engine import Engine, EngineOptions
 from infer.kernels.adapters import AdapterInfo, memory_info
 from infer.kernels.device import DryDevice, Limits
 from infer.kernels.errors import OutOfMemoryError, RequestError
-from infer.kernels.kv_cache import kv_cache_bytes
+from infer.kernels.kv_cache import PAGE, kv_cache_bytes
 from infer.kernels.quantize import buffer_bytes
 from infer.kernels.tensor import QUANTIZED, allocate
 from infer.models.llama import Llama
@@ -64,9 +64,7 @@ def memory_needed(
 
 def kv_bytes_per_position(model: Llama, dtype: str) -> int:
     """Bytes of keys and values of one position."""
-    c = model.config
-    page = kv_cache_bytes(len(c.kv_windows), c.num_key_value_heads, c.head_dim, 256, dtype)
-    return page // 256
+    return sum(kv_cache_bytes(*shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
 
 
 def default_context(model: Llama) -> int:
@@ -104,9 +102,11 @@ def fitting_options(
     Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
     """
     free = memory_info(adapter).free
+    pages = [kv_cache_bytes(*s, PAGE, options.kv_dtype) for s in model.config.kv_shapes]
+    per_position = max(pages, default=0) // (2 * PAGE)  # keys of the largest layer
     while True:
         need = memory_needed(model, stored, options, limits, adapter, loras)
-        layer_bytes = need.kv_cache // (2 * len(model.config.kv_windows) or 1)
+        layer_bytes = per_position * options.context
         fits_binding = layer_bytes <= min(limits.max_binding, limits.max_buffer)
         if fits_binding and (free is None or need.total <= free):
             return options
@@ -114,7 +114,6 @@ def fitting_options(
             break
         options = replace(options, context=options.context // 2)
     if not fits_binding:
-        per_position = layer_bytes // options.context
         raise OutOfMemoryError(
             f"A context of {options.context} positions needs {layer_bytes:,} bytes of keys in each "
             f"layer; one binding of {adapter.name} holds {limits.max_binding:,}. "

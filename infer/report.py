@@ -27,6 +27,7 @@ from infer.memory import (
     memory_needed,
 )
 from infer.models import open_model
+from infer.models.checkpoint import listed
 from infer.models.lora import Loras
 from infer.models.packing import WIDENED, Stored
 from infer.models.weights import WeightSpec, check_checkpoint, stored
@@ -198,8 +199,9 @@ class ModelReport:
 
     parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
     of these are f32 though the files have them quantised: routers, and those whose parts have no
-    form in common. lora: the adapter that is always on. disk_bytes: all tensors of the checkpoint.
-    fits: whether the GPU has room now, None where that is unknown; `verdict` says why.
+    form in common. ignored: what the files quantise besides weights, in a way that is not used.
+    lora: the adapter that is always on. disk_bytes: all tensors of the checkpoint. fits: whether
+    the GPU has room now, None where that is unknown; `verdict` says why.
     """
 
     name: str
@@ -211,6 +213,7 @@ class ModelReport:
     dtypes: list[str]
     widened: int
     format: str | None
+    ignored: list[str]
     lora: str | None
     disk_bytes: int
     max_context: int
@@ -235,6 +238,7 @@ class ModelReport:
         bits = 8 * self.disk_bytes / self.parameters
         widened = f", {self.widened} widened" if self.widened else ""
         parts = f"; of {self.part_of} the text model alone" if self.part_of else ""
+        unused = f"the files' way to quantise {listed(self.ignored)}"
         missing = "missing: the model cannot be run without tokenizer.json"
         fits = {True: "yes", False: "no", None: "unknown"}[self.fits]
         return _table(
@@ -244,6 +248,7 @@ class ModelReport:
                 "parameters": f"{self.parameters:,}",
                 "tokenizer": chat if self.tokenizer else missing,
                 "format": f"{self.format or 'floats'}, {bits:.2f} bits per weight",
+                **({"not used": unused} if self.ignored else {}),
                 **({} if self.lora is None else {"LoRA": self.lora}),
                 "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)}{widened} "
                 f"({size(self.disk_bytes)} on the disk)",
@@ -323,6 +328,7 @@ def inspect_model(
         dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
         widened=sum(how is WIDENED for how in storage.values()),
         format=checkpoint.format,
+        ignored=list(checkpoint.ignored),
         lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
         disk_bytes=checkpoint.nbytes,
         max_context=llama.config.max_position_embeddings,

@@ -120,16 +120,17 @@ def grouped(
     groups = (n, grouping.groups(k))
     units = None
     if grouping.dtype == "int8":
-        units = rounded(rng.lognormal(-7, 0.5, (n, -(-k // SUPERBLOCK), 2)), "f16")
+        units = rng.lognormal(-7, 0.5, (n, -(-k // SUPERBLOCK), 2)).astype(np.float16)
 
-    def exact(values: Array, unit: int) -> Array:
-        """Scales or offsets near such values that the dtype holds."""
+    def exact(values: Array, unit: int) -> tuple[Array, Array]:
+        """Scales or offsets near such values that the dtype holds, as it does; and their values."""
         if units is None:
-            return rounded(values, grouping.dtype)
+            return (near := rounded(values, grouping.dtype)), near
         each = np.repeat(units[:, :, unit], SUPERBLOCK // grouping.group, axis=1)[:, : groups[1]]
-        return each * np.rint(values / each).clip(-128, 127).astype(np.float32)
+        multiples = np.rint(values / each).clip(-128, 127).astype(np.int8)
+        return multiples, each.astype(np.float32) * multiples
 
-    scales = exact(rng.lognormal(-4, 0.5, groups), 0)
+    scales, scaling = exact(rng.lognormal(-4, 0.5, groups), 0)
     spread = partial(np.repeat, repeats=grouping.group, axis=1)
     if dtype in CODED:
         codes = rng.integers(0, 1 << CODED[dtype], shape, np.uint8)
@@ -143,10 +144,10 @@ def grouped(
     if grouping.offset == "zero":
         offsets = rng.integers(0, 17, scales.shape).astype(np.float32)
         values -= spread(offsets)[:, :k]
-    values *= spread(scales.astype(np.float64))[:, :k]
+    values *= spread(scaling.astype(np.float64))[:, :k]
     if grouping.offset == "bias":
-        offsets = exact(rng.standard_normal(groups, np.float32) / 8, 1)
-        values += spread(offsets)[:, :k]
+        offsets, biases = exact(rng.standard_normal(groups, np.float32) / 8, 1)
+        values += spread(biases)[:, :k]
     return Codes(dtype, grouping, codes, scales, offsets, units), values
 
 
@@ -181,6 +182,7 @@ def cases() -> Iterator[Case]:
     yield Case("softcap", "", _softcap)
     yield Case("clip", "", _clip)
     yield Case("xielu", "", _xielu)
+    yield Case("scale", "", _scale)
     yield Case("position_scale", "", _position_scale)
     yield Case("elementwise_add", "", _elementwise_add)
     yield Case("elementwise_mul", "", _elementwise_mul)
@@ -283,6 +285,11 @@ def _xielu(device: Device, inputs: Inputs) -> Outcome:
     return functions.xielu(device, x, shape), reference.xielu(x, shape)
 
 
+def _scale(device: Device, inputs: Inputs) -> Outcome:
+    x = inputs(3, 67)
+    return functions.scale(device, x, 0.7), np.float64(np.float32(0.7)) * x
+
+
 def _position_scale(device: Device, inputs: Inputs) -> Outcome:
     x = inputs(3, 67)
     y = functions.position_scale(device, x, 0.1, 64, position=127)
@@ -355,7 +362,7 @@ def _route(
     if sigmoid and normalize:
         options["epsilon"] = 0.5
     if corrected:
-        options["correction"] = inputs(experts)
+        options["correction"], options["expert_scales"] = inputs(experts), inputs(experts)
     ids, weights = functions.route(device, logits, **options)
     expected_ids, expected = reference.route(logits, **options)
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)

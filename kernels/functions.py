@@ -211,6 +211,13 @@ def xielu(device: Device, x: Array, shape: Array, **options: Unpack[Options]) ->
 
 
 @scoped_function
+def scale(device: Device, x: Array, factor: float, **options: Unpack[Options]) -> Floats:
+    """x times a factor that lies on the GPU."""
+    forward = Forward(device, len(x), **options)
+    return forward.run(forward.ops.scale(forward.input(x), to_gpu(device, np.array([factor]))))
+
+
+@scoped_function
 def position_scale(
     device: Device,
     x: Array,
@@ -337,6 +344,7 @@ def route(
     normalize: bool,
     sigmoid: bool = False,
     correction: Array | None = None,
+    expert_scales: Array | None = None,
     scale: float = 1.0,
     epsilon: float = 0.0,
     **options: Unpack[Options],
@@ -344,7 +352,7 @@ def route(
     """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
     first: their softmax over all experts, normalize: over those chosen; times scale. sigmoid: in
     place of softmax; epsilon: is added to what they are divided by. correction [experts] is added
-    to the scores for the choice alone."""
+    to the scores for the choice alone; the weights are multiplied by expert_scales [experts]."""
     forward = Forward(device, len(logits), **options)
     y = forward.run(
         forward.ops.route(
@@ -352,7 +360,8 @@ def route(
             slots,
             normalize=normalize,
             sigmoid=sigmoid,
-            correction=None if correction is None else to_gpu(device, correction),
+            correction=_flat(device, correction),
+            expert_scales=_flat(device, expert_scales),
             scale=scale,
             epsilon=epsilon,
         )
@@ -814,7 +823,7 @@ def _cache(
             f"not {list(k.shape)} and {list(v.shape)}"
         )
     head_dim = k.shape[1] // n_kv_heads
-    cache = KVCache(device, 1, n_kv_heads, head_dim, positions, dtype=dtype)
+    cache = KVCache(device, [(n_kv_heads, head_dim)], positions, dtype=dtype)
     layer = cache.layers[0]
     for buffer, part in ((layer.keys, k), (layer.values, v)):
         stored = np.full((layer.slots, n_kv_heads, head_dim), np.nan)

@@ -3,7 +3,8 @@
 rmsnorm -> linear                     the norm goes into matmul_vec (decode)
 route -> experts                      the choice goes into their first projection (decode)
 linear -> + residual                  the sum goes into the projection
-linear + linear -> + residual         each adds what came before it
+a + b -> + residual                   each adds what came before it, if both are projections
+linear * sigmoid(gate) in such a sum  the gate goes into the projection (decode)
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
@@ -62,14 +63,15 @@ class Fusion:
         elif value.op == "route" and self.vec:
             readers = [user.op for user in self.consumers[value]]
             alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
-            if alone and value.attrs["correction"] is None:
+            if alone and value.attrs["correction"] is value.attrs["expert_scales"] is None:
                 self.absorbed.add(value)
         elif value.op == "add":
             linear, both = self._residual_of(value), self._sum_in(value)
             if linear is not None:
                 self.absorbed.add(linear)
             elif both is not None:
-                self.absorbed.update((both, both.inputs[0]))
+                first = both.inputs[0]
+                self.absorbed.update((both, first, self._ungated(first)))
         elif value.op == "activation":
             (source,) = value.inputs
             if source.op == "linear" and self.consumers[source] == [value]:
@@ -95,16 +97,25 @@ class Fusion:
         return None
 
     def _sum_in(self, value: Value) -> Value | None:
-        """The sum of two projections, of which the second has taken in the first, that is only
-        added to something."""
+        """The sum of two projections, of which the second has taken in the first (perhaps times a
+        sigmoid), that is only added to something."""
         for both, other in (value.inputs[::-1], value.inputs):
             if both.op != "add" or self.consumers[both] != [value] or other.op == "slice":
                 continue
             first, second = both.inputs
-            alone = self.consumers[first] == [both] and first not in self.absorbed
-            if first.op == second.op == "linear" and alone and second in self.absorbed:
+            linear = self._ungated(first)
+            alone = self.consumers[first] == [both] and linear not in self.absorbed
+            if linear.op == "linear" and alone and second in self.absorbed:
                 return both
         return None
+
+    def _ungated(self, value: Value) -> Value:
+        """The projection that `value` is, but for the sigmoid of one number for each row."""
+        if value.op != "sigmoid_gate" or value.inputs[1].width > 1 or not self.vec:
+            return value
+        linear = value.inputs[0]
+        alone = self.consumers[linear] == [value] and linear.attrs.get("bias") is None
+        return linear if alone else value
 
     def _gated(self, value: Value) -> Value | None:
         """The activation whose halves are gate and up, when value is activation(gate) * up."""
@@ -145,6 +156,8 @@ class Fusion:
 
     def projection(self, value: Value) -> Value | None:
         """The q, k, v projection that attention takes apart, heads perhaps normed and turned."""
+        if len(value.inputs) == 1:  # keys and values are in the cache already
+            return None
         q, q_norm, q_rope = self.head_chain(value.inputs[0])
         k, k_norm, k_rope = self.head_chain(value.inputs[1])
         parts = (q, k, value.inputs[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +41,12 @@ def kv_block(head_dim: int) -> int:
     return math.gcd(head_dim, 32)
 
 
-def kv_cache_bytes(
-    n_layers: int, n_kv_heads: int, head_dim: int, positions: int, dtype: str
-) -> int:
-    """Bytes of the cache of that many positions, rounded up to whole pages."""
+def kv_cache_bytes(n_kv_heads: int, head_dim: int, positions: int, dtype: str) -> int:
+    """Bytes of a layer's cache of that many positions, rounded up to whole pages."""
     slots = -(-positions // PAGE) * PAGE
     scales = head_dim // kv_block(head_dim)
     head = {"f16": 2 * head_dim, "f32": 4 * head_dim, "q8": head_dim + 4 * scales}[dtype]
-    return 2 * n_layers * n_kv_heads * slots * head
+    return 2 * n_kv_heads * slots * head
 
 
 def to_kv(values: NDArray[Any], dtype: str) -> NDArray[np.uint8]:
@@ -82,7 +81,8 @@ def kept(values: NDArray[Any], head_dim: int, dtype: str) -> NDArray[Any]:
 
 
 class KVCache:
-    """A cache of `positions` positions for each of `sequences` sequences.
+    """A cache of `positions` positions for each of `sequences` sequences; shapes: KV heads and
+    head_dim of each layer.
 
     The page table is the identity: sequence s has pages s * n to (s + 1) * n. What lies beyond the
     position of a row is never read, so forgetting positions takes nothing but starting before them.
@@ -91,9 +91,7 @@ class KVCache:
     def __init__(
         self,
         device: Device,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
+        shapes: Sequence[tuple[int, int]],
         positions: int,
         *,
         sequences: int = 1,
@@ -102,22 +100,20 @@ class KVCache:
     ) -> None:
         pages = -(-positions // PAGE)
         slots = pages * PAGE * sequences
-        nbytes = kv_cache_bytes(1, n_kv_heads, head_dim, slots, dtype) // 2
         self.pages = device.upload(np.arange(pages * sequences, dtype=np.uint32), "page table")
-        self.layers = tuple(
-            LayerCache(
-                device.buffer(nbytes, label=f"keys of layer {layer}"),
-                device.buffer(nbytes, label=f"values of layer {layer}"),
-                self.pages,
-                dtype,
-                n_kv_heads,
-                head_dim,
-                slots,
-                pages,
-                paged,
+        layers = []
+        for layer, (n_kv_heads, head_dim) in enumerate(shapes):
+            nbytes = kv_cache_bytes(n_kv_heads, head_dim, slots, dtype) // 2
+            keys, values = (
+                device.buffer(nbytes, label=f"{kind} of layer {layer}")
+                for kind in ("keys", "values")
             )
-            for layer in range(n_layers)
-        )
+            layers.append(
+                LayerCache(
+                    keys, values, self.pages, dtype, n_kv_heads, head_dim, slots, pages, paged
+                )
+            )
+        self.layers = tuple(layers)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -20,7 +20,7 @@ from infer.kernels.lower_state import lower_delta_rule, lower_short_conv
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, INTEGERS, GpuTensor
+from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor
 from infer.kernels.tuning import Tuning, VecShape
 
 MAX_VEC_ROWS = 8
@@ -157,7 +157,12 @@ class Lowering:
         weight: GpuTensor = value.attrs["weight"]
         (width,) = weight.shape
         x, x_stride, offset = self.source(value.inputs[0])
-        operands: list[Operand] = [x, weight.buffer, value]
+        outputs: list[Operand] = [value]
+        form = self.next_form(value, self.device.limits.storage_buffers - 3)
+        int8 = form is not None and form.norm is None and not form.keep and width % HALF == 0
+        if form is not None and int8:
+            outputs = self.prepare(value, form, self.rows(value))
+        operands: list[Operand] = [x, weight.buffer, *outputs]
         gate_stride = gate_offset = 0
         if gate is not None:
             z, gate_stride, gate_offset = self.source(gate)
@@ -177,6 +182,7 @@ class Lowering:
                 "GATED": gate is not None,
                 "GATE_STRIDE": gate_stride,
                 "GATE_OFFSET": gate_offset,
+                "QUANTIZE": int8,
             },
             moved=lambda rows, kv_len: 8 * rows * value.width,
         )
@@ -212,8 +218,10 @@ class Lowering:
         residual: Value | None = None,
         activation: str = "none",
         gated: bool = False,
+        switch: Value | None = None,
     ) -> None:
-        """result = what the linear op `value` computes, with what was fused into it."""
+        """result = what the linear op `value` computes, with what was fused into it. switch: one
+        value for each row, whose sigmoid multiplies it."""
         weight: GpuTensor = value.attrs["weight"]
         bias: GpuTensor | None = value.attrs["bias"]
         source, norm = value.inputs[0], None
@@ -249,6 +257,11 @@ class Lowering:
             return
         params["NORM"], params["SCALED"] = norm is not None, scaled
         params["EPS"] = float(norm.attrs["eps"]) if norm is not None else 0.0
+        params |= {"SWITCHED": False, "SWITCH_STRIDE": 0, "SWITCH_OFFSET": 0}
+        if switch is not None:
+            x, switch_stride, offset = self.source(switch)
+            added.append(x)
+            params |= {"SWITCHED": True, "SWITCH_STRIDE": switch_stride, "SWITCH_OFFSET": offset}
         # A row that has stopped writes nothing, where rows are those of the step.
         params["STOPS"] = self.kind.rows == 1 or not (value.of_logits and self.kind.logits)
         if params["STOPS"]:
@@ -395,14 +408,23 @@ class Lowering:
             if linear.op == "add" and linear in self.absorbed:  # of two projections
                 first, second = linear.inputs
                 sum_so_far = Value(value.ops, "add", value.width, of_logits=value.of_logits)
-                self._linear(first, sum_so_far, residual=other)
-                self._linear(second, value, residual=sum_so_far)
+                self._projection(first, sum_so_far, other)
+                self._projection(second, value, sum_so_far)
                 return
             if linear in self.absorbed:
-                lower = lower_down if linear.op == "expert_down" else Lowering._linear
-                lower(self, linear, value, residual=other)
+                self._projection(linear, value, other)
                 return
         self._elementwise("elementwise_add", value)
+
+    def _projection(self, value: Value, result: Value, residual: Value) -> None:
+        """result = the projection `value`, perhaps times a sigmoid, + residual."""
+        if value.op == "expert_down":
+            lower_down(self, value, result, residual)
+        elif value.op == "sigmoid_gate":
+            linear, switch = value.inputs
+            self._linear(linear, result, residual, switch=switch)
+        else:
+            self._linear(value, result, residual)
 
     def _lower_mul(self, value: Value) -> None:
         act, up = value.inputs
@@ -448,6 +470,9 @@ class Lowering:
 
     def _lower_xielu(self, value: Value) -> None:
         self._each("xielu", value, {}, value.attrs["shape"].buffer)
+
+    def _lower_scale(self, value: Value) -> None:
+        self._each("scale", value, {}, value.attrs["factor"].buffer)
 
     def _lower_position_scale(self, value: Value) -> None:
         params = {"BETA": float(value.attrs["beta"]), "INTERVAL": value.attrs["interval"]}

@@ -49,7 +49,8 @@ def lower_attention(low: Lowering, value: Value) -> None:
         if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
             _turn_apart(low, value)
         query = value.inputs[0]
-        _kv_write(low, value)
+        if len(value.inputs) > 1:
+            _kv_write(low, value)
     if low.fusion and not low.kind.vec:
         _attention_tiled(low, value, query, common)
     elif split is not None:
@@ -390,5 +391,5 @@ def _kv_params(cache: LayerCache) -> dict[str, Any]:
 def _read_bytes(cache: LayerCache, kv_len: int, window: int) -> int:
     """Bytes of keys and values that a row reads."""
     positions = min(kv_len, window) if window else kv_len
-    page = kv_cache_bytes(1, cache.n_kv_heads, cache.head_dim, PAGE, cache.dtype)
+    page = kv_cache_bytes(cache.n_kv_heads, cache.head_dim, PAGE, cache.dtype)
     return positions * page // PAGE

@@ -25,8 +25,8 @@ def lower_route(low: Lowering, value: Value) -> None:
     """Emit the kernel of the route op `value`, and in prefill the one that sorts rows by expert."""
     experts = value.attrs["experts"]
     params = _routing(value) | {"SUBGROUPS": low.device.subgroups}
-    correction: GpuTensor | None = value.attrs["correction"]
-    added: list[Operand] = [] if correction is None else [correction.buffer]
+    own: list[GpuTensor | None] = [value.attrs["correction"], value.attrs["expert_scales"]]
+    added: list[Operand] = [vector.buffer for vector in own if vector is not None]
     low.emit(
         "route",
         (low.source(value.inputs[0])[0], value, *added),
@@ -266,6 +266,7 @@ def _choice(low: Lowering, routing: Value) -> dict[str, Any]:
         "NORMALIZE": attrs["normalize"],
         "SIGMOID": attrs["sigmoid"],
         "CORRECTION": attrs["correction"] is not None,
+        "EXPERT_SCALES": attrs["expert_scales"] is not None,
         "ROUTE_SCALE": float(attrs["scale"]),
         "ROUTE_EPS": float(attrs["epsilon"]),
         "LOGITS_STRIDE": logits_stride,
@@ -278,6 +279,7 @@ _CHOSEN_BEFORE = {
     "NORMALIZE": False,
     "SIGMOID": False,
     "CORRECTION": False,
+    "EXPERT_SCALES": False,
     "ROUTE_SCALE": 1.0,
     "ROUTE_EPS": 0.0,
     "LOGITS_STRIDE": 0,

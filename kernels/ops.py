@@ -154,8 +154,8 @@ class Ops:
     def attention(
         self,
         q: Value,
-        k: Value,
-        v: Value,
+        k: Value | None,
+        v: Value | None,
         cache: LayerCache,
         *,
         scale: float,
@@ -165,14 +165,13 @@ class Ops:
     ) -> Value:
         """k and v appended to the cache, then softmax(scale * q k^T) v over what each row sees:
         all positions up to its own, or the last `window` of them. With a softcap, the scores go
-        through `softcap` before softmax. sinks [heads]: logits that take part in softmax beside the
-        scores, without a value (Xiao et al. 2023)."""
+        through `softcap` before softmax. Without k and v nothing is appended: another attention has
+        done so. sinks [heads]: logits that take part in softmax beside the scores, without a
+        value (Xiao et al. 2023)."""
         return self._value(
             "attention",
             q.width,
-            q,
-            k,
-            v,
+            *(part for part in (q, k, v) if part is not None),
             cache=cache,
             scale=scale,
             window=window,
@@ -242,6 +241,12 @@ class Ops:
             raise ValueError(f"xIELU has 4 parameters, not {shape.shape}")
         return self._value("xielu", x.width, x, shape=shape)
 
+    def scale(self, x: Value, factor: GpuTensor) -> Value:
+        """x times a number; factor [1]."""
+        if factor.shape != (1,):
+            raise ValueError(f"a factor is one value, not {factor.shape}")
+        return self._value("scale", x.width, x, factor=factor)
+
     def position_scale(self, x: Value, beta: float, interval: int) -> Value:
         """x times 1 + beta log(1 + floor(position / interval)) (Llama 4, Meta 2025)."""
         return self._value("position_scale", x.width, x, beta=beta, interval=interval)
@@ -254,6 +259,7 @@ class Ops:
         normalize: bool,
         sigmoid: bool = False,
         correction: GpuTensor | None = None,
+        expert_scales: GpuTensor | None = None,
         scale: float = 1.0,
         epsilon: float = 0.0,
     ) -> Value:
@@ -261,7 +267,8 @@ class Ops:
         all experts; normalize: over those chosen. Rows are ids, best first, then weights, times
         scale. With sigmoid, scores are sigmoids and not a softmax; epsilon: is added to what they
         are divided by. correction [experts]: is added to the scores for the choice, and not for the
-        weights (DeepSeek-AI 2024)."""
+        weights (DeepSeek-AI 2024). expert_scales [experts]: the weights are multiplied by
+        them."""
         if not 0 < slots <= logits.width:
             raise ValueError(f"{slots} experts cannot be chosen of {logits.width}")
         if epsilon and not (sigmoid and normalize):
@@ -276,6 +283,7 @@ class Ops:
             normalize=normalize,
             sigmoid=sigmoid,
             correction=correction,
+            expert_scales=expert_scales,
             scale=scale,
             epsilon=epsilon,
         )

@@ -111,19 +111,22 @@ def route(
     normalize: bool,
     sigmoid: bool = False,
     correction: Array | None = None,
+    expert_scales: Array | None = None,
     scale: float = 1.0,
     epsilon: float = 0.0,
 ) -> tuple[NDArray[np.int64], Array]:
     """logits [rows, experts] -> ids and weights [rows, slots] of the largest, the first of equals:
     softmax over all experts, normalize: over those chosen; times scale. sigmoid: in place of
     softmax; epsilon: is added to what they are divided by. correction [experts] is added to the
-    scores for the choice alone."""
+    scores for the choice alone; expert_scales [experts]: the weights are multiplied by them."""
     scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64))) if sigmoid else softmax(logits)
     preferences = logits if correction is None else scores + correction
     ids = np.argsort(-preferences, axis=-1, kind="stable")[:, :slots]
     chosen = np.take_along_axis(scores, ids, -1)
     if normalize:
         chosen = chosen / (chosen.sum(-1, keepdims=True) + epsilon)
+    if expert_scales is not None:
+        chosen = chosen * expert_scales[ids]
     return ids, scale * chosen
 
 

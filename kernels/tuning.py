@@ -163,6 +163,7 @@ class TiledVariant:
 _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 26  # values of a matrix
+_FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
 _FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its own
 
 
@@ -207,12 +208,13 @@ class Tuning:
         least = max(32, self.largest_subgroup)  # a team is whole subgroups
         if shape.quantize:
             tight = shape.gated and shape.dtype in ("q5", "mxfp4")  # registers are
-            block = BLOCK if shape.gated and not tight else HALF
+            many = shape.gated and shape.n > _FEW_GATED
+            block = BLOCK if many and not tight else HALF
             workgroup = min(512 if tight else 1024, most, (HALF if tight else BLOCK) * least)
             team = max(least, workgroup // block)
             outputs = block * team // workgroup
             ahead = shape.gated and outputs == 1 and shape.dtype in ("q4", "iq4nl")
-            return VecVariant(workgroup, team, outputs, 2 if ahead and blocks >= 2 * least else 1)
+            return VecVariant(workgroup, team, outputs, 2 if ahead and blocks >= 2 * team else 1)
         rows_of_weights = shape.n * (1 + shape.gated)
         if shape.dtype in CODED and not int8:
             # Arithmetic bounds them: what is read of x serves many rows of W.

@@ -33,6 +33,7 @@ ARCHITECTURES = {  # by model_type
     "gemma": Architecture("Gemma", "Gemma"),
     "gemma2": Architecture("Gemma2", "Gemma 2"),
     "gemma3_text": Architecture("Gemma3Text", "Gemma 3 (1B and 270M)"),
+    "gemma4_text": Architecture("Gemma4Text", "Gemma 4, the text model"),
     "glm": Architecture("Glm", "GLM-4"),
     "glm4": Architecture("Glm4", "GLM-4-0414"),
     "glm4_moe": Architecture("Glm4Moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
@@ -85,6 +86,7 @@ ARCHITECTURES = {  # by model_type
 # Models that also see, and of which the text model is run.
 MULTIMODAL = {
     "gemma3": "Gemma 3 (4B to 27B)",
+    "gemma4": "Gemma 4 (E2B, E4B, 26B-A4B, 31B)",
     "idefics3": "Idefics3, SmolVLM",
     "internvl": "InternVL3 (in transformers' form)",
     "lfm2_vl": "LFM2-VL",
@@ -122,7 +124,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
         checkpoint = unstacked(turned(Checkpoint.open(path)))
         if raw.values.get("model_type") in MULTIMODAL:
             raw, checkpoint = text_model(raw, checkpoint)
-    found = find_format(raw)
+    found = find_format(raw, path)
     model = build_model(raw)
     return model, find_packed(checkpoint, found, model.weights())
 

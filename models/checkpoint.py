@@ -16,6 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError
@@ -52,6 +54,13 @@ class TensorInfo:
         offset = self.offset + start * stride
         return TensorInfo(name, self.dtype, shape, self.file, offset, rows * stride)
 
+    def held(self) -> HeldTensor:
+        """The same, read whole into memory. Raises CheckpointError, as read_into does."""
+        data = np.empty(self.nbytes, np.uint8)
+        self.read_into(data.data)
+        own = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes)
+        return HeldTensor(*own, data)
+
     def read_into(self, view: memoryview, start: int = 0) -> None:
         """Fill `view` with the bytes of the tensor from byte `start` on. Safe in several threads.
 
@@ -77,17 +86,32 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class HeldTensor(TensorInfo):
+    """A tensor whose bytes are in memory."""
+
+    data: NDArray[np.uint8] = field(repr=False, compare=False)
+
+    def held(self) -> HeldTensor:
+        return self
+
+    def read_into(self, view: memoryview, start: int = 0) -> None:
+        view[:] = self.data.data[start : start + len(view)]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """The tensors of a folder (or a GGUF file) by name. packed: quantised matrices by the names of
     the tensors that a model asks for; what these are made of is not among the tensors. format: how
-    they are packed. part_of: the model_type of the model that has other parts, which are left out.
-    whole_norms: the weights of norms are whole where the hub has them less one.
+    they are packed. ignored: what the files quantise besides weights, in a way that is not used.
+    part_of: the model_type of the model that has other parts, which are left out. whole_norms: the
+    weights of norms are whole where the hub has them less one.
     """
 
     folder: Path
     tensors: dict[str, TensorInfo]
     packed: Mapping[str, Packed] = field(default_factory=dict)
     format: str | None = None
+    ignored: tuple[str, ...] = ()
     part_of: str | None = None
     whole_norms: bool = False
 

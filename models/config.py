@@ -17,13 +17,17 @@ _MISSING = object()
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "alibi": (None, False),
+    "attention_k_eq_v": (None, False),
     "attention_multiplier": (None,),
     "attn_logit_softcapping": (None,),
     "clip_qkv": (None,),
     "conv_L_cache": (None,),
     "full_attn_idxs": (None,),
     "embedding_multiplier": (None, 1, 1.0),
+    "enable_moe_block": (None, False),
     "final_logit_softcapping": (None,),
+    "global_head_dim": (None,),
+    "hidden_size_per_layer_input": (None, 0),
     "is_encoder_decoder": (None, False),
     "kv_lora_rank": (None,),
     "linear_conv_kernel_dim": (None,),
@@ -36,7 +40,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_rope_layer_interval": (None,),
     "no_rope_layers": (None, []),
     "num_experts": (None, 0),
+    "num_kv_shared_layers": (None, 0),
     "num_local_experts": (None, 0),
+    "per_layer_config": (None, {}),
     "parallel_attn": (None, False),
     "quantization": (None, {}),
     "quantization_config": (None, {}),
@@ -207,6 +213,8 @@ class RawConfig:
                 f"{self.place}: rope key {', '.join(sorted(unknown))} is not implemented "
                 f"for type {kind!r}."
             )
+        if kind == "proportional":  # all of a head turns, the rest of it by nothing
+            values["partial_rotary_factor"], partial = partial, 1.0
         rotary_dim = int(head_dim * partial)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise UnsupportedError(f"{self.place}: {rotary_dim} rotary dimensions of {head_dim}.")
@@ -221,6 +229,7 @@ _ROPE_KEYS: dict[str, set[str]] = {
     "default": {"factor", "original_max_position_embeddings"},  # present in some files, unused
     "linear": {"factor", "original_max_position_embeddings"},
     "dynamic": {"factor", "original_max_position_embeddings"},
+    "proportional": {"factor"},
     "llama3": {
         "factor",
         "low_freq_factor",
@@ -239,6 +248,7 @@ _ROPE_KEYS: dict[str, set[str]] = {
         "factor",
         "original_max_position_embeddings",
         "attention_factor",
+        "attn_factor",
         "beta_fast",
         "beta_slow",
         "mscale",

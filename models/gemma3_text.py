@@ -4,7 +4,7 @@ five layers with a window, which have a rope of their own, to each without."""
 from __future__ import annotations
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, RopeConfig
 from infer.models.gemma2 import Gemma2, read_gemma
 from infer.models.layers import DecoderConfig
 
@@ -31,15 +31,17 @@ class Gemma3Text(Gemma2):
         raw = raw.with_defaults(**_DEFAULTS)
         head_dim = raw.size("head_dim")
         raw.expect("attn_logit_softcapping", None)  # transformers reads it and does not use it
-        local = raw.rope(
-            head_dim,
-            theta_key="rope_local_base_freq",
-            scaling_key=None,
-            layer_type="sliding_attention",
-        )
-        if local.kind in ("dynamic", "longrope"):
-            raise UnsupportedError(
-                f"{raw.place}: rope type {local.kind!r} is not implemented for sliding layers."
-            )
         rope = raw.rope(head_dim, 1e6, layer_type="full_attention")
-        return read_gemma(raw, qk_norm=True, rope=rope, local_rope=local)
+        return read_gemma(raw, qk_norm=True, rope=rope, local_rope=read_local_rope(raw, head_dim))
+
+
+def read_local_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
+    """The rope of the layers with a window. Raises UnsupportedError."""
+    rope = raw.rope(
+        head_dim, theta_key="rope_local_base_freq", scaling_key=None, layer_type="sliding_attention"
+    )
+    if rope.kind in ("dynamic", "longrope"):
+        raise UnsupportedError(
+            f"{raw.place}: rope type {rope.kind!r} is not implemented for sliding layers."
+        )
+    return rope

@@ -23,7 +23,7 @@ _NAMES = {
 
 
 class GraniteMoeHybrid(GraniteMoe):
-    """Without experts the shared MLP is the only one."""
+    """Without experts the shared MLP is the only one, which MLX has as Llama's."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -51,6 +51,8 @@ class GraniteMoeHybrid(GraniteMoe):
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         shared = name if self.config.experts is None else f"{name}.shared_expert"
         specs = layers.mlp_weights(self.config, shared, f"{prefix}.mlp")
-        yield from layers.renamed(specs, _NAMES)
+        apart = layers.mlp_weights(replace(self.config, fused_gate_up=False), name, f"{prefix}.mlp")
+        for spec, of_mlx in zip(layers.renamed(specs, _NAMES), apart, strict=True):
+            yield replace(spec, others=of_mlx.sources)
         if self.config.experts is not None:
             yield from super().mlp_weights(layer, name, prefix)

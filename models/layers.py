@@ -91,12 +91,31 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     conv_bias: bool = False  # of a short convolution and the projections around it
     gated_attention: bool = False  # its result, by a part of the projection of queries
+    global_heads: tuple[int, int] | None = None  # KV heads and head_dim of layers without a window
+    global_k_eq_v: bool = False  # values are the projection of keys in layers without a window
+    num_kv_shared_layers: int = 0  # the last ones, which have no keys and values of their own
+    double_wide_mlp: bool = False  # of these layers
+    hidden_size_per_layer_input: int = 0  # of an embedding for each layer
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """The KV heads of a layer and their head_dim."""
+        if self.global_heads and not self.windows[layer]:
+            return self.global_heads
+        return self.num_key_value_heads, self.head_dim
 
     @property
-    def kv_windows(self) -> list[int]:
-        """The windows of the layers that have keys and values."""
-        pairs = zip(self.windows, self.states, strict=True)
-        return [window for window, state in pairs if state is None]
+    def kv_sources(self) -> list[int]:
+        """For each layer the one whose keys and values it attends to: itself, or, where it shares
+        them, the last that does not and is of its kind."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {window > 0: layer for layer, window in enumerate(self.windows[:own])}
+        return [*range(own), *(last[window > 0] for window in self.windows[own:])]
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """`kv_shape` of each layer that has keys and values of its own."""
+        own = range(self.num_hidden_layers - self.num_kv_shared_layers)
+        return [self.kv_shape(layer) for layer in own if self.states[layer] is None]
 
     @classmethod
     def read(
@@ -125,15 +144,7 @@ class DecoderConfig:
         layers = raw.size("num_hidden_layers")
         kv_heads = raw.size("num_key_value_heads", heads)
         head_dim = raw.size("head_dim", hidden // heads)
-        if heads % kv_heads:
-            raise UnsupportedError(
-                f"{raw.place}: {heads} attention heads cannot share {kv_heads} key-value heads."
-            )
-        if head_dim % 8 or head_dim > 512:
-            raise UnsupportedError(
-                f"{raw.place}: head_dim = {head_dim} is not implemented "
-                "(only multiples of 8 up to 512)."
-            )
+        check_heads(raw, heads, kv_heads, head_dim)
         config = cls(
             model_type=raw.get("model_type"),
             vocab_size=raw.size("vocab_size"),
@@ -155,6 +166,19 @@ class DecoderConfig:
         )
         raw.done()
         return config
+
+
+def check_heads(raw: RawConfig, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises UnsupportedError for heads that attention does not have."""
+    if heads % kv_heads:
+        raise UnsupportedError(
+            f"{raw.place}: {heads} attention heads cannot share {kv_heads} key-value heads."
+        )
+    if head_dim % 8 or head_dim > 512:
+        raise UnsupportedError(
+            f"{raw.place}: head_dim = {head_dim} is not implemented "
+            "(only multiples of 8 up to 512)."
+        )
 
 
 # The names that transformers has for the functions of `Ops.activation`.

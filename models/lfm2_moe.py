@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from infer.models import layers
 from infer.models.config import RawConfig
 from infer.models.layers import DecoderConfig, ExpertsConfig
 from infer.models.lfm2 import Lfm2, read_lfm2
 from infer.models.moe import MixtureOfExperts, read_chosen
+from infer.models.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {
@@ -34,6 +38,15 @@ class Lfm2Moe(MixtureOfExperts, Lfm2):
         raw.get("layer_types", kind=list)  # there must be some
         convolves = layers.layers_with_state(raw, "conv", lambda layer: False)
         return read_lfm2(raw, convolves, experts=_experts(raw))
+
+    def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """MLX calls the projections of the first layers as Llama does."""
+        for spec in super().mlp_weights(layer, name, prefix):
+            others = spec.others
+            if not self.experts.layers[layer]:
+                named = ((s, s.key.replace(".mlp.", ".feed_forward.")) for s in spec.sources)
+                others = tuple(replace(source, key=key) for source, key in named)
+            yield replace(spec, others=others)
 
 
 def _experts(raw: RawConfig) -> ExpertsConfig:

@@ -85,15 +85,20 @@ class Llama:
         h = self.embed(ops, w)
         for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
             h = self.layer(ops, h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
+        return self.logits(ops, h, w)
+
+    def embed(self, ops: Ops, w: Weights) -> Value:
+        """The activations [rows, hidden_size] of the step's tokens."""
+        return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
+
+    def logits(self, ops: Ops, h: Value, w: Weights) -> Value:
+        """What the activations behind the last layer say of the next token."""
+        c = self.config
         h = layers.norm(ops, ops.logits_rows(h), w, "norm", c)
         head = w["embed_tokens" if c.tie_word_embeddings else "lm_head"]
         logits = ops.linear(h, head, w.get("lm_head.bias"), 1 / c.logits_scaling)
         cap = c.final_logit_softcapping
         return ops.softcap(logits, cap) if cap else logits
-
-    def embed(self, ops: Ops, w: Weights) -> Value:
-        """The activations [rows, hidden_size] of the step's tokens."""
-        return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
 
     def layer(
         self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int

@@ -8,6 +8,7 @@ A weight W [out, in] becomes W + scale B A, of the tensors
 
 where the model's own tensor is NAME.weight, and scale = alpha / rank, or, with use_rslora,
 alpha / sqrt(rank) (Kalajdzievski 2023). alpha is lora_alpha, or what alpha_pattern has for NAME.
+Beside the changes of a head PEFT saves the model's own, as NAME.base_layer.weight: it must be that.
 
 An adapter is merged into a weight while that is read, or lies beside it as two matrices (LowRank):
 beside what the files have quantised already, and wherever it is chosen call by call.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.arrays import write
+from infer.kernels.arrays import from_bf16, to_bf16, write
 from infer.kernels.device import Device
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.ops import Changes, LowRank
@@ -40,6 +41,7 @@ from infer.models.checkpoint import (
     read_header,
 )
 from infer.models.config import RawConfig
+from infer.models.formats.packed import read_rows
 from infer.models.llama import Llama
 from infer.models.multimodal import text_tensors
 from infer.models.weights import Change, Factors, Source, WeightSpec, widened
@@ -75,7 +77,12 @@ _MERGE = (
 )
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# What PEFT copies from the model, unless its save_embedding_layers is false.
+_COPY = re.compile(
+    r"base_model\.model\.((?:.+\.)?(?:embed_tokens|embed_in|lm_head|embed_out))(?:\.base_layer)?\.weight"
+)
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_BLOCK = 1 << 22  # values compared at a time
 _MOST_ALPHA = 1e6  # far more than anybody trains with, and no product leaves f32
 # What makes a pattern take for ever.
 _REPETITION, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
@@ -119,13 +126,48 @@ def _rows(info: TensorInfo, first: int, count: int) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A copy of the model's own tensor among those of an adapter; name: of that."""
+
+    name: str
+    copy: TensorInfo
+    own: TensorInfo
+
+    def check(self) -> None:
+        """Raises UnsupportedError where it has not the model's values, in its own dtype."""
+        rows, columns = self.own.shape
+        step = max(1, _BLOCK // columns)
+        for first in range(0, rows, step):
+            part = first, min(first + step, rows)
+            own = _rounded(read_rows(self.own, *part), self.copy.dtype)
+            if not np.array_equal(read_rows(self.copy, *part), own):
+                raise _retrained(self.name, self.copy, "has other values than the model's own")
+
+
+def _rounded(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    if dtype == "bf16":
+        return from_bf16(to_bf16(values))
+    with np.errstate(over="ignore"):
+        return values.astype(f"f{ITEMSIZE[dtype]}")
+
+
+def _retrained(name: str, copy: TensorInfo, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} brings {copy.name}, which {why}: embeddings that an adapter replaces are not "
+        f"implemented. {_MERGE}"
+    )
+
+
+@dataclass(frozen=True)
 class Lora:
     """An adapter, of which the headers are read. name: for people. base: what it was made for, as
-    its config calls that. pairs: by the name of the tensor that they change."""
+    its config calls that. pairs: by the name of the tensor that they change. copies: of tensors of
+    the model, by their names there."""
 
     name: str
     base: str
     pairs: Mapping[str, Pair]
+    copies: Mapping[str, TensorInfo]
 
     @classmethod
     def open(cls, folder: Path, name: str) -> Lora:
@@ -144,7 +186,10 @@ class Lora:
         for key, value in config.values.items():
             if key not in config.read | _HARMLESS and value:
                 raise _unmerged(config, key)
-        found = _matrices(read_header(folder / ADAPTER_TENSORS), name)
+        tensors = read_header(folder / ADAPTER_TENSORS)
+        copied = {key: _COPY.fullmatch(key) for key, i in tensors.items() if i.dtype in ITEMSIZE}
+        copies = {f"{match[1]}.weight": tensors[key] for key, match in copied.items() if match}
+        found = _matrices({k: i for k, i in tensors.items() if not copied.get(k)}, name)
         pairs = {}
         for module, (a, b) in found.items():
             if a.shape[0] != b.shape[1] or a.shape[0] not in ranks:
@@ -157,18 +202,13 @@ class Lora:
                 raise UnsupportedError(f"{config.place}: the alpha of {module} is {own}.")
             divisor = math.sqrt(a.shape[0]) if root else a.shape[0]
             pairs[f"{module}.weight"] = Pair(a, b, own / divisor)
-        return cls(name, base, pairs)
+        return cls(name, base, pairs, copies)
 
     def targets(self, model: Llama, checkpoint: Checkpoint) -> dict[str, dict[str, Pair]]:
         """The pairs by weight of the model and by source of that. What changes a head that is tied
         is found under "embed_tokens"; what changes parts that are not run is left out. Raises
         CheckpointError for an adapter of another model."""
-        places: dict[str, tuple[WeightSpec, Source]] = {}
-        for spec in model.weights():
-            for source in spec.found(checkpoint) if len(spec.shape) == 2 else ():
-                places[source.key] = spec, source
-                if spec.name == "embed_tokens" and model.config.tie_word_embeddings:
-                    places |= {head: (spec, source) for head in _HEADS if head not in places}
+        places = _places(model, checkpoint)
         all_pairs = self.pairs if checkpoint.part_of is None else text_tensors(self.pairs)
         if not all_pairs:
             raise self._misfit(f"it changes nothing of the text model in {checkpoint.part_of}")
@@ -192,10 +232,42 @@ class Lora:
             found.setdefault(spec.name, {})[source.key] = pair
         return found
 
+    def copied(self, model: Llama, checkpoint: Checkpoint) -> list[Copy]:
+        """The copies with what they should be copies of. Raises UnsupportedError where they cannot
+        be that."""
+        places, found = _places(model, checkpoint), []
+        copies = self.copies if checkpoint.part_of is None else text_tensors(self.copies)
+        for key, copy in copies.items():
+            source = places[key][1] if key in places else None
+            own = checkpoint.tensors.get(source.key) if source is not None else None
+            if own is None:
+                raise UnsupportedError(
+                    f"{self.name} brings {copy.name}, and the model's own is quantised, or not "
+                    "there, so that they cannot be compared. If it was not trained, leave it out: "
+                    "PEFT's save_pretrained(..., save_embedding_layers=False)."
+                )
+            if copy.shape != own.shape:
+                raise _retrained(
+                    self.name, copy, f"is {copy.shape} where the model's is {own.shape}"
+                )
+            found.append(Copy(self.name, copy, own))
+        return found
+
     def _misfit(self, why: str) -> CheckpointError:
         return CheckpointError(
             f"The adapter {self.name} is for another model: {why}. It was made for {self.base}."
         )
+
+
+def _places(model: Llama, checkpoint: Checkpoint) -> dict[str, tuple[WeightSpec, Source]]:
+    """The matrices of a model by the names of their tensors, and the one of a head that is tied."""
+    places: dict[str, tuple[WeightSpec, Source]] = {}
+    for spec in model.weights():
+        for source in spec.found(checkpoint) if len(spec.shape) == 2 else ():
+            places[source.key] = spec, source
+            if spec.name == "embed_tokens" and model.config.tie_word_embeddings:
+                places |= {head: (spec, source) for head in _HEADS if head not in places}
+    return places
 
 
 def _matrices(
@@ -294,10 +366,12 @@ class _Beside:
 @dataclass(frozen=True)
 class Loras:
     """The adapters of a model that is loaded. merged: what goes into its tensors. beside: what lies
-    beside its weights, by name of the adapter (None: the one that is always on) and of weight."""
+    beside its weights, by name of the adapter (None: the one that is always on) and of weight.
+    copies: what must be the model's own."""
 
     merged: Mapping[str, Change]
     beside: Mapping[str | None, Mapping[str, _Beside]]
+    copies: Sequence[Copy] = ()
 
     @classmethod
     def fit(
@@ -330,7 +404,9 @@ class Loras:
         found: dict[str | None, Mapping[str, _Beside]] = {None: beside(kept)}
         for adapter, lora in (named or {}).items():
             found[adapter] = beside(lora.targets(model, checkpoint))
-        return cls(merged, found)
+        loras = [*([always] if always else []), *(named or {}).values()]
+        copies = [copy for lora in loras for copy in lora.copied(model, checkpoint)]
+        return cls(merged, found, copies)
 
     def allocate(
         self, device: Device, weights: Mapping[str, GpuTensor]
@@ -347,7 +423,10 @@ class Loras:
         weights: Mapping[str, GpuTensor],
         changes: Mapping[str | None, Changes],
     ) -> None:
-        """Read it from the files. Raises CheckpointError."""
+        """Read it from the files. Raises CheckpointError, and UnsupportedError for copies of the
+        model's tensors that are none."""
+        for copy in self.copies:
+            copy.check()
         for adapter, of_weights in self.beside.items():
             for name, each in of_weights.items():
                 each.fill(device, changes[adapter][weights[name]])

@@ -45,6 +45,17 @@ class MixtureOfExperts(Llama):
         yield WeightSpec(f"{name}.router", own, other)
         if experts.correction:
             yield self.correction_weight(f"{name}.correction", f"{prefix}.{experts.correction}")
+        yield from self.expert_weights(name, prefix, fused)
+        if experts.shared_inner:
+            shared = replace(c, intermediate_size=experts.shared_inner)
+            yield from layers.mlp_weights(
+                shared, f"{name}.shared_expert", f"{prefix}.{self.shared}"
+            )
+
+    def expert_weights(self, name: str, prefix: str, fused: str) -> Iterator[WeightSpec]:
+        """experts.gate_up_proj and experts.down_proj, of a tensor for each matrix of an expert, or,
+        under `fused`, of two for all experts."""
+        c, experts = self.config, self.experts
         into, back = (experts.inner, c.hidden_size), (c.hidden_size, experts.inner)
         gate_up, down = (
             tuple(
@@ -65,11 +76,6 @@ class MixtureOfExperts(Llama):
                 each = (range(i * rows, (i + 1) * rows) for i in range(experts.count))
                 others = tuple(Source(key, shape, own, transposed=True) for own in each)
             yield WeightSpec(f"{name}.experts.{part}", sources, others, unit=rows)
-        if experts.shared_inner:
-            shared = replace(c, intermediate_size=experts.shared_inner)
-            yield from layers.mlp_weights(
-                shared, f"{name}.shared_expert", f"{prefix}.{self.shared}"
-            )
 
     def correction_weight(self, name: str, key: str) -> WeightSpec:
         return WeightSpec(name, (Source(key, (self.experts.count,)),))

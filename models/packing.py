@@ -31,6 +31,13 @@ class Stored:
     order: NDArray[np.int64] | None = None
 
 
+# Values packed at a time: more would leave a core's caches, fewer keep threads waiting for
+# Python's lock.
+_VALUES = 1 << 20
+
+# At the least so many rows of a matrix that lies by columns: shorter runs are slow to gather.
+_ROWS = 64
+
 # How matrices lie that no kernel has a common form for: as f32, which is what they stand for.
 WIDENED = Stored("f32")
 
@@ -105,31 +112,29 @@ def codes(grouped: Grouped, stored: Stored) -> Codes:
     """Rows of a matrix as `stored` has them: the same values."""
     scheme, grouping = grouped.scheme, stored.grouping
     columns = grouped.codes.shape[1]
-    values, scales = grouped.codes, grouped.scales
+    values, units = grouped.codes, grouped.units
+    scales, biases = grouped.scales, grouped.biases
     if scheme.kind != stored.dtype and scheme.kind in CODED:
-        values = TABLES[scheme.kind][values].astype(np.int8)
-    elif scheme.kind == "int":
-        values = (values.view(np.uint8) - np.uint8(grouping.shift)).view(np.int8)
+        values = TABLES[scheme.kind].astype(np.int8).take(values)
+    elif grouping.shift:
+        values = values.view(np.uint8) - np.uint8(grouping.shift)
+    if units is not None and grouping.dtype != "int8":
+        (scales, biases), units = grouped.numbers(), None
     offsets = None
     if grouping.offset == "zero":
         offsets = np.zeros_like(scales) if grouped.zeros is None else grouped.zeros
     elif grouping.offset == "bias" and grouped.zeros is not None:
         offsets = -scales * grouped.zeros
     elif grouping.offset == "bias":
-        offsets = np.zeros_like(scales) if grouped.biases is None else grouped.biases
+        offsets = np.zeros_like(scales) if biases is None else biases
     times = _whole(scheme.group, columns) // grouping.group
 
     def spread(parts: NDArray[Any]) -> NDArray[Any]:
         return np.repeat(parts, times, axis=1)[:, : grouping.groups(columns)]
 
-    return Codes(
-        stored.dtype,
-        grouping,
-        values,
-        spread(scales),
-        None if offsets is None else spread(offsets),
-        grouped.units if grouping.dtype == "int8" else None,
-    )
+    if times > 1:
+        scales, offsets = spread(scales), None if offsets is None else spread(offsets)
+    return Codes(stored.dtype, grouping, values, scales, offsets, units)
 
 
 class PackedRows:
@@ -140,7 +145,8 @@ class PackedRows:
         self, matrix: Packed, first: int, rows: int, stored: Stored, step: int = 1
     ) -> None:
         columns = matrix.shape[1]
-        self._matrix, self._first, self._stored, self._step = matrix, first, stored, step
+        self._first, self._stored, self._step = first, stored, step
+        self._matrix = self._files = matrix
         self._stride = row_bytes(columns, stored.dtype)
         self._scales = np.empty((rows, stored.grouping.row_bytes(columns)), np.uint8)
         self._lock, self._left, self._done = Lock(), rows, Event()
@@ -149,16 +155,22 @@ class PackedRows:
         """The bytes of blocks from byte `start` on, whole rows."""
         row, count = start // self._stride, len(view) // self._stride
         try:
-            first = self._first + row * self._step
-            grouped = self._matrix.every(self._step, first, count)
-            blocks, self._scales[row : row + count] = codes(grouped, self._stored).pack()
-            np.frombuffer(view, np.uint8)[:] = blocks.reshape(-1)
+            with self._lock:
+                matrix = self._matrix = self._matrix.held()
+            filled, scales = np.frombuffer(view, np.uint8).reshape(count, -1), self._scales[row:]
+            at_once = max(_ROWS if matrix.by_columns else 1, _VALUES // matrix.shape[1])
+            for i in range(0, count, at_once):
+                part = slice(i, min(i + at_once, count))
+                first = self._first + (row + i) * self._step
+                grouped = matrix.every(self._step, first, part.stop - i)
+                filled[part], scales[part] = codes(grouped, self._stored).pack()
         except BaseException:
             self._done.set()  # nobody shall wait for what will not come
             raise
         with self._lock:
             self._left -= count
             if self._left == 0:
+                self._matrix = self._files  # what was held is no longer needed
                 self._done.set()
 
     def fill_scales(self, view: memoryview, start: int) -> None:

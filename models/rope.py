@@ -93,6 +93,13 @@ def _ntk_alpha(rope: RopeConfig) -> NDArray[np.float32]:
     return F32(1.0) / _base(rope, rope.theta * _number(rope, "alpha") ** (dim / (dim - 2)))
 
 
+def _proportional(rope: RopeConfig) -> NDArray[np.float32]:
+    """Gemma 4: some of a head's pairs turn, with the wavelengths that they have if all do."""
+    frequencies = _default(rope) / F32(_number(rope, "factor", 1.0))
+    frequencies[int(_number(rope, "partial_rotary_factor") * rope.rotary_dim // 2) :] = 0.0
+    return frequencies
+
+
 def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
     """Llama 3.1: long wavelengths slowed by `factor`, short ones kept, a ramp between."""
     frequencies = _default(rope)
@@ -125,6 +132,10 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
             attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim)
         else:
             attention_factor = _mscale(factor, 1.0)
+        # As vLLM has it (YaRNScalingRotaryEmbedding); transformers ignores the key.
+        attention_factor *= _number(rope, "attn_factor", 1.0)
+    elif scaling.get("attn_factor") is not None:
+        raise UnsupportedError("rope keys 'attention_factor' and 'attn_factor' exclude each other.")
 
     def dimension(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
@@ -182,4 +193,5 @@ _FREQUENCIES = {
     "linear": _linear,
     "llama3": _llama3,
     "ntk_alpha": _ntk_alpha,
+    "proportional": _proportional,
 }

@@ -57,7 +57,7 @@ Change = Callable[[int, int], Factors]
 
 # What embeddings and the output projection are stored as in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
-_EMBEDDINGS = ("embed_tokens", "embed_positions", "lm_head")
+_EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "embed_positions", "lm_head")
 _ROUTER = ".router"
 
 # The parameters of wgsl/fill_random.wgsl.
@@ -648,8 +648,10 @@ def _fill_packed(device: Device, tensor: GpuTensor, shard: Shard) -> None:
     )
     codes, units = np.zeros((1, columns), np.uint8), None
     if grouping.dtype == "int8":
-        largest = np.array([scales[0, 0], 0 if offsets is None else offsets[0, 0]], np.float32)
+        largest = np.array([scales[0, 0], 0 if offsets is None else offsets[0, 0]], np.float16)
         units = np.tile(largest / 32, (1, -(-columns // SUPERBLOCK), 1))
+        scales = np.full(scales.shape, 32, np.int8)
+        offsets = None if offsets is None else scales
     _, row = Codes(tensor.dtype, grouping, codes, scales, offsets, units).pack()
     step = max(1, PIECE_BYTES // row.nbytes)
     for first in range(0, shard.rows, step):

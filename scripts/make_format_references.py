@@ -9,8 +9,8 @@ writes into it, model.safetensors with the module's tensors, and values.npz with
 library makes of them, float32 [rows, columns] (rounded to the dtype that the library computes in,
 which is float32 unless its name says otherwise).
 
-Needs the extra `reference`, and for the formats, installed with --no-deps: auto_gptq, autoawq, mlx
-with mlx-cpu, compressed-tensors with loguru, bitsandbytes.
+Needs the extra `reference`, and for the formats, installed with --no-deps: auto_gptq, auto-round,
+autoawq, mlx with mlx-cpu, compressed-tensors with loguru, bitsandbytes.
 """
 
 import argparse
@@ -106,6 +106,34 @@ def gptq(
         "true_sequential": True,
     } | ({"checkpoint_format": "gptq_v2"} if v2 else {})
     return {"quantization_config": config}, tensors, values
+
+
+def auto_round() -> Result:
+    utils = types.ModuleType("auto_round.utils")  # which would import far more
+    utils.get_packing_device = lambda device: "cpu"  # type: ignore[attr-defined]
+    bits = module_of("auto_round", "utils.bit_packing")
+    sys.modules |= {"auto_round.utils": utils, "auto_round.utils.bit_packing": bits}
+    sys.modules["auto_round"] = types.ModuleType("auto_round")
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+
+    w = weights(GPTQ_ROWS)
+    scales, zeros = affine(w, 4, 64, symmetric=False)
+    linear = torch.nn.Linear(COLUMNS, GPTQ_ROWS, bias=False)
+    linear.weight.data = w
+    layer = QuantLinear(4, 64, COLUMNS, GPTQ_ROWS, bias=False)
+    layer.pack(linear, scales, zeros)
+    tensors = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales")}
+    layer.scales = layer.scales.float()
+    config = {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "group_size": 64,
+        "sym": False,
+        "data_type": "int",
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+    }
+    return {"quantization_config": config}, tensors, layer(torch.eye(COLUMNS)).T
 
 
 def awq(group: int) -> Result:
@@ -222,6 +250,33 @@ def compressed(
     return {"quantization_config": config}, tensors, values
 
 
+def compressed_fp4(layout: str, preset: str) -> Result:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme, w = preset_name_to_scheme(preset, ["Linear"]), weights()
+    low, high = ((parts := w.reshape(ROWS, -1, scheme.weights.group_size)).amin(2), parts.amax(2))
+    whole = generate_gparam(w.amin(), w.amax()) if preset == "NVFP4" else None
+    scale, _ = calculate_qparams(low, high, scheme.weights, global_scale=whole)
+    state = {"weight": w, "weight_scale": scale}
+    state |= {} if whole is None else {"weight_global_scale": whole.reshape(1)}
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    tensors = compressor.compress(state, scheme)
+    values = dequantize(
+        unpack_fp4_from_uint8(tensors["weight_packed"], ROWS, COLUMNS, torch.float32),
+        compressor._decompress_scale(tensors["weight_scale"], torch.float32),
+        args=scheme.weights,
+        global_scale=tensors.get("weight_global_scale"),
+        dtype=torch.float32,
+    )
+    groups = {"group_0": scheme.model_dump(mode="json") | {"format": layout}}
+    config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+    return {"quantization_config": config}, tensors, values
+
+
 def fp8(block: tuple[int, int] | None, dtype: str = "float32") -> Result:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -297,6 +352,7 @@ CASES: dict[str, Callable[[], Result]] = {
     "gptq_8bit_zeros": lambda: gptq(8, 32, symmetric=False, act_order=False),
     "gptq_3bit_zeros": lambda: gptq(3, 64, symmetric=False, act_order=False),
     "gptq_2bit": lambda: gptq(2, 64, symmetric=True, act_order=False),
+    "auto_round": auto_round,
     "awq": lambda: awq(32),
     "awq_row": lambda: awq(-1),
     **{
@@ -324,6 +380,8 @@ CASES: dict[str, Callable[[], Result]] = {
     "compressed_fp8_block": lambda: compressed(
         "float-quantized", kind="float", strategy="block", block_structure=[32, 96]
     ),
+    "compressed_mxfp4": lambda: compressed_fp4("mxfp4-pack-quantized", "MXFP4"),
+    "compressed_nvfp4": lambda: compressed_fp4("nvfp4-pack-quantized", "NVFP4"),
     "fp8_block": lambda: fp8((24, 64)),
     "fp8_block_bf16": lambda: fp8((16, 32), "bfloat16"),
     "fp8_block_e8m0": lambda: fp8((16, 32), "float8_e8m0fnu"),

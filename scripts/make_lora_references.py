@@ -148,9 +148,9 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
             break
     shutil.rmtree(folder, ignore_errors=True)
     for parameter_name, parameter in model.named_parameters():
-        if "lora_" in parameter_name:
-            parameter.data = parameter.data.to(getattr(torch, case.dtype))
-    model.save_pretrained(folder, save_embedding_layers=False)
+        dtype = case.dtype if "lora_" in parameter_name else "float16"  # of copies
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.save_pretrained(folder)
     (folder / "README.md").unlink()
     config = json.loads((folder / "adapter_config.json").read_text())
     config["target_modules"].sort()  # a set

@@ -255,6 +255,39 @@ def gemma3_text(**changes: Any) -> dict[str, Any]:
     return gemma2() | {"model_type": "gemma3_text"} | own | changes
 
 
+def gemma4_text(**changes: Any) -> dict[str, Any]:
+    """Built like the largest: keys that are the values too, and nothing but the tokens."""
+    own = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "attention_k_eq_v": True,
+        "attn_logit_softcapping": None,
+        "enable_moe_block": False,
+        "global_head_dim": 40,
+        "head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "model_type": "gemma4_text",
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 0,
+        "query_pre_attn_scalar": None,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+        },
+        "tie_word_embeddings": True,
+        "transformers_version": "5.5.0",
+        "use_bidirectional_attention": "vision",
+        "use_double_wide_mlp": False,
+        "vocab_size_per_layer_input": 300,
+    }
+    config = gemma2() | own | changes
+    return {key: v for key, v in config.items() if key not in ("hidden_act", "rope_theta")}
+
+
 def starcoder2(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "starcoder2",
@@ -979,6 +1012,35 @@ CASES: dict[str, Case] = {
         multimodal("gemma3", gemma3_text(num_hidden_layers=2), mm_tokens_per_image=4),
         embedding=0.02,
     ),
+    # Built like the smallest: inputs of layers, and keys and values that layers share.
+    "gemma4": Case(
+        multimodal(
+            "gemma4",
+            gemma4_text(
+                attention_k_eq_v=False,
+                head_dim=8,
+                hidden_size_per_layer_input=16,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                num_global_key_value_heads=None,
+                num_hidden_layers=4,
+                num_kv_shared_layers=2,
+                use_bidirectional_attention=None,
+                use_double_wide_mlp=True,
+            ),
+            audio_config=None,
+            vision_config={
+                "head_dim": 8,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "num_key_value_heads": 2,
+                "patch_size": 4,
+                "position_embedding_size": 8,
+            },
+        ),
+        embedding=0.02,
+    ),
     "mistral3": Case(
         multimodal(
             "mistral3",
@@ -1272,6 +1334,18 @@ CASES: dict[str, Case] = {
     "gemma": Case(gemma(), embedding=0.02),
     "gemma2": Case(gemma2(), embedding=0.02),
     "gemma3_text": Case(gemma3_text(), embedding=0.02),
+    "gemma4_text": Case(gemma4_text(), embedding=0.02),
+    "gemma4_text_experts": Case(
+        gemma4_text(
+            enable_moe_block=True,
+            layer_types=["sliding_attention", "full_attention"],
+            moe_intermediate_size=24,
+            num_experts=8,
+            num_hidden_layers=2,
+            top_k_experts=3,
+        ),
+        embedding=0.02,
+    ),
     "phi": Case(phi()),
     "stablelm": Case(stablelm()),
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
@@ -1378,7 +1452,9 @@ def random_weight(
     name: str, shape: tuple[int, ...], rng: np.random.Generator, embedding: float
 ) -> NDArray[Any]:
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
-    if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+    factors = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")
+    factors += ("ln_1.weight", "ln_2.weight", "ln_f.weight")
+    if name.endswith(factors):
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith(".gate_up_proj_bias"):
         return rng.normal(0.0, 3.0, shape)  # some gates and ups beyond their limits
@@ -1389,6 +1465,8 @@ def random_weight(
     if name.endswith(("embed_tokens.weight", "embed_positions.weight", "wte.weight", "wpe.weight")):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
+    if name.endswith("router.proj.weight"):  # what it gives is divided by the root of the width
+        return rng.normal(0.0, 1.5, shape)
     if name.endswith("A_log"):  # what came long ago must matter
         return rng.uniform(-4.0, 0.0, shape)
     peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
@@ -1402,7 +1480,8 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     config = transformers_config(published_config(case))
     model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        buffers = (named for named in model.named_buffers() if named[0].endswith("_bias"))
+        kept = ("_bias", "layer_scalar")
+        buffers = (named for named in model.named_buffers() if named[0].endswith(kept))
         lying = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Conv1D)}
         for name, parameter in [*model.named_parameters(), *buffers]:
             own = parameter.T if name in lying else parameter
@@ -1412,7 +1491,7 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     return model.eval()
 
 
-_ROUTERS = ("TopKRouter", "TopkRouter", "MoEV1Gate")
+_ROUTERS = ("TopKRouter", "TopkRouter", "TextRouter", "MoEV1Gate")
 
 
 class RoutingMargins:
@@ -1431,7 +1510,11 @@ class RoutingMargins:
             hook.remove()
 
     def see(self, router: Any, args: Any, output: Any) -> None:
-        logits, chosen = output[0], router.top_k
+        if hasattr(router, "per_expert_scale"):
+            logits, chosen = output[0].log(), router.config.top_k_experts
+            logits = logits - logits.mean(-1, keepdim=True)
+        else:
+            logits, chosen = output[0], router.top_k
         if hasattr(router, "moe_statics"):
             logits = router.moe_statics(logits.softmax(-1))
         elif hasattr(router, "e_score_correction_bias"):

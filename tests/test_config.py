@@ -38,6 +38,16 @@ def test_any_name_may_be_a_key() -> None:
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt_bigcode", {"multi_query": False}, "multi_query = False"),
+        ("gemma4_text", {"attention_bias": True}, "attention_bias = True"),
+        ("gemma4_text", {"global_head_dim": 516}, "head_dim = 516"),
+        ("gemma4_text", {"hidden_size_per_layer_input": -8}, "'hidden_size_per_layer_input' must"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 of 3 layers"),
+        ("gemma4_text", {"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 of 3 layers"),
+        ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config must"),
+        ("gemma4_text", {"per_layer_config": {"0": {}}}, "per_layer_config must"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention ="),
+        ("gemma4_text_experts", {"top_k_experts": 9}, "9 experts cannot be chosen of 8"),
+        ("gemma4_text_experts", {"enable_moe_block": False}, "num_experts = 8"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
         ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "Mamba layers"),
@@ -63,6 +73,7 @@ def test_any_name_may_be_a_key() -> None:
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla = True"),
         ("hunyuan_v1_moe", {"moe_topk": [2, 3]}, "the same for all layers"),
         ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert = 2"),
+        ("llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1"),
         ("llama", {"no_rope_layer_interval": 4}, "no_rope_layer_interval = 4"),
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim = 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
@@ -111,6 +122,13 @@ def test_what_is_quantised_has_the_names_of_the_text_model() -> None:
         "lm_head": {"bits": 8},
         "model.layers.0.mlp.down_proj": {"bits": 8},
     }
+
+
+def test_only_one_factor_of_yarn() -> None:
+    values = json.loads((DATA / "llama_rope_yarn" / CONFIG_FILES["published"]).read_text())
+    values["rope_scaling"] |= {"attn_factor": 0.9, "attention_factor": 1.0}
+    with pytest.raises(UnsupportedError, match="exclude each other"):
+        rope_table(build_model(RawConfig(values)).config.rope, 8)
 
 
 @pytest.mark.parametrize("factors", [None, [1.0] * 7, [1.0] * 7 + [0], [1.0] * 7 + ["1"], 8.0])

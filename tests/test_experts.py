@@ -32,6 +32,7 @@ ROUTE: Factors = SETTINGS | {
     "normalize": (False, True),
     "sigmoid": (False, True),
     "corrected": (False, True),
+    "scaled": (False, True),
 }
 
 
@@ -55,6 +56,8 @@ def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Ca
             options["epsilon"] = 0.5
         if case["corrected"]:
             options["correction"] = rng.standard_normal(experts, np.float32)
+        if case["scaled"]:
+            options["expert_scales"] = rng.standard_normal(experts, np.float32)
         ids, weights = functions.route(open_device(settings_of(case)), logits, **options)
         expected_ids, expected = reference.route(logits, **options)
         assert (ids == expected_ids).all(), case
@@ -226,13 +229,21 @@ def test_sigmoid_gate(least_device: Device, rng: np.random.Generator, rows: int)
 
 
 def layer_error(
-    device: Device, rng: np.random.Generator, dtype: str, rows: int, plan_rows: int, bias: bool
+    device: Device,
+    rng: np.random.Generator,
+    dtype: str,
+    rows: int,
+    plan_rows: int,
+    bias: bool,
+    shared: str,
 ) -> float:
-    """Of a whole layer: residual, norm, router, experts, and a projection that reads the result;
-    against the same in kernels of their own."""
+    """Of a whole layer: residual, norm, router, experts, a projection beside them, perhaps with a
+    switch, and one that reads the result; against the same in kernels of their own."""
     width, inner, experts, slots = 96, 64, 5, 2
-    shapes = {"router": (experts, width), "gate_up": (experts * 2 * inner, width)}
+    switches = int(shared == "switched")
+    shapes = {"router": (experts + switches, width), "gate_up": (experts * 2 * inner, width)}
     shapes |= {"down": (experts * width, inner), "next": (70, width), "first": (width, 72)}
+    shapes |= {"shared": (width, 72)}
     values = {name: exact_weight(rng, *shape, "bf16") for name, shape in shapes.items()}
     x, added, norms = (
         rng.standard_normal(shape, np.float32) for shape in ((rows, 72), (rows, width), (2, width))
@@ -247,10 +258,18 @@ def layer_error(
         into, back = (to_gpu(device, b) if bias else None for b in biases)
         h = forward.input(added) + ops.linear(forward.input(x), w["first"])
         normed = ops.rmsnorm(h, first, EPS)
-        routing = ops.route(ops.linear(normed, w["router"]), slots, normalize=True)
+        logits, *switch = ops.split(ops.linear(normed, w["router"]), experts, *[1] * switches)
+        routing = ops.route(logits, slots, normalize=True)
         y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
-        h = h + ops.expert_down(y, routing, w["down"], back)
-        return forward.run(ops.linear(ops.rmsnorm(h, second, EPS), w["next"]))
+        y = ops.expert_down(y, routing, w["down"], back)
+        if shared:
+            beside = ops.linear(forward.input(x[:, ::-1]), w["shared"])
+            y = (ops.sigmoid_gate(beside, *switch) if switch else beside) + y
+        result = ops.linear(ops.rmsnorm(h + y, second, EPS), w["next"])
+        if plan_rows == 1 and not own:  # what is added costs no kernel
+            kernels = {kernel.spec.name for kernel in forward.lower(result)[0].kernels}
+            assert not kernels & {"sigmoid_gate", "elementwise_add"}
+        return forward.run(result)
 
     return nmse(output(), output(fuse=False).astype(np.float64))
 
@@ -265,7 +284,8 @@ def test_a_layer_of_experts(
     for i, settings in enumerate(own if rows < 10 else own[:1]):
         device = open_device(settings)
         with device.scope():
-            error = layer_error(device, rng, dtype, rows, plan_rows, bias=i % 2 == 0)
+            shared = ("", "plain", "switched")[(i + rows) % 3]
+            error = layer_error(device, rng, dtype, rows, plan_rows, i % 2 == 0, shared)
             # A sum that rounds otherwise may round another way to int8: 2e-6 for one of 96 values.
             assert error <= (1e-5 if dtype in QUANTIZED else LIMIT), settings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from safetensors.numpy import load_file, save_file
 
 from infer.kernels.codes import TABLES
 from infer.kernels.errors import CheckpointError, InferError, UnsupportedError
-from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo
+from infer.models.checkpoint import SINGLE, Checkpoint, TensorInfo, read_header
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed
 from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, to_signed, unpack
+from infer.models.formats.mlx import Mlx
 from infer.models.formats.packed import Format, Packed
+from infer.models.weights import Source, WeightSpec
 
 DATA = Path(__file__).parent / "data" / "formats"
 CASES = sorted(path.name for path in DATA.iterdir())
@@ -116,7 +119,7 @@ def test_the_scheme_says_what_is_read(name: str) -> None:
     assert grouped.scheme == scheme
     config = json.loads((DATA / name / "config.json").read_text())
     method = config.get("quantization_config", {}).get("quant_method", "mlx")
-    assert opened(DATA / name)[0].method == method
+    assert opened(DATA / name)[0].method == {"auto-round": "gptq"}.get(method, method)
     assert grouped.codes.shape == (rows, columns)
     assert grouped.codes.dtype == (np.int8 if scheme.signed else np.uint8)
     low, high = (-(1 << (scheme.bits - 1)), 0) if scheme.signed else (0, 1 << scheme.bits)
@@ -293,6 +296,12 @@ def test_no_more_is_read_than_rows_need(name: str, monkeypatch: pytest.MonkeyPat
         ("gptq_4bit", {"is_marlin_format": True}, "is_marlin_format"),
         ("gptq_4bit", {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic"),
         ("gptq_4bit", {"quant_method": "hqq"}, "'hqq'"),
+        ("auto_round", {"packing_format": "auto_round"}, "packing_format = 'auto_round'"),
+        ("auto_round", {"packing_format": None}, "lacks 'packing_format'"),
+        ("auto_round", {"data_type": "mx_fp"}, "mx_fp"),
+        ("auto_round", {"act_bits": 8}, "act_bits = 8"),
+        ("auto_round", {"super_bits": 6}, "super_bits = 6"),
+        ("auto_round", {"extra_config": {"lm_head": {"bits": 8}}}, "sizes by layer"),
         ("awq", {"bits": 8}, "bits = 8"),
         ("awq", {"version": "gemv"}, "gemv"),
         ("awq", {"zero_point": False}, "zero_point"),
@@ -300,7 +309,8 @@ def test_no_more_is_read_than_rows_need(name: str, monkeypatch: pytest.MonkeyPat
         ("mlx_4bit", {"mode": "fp5"}, "fp5"),
         ("mlx_4bit", {"lm_head": {"bits": 1, "group_size": 64}}, "lm_head: bits = 1"),
         ("mlx_4bit", {"group_size": 48}, "group_size = 48"),
-        ("compressed_int4", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ("compressed_int4", {"format": "mxfp8-quantized"}, "mxfp8-quantized"),
+        ("compressed_int4", {"format": "nvfp4-pack-quantized"}, "type = 'int'"),
         ("compressed_int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
         ("compressed_int4", {"transform_config": {"config_groups": {"R1": {}}}}, "transform"),
         ("fp8_block", {"fmt": "e5m2"}, "e5m2"),
@@ -360,8 +370,23 @@ def variants(config: Any) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gptq_4bit", "awq", "mlx_4bit", "fp8_block", "nf4", "bnb_int8", "compressed_int8"),
-        *("compressed_int4_zeros", "compressed_fp8_block", "compressed_fp8_channel"),
+        *(
+            "gptq_4bit",
+            "auto_round",
+            "awq",
+            "mlx_4bit",
+            "fp8_block",
+            "nf4",
+            "bnb_int8",
+            "compressed_int8",
+        ),
+        *(
+            "compressed_mxfp4",
+            "compressed_nvfp4",
+            "compressed_int4_zeros",
+            "compressed_fp8_block",
+            "compressed_fp8_channel",
+        ),
     ],
 )
 def test_no_config_does_harm(name: str) -> None:
@@ -407,8 +432,76 @@ def test_what_is_not_done_is_named(copy_of: Callable[[str], Path]) -> None:
     group["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8}
     path.write_text(json.dumps(config))
-    ignored = ("activations are not quantised", "the cache is not quantised")
-    assert opened(folder)[0].ignored == ignored
+    assert opened(folder)[0].ignored == ("activations", "the KV cache")
+
+
+@pytest.mark.parametrize("divisor", [0.0, np.nan, np.inf])
+def test_a_scale_of_scales_that_is_none(copy_of: Callable[[str], Path], divisor: float) -> None:
+    folder = copy_of("compressed_nvfp4")
+    found, checkpoint = opened(folder)
+    info = checkpoint.tensors[f"{KEY}_global_scale"]
+    with open(info.file, "r+b") as file:
+        file.seek(info.offset)
+        file.write(np.float32(divisor).tobytes())
+    matrix = found.matrix(checkpoint, KEY, values_of("compressed_nvfp4").shape)
+    assert matrix is not None
+    with pytest.raises(CheckpointError, match="weight_global_scale is"):
+        matrix.read(0, 1)
+
+
+# Where older files say it, and what they leave unsaid
+
+
+@pytest.mark.parametrize("name", ["nf4", "bnb_int8"])
+def test_bitsandbytes_is_known_by_its_keys(copy_of: Callable[[str], Path], name: str) -> None:
+    folder = copy_of(name)
+    edit_config(folder, quant_method=None)
+    assert opened(folder)[0].method == "bitsandbytes"
+
+
+def test_a_format_that_is_not_named(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("gptq_4bit")
+    edit_config(folder, quant_method=None)
+    with pytest.raises(UnsupportedError, match=r"quantization_config has no quant_method"):
+        opened(folder)
+
+
+def test_gptq_beside_the_config(copy_of: Callable[[str], Path]) -> None:
+    """As AutoGPTQ wrote it first. A config.json that says something counts."""
+    folder = copy_of("gptq_4bit_act_order")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    del config["quant_method"]
+    (folder / "config.json").write_text("{}")
+    assert find_format(RawConfig.open(folder), folder) is None
+    (folder / "quantize_config.json").write_text(json.dumps(config))
+    found = find_format(RawConfig.open(folder), folder)
+    assert found is not None
+    values = values_of("gptq_4bit_act_order")
+    matrix = found.matrix(Checkpoint.open(folder), KEY, values.shape)
+    assert matrix is not None
+    np.testing.assert_array_equal(matrix.read(0, len(values)).dequantize(), values)
+    own = RawConfig({"quantization": {"bits": 4}})
+    assert isinstance(find_format(own, folder), Mlx)
+    (folder / "quantize_config.json").write_text(json.dumps(config | {"bits": 5}))
+    with pytest.raises(UnsupportedError, match=r"quantize_config\.json: bits = 5"):
+        find_format(RawConfig({}), folder)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "compressed_fp8_tensor"])
+@pytest.mark.parametrize("scale", ["k_scale", "kv_scale", "k_proj.output_scale"])
+def test_scales_of_a_cache_are_left_out(
+    copy_of: Callable[[str], Path], name: str, scale: str
+) -> None:
+    folder = copy_of(name)
+    file = folder / "more.safetensors"
+    scales = [f"model.layers.0.self_attn.{scale}", "model.layers.0.self_attn.q_scale"]
+    save_file(dict.fromkeys(scales, np.ones(1, np.float32)), file)
+    found, checkpoint = opened(folder)
+    checkpoint = replace(checkpoint, tensors=checkpoint.tensors | read_header(file))
+    spec = WeightSpec("w", (Source(KEY, values_of(name).shape),))
+    left = find_packed(checkpoint, found, [spec])
+    assert list(left.tensors) == scales[1:]
+    assert "the KV cache" in left.ignored
 
 
 # Damage

@@ -42,6 +42,7 @@ from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
 from infer.models.formats.packed import read_flat, read_rows
 from infer.models.packing import stored_packed
+from infer.models.rope import rope_table
 from infer.models.weights import check_checkpoint, load_weights
 from infer.tokenizer import Tokenizer
 
@@ -971,6 +972,13 @@ def test_rope_scaling_is_read(tmp_path: Path) -> None:
         {"factor": 4.0, "original_max_position_embeddings": 32},
     )
 
+    def own_factor(writer: library.GGUFWriter) -> None:
+        yarn(writer)
+        writer.add_rope_scaling_attn_factors(0.5)
+
+    own = gguf_config(converted(tmp_path / "m.gguf", "llama", own_factor)).rope(16)
+    assert np.allclose(rope_table(own, 9), rope_table(rope, 9) / 2)  # ggml's rope_yarn: a product
+
     def linear(writer: library.GGUFWriter) -> None:
         writer.add_rope_scaling_type(library.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(2.0)
@@ -1032,6 +1040,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path: Path) -> None:
         (lambda writer: writer.add_sliding_window(8), "llama.attention.sliding_window is not"),
         (lambda writer: writer.add_logit_scale(2.0), "llama.logit_scale is not implemented"),
         (lambda writer: writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE), "longrope"),
+        (lambda writer: writer.add_rope_scaling_attn_factors(2.0), r"scaling\.attn_factor"),
         (lambda writer: writer.add_rope_scaling_yarn_attn_factor(2.0), "yarn_attn_factor"),
     ],
 )
@@ -1256,6 +1265,32 @@ def test_text_is_split_before_merging(tmp_path: Path, pre: str, pieces: list[str
     found = backend.pre_tokenizer.pre_tokenize_str("It's 12345 dogs!\n")
     decode = decoders.ByteLevel().decode
     assert [decode([piece]) for piece, _ in found] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        (
+            "deepseek-llm",
+            [" It", "'", "s", " ", "क", "1", "2", " γ", "Ａ", "न", "，", "中文", "$", " "],
+        ),
+        (
+            "deepseek-coder",
+            [" It", "'", "s", " ", "क", "1", "2", " γＡ", "न", "，", "中文", "$ "],
+        ),
+    ],
+)
+def test_text_is_split_as_the_first_deepseek_does(
+    tmp_path: Path, pre: str, pieces: list[str]
+) -> None:
+    """By the splits of their tokenizer.json, each of which cuts what the one before it has left:
+    to the former wide letters and $ are symbols."""
+    gguf = write(tmp_path / "m.gguf", add=lambda writer: vocabulary(writer, "llama3", pre))
+    backend = gguf_tokenizer(gguf)._backend
+    assert backend.pre_tokenizer is not None
+    decode = decoders.ByteLevel().decode
+    found = backend.pre_tokenizer.pre_tokenize_str(" It's क12 γＡन，中文$ \n")
+    assert [decode([piece]) for piece, _ in found] == [*pieces, "\n"]
 
 
 @pytest.mark.parametrize("stored", ["merges", "scores", "order"])

@@ -39,23 +39,31 @@ UNWANTED = [
     "model.gguf",
     "tokenizer.model",
 ]
+Q4, Q8 = "tiny-Q4_K_M.gguf", "Q8_0/tiny-Q8_0-00001-of-00002.gguf"
 WANTED = {
     "org/sharded": [*COMMON, INDEX, *SHARDS, "additional_chat_templates/rag.jinja"],
     "org/single": ["config.json", "tokenizer.json", "model.safetensors"],
     "org/gated": ["config.json", "model.safetensors"],
     "org/private": ["config.json", "model.safetensors"],
     "org/bin": ["config.json"],
-    "org/gguf": [],
+    "org/gguf": [Q4, Q8, Q8.replace("00001-", "00002-")],
+    "org/one-gguf": ["tiny.gguf"],
     "org/none": ["config.json"],
     "org/bare": ["model.safetensors"],
     "org/down": [],
+    "org/lora-as-model": ["adapter_config.json", "adapter_model.safetensors"],
     "org/lora": ["adapter_config.json", "adapter_model.safetensors"],
 }
 EXTRA = {
     "org/sharded": UNWANTED,
     "org/single": ["extra/model.safetensors"],
     "org/bin": ["pytorch_model-00001-of-00002.bin"],
-    "org/gguf": ["model-q4.gguf", "README.md"],
+    "org/gguf": [
+        *["README.md", "config.json", "mmproj-F16.gguf", "tiny.imatrix.gguf"],
+        *["tiny-Q6_K.gguf", "UD/tiny-UD-Q6_K.gguf", "sub/tiny-mxfp4.gguf"],
+    ],
+    "org/one-gguf": ["README.md", "config.json", "pytorch_model.bin", "mmproj-tiny.gguf"],
+    "org/gated": ["tiny-Q4_K_M.gguf"],
     "org/lora": ["README.md", "tokenizer.json", "adapter_model.bin", "optimizer.pt"],
 }
 
@@ -175,9 +183,11 @@ for kwargs in json.loads(sys.argv[1]):
     except InferError as error:
         outcomes.append({"error": type(error).__name__, "message": str(error)})
     else:
-        paths = sorted(p for p in found.path.rglob("*") if p.is_file())
-        files = {p.relative_to(found.path).as_posix(): p.read_text() for p in paths}
-        outcomes.append({"name": found.name, "revision": found.revision, "files": files})
+        folder = next(p for p in (found.path, *found.path.parents) if p.name == found.revision)
+        files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+        outcomes.append({"name": found.name, "revision": found.revision})
+        outcomes[-1]["path"] = found.path.relative_to(folder).as_posix()
+        outcomes[-1]["files"] = {name: path.read_text() for name, path in files.items()}
 print(json.dumps(outcomes))
 """
 
@@ -210,14 +220,41 @@ ONLINE: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "org/single", "token": "bad"}, "ModelAccessError", "refused the token"),
     ({"model": "org/single", "revision": "v9"}, "ModelNotFoundError", "no revision 'v9'"),
     ({"model": "org/bin"}, "UnsupportedError", r"weights in \.bin files only"),
-    ({"model": "org/gguf"}, "UnsupportedError", r"each of which is a model: model-q4\.gguf\. Give"),
     ({"model": "org/none"}, "CheckpointError", "has no weights"),
     ({"model": "org/bare"}, "ModelNotFoundError", r"no config\.json"),
+    ({"model": "org/lora-as-model"}, "ModelNotFoundError", "is a LoRA adapter. Give the model"),
     ({"model": "org/down"}, "ModelError", "answered 500"),
     ({"model": "org/a--b"}, "ModelNotFoundError", "nor a valid hub id"),
     ({"model": "org/other", "offline": True}, "ModelNotFoundError", "not in the cache"),
+    (
+        {"model": "org/gguf"},
+        "ModelNotFoundError",
+        r"several GGUF models\. Give one: org/gguf:Q8_0, org/gguf/UD/tiny-UD-Q6_K\.gguf, "
+        r"org/gguf:mxfp4, org/gguf:Q4_K_M, org/gguf/tiny-Q6_K\.gguf\.$",
+    ),
+    ({"model": "org/gguf:Q4_K"}, "ModelNotFoundError", r"model Q4_K\. Those .*:Q8_0, .*_K_M, "),
+    ({"model": "org/gguf:F16"}, "ModelNotFoundError", "no GGUF model F16"),
+    ({"model": "org/gguf:q6_k"}, "ModelNotFoundError", "models called q6_k.*UD.*, [^,]*-Q6_K.gguf"),
+    ({"model": f"org/gguf/sub/{Q4}"}, "ModelNotFoundError", f"no GGUF model sub/{Q4}"),
+    ({"model": "org/gguf/" + WANTED["org/gguf"][2]}, "ModelNotFoundError", "no GGUF model Q8_0/"),
+    ({"model": "org/gguf/mmproj-F16.gguf"}, "ModelNotFoundError", "no GGUF model mmproj-F16.gguf"),
+    ({"model": "org/single:Q4_K_M"}, "ModelNotFoundError", "Those that it has: none"),
+    ({"model": "org/gguf:Q4_K_M", "revision": "v9"}, "ModelNotFoundError", "no revision 'v9'"),
+    ({"model": "org/gated:Q4_K_M"}, "ModelAccessError", "org/gated is gated: accept"),
+    ({"model": "org/private:Q4_K_M"}, "ModelAccessError", "private, or does not exist"),
+    ({"model": "org/typo/x.gguf", "token": "good"}, "ModelNotFoundError", "file or .*typo/x.gguf"),
+    ({"model": "org/other:Q4_K_M", "offline": True}, "ModelNotFoundError", "not in the cache"),
     ({"adapter": "org/typo", "token": "good"}, "ModelNotFoundError", "no repository org/typo"),
     ({"adapter": "org/none"}, "ModelNotFoundError", "it is not a LoRA adapter"),
+]
+
+
+GGUF: list[dict[str, Any]] = [
+    {"model": "org/gguf:q4_k_m"},
+    {"model": "org/gguf:Q8_0"},
+    {"model": f"org/gguf/{Q8}", "revision": "v1"},
+    {"model": f"org/gguf/{Q4}", "revision": "v1"},
+    {"model": "org/one-gguf"},
 ]
 
 
@@ -232,6 +269,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         {"model": "org/gated", "token": "good"},
         {"model": "org/private", "token": "good"},
         {"adapter": "org/lora"},
+        *GGUF,
     ]
     with serve() as hub:
         outcomes = resolve_all(hub.url, home, [call for call, *_ in ONLINE] + good)
@@ -255,7 +293,7 @@ def test_failures_each_have_their_message(session: dict[str, Any], index: int) -
 
 
 def test_only_the_needed_files_are_fetched(session: dict[str, Any]) -> None:
-    sharded, single, tagged, gated, private, lora = session["found"]
+    sharded, single, tagged, gated, private, lora = session["found"][: -len(GGUF)]
     for outcome, repo, commit in [
         (sharded, "org/sharded", MAIN),
         (single, "org/single", MAIN),
@@ -268,6 +306,43 @@ def test_only_the_needed_files_are_fetched(session: dict[str, Any]) -> None:
         assert outcome["files"] == {n: content(repo, commit, n).decode() for n in WANTED[repo]}
     wanted = {f"{repo}/{name}" for repo, names in WANTED.items() for name in names}
     assert set(session["fetched"]) <= wanted
+
+
+def test_a_gguf_model_is_fetched_alone(session: dict[str, Any]) -> None:
+    every = WANTED["org/gguf"]
+    expected = [  # the file, and all that the snapshot then holds
+        ("org/gguf", MAIN, Q4, [Q4]),
+        ("org/gguf", MAIN, Q8, every),
+        ("org/gguf", TAG, Q8, every[1:]),
+        ("org/gguf", TAG, Q4, every),
+        ("org/one-gguf", MAIN, "tiny.gguf", ["tiny.gguf"]),
+    ]
+    found = session["found"][-len(GGUF) :]
+    for call, outcome, (repo, commit, file, files) in zip(GGUF, found, expected, strict=True):
+        assert (outcome["name"], outcome["revision"]) == (call["model"], commit)
+        assert outcome["path"] == file
+        assert outcome["files"] == {n: content(repo, commit, n).decode() for n in files}
+
+
+def test_gguf_models_in_the_cache(session: dict[str, Any], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(session["home"], home, symlinks=True)
+    calls = [{"model": "org/gguf"}, {"model": "org/gguf:Q5_K_M"}]
+    offline = [call | {"offline": True} for call in GGUF + calls]
+    *found, several, missing = resolve_all("http://127.0.0.1:9", home, offline)
+    for outcome, online in zip(found, session["found"][-len(GGUF) :], strict=True):
+        assert outcome["path"] == online["path"]
+        assert outcome["revision"] == online["revision"]
+    assert several["message"].endswith("Give one: org/gguf:Q8_0, org/gguf:Q4_K_M.")
+    assert re.search("--offline uses, has no GGUF model Q5_K_M", missing["message"])
+    (home / "hub/models--org--gguf/snapshots" / MAIN / WANTED["org/gguf"][2]).unlink()
+    # Without a network, but not told so: what is there is taken, all else needs the hub.
+    whole, cut, missing = resolve_all("http://127.0.0.1:9", home, [GGUF[0], GGUF[1], calls[1]])
+    assert (whole["path"], whole["revision"]) == (Q4, MAIN)
+    assert "cannot be reached" in cut["message"]
+    assert "cannot be reached" in missing["message"]
+    (cut,) = resolve_all("http://127.0.0.1:9", home, [GGUF[1]], HF_HUB_OFFLINE="1")
+    assert re.search("incomplete: it lacks .*00002-of-00002", cut["message"])
 
 
 def test_offline(session: dict[str, Any], tmp_path: Path) -> None:
@@ -308,6 +383,17 @@ def test_no_network(session: dict[str, Any], tmp_path: Path) -> None:
     assert f"{hub.url} cannot be reached" in missing["message"]
 
 
+def test_a_hub_that_is_down_is_not_needed(session: dict[str, Any], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(session["home"], home, symlinks=True)
+    for name in ("down", "typo"):
+        shutil.copytree(home / "hub/models--org--one-gguf", home / f"hub/models--org--{name}")
+    calls = [{"model": "org/down"}, {"model": "org/down:Q4_K_M"}, {"model": "org/typo"}]
+    down, missing, private = resolve_all(session["url"], home, calls)
+    assert down["path"] == private["path"] == "tiny.gguf"
+    assert "answered 500" in missing["message"]
+
+
 def test_interrupted_download_is_completed(session: dict[str, Any], tmp_path: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(session["home"], home, symlinks=True)
@@ -318,8 +404,8 @@ def test_interrupted_download_is_completed(session: dict[str, Any], tmp_path: Pa
 
 def test_progress_bars(session: dict[str, Any], tmp_path: Path) -> None:
     for shown in (True, False):
-        call = {"model": "org/sharded", "progress": shown}
-        done = run(session["url"], tmp_path / str(shown), [call])
+        calls = [{"model": model, "progress": shown} for model in ("org/sharded", "org/one-gguf")]
+        done = run(session["url"], tmp_path / str(shown), calls)
         assert ("Fetching" in done.stderr) == shown
         assert shown or not done.stderr
 
@@ -385,6 +471,11 @@ def test_folders_that_are_no_models(
         "/no/such",
         "a/b/c",
         "C:\\no\\such",
+        "C:/no/such.gguf",
+        "no/such\\file.gguf",
+        "./no/such:Q4_K_M",
+        "org/name:",
+        "org/name:Q4_K_M/file.gguf",
         "name",
         "a/",
     ],
@@ -402,6 +493,16 @@ def test_an_empty_name_is_not_this_folder(tmp_path: Path, monkeypatch: pytest.Mo
         resolve("")
     with pytest.raises(ModelNotFoundError, match="name of the adapter is empty"):
         resolve_adapter("")
+
+
+def test_local_files_come_before_those_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "org" / "tiny", "a.gguf")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/tiny/a.gguf").name == "a"
+    with pytest.raises(ModelNotFoundError, match=r"no folder or file org/tiny/b\.gguf"):
+        resolve("org/tiny/b.gguf")
 
 
 def test_a_file_is_a_model_if_it_is_gguf(tmp_path: Path) -> None:

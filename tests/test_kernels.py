@@ -491,6 +491,7 @@ def test_elementwise(least_device: Device, rng: np.random.Generator, rows: int, 
     for shape in np.array([[0.3, -0.8, 0.5, -1e-6], [-30, 90, 0.2, -0.7]], np.float32):
         bent = functions.xielu(least_device, a, shape)
         assert nmse(bent, reference.xielu(a, shape)) <= LIMIT
+    assert (functions.scale(least_device, a, 0.7) == np.float32(0.7) * a).all()
     scaled = functions.position_scale(least_device, a, 0.3, 4, position=6)
     expected = reference.position_scale(a, np.arange(6, 6 + rows), 0.3, 4)
     assert nmse(scaled, expected) <= LIMIT
@@ -572,7 +573,9 @@ def frequencies_of(rope: RopeConfig, length: int) -> tuple[Array, float]:
 
         first, last = max(math.floor(pair_of(32)), 0), min(math.ceil(pair_of(1)), dim - 1)
         slowed = np.clip((pair - first) / (last - first), 0, 1)
-        return base * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1
+        # DeepSeek-R1-0528-Qwen3-8B's own factor takes YaRN's back.
+        magnitude = 1.0 if "attn_factor" in s else 0.1 * math.log(factor) + 1
+        return base * (1 - slowed + slowed / factor), magnitude
     return base, 1.0
 
 
@@ -588,6 +591,9 @@ ROPES = {
         original_max_position_embeddings=64,
     ),
     "yarn": rope_of("yarn", factor=4.0, original_max_position_embeddings=64),
+    "yarn_deepseek": rope_of(
+        "yarn", factor=4.0, original_max_position_embeddings=64, attn_factor=0.8782488562869419
+    ),
     "ntk_alpha": rope_of("dynamic", alpha=40.0, factor=1.0),
     "longrope": rope_of(
         "longrope",
@@ -890,7 +896,7 @@ def test_attention_that_goes_out_as_int8(
     weight = exact_weight(rng, 40, 4 * head_dim, "q8")
     with device.scope():
         forward = Forward(device, 1, tuning=attention_tuning(device, joined))
-        layer = KVCache(device, 1, 4, head_dim, 8, dtype="f32").layers[0]
+        layer = KVCache(device, [(4, head_dim)], 8, dtype="f32").layers[0]
         q, k = (forward.input(normal(rng, *v.shape)) for _ in range(2))
         output = forward.ops.attention(q, k, forward.input(v), layer, scale=1.0)
         y = forward.run(forward.ops.linear(output, to_gpu(device, weight, "q8")))
@@ -965,7 +971,7 @@ def scattered(
     known, in pages in that order."""
     _, positions, n_kv_heads, d = keys.shape
     cache = KVCache(
-        device, 1, n_kv_heads, d, positions, sequences=len(lengths), dtype="f32", paged=True
+        device, [(n_kv_heads, d)], positions, sequences=len(lengths), dtype="f32", paged=True
     )
     layer = cache.layers[0]
     device.write(layer.pages, order.astype(np.uint32))

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
 from test_formats import values_of
 from test_fuzz import spoilt
-from test_gguf import converted
+from test_gguf import Kind, converted
 from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
@@ -493,6 +493,50 @@ def test_embeddings_and_experts_are_refused(tmp_path: Path) -> None:
         fit(adapter_with(tmp_path / "b", change=renamed(expert)), "olmoe")
 
 
+@pytest.mark.parametrize("case", ["llama_head", "phi3"])
+def test_a_head_that_is_not_the_models_own(device: Device, tmp_path: Path, case: str) -> None:
+    """PEFT saves the head under the changes to it: whether it is the model's, its values tell."""
+    name = "base_model.model.lm_head.base_layer.weight"
+
+    def off(tensors: Tensors) -> None:
+        tensors[name][-1, -1] += 1
+
+    folder, adapter = model_of(case), adapter_with(tmp_path / "a", case, off)
+    with pytest.raises(UnsupportedError, match=r"lm_head.*other values"), device.scope():
+        build_engine(device, folder, adapter=adapter)
+    with pytest.raises(UnsupportedError, match=r"lm_head.*other values"), device.scope():
+        build_engine(device, folder, adapters={"own": adapter})
+
+    def longer(tensors: Tensors) -> None:
+        tensors[name] = np.concatenate([tensors[name], tensors[name][:1]])
+
+    with pytest.raises(UnsupportedError, match=r"lm_head.*the model's is.*merge_and_unload"):
+        fit(adapter_with(tmp_path / "b", case, longer), folder.name)
+
+
+def test_a_head_beside_one_that_is_quantised(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    converted(file, "llama", kind=Kind.Q8_0)
+    model, checkpoint = open_model(file)
+    lora = Lora.open(DATA / "llama_head", "head")
+    with pytest.raises(UnsupportedError, match=r"quantised.*save_embedding_layers=False"):
+        Loras.fit(model, checkpoint, always=lora)
+    Loras.fit(model, checkpoint, always=replace(lora, copies={}))
+
+
+def test_copies_of_embeddings(device: Device, tmp_path: Path) -> None:
+    """Those that are not changed, as save_embedding_layers writes them: in any dtype."""
+    own = read_rows(Checkpoint.open(MODELS / "llama").tensors["model.embed_tokens.weight"])
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{EMBEDDING}.weight"] = own.astype(np.float16)
+
+    with device.scope():
+        adapter = adapter_with(tmp_path / "a", change=change)
+        engine = build_engine(device, MODELS / "llama", dtype="f32", adapter=adapter)
+        Reference.load("llama").assert_same(engine)
+
+
 def test_a_rank_that_is_absurd(tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         tensors[f"{FIRST}.lora_A.weight"] = np.ones((200, 64), np.float32)
@@ -539,6 +583,8 @@ def test_damaged_files(tmp_path: Path) -> None:
 def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no adapter_config\.json, adapter_model"):
         resolve_adapter(str(MODELS / "llama"))
+    with pytest.raises(ModelNotFoundError, match=r"made for, models/phi3, and .*--adapter /.*phi3"):
+        resolve(str(DATA / "phi3"))
     with pytest.raises(ModelNotFoundError, match="There is no folder"):
         resolve_adapter(str(tmp_path / "nothing"))
     (tmp_path / ADAPTER_CONFIG).write_text("{}")

@@ -80,7 +80,7 @@ def logits(
 ) -> Array:
     """The logits after a prompt that is computed in chunks of so many rows."""
     with device.scope():
-        caches = KVCache(device, 2, KV_HEADS, HEAD_DIM, 600, dtype="f32").layers
+        caches = KVCache(device, [(KV_HEADS, HEAD_DIM)] * 2, 600, dtype="f32").layers
         results, position = [], 0
         tokens = np.random.default_rng(1).integers(0, VOCAB, sum(chunks))
         for rows in chunks:
@@ -133,7 +133,7 @@ def test_a_norm_over_all_heads_is_not_taken_for_one_of_each(
             )
             rope = Rope(device.upload(rope_table(1e4 ** -np.arange(0, 1, 1 / 8), 300)), 16)
             q, k = ops.rope(q, rope, 16), ops.rope(k, rope, 16)
-            cache = KVCache(device, 1, 2, 16, 300, dtype="f32").layers[0]
+            cache = KVCache(device, [(2, 16)], 300, dtype="f32").layers[0]
             results.append(forward.run(ops.attention(q, k, v, cache, scale=0.25)))
     assert nmse(*results) <= 1e-10
 
@@ -166,7 +166,7 @@ def kernels_of(
     dry = DryDevice(Limits(workgroup_storage=32768, storage_buffers=bindings))
     dry.subgroup_size = 32
     ops = Ops(Everywhere(dry) if changed else {})
-    caches = KVCache(dry, 2, KV_HEADS, HEAD_DIM, 2000).layers
+    caches = KVCache(dry, [(KV_HEADS, HEAD_DIM)] * 2, 2000).layers
     output = model(ops, dry, caches, heads_normed=heads_normed, turned=turned)
     lowering = Lowering(
         dry,
@@ -379,7 +379,7 @@ def needed(operand: Value | Scratch, rows: int) -> int:
 def test_no_live_activation_is_overwritten(rows: int, fuse: bool) -> None:
     for seed in range(60):
         device, ops = Recorder(), Ops()
-        cache = KVCache(device, 1, 1, 16, 64, dtype="f32").layers[0]
+        cache = KVCache(device, [(1, 16)], 64, dtype="f32").layers[0]
         x = ops.input(device.buffer(4 * 128 * 48), 48)
         rng = np.random.default_rng(seed)
         output = random_graph(ops, device, rng, cache, x, size=int(rng.integers(1, 25)))
@@ -403,7 +403,7 @@ def test_fusing_a_random_graph_changes_nothing(device: Device, rows: int) -> Non
         for fuse in (True, False):
             with device.scope():
                 rng = np.random.default_rng(seed)
-                cache = KVCache(device, 1, 1, 16, 64, dtype="f32").layers[0]
+                cache = KVCache(device, [(1, 16)], 64, dtype="f32").layers[0]
                 forward = Forward(device, rows, fuse=fuse)
                 x = forward.input(np.random.default_rng(3).standard_normal((rows, 48)))
                 results.append(
@@ -431,7 +431,7 @@ def test_an_arena_grows_and_serves_smaller_plans() -> None:
 def test_the_head_is_what_only_rows_with_logits_need(device: Device) -> None:
     """So that prefill can leave it out for all chunks but the last."""
     with device.scope():
-        caches = KVCache(device, 2, KV_HEADS, HEAD_DIM, 600, dtype="f32").layers
+        caches = KVCache(device, [(KV_HEADS, HEAD_DIM)] * 2, 600, dtype="f32").layers
         forward = Forward(device, 20, logits_rows=[19])
         lowering, _ = forward.lower(model(forward.ops, device, caches, heads_normed=False))
         plan: DispatchPlan = lowering.place(Arena(device))

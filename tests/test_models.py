@@ -19,6 +19,7 @@ from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative
 
 from infer.kernels.device import Device
 from infer.kernels.kv_cache import kept
+from infer.memory import kv_bytes_per_position
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model
 from infer.models.checkpoint import TensorInfo
 from infer.models.config import RawConfig
@@ -94,8 +95,18 @@ def test_the_first_files_of_gpt2_have_other_names() -> None:
 
 
 # Each has a kernel, or a way through them, that the others have not.
-WEAK = ["ernie4_5_moe", "gemma2", "glm4", "gpt_neox", "gpt_oss", "lfm2", "llama"]
-WEAK += ["ministral3", "mistral_sliding", "olmo", "olmo2", "qwen2_moe", "qwen3", "qwen3_next"]
+WEAK = ["ernie4_5_moe", "gemma2", "gemma4", "gemma4_text_experts", "glm4", "gpt_neox", "gpt_oss"]
+WEAK += [
+    "lfm2",
+    "llama",
+    "ministral3",
+    "mistral_sliding",
+    "olmo",
+    "olmo2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("case", WEAK)
@@ -103,6 +114,19 @@ def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path:
     """No subgroups, no shader-f16, the smallest limits."""
     reference = load(case)
     assert_agrees(least_device, reference.write_checkpoint(tmp_path / case), vars(reference))
+
+
+def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
+    """Of four layers the last two attend to what the first two keep: of two heads of 8 where there
+    is a window, and of 40 where there is none. Files have weights for them all the same."""
+    with device.scope():
+        engine = build_engine(device, load("gemma4").write_checkpoint(tmp_path / "gemma4"))
+        first, second, *others = engine.caches
+        assert others == [first, second]
+        assert engine.cache.nbytes - engine.cache.layers[0].pages.nbytes == 256 * 768
+        assert kv_bytes_per_position(engine.model, "f32") == 2 * 4 * (2 * 8 + 2 * 40) == 768
+    keys = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(4)]
+    assert [engine.model.ignorable(key) for key in keys] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(("kv_dtype", "least", "most"), [("f16", 1e-4, 5e-3), ("q8", 3e-3, 3e-2)])

@@ -28,8 +28,8 @@ from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.kernels.tensor import INTEGERS, GpuTensor
-from infer.models import open_model
-from infer.models.checkpoint import Checkpoint
+from infer.models import open_model, packing
+from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed, mxfp4
 from infer.models.formats.gguf_blocks import GgufBlocks
@@ -61,11 +61,28 @@ CASES_2D = [case for case in CASES if case != "mxfp4"]  # that one has three dim
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(subgroups=False, f16=False)])
 @pytest.mark.parametrize("case", CASES_2D)
-def test_every_format_on_the_gpu(open_device: OpenDevice, case: str, settings: Settings) -> None:
-    """Its values, row by row, and products with them."""
+def test_every_format_on_the_gpu(
+    open_device: OpenDevice, monkeypatch: pytest.MonkeyPatch, case: str, settings: Settings
+) -> None:
+    """Its values, row by row, and products with them. It is packed a few rows at a time, and each
+    of its codes is read once."""
     device, expected = open_device(settings), values_of(case)
+    monkeypatch.setattr(upload, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(packing, "_VALUES", 700)
+    monkeypatch.setattr(packing, "_ROWS", 5)
+    read: dict[str, int] = {}
+    original = TensorInfo.read_into
+
+    def counted(self: TensorInfo, view: memoryview, start: int = 0) -> None:
+        read[self.name] = read.get(self.name, 0) + len(view)
+        original(self, view, start)
+
     with device.scope():
-        weight = loaded(device, DATA / case, shape_of(case))
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorInfo, "read_into", counted)
+            weight = loaded(device, DATA / case, shape_of(case))
+        codes = max(opened(DATA / case)[1].tensors.values(), key=lambda info: info.nbytes)
+        assert read[codes.name] == codes.nbytes
         rows, columns = weight.shape
         order = np.arange(columns)
         if weight.order is not None:
@@ -459,13 +476,20 @@ def test_experts_that_mlx_quantises_are_read_one_by_one(
         np.testing.assert_allclose(got, codes * scale + bias, rtol=0, atol=1e-6)
 
 
-# What mlx-lm wants to find in a config beside what is there.
+# What mlx-lm wants to find in a config beside, or in place of, what is there.
 MLX_KEYS: dict[str, dict[str, Any]] = {
+    "granitemoe": {"rope_theta": 1e4},
+    "granitemoehybrid": {"layer_types": ["attention"] * 2},
+    "granitemoehybrid_experts": {"layer_types": ["attention"] * 2},
+    "lfm2_moe": {"rope_theta": 1e6},
     "lfm2": {"block_dim": 64, "conv_dim": 64, "block_ff_dim": 96, "rope_theta": 1e6},
     "qwen3_next": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
     "qwen3_5": {},
     "qwen3_5_moe": {},
 }
+
+
+LIKE_LLAMA = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 
 
 def as_mlx(name: str) -> dict[str, Array]:
@@ -476,14 +500,30 @@ def as_mlx(name: str) -> dict[str, Array]:
             continue
         if key.endswith(("conv.conv.weight", "conv1d.weight")):
             values = np.ascontiguousarray(values.swapaxes(1, 2))
-        elif name != "lfm2" and key.endswith("norm.weight") and ".linear_attn." not in key:
+        elif name[:4] == "qwen" and key.endswith("norm.weight") and ".linear_attn." not in key:
             values = values + 1
-        made[key.replace("model.language_model.", "language_model.model.")] = values
+        key = key.replace("model.language_model.", "language_model.model.")
+        made |= zip(*renamed_by_mlx(name, key, values), strict=True)
     return made
 
 
+def renamed_by_mlx(name: str, key: str, values: Array) -> tuple[list[str], list[Array]]:
+    """A tensor of Granite or LFM2 as mlx-lm calls it, where it does; gate and up apart."""
+    if name == "lfm2_moe":
+        key = re.sub(r"(?<=feed_forward\.)w([123])", lambda found: LIKE_LLAMA[found[1]], key)
+    block, stack = "block_sparse_moe", "block_sparse_moe.switch_mlp"
+    if name == "granitemoehybrid":
+        block, stack = "shared_mlp", "mlp"
+    if f".{block}.input_linear" in key:
+        parts = [f"{stack}.{part}_proj" for part in ("gate", "up")]
+        names = [key.replace(f"{block}.input_linear", part) for part in parts]
+        return names, [np.ascontiguousarray(half) for half in np.split(values, 2, axis=-2)]
+    return [key.replace(f"{block}.output_linear", f"{stack}.down_proj")], [values]
+
+
 def by_mlx_lm(name: str) -> dict[str, Array]:
-    module, mx = pytest.importorskip(f"mlx_lm.models.{name}"), pytest.importorskip("mlx.core")
+    mx = pytest.importorskip("mlx.core")
+    module = pytest.importorskip(f"mlx_lm.models.{name.removesuffix('_experts')}")
     mx.set_default_device(mx.cpu)
     config = json.loads((LLAMA.parent / name / "config.json").read_text()) | MLX_KEYS[name]
     hub = Checkpoint.open(LLAMA.parent / name).tensors
@@ -494,7 +534,7 @@ def by_mlx_lm(name: str) -> dict[str, Array]:
 
 @pytest.mark.parametrize("name", MLX_KEYS)
 @pytest.mark.parametrize("convert", [as_mlx, pytest.param(by_mlx_lm, marks=pytest.mark.live)])
-def test_states_as_mlx_has_them(
+def test_models_as_mlx_has_them(
     device: Device, tmp_path: Path, name: str, convert: Callable[[str], dict[str, Array]]
 ) -> None:
     """Floats answer as on the hub, and what is quantised as floats of its values."""
@@ -505,7 +545,7 @@ def test_states_as_mlx_has_them(
         module = re.fullmatch(r"(.*_proj(?:_\w+)?)\.weight", key)
         pack = mlx_packed if values.ndim == 2 else packed_one_by_one
         parts = {key: values}
-        if module is not None:
+        if module is not None and values.shape[-1] % 32 == 0:
             parts = {f"{module[1]}.{kind}": part for kind, part in pack(values).items()}
         packed |= parts
     quantized = {"quantization": {"group_size": 32, "bits": 4}}
@@ -517,7 +557,7 @@ def test_states_as_mlx_has_them(
     reference, checkpoint = load(name), open_model(folders[1])[1]
     ids = reference.prompt_ids.tolist()
     hub = open_model(source)[1].tensors
-    floats = {key: read_rows(info) for key, info in hub.items() if ".experts." not in key}
+    floats = {key: read_rows(hub.get(key, info)) for key, info in checkpoint.tensors.items()}
     with device.scope():
         assert (
             relative_error(scores(build_engine(device, folders[0]), ids), reference.logits) <= 1e-4
@@ -526,7 +566,7 @@ def test_states_as_mlx_has_them(
         expected, actual = (scores(build_engine(device, own), ids) for own in (same, folders[1]))
     errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
     assert np.median(errors) <= 1e-1  # activations are rounded to int8
-    assert relative_error(expected, reference.logits) > 2e-1  # it was quantised
+    assert relative_error(expected, reference.logits) > 1e-2  # it was quantised
 
 
 @pytest.mark.parametrize("part", ["layers.1.linear_attn.conv1d.weight", "conv1d.weight"])
@@ -559,6 +599,23 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
     report = inspect_model(str(tmp_path))
     assert report.widened == len(routers) == 2
     assert "2 widened" in report.text()
+
+
+def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
+    """What config.json says, and of what there are scales."""
+    key = "model.layers.0.self_attn.q_proj.weight"
+    tensors = {k: read_rows(info) for k, info in Checkpoint.open(LLAMA).tensors.items()}
+    parts = e4m3_packed(tensors.pop(key))
+    tensors |= {key.replace("weight", kind): part for kind, part in parts.items()}
+    tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+    quantized, _, _ = QUANTIZED_MODELS["fp8"]
+    config = json.loads((LLAMA / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | quantized))
+    save(tensors, tmp_path / "model.safetensors")
+    report = inspect_model(str(tmp_path))
+    assert report.json()["ignored"] == ["activations", "the KV cache"]
+    assert "the files' way to quantise activations, the KV cache\n" in report.text()
+    assert "quantise" not in inspect_model(str(LLAMA)).text()
 
 
 def save(tensors: dict[str, Array], file: Path) -> None:

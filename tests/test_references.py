@@ -28,6 +28,8 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 128},
     "gemma2": {"attn_logit_softcapping": None},
     "gemma3_text": {"rope_local_base_freq": 1000000.0},
+    "gemma4_text": {"rope_parameters": None},
+    "gemma4_text_experts": {"top_k_experts": 2},
     "gpt_neox": {"use_parallel_residual": False},
     "gpt_neox_sequential": {"rotary_pct": 0.25},
     "exaone4": {"sliding_window_pattern": 3},

@@ -369,7 +369,7 @@ def model_specs(
         spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in model.weights()
     }
     for kv_dtype, fuse, (rows, logits) in steps:
-        cache = KVCache(dry, 1, c.num_key_value_heads, c.head_dim, 4096, dtype=kv_dtype)
+        cache = KVCache(dry, [(c.num_key_value_heads, c.head_dim)], 4096, dtype=kv_dtype)
         ops = Ops()
         rope = Rope(dry.buffer(1), c.rope.rotary_dim, interleaved=kv_dtype == "f32")
         caches = [
@@ -408,6 +408,7 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
     one = {"WIDTH": 9, "X_STRIDE": 16, "X_OFFSET": 0, "Y_STRIDE": 16}
     specs |= {KernelSpec.of("clip", LIMIT=8.0, **one), KernelSpec.of("xielu", **one)}
     specs |= {KernelSpec.of("position_scale", BETA=0.1, INTERVAL=16384, **one)}
+    specs |= {KernelSpec.of("scale", **one)}
     specs |= {
         KernelSpec.of("quantize_weight", WEIGHT=stored, FORMAT=dtype)
         for stored, dtype in product(("f32", "f16", "bf16"), ("q8", "q4"))

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import OpenDevice
+from conftest import LEAST, OpenDevice
 from engines import Answer, answer, build_engine, scores
 from reference_models import load, relative_error
-from test_kernels import EPS, LIMIT, SETTINGS, Case, Factors, covering, settings_of
+from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, covering, settings_of
 
 from infer.engine import Engine
 from infer.kernels import functions, reference
-from infer.kernels.device import Device
+from infer.kernels.arrays import to_gpu
+from infer.kernels.device import Device, Settings
+from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.sampling import SamplingParams
 
@@ -85,6 +87,28 @@ def test_gated_rmsnorm(
     weight = rng.standard_normal(width, np.float32)
     y = functions.gated_rmsnorm(least_device, x, 20 * gate, weight, eps=EPS)
     assert nmse(y, reference.rmsnorm(x, weight, EPS) * reference.silu(20 * gate)) <= LIMIT
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(subgroups=False), LEAST])
+@pytest.mark.parametrize(("heads", "width"), [(3, 128), (2, 48), (4, 24)])
+def test_gated_rmsnorm_that_goes_out_as_int8(
+    open_device: OpenDevice, rng: np.random.Generator, heads: int, width: int, settings: Settings
+) -> None:
+    device = open_device(settings)
+    x, gate = rng.standard_normal((2, 1, heads * width), np.float32)
+    weight, matrix = rng.standard_normal(width), rng.standard_normal((40, heads * width))
+    results = []
+    with device.scope():
+        for fuse in (True, False):
+            forward = Forward(device, 1, fuse=fuse)
+            own = to_gpu(device, weight)
+            y = forward.ops.gated_rmsnorm(forward.input(x), forward.input(gate), own, EPS)
+            y = forward.ops.linear(y, to_gpu(device, matrix, "q8"))
+            kernels = [kernel.spec.name for kernel in forward.lower(y)[0].kernels]
+            whole_halves = fuse and width % 16 == 0
+            assert kernels == ["rmsnorm"] + ["quantize"] * (not whole_halves) + ["matmul_vec"]
+            results.append(forward.run(y))
+    assert nmse(*results) <= INT8_LIMIT
 
 
 def test_a_gate_for_every_value(device: Device, rng: np.random.Generator) -> None:

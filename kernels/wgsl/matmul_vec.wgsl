@@ -4,7 +4,8 @@
 // NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
 // gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
 // rows, and y = gated(gate, up). Else y = x W^T, after BIAS is added multiplied by SCALE, then
-// activated where there is an ACTIVATION. RESIDUAL is added to y. What the next projection wants to
+// activated where there is an ACTIVATION, or multiplied by the sigmoid of the row's switch where it
+// is SWITCHED. RESIDUAL is added to y. What the next projection wants to
 // read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the
 // workgroup's outputs are whole halves of blocks (QUANTIZE). KEEP: y itself is needed.
 #include "team_sums.wgsl"
@@ -25,6 +26,9 @@
 // @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
 // @param BIAS bool
+// @param SWITCHED bool
+// @param SWITCH_STRIDE u32
+// @param SWITCH_OFFSET u32
 // @param RESIDUAL bool
 // @param KEEP bool
 // @param QUANTIZE bool           for one row of x, and TEAMS * OUTPUTS a multiple of 16
@@ -57,10 +61,14 @@
 #if RESIDUAL
 @group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
 #endif
-#if KEEP
-@group(0) @binding($(FIRST + BIAS + RESIDUAL)) var<storage, read_write> y: array<f32>;
+#let OWN = FIRST + BIAS + RESIDUAL
+#if SWITCHED
+@group(0) @binding($(OWN)) var<storage, read> switches: array<f32>;
 #endif
-#let NEXT = FIRST + BIAS + RESIDUAL + KEEP
+#if KEEP
+@group(0) @binding($(OWN + SWITCHED)) var<storage, read_write> y: array<f32>;
+#endif
+#let NEXT = OWN + SWITCHED + KEEP
 #if QUANTIZE
 @group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
@@ -130,6 +138,9 @@ fn main(
 #if RESIDUAL
   var own_residual = 0.0;
 #endif
+#if SWITCHED
+  var own_switch = 0.0;
+#endif
 #if NEXT_NORM
   var own_norm = 0.0;
 #endif
@@ -142,6 +153,9 @@ fn main(
 #endif
 #if RESIDUAL
     own_residual = residual[out_row * Y_STRIDE + START + n];
+#endif
+#if SWITCHED
+    own_switch = 1.0 / (1.0 + exp(-switches[out_row * SWITCH_STRIDE + SWITCH_OFFSET]));
 #endif
 #if NEXT_NORM
     own_norm = next_norm[START + n];
@@ -230,6 +244,9 @@ fn main(
 #if ACTIVATION != none
     value = activate(value);
 #endif
+#endif
+#if SWITCHED
+    value *= own_switch;
 #endif
 #if RESIDUAL
     value += own_residual;

@@ -6,6 +6,9 @@
 #if CORRECTION
 @group(0) @binding(2) var<storage, read> correction: array<f32>;
 #endif
+#if EXPERT_SCALES
+@group(0) @binding($(2 + CORRECTION)) var<storage, read> expert_scales: array<f32>;
+#endif
 
 // grid (1, rows)
 @compute @workgroup_size(WG)

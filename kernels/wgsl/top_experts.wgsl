@@ -2,9 +2,10 @@
 // their weights: softmax over all experts, or over these (NORMALIZE: they add up to one), times
 // ROUTE_SCALE. With SIGMOID a logit's score is its sigmoid and not its part of the softmax, and
 // ROUTE_EPS is added to the sum of those that are to add up to one. With CORRECTION an expert is
-// chosen by its score plus a value of its own, which its weight ignores.
+// chosen by its score plus a value of its own, which its weight ignores. With EXPERT_SCALES its weight
+// is multiplied by a factor of its own, after all that.
 // Needs reduce.wgsl, and the bindings `logits: array<f32>`, `routing: array<f32>` to write to, and
-// perhaps `correction: array<f32>`.
+// perhaps `correction: array<f32>` and `expert_scales: array<f32>`.
 // @param ROUTE bool
 // @param EXPERTS u32
 // @param SLOTS u32               experts per row
@@ -12,6 +13,7 @@
 // @param NORMALIZE bool
 // @param SIGMOID bool
 // @param CORRECTION bool
+// @param EXPERT_SCALES bool
 // @param ROUTE_SCALE f32
 // @param ROUTE_EPS f32
 // @param LOGITS_STRIDE u32
@@ -145,7 +147,10 @@ fn write_routing(row: u32, first: u32, end: u32, me: Invocation) {
   for (var slot = first + me.index; slot < end; slot += WG) {
     let e = chosen[slot];
     routing[row * ROUTING_STRIDE + slot] = f32(e);
-    let weight = score(expert_logits[e], most) / sum;
+    var weight = score(expert_logits[e], most) / sum;
+#if EXPERT_SCALES
+    weight *= expert_scales[e];
+#endif
     routing[row * ROUTING_STRIDE + SLOTS + slot] = ROUTE_SCALE * weight;
   }
 }

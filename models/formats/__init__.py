@@ -23,9 +23,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from infer.models.checkpoint import Checkpoint
     from infer.models.config import RawConfig
     from infer.models.formats.packed import Format
@@ -47,7 +49,11 @@ class FormatEntry(NamedTuple):
 
 FORMATS = {  # by quant_method
     "gptq": FormatEntry(
-        "gptq", "Gptq", "GPTQ", "2, 3, 4, 8", "groups or rows; symmetric or not; act-order"
+        "gptq",
+        "Gptq",
+        "GPTQ",
+        "2, 3, 4, 8",
+        "groups or rows; symmetric or not; act-order; also by AutoRound",
     ),
     "awq": FormatEntry("awq", "Awq", "AWQ", "4", "`gemm`"),
     "compressed-tensors": FormatEntry(
@@ -55,7 +61,8 @@ FORMATS = {  # by quant_method
         "CompressedTensors",
         "compressed-tensors",
         "4, 8",
-        "int4 and int8 (`pack-quantized`), w8a16 (`int-quantized`), FP8 (`float-quantized`)",
+        "int4 and int8 (`pack-quantized`), w8a16 (`int-quantized`), FP8 (`float-quantized`), "
+        "MXFP4 and NVFP4 (`mxfp4-` and `nvfp4-pack-quantized`)",
     ),
     "fp8": FormatEntry(
         "fp8",
@@ -84,14 +91,22 @@ FORMATS = {  # by quant_method
         "GgufBlocks",
         "GGUF",
         "2 to 8",
-        "a `.gguf` file as the model, of every architecture that llama.cpp has too: "
+        "a `.gguf` file as the model, of every architecture that llama.cpp has too, but Gemma 4: "
         "F32, F16, BF16, Q8_0, Q4_0 to Q5_1, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4",
     ),
 }
 
 
-def find_format(raw: RawConfig) -> Format | None:
-    """The format of a model's quantised weights, None for a model that has none.
+# quant_method -> that of the same layout, of which the format checks the rest.
+_ALIASES = {"auto-round": "gptq"}
+
+# Where AutoGPTQ said first how weights are quantised.
+OLD_GPTQ = "quantize_config.json"
+
+
+def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
+    """The format of a model's quantised weights, None for a model that has none. folder: of the
+    model, for older files.
 
     Raises UnsupportedError for a method, or a variant of one, that is not implemented.
     """
@@ -100,19 +115,36 @@ def find_format(raw: RawConfig) -> Format | None:
 
     found = {key: raw.get(key, {}, dict) for key in QUANTIZATION_KEYS}  # all count as read
     key = next((key for key, value in found.items() if value), None)
-    if key is None:
+    if key is not None:
+        config = RawConfig(found[key], f"{raw.place}: {key}")
+    elif folder is not None and (folder / OLD_GPTQ).is_file():
+        config = RawConfig.open(folder, OLD_GPTQ).with_defaults(quant_method="gptq")
+    else:
         return None
-    config: dict[str, Any] = found[key]
-    method = "mlx" if key == "quantization" else str(config.get("quant_method"))
+    method = "mlx" if key == "quantization" else _method(config)
     if method not in FORMATS:
         raise UnsupportedError(
-            f"{raw.place}: weights quantised by {method!r} are not implemented. "
+            f"{config.place}: weights quantised by {method!r} are not implemented. "
             f"Implemented: {', '.join(FORMATS)}."
         )
     entry = FORMATS[method]
     cls = getattr(import_module(f"infer.models.formats.{entry.module}"), entry.cls)
-    format_: Format = cls(RawConfig(config, f"{raw.place}: {key}"))
+    format_: Format = cls(config)
     return format_
+
+
+def _method(config: RawConfig) -> str:
+    """What quant_method says, or keys that bitsandbytes alone has: its first files do not say."""
+    from infer.kernels.errors import UnsupportedError
+
+    of_bitsandbytes = any(config.get(key, False) for key in ("load_in_4bit", "load_in_8bit"))
+    method: str = config.get("quant_method", "bitsandbytes" if of_bitsandbytes else "", str)
+    if not method:
+        raise UnsupportedError(
+            f"{config.place} has no quant_method, so that nobody can tell how the weights are "
+            "quantised. Get the config.json that was published with them."
+        )
+    return _ALIASES.get(method, method)
 
 
 def find_packed(
@@ -124,6 +156,7 @@ def find_packed(
     quantised weights of no known format.
     """
     from infer.kernels.errors import CheckpointError
+    from infer.models.formats.packed import left_out
 
     if found is None:
         scales = next((name for name in checkpoint.tensors if name.endswith(".scales")), None)
@@ -141,9 +174,8 @@ def find_packed(
         if matrix is not None:
             packed[key] = matrix
     parts = {tensor.name for matrix in packed.values() for tensor in matrix.tensors}
-    tensors = {
-        name: tensor
-        for name, tensor in checkpoint.tensors.items()
-        if name not in parts and not found.ignorable(checkpoint, name)
-    }
-    return replace(checkpoint, tensors=tensors, packed=packed, format=found.method)
+    others = [name for name in checkpoint.tensors if name not in parts]
+    unused = {name for name in others if found.ignorable(checkpoint, name)}
+    tensors = {name: checkpoint.tensors[name] for name in others if name not in unused}
+    ignored = tuple(sorted({*found.ignored, *filter(None, map(left_out, unused))}))
+    return replace(checkpoint, tensors=tensors, packed=packed, format=found.method, ignored=ignored)

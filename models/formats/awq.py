@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from infer.kernels.errors import UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
-from infer.models.formats.grouped import Grouped, Scheme
+from infer.models.formats.grouped import Grouped, Scheme, split
 from infer.models.formats.packed import FLOATS, Format, Packed, matrix_shape, part, read_columns
 
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # of each output
@@ -61,6 +61,8 @@ class Awq(Format):
 
 
 class _Matrix(Packed):
+    by_columns = True
+
     def read(self, start: int, stop: int) -> Grouped:
         weight, zeros, scales = self.tensors
         codes = _nibbles(weight, start, stop)
@@ -73,7 +75,5 @@ def _nibbles(info: TensorInfo, start: int, stop: int) -> NDArray[np.uint8]:
     """Rows [start, stop) of the matrix whose columns `info` packs."""
     first, last = start // 8, -(-stop // 8)
     words: NDArray[Any] = np.ascontiguousarray(read_columns(info, first, last).T)
-    rows = np.empty((last - first, 8, words.shape[1]), np.uint8)
-    for i, nibble in enumerate(_NIBBLE):
-        rows[:, i] = (words >> (4 * nibble)) & 15
+    rows = split(words, 4, (4 * nibble for nibble in _NIBBLE))
     return rows.reshape(-1, words.shape[1])[start - 8 * first : stop - 8 * first]

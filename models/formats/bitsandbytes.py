@@ -16,8 +16,8 @@ int8, for a weight X.weight:
     X.weight  int8 [rows, columns]
     X.SCB     float32 [rows], the largest magnitude of each row
 
-A value is code * (SCB / 127). LLM.int8() also quantises those activations that are no outliers;
-here none is, which is nearer to the model before it was quantised.
+A value is code * (SCB / 127). LLM.int8() also quantises the rows of activations, but for columns of
+outliers; here each 16 or 32 columns of a row have a scale, as with all weights of integers.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Floats, Grouped, Scheme, unpack
 from infer.models.formats.packed import (
+    ACTIVATIONS,
     Format,
     Packed,
     matrix_shape,
@@ -56,7 +57,7 @@ class BitsAndBytes(Format):
     def __init__(self, config: RawConfig) -> None:
         self.int8: bool = config.get("load_in_8bit", False, bool)
         if self.int8:
-            self.ignored = ("activations are not quantised",)
+            self.ignored = (ACTIVATIONS,)
         else:
             config.expect("load_in_4bit", True)
             config.expect("bnb_4bit_quant_type", "nf4")
@@ -156,7 +157,7 @@ class _Nf4(Packed):
         weight, absmax = self.tensors[:2]
         columns, groups = self.shape[1], self.shape[1] // self.scheme.group
         packed = read_flat(weight, start * columns // 2, stop * columns // 2)
-        swapped = packed << np.uint8(4) | packed >> np.uint8(4)
+        swapped = packed * np.uint8(16) | packed >> np.uint8(4)  # shifts to the left are slow
         codes = unpack(swapped.reshape(stop - start, -1), 4, columns)
         scale = read_flat(absmax, start * groups, stop * groups)
         if self.nested is not None:

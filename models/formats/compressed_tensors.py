@@ -3,21 +3,26 @@
 
 For a module of `columns` inputs and `rows` outputs, and codes of b bits:
 
-| format         | weight                                                  |
-| -------------- | ------------------------------------------------------- |
-| pack-quantized | weight_packed, int32 [rows, columns * b / 32]           |
-| int-quantized  | weight, int8 [rows, columns]                            |
-| float-quantized| weight, E4M3 [rows, columns]                            |
+| format               | weight                                           |
+| -------------------- | ------------------------------------------------ |
+| pack-quantized       | weight_packed, int32 [rows, columns * b / 32]    |
+| int-quantized        | weight, int8 [rows, columns]                     |
+| float-quantized      | weight, E4M3 [rows, columns]                     |
+| mxfp4-pack-quantized | weight_packed, E2M1 in uint8 [rows, columns / 2] |
+| nvfp4-pack-quantized | the same                                         |
 
     weight_scale       float [rows, groups], [rows, 1], [blocks, blocks] or [1]
     weight_zero_point  asymmetric: int8 like the scales, or where packed, int32 along the rows
     weight_g_idx       int32 [columns], the group of each column, with actorder "group"
     weight_shape       int64 [2], where packed
 
-A value is scale * (code - zero). Packed codes and zero points are stored plus 2^(b - 1).
+A value is scale * (code - zero). Packed codes and zero points are stored plus 2^(b - 1). E2M1 has
+the first of two in the low nibble, and scales as uint8: E8M0 for 32 columns (mxfp4), or E4M3 for 16
+(nvfp4), which are divided by weight_global_scale, float32 [1].
 
-Quantised activations and caches are not done: the weights are used as they are, with activations
-as they come, which is nearer to the model before it was quantised.
+How the config quantises activations and the cache is not used. The weights are used as they are:
+those of integers with activations in int8 with scales of their own, as all integers here (see
+`INTEGERS`), and those of E4M3 with activations as they come.
 """
 
 from __future__ import annotations
@@ -29,16 +34,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.errors import UnsupportedError
+from infer.kernels.codes import TABLES
+from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
-from infer.models.formats.grouped import Grouped, Scheme, to_signed, unpack
+from infer.models.formats.grouped import (
+    Grouped,
+    Scheme,
+    from_e8m0,
+    to_signed,
+    unpack,
+)
 from infer.models.formats.packed import (
+    ACTIVATIONS,
+    CACHE,
     FLOATS,
     Format,
     Packed,
     block_scales,
     column_order,
+    left_out,
     matrix_shape,
     part,
     read_flat,
@@ -46,8 +61,8 @@ from infer.models.formats.packed import (
     wrong_shape,
 )
 
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_IGNORABLE = (".input_scale", ".output_scale", ".input_zero_point", ".k_scale", ".v_scale")
+_FP4 = {"mxfp4-pack-quantized": ("group", 32), "nvfp4-pack-quantized": ("tensor_group", 16)}
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *_FP4)
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,8 @@ class _Group:
 
 
 class CompressedTensors(Format):
-    """Integers of 8 bits or, packed, of 4; E4M3; scales for tensors, channels, groups or blocks."""
+    """Integers of 8 bits or, packed, of 4; E4M3 and E2M1; scales for tensors, channels, groups or
+    blocks."""
 
     method = "compressed-tensors"
 
@@ -93,12 +109,12 @@ class CompressedTensors(Format):
         whole = config.get("format", "mixed-precision", str)
         ignored: set[str] = set()
         if config.get("kv_cache_scheme", None, dict):
-            ignored.add("the cache is not quantised")
+            ignored.add(CACHE)
         self.groups = []
         groups = config.section("config_groups")
         for group in map(groups.section, groups.values):
             if group.get("input_activations", None, dict):
-                ignored.add("activations are not quantised")
+                ignored.add(ACTIVATIONS)
             group.expect("output_activations", None)
             self.groups.append(_read_group(group, group.get("format", whole, str)))
         self.ignored = tuple(sorted(ignored))
@@ -109,6 +125,8 @@ class CompressedTensors(Format):
             return None
         rows, columns = matrix_shape(checkpoint, key, shape)
         group = self._group_of(module)
+        if group.kind == "mxfp4":
+            return _read_fp4(checkpoint, key, (rows, columns), group.size)
         width, bits = group.width(columns), group.bits
         groups = -(-columns // width)
         scale_shapes = group.scale_shapes(rows, groups)
@@ -145,7 +163,7 @@ class CompressedTensors(Format):
         info = checkpoint.tensors[name]
         if name.endswith(".weight_zero_point") and info.dtype == "I8":
             return not read_flat(info, 0, info.nbytes).any()
-        return name.endswith(_IGNORABLE)
+        return left_out(name) is not None
 
     def _group_of(self, module: str) -> _Group:
         """Names count before patterns, and these before classes of modules."""
@@ -183,6 +201,8 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
     weights = config.section("weights")
     weights.expect("dynamic", False)
     weights.expect("type", "int", "float")
+    if layout in _FP4:
+        return _read_fp4_group(weights, tuple(targets), *_FP4[layout])
     integers, packed = weights.get("type", "int", str) == "int", layout == "pack-quantized"
     bits = weights.get("num_bits", 8, int)
     if packed:
@@ -221,6 +241,49 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
     )
 
 
+def _read_fp4_group(
+    weights: RawConfig, targets: tuple[str, ...], strategy: str, size: int
+) -> _Group:
+    weights.expect("type", "float")
+    weights.expect("num_bits", 4)
+    weights.expect("strategy", strategy)
+    weights.expect("group_size", size)
+    weights.expect("symmetric", True)
+    weights.expect("actorder", None, False)
+    return _Group(targets, True, "mxfp4", 4, True, "group", size, (0, 0), False)
+
+
+def _read_fp4(checkpoint: Checkpoint, key: str, shape: tuple[int, int], size: int) -> Packed:
+    module, (rows, columns) = key.removesuffix(".weight"), shape
+    if columns % size:
+        raise UnsupportedError(
+            f"{checkpoint.folder}: {module} has {columns} columns, no multiple of {size}."
+        )
+    weight = part(checkpoint, f"{module}.weight_packed", [(rows, columns // 2)], ["U8"])
+    dtype = "U8" if size == 32 else "F8_E4M3"
+    scales = part(checkpoint, f"{module}.weight_scale", [(rows, columns // size)], [dtype])
+    if size == 32:
+        return _Fp4(key, shape, Scheme("mxfp4", 4, size, "e8m0"), (weight, scales))
+    divisor = part(checkpoint, f"{module}.weight_global_scale", [(1,), ()], ["f32"])
+    return _Fp4(key, shape, Scheme("mxfp4", 4, size, "f32"), (weight, scales, divisor))
+
+
+class _Fp4(Packed):
+    def read(self, start: int, stop: int) -> Grouped:
+        weight, scales, *divisors = self.tensors
+        codes = unpack(read_rows(weight, start, stop), 4, self.shape[1])
+        scale = read_rows(scales, start, stop)
+        if not divisors:
+            return Grouped(self.scheme, codes, from_e8m0(scale))
+        divisor = read_flat(divisors[0], 0, 1)
+        if not 0 < divisor[0] < np.inf:
+            raise CheckpointError(
+                f"{divisors[0].file}: {divisors[0].name} is {divisor[0]}, by which nothing can be "
+                "divided. Download the model again."
+            )
+        return Grouped(self.scheme, codes, TABLES["e4m3"][scale] / divisor)
+
+
 @dataclass(frozen=True, eq=False)
 class _Matrix(Packed):
     """height: rows that share a scale."""
@@ -236,7 +299,7 @@ class _Matrix(Packed):
         if self.weight.dtype == "I32":
             codes = to_signed(unpack(codes.view(np.uint8), scheme.bits, columns), scheme.bits)
         if self.order is not None:
-            codes = codes[:, self.order]
+            codes = codes.take(self.order, axis=1)
         block = (self.height, scheme.group)
         scale = block_scales(self.scales, block, columns, start, stop)
         zero = None if self.zeros is None else self._zeros(self.zeros, start, stop)

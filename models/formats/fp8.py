@@ -9,7 +9,7 @@ For a module of `columns` inputs and `rows` outputs, and weight_block_size (h, w
 A value is scale * code: despite its name, the scale is not inverted. Files with one scale for a
 tensor or a row may call it weight_scale.
 
-Activations are not quantised, which is nearer to the model before its weights were.
+Activations and the cache are not quantised, which is nearer to the model before its weights were.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Grouped, Scheme
 from infer.models.formats.packed import (
+    ACTIVATIONS,
     FLOATS,
     Format,
     Packed,
     block_scales,
+    left_out,
     matrix_shape,
     part,
     read_rows,
@@ -36,7 +38,7 @@ class Fp8(Format):
     """Blocks of any size, rows or whole tensors; scales of activations are ignored."""
 
     method = "fp8"
-    ignored = ("activations are not quantised",)
+    ignored = (ACTIVATIONS,)
 
     def __init__(self, config: RawConfig) -> None:
         config.expect("fmt", "e4m3", "float8_e4m3fn")
@@ -73,7 +75,7 @@ class Fp8(Format):
 
     def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
         """Scales of activations and of the cache."""
-        return name.endswith((".input_scale", ".activation_scale", ".k_scale", ".v_scale"))
+        return left_out(name) is not None
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,7 @@ _TYPES = {
     41: "Q1_0",
 }
 
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -112,19 +112,26 @@ class Gguf:
         count = metadata.get("split.count", 0)
         if not isinstance(count, int) or count <= 1:
             return cls(file, metadata, tensors)
-        match = _PART.fullmatch(file.name)
-        if match is None or int(match[2]) != 1 or int(match[3]) != count:
+        parts = gguf_parts(file.name)
+        if len(parts) != count or parts[0] != file.name:
             raise CheckpointError(
                 f"{file} is one of {count} files. Give the first, whose name must end in "
                 f"-00001-of-{count:05}.gguf, with the others beside it."
             )
-        for number in range(2, count + 1):
-            part = file.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+        for part in map(file.with_name, parts[1:]):
             _, more = _read_file(part)
             if twice := tensors.keys() & more.keys():
                 raise CheckpointError(f"{part} repeats tensors: {listed(sorted(twice))}. {_AGAIN}")
             tensors |= more
         return cls(file, metadata, tensors)
+
+
+def gguf_parts(name: str) -> list[str]:
+    """The names of the files that are one model with this one: itself alone, or all by number."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{n:05}-of-{match[2]}.gguf" for n in range(1, int(match[2]) + 1)]
 
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:

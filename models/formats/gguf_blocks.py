@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
-from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0, to_signed
+from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, to_signed
 from infer.models.formats.packed import Format, Packed, matrix_shape, wrong_shape
 
 Bytes = NDArray[np.uint8]
-# Codes [blocks, values], scales [blocks, groups], biases like these, and, in blocks of 256, the
-# numbers [blocks, 2] that both are multiples of.
-Parts = tuple[NDArray[Any], Floats, Floats | None, Floats | None]
+Halves = NDArray[np.float16]
+# Codes [blocks, values], scales [blocks, groups], biases like these, and, in blocks of 256, where
+# both are int8, the numbers [blocks, 2] that they are multiples of.
+Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None, Halves | None]
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ class _Matrix(Packed):
         stride = self.shape[1] // block.values * block.nbytes
         data = np.empty((rows * stride // block.nbytes, block.nbytes), np.uint8)
         info.read_into(data.data.cast("B"), start * stride)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows as that
-            codes, scales, biases, units = block.decode(data)
+        codes, scales, biases, units = block.decode(data)
         return Grouped(
             self.scheme,
             codes.reshape(rows, -1),
@@ -103,31 +103,41 @@ class _Matrix(Packed):
 # Parts of blocks
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The f16 number at a byte [blocks, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+def _part(blocks: Bytes, start: int, stop: int) -> Bytes:
+    """The bytes [start, stop) of each block, contiguous."""
+    run = f"V{stop - start}"  # moved as one: numpy is slow on many short runs of bytes
+    return np.ascontiguousarray(blocks[:, start:stop].view(run)).view(np.uint8)
+
+
+def _halves(blocks: Bytes, at: int, count: int = 1) -> Halves:
+    """The f16 numbers from a byte on [blocks, count]."""
+    return _part(blocks, at, at + 2 * count).view("<f2")
 
 
 def _scaled(
-    d: Floats, integers: NDArray[Any], d_min: Floats | None = None, minima: Any = None
-) -> tuple[Floats, Floats | None, Floats]:
-    """Scales, biases and units from the integers of groups."""
-    if d_min is None:
-        return d * integers, None, np.concatenate([d, np.zeros_like(d)], axis=1)
-    return d * integers, -(d_min * minima), np.concatenate([d, d_min], axis=1)
+    scales: NDArray[Any], d: Halves, minima: Bytes | None = None
+) -> tuple[NDArray[np.int8], NDArray[np.int8] | None, Halves]:
+    """Scales, biases and units from the integers of groups; d: [blocks, 1], or 2 with minima."""
+    if minima is None:
+        return scales.view(np.int8), None, np.append(d, np.zeros_like(d), axis=1)
+    return scales.view(np.int8), -minima.view(np.int8), d
 
 
 def _planes(packed: Bytes, bits: int, width: int) -> Bytes:
     """Codes of so many bits. Each `width` bytes hold, in their lowest bits, as many consecutive
     codes, in the next bits those that follow, and so on."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    parts = packed.reshape(len(packed), -1, 1, width) >> shifts
-    return (parts & np.uint8((1 << bits) - 1)).reshape(len(packed), -1)
+    run = f"V{width}"
+    codes = np.empty((packed.size // width, 8 // bits), run)
+    for i in range(8 // bits):
+        plane = packed >> i * bits
+        plane &= (1 << bits) - 1
+        codes[:, i] = plane.view(run).reshape(-1)
+    return codes.view(np.uint8).reshape(len(packed), -1)
 
 
 def _joined(low: Bytes, high: Bytes, bits: int) -> Bytes:
     """Codes from their lowest `bits` bits and those above."""
-    return low | high << np.uint8(bits)
+    return low | high * np.uint8(1 << bits)  # numpy shifts bytes left ten times as slowly
 
 
 def _bits(packed: Bytes) -> Bytes:
@@ -137,80 +147,88 @@ def _bits(packed: Bytes) -> Bytes:
 
 def _k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
     """Eight scales and eight minima of 6 bits, from 12 bytes, in Q4_K and Q5_K."""
-    first = packed[:, :8] & np.uint8(63)  # of four scales, then of four minima
-    second = _joined(_planes(packed[:, 8:], 4, 4), packed[:, :8] >> np.uint8(6), 4)
-    scales = np.concatenate([first[:, :4], second[:, :4]], axis=1)
-    return scales, np.concatenate([first[:, 4:], second[:, 4:]], axis=1)
+    words = packed.view(np.uint32)
+    first = words[:, :2] & 0x3F3F3F3F  # of four scales, then of four minima
+    second = words[:, :2] >> 2 & 0x30303030  # their upper bits
+    second[:, 0] |= words[:, 2] & 0x0F0F0F0F
+    second[:, 1] |= words[:, 2] >> 4 & 0x0F0F0F0F
+    both = np.stack([first, second], axis=-1).view(np.uint8)
+    return both[:, 0], both[:, 1]
 
 
 # Blocks of 32
 
 
 def _q4_0(blocks: Bytes) -> Parts:
-    return to_signed(_planes(blocks[:, 2:], 4, 16), 4), _half(blocks, 0), None, None
+    return to_signed(_planes(_part(blocks, 2, 18), 4, 16), 4), _halves(blocks, 0), None, None
 
 
 def _q4_1(blocks: Bytes) -> Parts:
-    return _planes(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2), None
+    return _planes(_part(blocks, 4, 20), 4, 16), _halves(blocks, 0), _halves(blocks, 2), None
 
 
 def _q5_0(blocks: Bytes) -> Parts:
-    codes = _joined(_planes(blocks[:, 6:], 4, 16), _bits(blocks[:, 2:6]), 4)
-    return to_signed(codes, 5), _half(blocks, 0), None, None
+    codes = _joined(_planes(_part(blocks, 6, 22), 4, 16), _bits(_part(blocks, 2, 6)), 4)
+    return to_signed(codes, 5), _halves(blocks, 0), None, None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
-    codes = _joined(_planes(blocks[:, 8:], 4, 16), _bits(blocks[:, 4:8]), 4)
-    return codes, _half(blocks, 0), _half(blocks, 2), None
+    codes = _joined(_planes(_part(blocks, 8, 24), 4, 16), _bits(_part(blocks, 4, 8)), 4)
+    return codes, _halves(blocks, 0), _halves(blocks, 2), None
 
 
 def _q8_0(blocks: Bytes) -> Parts:
-    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None, None
+    return _part(blocks, 2, 34).view(np.int8), _halves(blocks, 0), None, None
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    return _planes(blocks[:, 2:], 4, 16), _half(blocks, 0), None, None
+    return _planes(_part(blocks, 2, 18), 4, 16), _halves(blocks, 0), None, None
 
 
 def _mxfp4(blocks: Bytes) -> Parts:
-    return _planes(blocks[:, 1:], 4, 16), from_e8m0(blocks[:, :1]), None, None
+    return _planes(_part(blocks, 1, 17), 4, 16), from_e8m0(_part(blocks, 0, 1)), None, None
 
 
 # Blocks of 256
 
 
 def _q2_k(blocks: Bytes) -> Parts:
-    packed, d, d_min = blocks[:, :16], _half(blocks, 80), _half(blocks, 82)
-    return _planes(blocks[:, 16:80], 2, 32), *_scaled(d, packed & 15, d_min, packed >> 4)
+    packed = _part(blocks, 0, 16)
+    scaled = _scaled(packed & np.uint8(15), _halves(blocks, 80, 2), packed >> np.uint8(4))
+    return _planes(_part(blocks, 16, 80), 2, 32), *scaled
 
 
 def _q3_k(blocks: Bytes) -> Parts:
-    high, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
+    high, low, packed = _part(blocks, 0, 32), _part(blocks, 32, 96), _part(blocks, 96, 108)
     scales = _joined(_planes(packed[:, :8], 4, 8), _planes(packed[:, 8:], 2, 4), 4)
     codes = _joined(_planes(low, 2, 32), _planes(high, 1, 32), 2)
-    return to_signed(codes, 3), *_scaled(_half(blocks, 108), to_signed(scales, 6))
+    return to_signed(codes, 3), *_scaled(to_signed(scales, 6), _halves(blocks, 108))
 
 
 def _q4_k(blocks: Bytes) -> Parts:
-    scales, minima = _k_scales(blocks[:, 4:16])
-    codes = _planes(blocks[:, 16:], 4, 32)
-    return codes, *_scaled(_half(blocks, 0), scales, _half(blocks, 2), minima)
+    scales, minima = _k_scales(_part(blocks, 4, 16))
+    codes = _planes(_part(blocks, 16, 144), 4, 32)
+    return codes, *_scaled(scales, _halves(blocks, 0, 2), minima)
 
 
 def _q5_k(blocks: Bytes) -> Parts:
-    scales, minima = _k_scales(blocks[:, 4:16])
-    codes = _joined(_planes(blocks[:, 48:], 4, 32), _planes(blocks[:, 16:48], 1, 32), 4)
-    return codes, *_scaled(_half(blocks, 0), scales, _half(blocks, 2), minima)
+    scales, minima = _k_scales(_part(blocks, 4, 16))
+    codes = _joined(
+        _planes(_part(blocks, 48, 176), 4, 32), _planes(_part(blocks, 16, 48), 1, 32), 4
+    )
+    return codes, *_scaled(scales, _halves(blocks, 0, 2), minima)
 
 
 def _q6_k(blocks: Bytes) -> Parts:
-    codes = _joined(_planes(blocks[:, :128], 4, 64), _planes(blocks[:, 128:192], 2, 32), 4)
-    return to_signed(codes, 6), *_scaled(_half(blocks, 208), blocks[:, 192:208].view(np.int8))
+    codes = _joined(
+        _planes(_part(blocks, 0, 128), 4, 64), _planes(_part(blocks, 128, 192), 2, 32), 4
+    )
+    return to_signed(codes, 6), *_scaled(_part(blocks, 192, 208), _halves(blocks, 208))
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
-    scales = _joined(_planes(blocks[:, 4:8], 4, 1), _planes(blocks[:, 2:4], 2, 1), 4)
-    return _planes(blocks[:, 8:], 4, 16), *_scaled(_half(blocks, 0), to_signed(scales, 6))
+    scales = _joined(_planes(_part(blocks, 4, 8), 4, 1), _planes(_part(blocks, 2, 4), 2, 1), 4)
+    return _planes(_part(blocks, 8, 136), 4, 16), *_scaled(to_signed(scales, 6), _halves(blocks, 0))
 
 
 def _signed(bits: int, group: int, dtype: str) -> Scheme:

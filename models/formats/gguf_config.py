@@ -270,10 +270,10 @@ def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
         raw.expect("rope.scaling.type", "none", "longrope")
         return _longrope(gguf, raw)
     raw.expect("rope.scaling.type", "none", "linear", "yarn")
-    for key in ("attn_factor", "yarn_ext_factor"):
-        raw.expect(f"rope.scaling.{key}", 1.0)
+    raw.expect("rope.scaling.yarn_ext_factor", 1.0)
     if kind != "yarn":
-        raw.expect("rope.scaling.yarn_attn_factor", 1.0)
+        for key in ("attn_factor", "yarn_attn_factor"):
+            raw.expect(f"rope.scaling.{key}", 1.0)
     if kind == "none":
         return _llama3(gguf, raw, head_dim) if _ROPE_FACTORS in gguf.tensors else {}
     if _ROPE_FACTORS in gguf.tensors:
@@ -285,6 +285,7 @@ def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
             "beta_fast": ("yarn_beta_fast", float),
             "beta_slow": ("yarn_beta_slow", float),
             "attention_factor": ("yarn_attn_factor", float),
+            "attn_factor": ("attn_factor", float),
         }
         found = {name: raw.get(f"rope.scaling.{key}", None, of) for name, (key, of) in keys.items()}
         scaling |= {name: value for name, value in found.items() if value is not None}

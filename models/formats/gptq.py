@@ -1,4 +1,5 @@
-"""GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel publish it.
+"""GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel publish it, and AutoRound (Cheng et al.
+2023) where its packing_format says so.
 
 For a module of `columns` inputs and `rows` outputs, with codes of b bits as one stream in int32:
 
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint
 from infer.models.config import RawConfig
-from infer.models.formats.grouped import Grouped, Scheme, to_signed, unpack
+from infer.models.formats.grouped import Grouped, Scheme, split, to_signed, unpack
 from infer.models.formats.packed import (
     FLOATS,
     Format,
@@ -56,6 +57,8 @@ class Gptq(Format):
         key = "checkpoint_format" if "checkpoint_format" in config.values else "format"
         config.expect(key, "gptq", "gptq_v2")
         self.zero_shift = 1 if config.get(key, "gptq") == "gptq" else 0
+        if config.get("quant_method", None, str) == "auto-round":
+            _check_auto_round(config)
         overrides = config.get("dynamic", {}, dict)
         if any(not rule.startswith("-:") for rule in overrides):  # "-:" leaves modules as they are
             raise UnsupportedError(f"{config.place}: dynamic, sizes by module, is not implemented.")
@@ -92,16 +95,35 @@ class Gptq(Format):
         return not read_flat(info, 0, int(np.prod(info.shape))).any()
 
 
+def _check_auto_round(config: RawConfig) -> None:
+    """Its other layouts have other zero points, or other numbers; lists of its layers are of those
+    that stay floats."""
+    config.get("packing_format", kind=str)
+    config.expect("packing_format", "auto_round:auto_gptq", "auto_round:gptq")
+    config.expect("data_type", "int")
+    config.expect("act_bits", None, 16)
+    for key in ("super_bits", "super_group_size", "rotation_config", "spinquant_config"):
+        config.expect(key, None)
+    layers = config.section("extra_config")
+    if any(layers.section(name).get("bits", 0, int) < 16 for name in layers.values):
+        raise UnsupportedError(f"{layers.place}: sizes by layer are not implemented.")
+
+
 @dataclass(frozen=True, eq=False)
 class _Matrix(Packed):
     zero_shift: int
+    by_columns = True
 
     def read(self, start: int, stop: int) -> Grouped:
         weight, zeros, scales = self.tensors[:3]
         bits, columns = self.scheme.bits, self.shape[1]
-        codes = unpack(_bytes(read_columns(weight, start, stop).T), bits, columns)
-        if self.order is not None:
-            codes = codes[:, self.order]
+        words = read_columns(weight, start, stop)
+        if self.order is None or 32 % bits:
+            codes = unpack(_bytes(words.T), bits, columns)
+            codes = codes if self.order is None else codes.take(self.order, axis=1)
+        else:  # whole columns move faster
+            of_columns = split(words, bits, range(0, 32, bits)).reshape(columns, -1)
+            codes = np.ascontiguousarray(of_columns[self.order].T)
         first, last = start // 32, -(-stop // 32)  # 32 codes are whole int32
         packed = _bytes(read_columns(zeros, first * bits, last * bits))
         stored = unpack(packed, bits, (last - first) * 32)[:, start - first * 32 :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from infer.kernels.codes import TABLES
 
 Floats = NDArray[np.float32]
+_E8M0: Floats = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,10 @@ class Grouped:
     once.
 
     codes: uint8, or int8 where the scheme is signed, [rows, columns].
-    scales: float32 [rows, groups], exact.
+    scales: float32 or float16 [rows, groups], exact; int8 where there are units.
     zeros: int16 [rows, groups], or None.
-    biases: float32 [rows, groups], or None.
-    units: float32 [rows, columns / 256, 2], the f16 numbers that scales and biases are multiples
+    biases: like scales, or None.
+    units: float16 [rows, columns / 256, 2], the numbers that these scales and biases are multiples
         of, or None.
     order: int64 [columns], or None. Where there is one, column i of `codes` is column order[i] of
         the matrix: only so are groups consecutive. A product with the matrix takes the activation
@@ -64,10 +67,10 @@ class Grouped:
 
     scheme: Scheme
     codes: NDArray[Any]
-    scales: Floats
+    scales: NDArray[Any]
     zeros: NDArray[np.int16] | None = None
-    biases: Floats | None = None
-    units: Floats | None = None
+    biases: NDArray[Any] | None = None
+    units: NDArray[np.float16] | None = None
     order: NDArray[np.int64] | None = None
 
     def every(self, step: int) -> Grouped:
@@ -82,14 +85,25 @@ class Grouped:
         values: Floats = self.codes.astype(np.float32) if table is None else table[self.codes]
         if self.zeros is not None:
             values -= self._spread(self.zeros)
-        values *= self._spread(self.scales)
-        if self.biases is not None:
-            values += self._spread(self.biases)
+        scales, biases = self.numbers()
+        values *= self._spread(scales)
+        if biases is not None:
+            values += self._spread(biases)
         if self.order is not None:
             ordered = np.empty_like(values)
             ordered[:, self.order] = values
             return ordered
         return values
+
+    def numbers(self) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Scales and biases, float32 or float16 [rows, groups], whether or not there are units."""
+        if self.units is None:
+            return self.scales, self.biases
+        times = self.scales.shape[1] // self.units.shape[1]
+        units = np.repeat(self.units.astype(np.float32), times, axis=1)
+        with np.errstate(invalid="ignore"):  # what is not finite shows as that
+            biases = None if self.biases is None else units[:, :, 1] * self.biases
+            return units[:, :, 0] * self.scales, biases
 
     def _spread(self, groups: NDArray[Any]) -> NDArray[Any]:
         """A value for each column from one for each group."""
@@ -101,22 +115,25 @@ def unpack(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint8
     the row, read from its lowest bit on. [..., bytes] to [..., count]."""
     if bits == 8:
         return packed[..., :count]
-    if bits == 4:
-        codes = np.empty((*packed.shape, 2), np.uint8)
-        np.bitwise_and(packed, 15, out=codes[..., 0])
-        np.right_shift(packed, 4, out=codes[..., 1])
-    else:  # eight codes are `bits` bytes
-        missing = -packed.shape[-1] % bits
-        if missing:
-            packed = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
-        parts = packed.reshape(*packed.shape[:-1], -1, bits)
-        word = np.zeros(parts.shape[:-1], np.uint64)
-        for i in range(bits):
-            word |= parts[..., i].astype(np.uint64) << np.uint64(8 * i)
-        codes = np.empty((*word.shape, 8), np.uint8)
-        for i in range(8):
-            codes[..., i] = (word >> np.uint64(bits * i)) & np.uint64((1 << bits) - 1)
-    return codes.reshape(*packed.shape[:-1], -1)[..., :count]
+    width = 8 // math.gcd(bits, 8)  # codes of a word, which has a byte for each
+    nbytes = width * bits // 8
+    missing = -packed.shape[-1] % nbytes
+    if missing:
+        packed = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+    if nbytes == 1:
+        words = packed.reshape(-1).astype(f"<u{width}")
+    else:  # words that overlap, the last one with what is added
+        flat = np.append(packed, np.zeros(width - nbytes, np.uint8))
+        words = np.ndarray(packed.size // nbytes, f"<u{width}", flat, strides=nbytes).copy()
+    half = width // 2
+    while half:  # in each 2 * half bytes, the upper half of the codes moves to the upper half
+        low = sum(((1 << half * bits) - 1) << 8 * lane for lane in range(0, width, 2 * half))
+        upper = words << half * (8 - bits)
+        upper &= low << 8 * half
+        words &= low
+        words |= upper
+        half //= 2
+    return words.view(np.uint8).reshape(*packed.shape[:-1], -1)[..., :count]
 
 
 def to_signed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int8]:
@@ -126,7 +143,15 @@ def to_signed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int8]:
 
 def from_e8m0(exponents: NDArray[np.uint8]) -> Floats:
     """2^(exponent - 127), the scales of microscaling formats; 255 is NaN."""
-    power = np.where(exponents == 255, 0, exponents).astype(np.int32) - 127
-    scales: Floats = np.ldexp(np.float32(1), power)
-    scales[exponents == 255] = np.nan
+    scales: Floats = _E8M0.take(exponents)
     return scales
+
+
+def split(words: NDArray[Any], bits: int, shifts: Iterable[int]) -> NDArray[np.uint8]:
+    """The codes that words [n, values] hold from each of the shifts on: [n, shifts, values]."""
+    shifts = list(shifts)
+    codes = np.empty((len(words), len(shifts), words.shape[1]), np.uint8)
+    for i, shift in enumerate(shifts):
+        np.right_shift(words, shift, out=codes[:, i], casting="unsafe")
+    codes &= (1 << bits) - 1
+    return codes

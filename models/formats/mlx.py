@@ -43,8 +43,9 @@ _STACKED = re.compile(
 )
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
 _CONV = re.compile(r".*\.conv(?:1d)?\.weight")
-# What the projections of an expert are called on the hub in Mixtral.
+# What the projections of an expert are called on the hub in Mixtral, and in which blocks.
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_LIKE_MIXTRAL = (".block_sparse_moe", ".feed_forward")
 _MOST_EXPERTS = 10_000  # more would be damage
 
 # mode -> bits, group, kind
@@ -131,7 +132,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
             tensors[name] = info
             continue
         block, part, kind = match.groups()
-        part = _MIXTRAL[part] if block.endswith(".block_sparse_moe") else part
+        part = _MIXTRAL[part] if block.endswith(_LIKE_MIXTRAL) else part
         count, *shape = info.shape
         for expert in range(count):
             own = f"{block}.experts.{expert}.{part}.{kind}"

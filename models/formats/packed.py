@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,11 +12,24 @@ from numpy.typing import NDArray
 
 from infer.kernels.arrays import from_bf16
 from infer.kernels.errors import CheckpointError, UnsupportedError
-from infer.models.checkpoint import Checkpoint, TensorInfo, listed
+from infer.models.checkpoint import Checkpoint, HeldTensor, TensorInfo, listed
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0
 
 FLOATS = ("f32", "f16", "bf16")
+
+# What files may quantise besides weights, and how the tensors with its scales end.
+ACTIVATIONS, CACHE = "activations", "the KV cache"
+_LEFT_OUT = {
+    CACHE: (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
+    ACTIVATIONS: (
+        ".input_scale",
+        ".input_global_scale",
+        ".input_zero_point",
+        ".output_scale",
+        ".activation_scale",
+    ),
+}
 
 # Names of dtypes, as in TensorInfo, to how numpy reads them. What it has no type for stays bits.
 _NUMPY = {
@@ -39,7 +52,10 @@ class Packed(ABC):
 
     tensors: all that it is made of, so that none of them counts as surplus.
     order: the order of columns that each Grouped of it has.
+    by_columns: the files have it column by column, so that a row lies all over them.
     """
+
+    by_columns: ClassVar[bool] = False
 
     name: str
     shape: tuple[int, int]
@@ -54,14 +70,23 @@ class Packed(ABC):
 
     def every(self, step: int, start: int, count: int) -> Grouped:
         """The same of `count` rows, every `step`-th from `start` on."""
-        return self.read(start, start + (count - 1) * step + 1).every(step)
+        grouped = self.read(start, start + (count - 1) * step + 1)
+        return grouped if step == 1 else grouped.every(step)
+
+    def held(self) -> Packed:
+        """The same for reading many of its rows: with its tensors in memory if it is by columns.
+        Raises CheckpointError."""
+        if not self.by_columns:
+            return self
+        return replace(self, tensors=tuple(tensor.held() for tensor in self.tensors))
 
 
 class Format(ABC):
     """A way of publishing quantised matrices, as a config describes it.
 
-    ignored: what the config asks for and is not done because it only makes results less exact, in
-    words for people; above all, quantised activations.
+    ignored: what the config quantises besides weights, in words for people. How it does that is not
+    used: activations are as the kernels of the weights want them, int8 with scales of their own
+    where weights are integers, and the cache is as its option says.
     """
 
     method: ClassVar[str]
@@ -85,6 +110,11 @@ class Format(ABC):
     def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
         """Whether a tensor that belongs to no matrix says nothing that is computed with."""
         return False
+
+
+def left_out(name: str) -> str | None:
+    """What a tensor is a scale of that is not used; None for any other."""
+    return next((of for of, ends in _LEFT_OUT.items() if name.endswith(ends)), None)
 
 
 # Parts of a matrix
@@ -142,15 +172,15 @@ def read_rows(info: TensorInfo, start: int = 0, stop: int | None = None) -> NDAr
 def read_columns(info: TensorInfo, start: int, stop: int) -> NDArray[Any]:
     """Columns [start, stop) of a matrix. Values of a float dtype become float32."""
     rows, columns = info.shape
-    values = np.empty((rows, stop - start), _NUMPY[info.dtype])
-    view, width = values.data.cast("B"), values.itemsize
-    if stop - start == columns:
-        info.read_into(view)
-    else:
-        step = values.strides[0]
-        for row in range(rows):
-            at = (row * columns + start) * width
-            info.read_into(view[row * step : (row + 1) * step], at)
+    dtype = np.dtype(_NUMPY[info.dtype])
+    if isinstance(info, HeldTensor):
+        whole = info.data.view(dtype).reshape(rows, columns)
+        return _widened(whole[:, start:stop].copy(), info.dtype)
+    values = np.empty((rows, stop - start), dtype)
+    view, step = values.data.cast("B"), values.strides[0]
+    for row in range(rows):
+        at = (row * columns + start) * dtype.itemsize
+        info.read_into(view[row * step : (row + 1) * step], at)
     return _widened(values, info.dtype)
 
 
