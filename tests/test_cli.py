@@ -509,8 +509,8 @@ BAD_MODELS = {
     "shard missing": ({WEIGHTS: sharded}, "lacks model-00002-of-00002.safetensors"),
     "no weights": ({WEIGHTS: None}, "has no weights"),
     "architecture": (
-        {"config__json": json_with(model_type="gpt2")},
-        "the architecture 'gpt2' is not implemented. Implemented: apertus, arcee, cohere,",
+        {"config__json": json_with(model_type="bloom")},
+        "the architecture 'bloom' is not implemented. Implemented: apertus, arcee, cohere,",
     ),
     "no tokenizer": ({"tokenizer__json": None}, "has no tokenizer.json"),
 }
