@@ -102,11 +102,11 @@ def fitting_options(
     Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
     """
     free = memory_info(adapter).free
-    pages = [kv_cache_bytes(*s, PAGE, options.kv_dtype) for s in model.config.kv_shapes]
-    per_position = max(pages, default=0) // (2 * PAGE)  # keys of the largest layer
+    shapes = model.config.kv_shapes
     while True:
         need = memory_needed(model, stored, options, limits, adapter, loras)
-        layer_bytes = per_position * options.context
+        caches = [kv_cache_bytes(*s, options.context, options.kv_dtype) for s in shapes]
+        layer_bytes = max(caches, default=0) // 2  # keys of the largest layer
         fits_binding = layer_bytes <= min(limits.max_binding, limits.max_buffer)
         if fits_binding and (free is None or need.total <= free):
             return options
@@ -114,6 +114,7 @@ def fitting_options(
             break
         options = replace(options, context=options.context // 2)
     if not fits_binding:
+        per_position = layer_bytes // options.context
         raise OutOfMemoryError(
             f"A context of {options.context} positions needs {layer_bytes:,} bytes of keys in each "
             f"layer; one binding of {adapter.name} holds {limits.max_binding:,}. "

@@ -218,9 +218,9 @@ class Lowering:
         residual: Value | None = None,
         activation: str = "none",
         gated: bool = False,
-        switch: Value | None = None,
+        gate: Value | None = None,
     ) -> None:
-        """result = what the linear op `value` computes, with what was fused into it. switch: one
+        """result = what the linear op `value` computes, with what was fused into it. gate: one
         value for each row, whose sigmoid multiplies it."""
         weight: GpuTensor = value.attrs["weight"]
         bias: GpuTensor | None = value.attrs["bias"]
@@ -257,11 +257,11 @@ class Lowering:
             return
         params["NORM"], params["SCALED"] = norm is not None, scaled
         params["EPS"] = float(norm.attrs["eps"]) if norm is not None else 0.0
-        params |= {"SWITCHED": False, "SWITCH_STRIDE": 0, "SWITCH_OFFSET": 0}
-        if switch is not None:
-            x, switch_stride, offset = self.source(switch)
+        params |= {"SIGMOID_GATE": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
+        if gate is not None:
+            x, gate_stride, offset = self.source(gate)
             added.append(x)
-            params |= {"SWITCHED": True, "SWITCH_STRIDE": switch_stride, "SWITCH_OFFSET": offset}
+            params |= {"SIGMOID_GATE": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         # A row that has stopped writes nothing, where rows are those of the step.
         params["STOPS"] = self.kind.rows == 1 or not (value.of_logits and self.kind.logits)
         if params["STOPS"]:
@@ -421,8 +421,8 @@ class Lowering:
         if value.op == "expert_down":
             lower_down(self, value, result, residual)
         elif value.op == "sigmoid_gate":
-            linear, switch = value.inputs
-            self._linear(linear, result, residual, switch=switch)
+            linear, gate = value.inputs
+            self._linear(linear, result, residual, gate=gate)
         else:
             self._linear(value, result, residual)
 

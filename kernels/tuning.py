@@ -302,12 +302,11 @@ class Tuning:
         attention_combine. None where it has no room, or on a CPU, which gains nothing."""
         if self.software:
             return None
-        workgroup = max(256, variant.workgroup)
-        longest = min(
-            1024, 6 * 4 * workgroup // variant.cluster
-        )  # six times what is loaded at once
+        workgroup, batch = max(256, variant.workgroup), 4
+        at_once = batch * workgroup // variant.cluster
+        longest = min(1024, 6 * at_once)
         joined = AttentionVariant(
-            workgroup, 1, variant.cluster, variant.per_lane, 4, 1, longest, longest
+            workgroup, 1, variant.cluster, variant.per_lane, batch, 1, longest, longest
         )
         fits = joined.merged(self.limits.workgroup_storage, self.subgroup_size)
         return joined if fits else None

@@ -240,10 +240,10 @@ def layer_error(
     shared: str,
 ) -> float:
     """Of a whole layer: residual, norm, router, experts, a projection beside them, perhaps with a
-    switch, and one that reads the result; against the same in kernels of their own."""
+    gate, and one that reads the result; against the same in kernels of their own."""
     width, inner, experts, slots = 96, 64, 5, 2
-    switches = int(shared == "switched")
-    shapes = {"router": (experts + switches, width), "gate_up": (experts * 2 * inner, width)}
+    gates = int(shared == "gated")
+    shapes = {"router": (experts + gates, width), "gate_up": (experts * 2 * inner, width)}
     shapes |= {"down": (experts * width, inner), "next": (70, width), "first": (width, 72)}
     shapes |= {"shared": (width, 72)}
     values = {name: exact_weight(rng, *shape, "bf16") for name, shape in shapes.items()}
@@ -260,13 +260,13 @@ def layer_error(
         into, back = (to_gpu(device, b) if bias else None for b in biases)
         h = forward.input(added) + ops.linear(forward.input(x), w["first"])
         normed = ops.rmsnorm(h, first, EPS)
-        logits, *switch = ops.split(ops.linear(normed, w["router"]), experts, *[1] * switches)
+        logits, *gate = ops.split(ops.linear(normed, w["router"]), experts, *[1] * gates)
         routing = ops.route(logits, slots, normalize=True)
         y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
         y = ops.expert_down(y, routing, w["down"], back)
         if shared:
             beside = ops.linear(forward.input(x[:, ::-1]), w["shared"])
-            y = (ops.sigmoid_gate(beside, *switch) if switch else beside) + y
+            y = (ops.sigmoid_gate(beside, *gate) if gate else beside) + y
         result = ops.linear(ops.rmsnorm(h + y, second, EPS), w["next"])
         if plan_rows == 1 and not own:  # what is added costs no kernel
             kernels = {kernel.spec.name for kernel in forward.lower(result)[0].kernels}
@@ -286,7 +286,7 @@ def test_a_layer_of_experts(
     for i, settings in enumerate(own if rows < 10 else own[:1]):
         device = open_device(settings)
         with device.scope():
-            shared = ("", "plain", "switched")[(i + rows) % 3]
+            shared = ("", "plain", "gated")[(i + rows) % 3]
             error = layer_error(device, rng, dtype, rows, plan_rows, i % 2 == 0, shared)
             # A sum that rounds otherwise may round another way to int8: 2e-6 for one of 96 values.
             assert error <= (1e-5 if dtype in QUANTIZED else LIMIT), settings

@@ -4,10 +4,10 @@
 // NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
 // gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
 // rows, and y = gated(gate, up). Else y = x W^T, after BIAS is added multiplied by SCALE, then
-// activated where there is an ACTIVATION, or multiplied by the sigmoid of the row's switch where it
-// is SWITCHED. RESIDUAL is added to y. What the next projection wants to
-// read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the
-// workgroup's outputs are whole halves of blocks (QUANTIZE). KEEP: y itself is needed.
+// activated where there is an ACTIVATION, or multiplied by the sigmoid of the row's gate with
+// SIGMOID_GATE. RESIDUAL is added to y. What the next projection wants to read goes out too: y times
+// the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the workgroup's outputs are
+// whole halves of blocks (QUANTIZE). KEEP: y itself is needed.
 #include "team_sums.wgsl"
 #include "grid.wgsl"
 #include "activate.wgsl"
@@ -26,9 +26,9 @@
 // @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
 // @param BIAS bool
-// @param SWITCHED bool
-// @param SWITCH_STRIDE u32
-// @param SWITCH_OFFSET u32
+// @param SIGMOID_GATE bool
+// @param GATE_STRIDE u32
+// @param GATE_OFFSET u32
 // @param RESIDUAL bool
 // @param KEEP bool
 // @param QUANTIZE bool           for one row of x, and TEAMS * OUTPUTS a multiple of 16
@@ -62,13 +62,13 @@
 @group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 #let OWN = FIRST + BIAS + RESIDUAL
-#if SWITCHED
-@group(0) @binding($(OWN)) var<storage, read> switches: array<f32>;
+#if SIGMOID_GATE
+@group(0) @binding($(OWN)) var<storage, read> gates: array<f32>;
 #endif
 #if KEEP
-@group(0) @binding($(OWN + SWITCHED)) var<storage, read_write> y: array<f32>;
+@group(0) @binding($(OWN + SIGMOID_GATE)) var<storage, read_write> y: array<f32>;
 #endif
-#let NEXT = OWN + SWITCHED + KEEP
+#let NEXT = OWN + SIGMOID_GATE + KEEP
 #if QUANTIZE
 @group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
@@ -138,8 +138,8 @@ fn main(
 #if RESIDUAL
   var own_residual = 0.0;
 #endif
-#if SWITCHED
-  var own_switch = 0.0;
+#if SIGMOID_GATE
+  var own_gate = 0.0;
 #endif
 #if NEXT_NORM
   var own_norm = 0.0;
@@ -154,8 +154,8 @@ fn main(
 #if RESIDUAL
     own_residual = residual[out_row * Y_STRIDE + START + n];
 #endif
-#if SWITCHED
-    own_switch = 1.0 / (1.0 + exp(-switches[out_row * SWITCH_STRIDE + SWITCH_OFFSET]));
+#if SIGMOID_GATE
+    own_gate = 1.0 / (1.0 + exp(-gates[out_row * GATE_STRIDE + GATE_OFFSET]));
 #endif
 #if NEXT_NORM
     own_norm = next_norm[START + n];
@@ -245,8 +245,8 @@ fn main(
     value = activate(value);
 #endif
 #endif
-#if SWITCHED
-    value *= own_switch;
+#if SIGMOID_GATE
+    value *= own_gate;
 #endif
 #if RESIDUAL
     value += own_residual;

@@ -38,7 +38,7 @@ with its metadata and tensors: the test writes stored models with the format's o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infer.models.config import RawConfig
@@ -309,6 +309,19 @@ VARIANTS = {
     ),
 }
 
+_QWEN35 = Architecture(
+    "qwen3_5_text",
+    _DELTA_NET,
+    keys=_DELTA_KEYS,
+    more=_delta_net,
+    norm_added=1.0,
+    tiled=True,
+    ignored=_SECTIONS,
+)
+_QWEN35_MOE = replace(
+    _QWEN35, model_type="qwen3_5_moe_text", values={"norm_topk_prob": True}, experts=True
+)
+
 # general.architecture -> how it is read
 ARCHITECTURES = {
     "apertus": Architecture("apertus", _APERTUS, values={"hidden_act": "xielu"}),
@@ -440,36 +453,10 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", values={"norm_topk_prob": False}, experts=True),
     "qwen2vl": Architecture("qwen2", ignored=_SECTIONS),
     "qwen3": Architecture("qwen3"),
-    "qwen35": Architecture(
-        "qwen3_5_text",
-        _DELTA_NET,
-        keys=_DELTA_KEYS,
-        more=_delta_net,
-        norm_added=1.0,
-        tiled=True,
-        ignored=_SECTIONS,
-    ),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text",
-        _DELTA_NET,
-        keys=_DELTA_KEYS,
-        values={"norm_topk_prob": True},
-        more=_delta_net,
-        norm_added=1.0,
-        experts=True,
-        tiled=True,
-        ignored=_SECTIONS,
-    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35_MOE,
     "qwen3moe": Architecture("qwen3_moe", values={"norm_topk_prob": True}, experts=True),
-    "qwen3next": Architecture(
-        "qwen3_next",
-        _DELTA_NET,
-        keys=_DELTA_KEYS,
-        values={"norm_topk_prob": True},
-        more=_delta_net,
-        norm_added=1.0,
-        experts=True,
-    ),
+    "qwen3next": replace(_QWEN35_MOE, model_type="qwen3_next", tiled=False, ignored=()),
     "qwen3vl": Architecture("qwen3", ignored=_VISION),
     "qwen3vlmoe": Architecture(
         "qwen3_moe", values={"norm_topk_prob": True}, experts=True, ignored=_VISION
