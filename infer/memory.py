@@ -102,23 +102,23 @@ def fitting_options(
     Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
     """
     free = memory_info(adapter).free
-    shapes = model.config.kv_shapes
+    pages = [kv_cache_bytes(*s, PAGE, options.kv_dtype) for s in model.config.kv_shapes]
+    keys_page = max(pages, default=0) // 2  # of the largest layer
+    binding = min(limits.max_binding, limits.max_buffer)
     while True:
         need = memory_needed(model, stored, options, limits, adapter, loras)
-        caches = [kv_cache_bytes(*s, options.context, options.kv_dtype) for s in shapes]
-        layer_bytes = max(caches, default=0) // 2  # keys of the largest layer
-        fits_binding = layer_bytes <= min(limits.max_binding, limits.max_buffer)
+        layer_bytes = -(-options.context // PAGE) * keys_page
+        fits_binding = layer_bytes <= binding
         if fits_binding and (free is None or need.total <= free):
             return options
         if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
             break
         options = replace(options, context=options.context // 2)
     if not fits_binding:
-        per_position = layer_bytes // options.context
         raise OutOfMemoryError(
             f"A context of {options.context} positions needs {layer_bytes:,} bytes of keys in each "
-            f"layer; one binding of {adapter.name} holds {limits.max_binding:,}. "
-            f"Ask for at most {limits.max_binding // per_position} (--context)."
+            f"layer; one binding of {adapter.name} holds {binding:,}. "
+            f"Ask for at most {binding // keys_page * PAGE} (--context)."
         )
     quantized = any(stored(spec).dtype in QUANTIZED for spec in model.weights())
     raise OutOfMemoryError(

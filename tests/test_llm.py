@@ -26,6 +26,7 @@ from infer.engine import Engine
 from infer.hub import DEMO, resolve
 from infer.kernels.adapters import MemoryInfo
 from infer.kernels.device import Buffer, Device
+from infer.kernels.kv_cache import PAGE
 from infer.kernels.quantize import buffer_bytes
 from infer.models.packing import Stored
 
@@ -674,9 +675,10 @@ def test_a_default_context_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_keys_that_no_binding_holds(llm: LLM) -> None:
-    small = replace(llm.device.limits, max_binding=1 << 17)
     per_position = 2 * llm.config.num_key_value_heads * llm.config.head_dim
-    most = small.max_binding // per_position
+    most = 4 * PAGE
+    # half a page beyond: caches are of whole pages
+    small = replace(llm.device.limits, max_binding=(most + PAGE // 2) * per_position)
     with pytest.raises(infer.OutOfMemoryError, match=rf"Ask for at most {most} \(--context\)"):
         infer.memory.fitting_options(
             llm.engine.model,
