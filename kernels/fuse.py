@@ -5,6 +5,7 @@ route -> experts                      the choice goes into their first projectio
 linear -> + residual                  the sum goes into the projection
 a + b -> + residual                   each adds what came before it, if both are projections
 linear * sigmoid(gate) in such a sum  the gate goes into the projection (decode)
+rmsnorm -> + residual -> * factor     the sum and the product go into the norm
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
@@ -56,9 +57,8 @@ class Fusion:
             self._absorb(value)
 
     def _absorb(self, value: Value) -> None:
-        if value.op == "rmsnorm" and self.vec and self._whole_row(value):
-            users = self.consumers[value]
-            if users and all(user.op in PROJECTIONS for user in users):
+        if value.op == "rmsnorm" and self.vec:
+            if self._whole_row(value) and self._is_projected(value):
                 self.absorbed.add(value)
         elif value.op == "route" and self.vec:
             readers = [user.op for user in self.consumers[value]]
@@ -66,12 +66,21 @@ class Fusion:
             if alone and value.attrs["correction"] is value.attrs["expert_scales"] is None:
                 self.absorbed.add(value)
         elif value.op == "add":
-            linear, both = self._residual_of(value), self._sum_in(value)
+            linear, both, norm = self._residual_of(value), self._sum_in(value), self._norm_in(value)
             if linear is not None:
                 self.absorbed.add(linear)
+            elif norm is not None:
+                self.absorbed.add(norm)
             elif both is not None:
                 first = both.inputs[0]
                 self.absorbed.update((both, first, self._ungated(first)))
+        elif value.op == "scale":
+            (total,) = value.inputs
+            normed = total.op == "add" and any(
+                part.op == "rmsnorm" and part in self.absorbed for part in total.inputs
+            )
+            if normed and self.consumers[total] == [value]:
+                self.absorbed.add(total)
         elif value.op == "activation":
             (source,) = value.inputs
             if source.op == "linear" and self.consumers[source] == [value]:
@@ -87,6 +96,11 @@ class Fusion:
 
     def _whole_row(self, norm: Value) -> bool:
         return bool(norm.attrs["weight"].shape[0] == norm.width and norm.inputs[0].op != "slice")
+
+    def _is_projected(self, value: Value) -> bool:
+        """Whether projections are all that reads it."""
+        users = self.consumers[value]
+        return bool(users) and all(user.op in PROJECTIONS for user in users)
 
     def _residual_of(self, value: Value) -> Value | None:
         """The projection whose result is only added to something: the later operand first."""
@@ -107,6 +121,14 @@ class Fusion:
             alone = self.consumers[first] == [both] and linear not in self.absorbed
             if linear.op == "linear" and alone and second in self.absorbed:
                 return both
+        return None
+
+    def _norm_in(self, value: Value) -> Value | None:
+        """The norm of whole rows that is only added to something: the later operand first."""
+        for norm, other in (value.inputs[::-1], value.inputs):
+            alone = self.consumers[norm] == [value] and other.op != "slice"
+            if norm.op == "rmsnorm" and alone and self._whole_row(norm):
+                return norm
         return None
 
     def _ungated(self, value: Value) -> Value:
@@ -136,7 +158,8 @@ class Fusion:
         forms: set[Form] = set()
         others = False
         for user in self._readers(value):
-            norm = user if user.op == "rmsnorm" and user in self.absorbed else None
+            is_norm = user.op == "rmsnorm" and user in self.absorbed and self._is_projected(user)
+            norm = user if is_norm else None
             linears = self.consumers[user] if norm else [user]
             int8 = {linear.op in PROJECTIONS and _integers(linear) for linear in linears}
             if any(_ordered(linear) for linear in linears):

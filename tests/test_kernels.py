@@ -336,34 +336,43 @@ def test_quantized_weights_larger_than_a_binding(
 
 
 def chain_error(
-    device: Device, rng: np.random.Generator, dtype: str, gated: bool, rows: int, **options: Any
+    device: Device, rng: np.random.Generator, dtype: str, kind: str, rows: int, **options: Any
 ) -> float:
-    """Of two projections, of which the first prepares its result for the second: times the weights
-    of a norm, or as int8."""
+    """Of two projections; what lies between them prepares its result for the second: times the
+    weights of a norm, or as int8."""
     k, n = 96, 64
     x, exact = int8_rows(rng, rows, k)
-    shapes = ((2 * n, k), (n, n)) if gated else ((n, k), (n, n))
+    shapes = ((2 * n, k), (n, n)) if kind == "gated" else ((n, k), (n, n))
     if dtype in ("q8", "q4"):
         first, second = (exact_weight(rng, *shape, dtype) for shape in shapes)
     else:
         exact = x.astype(np.float64)
         first, second = (rounded(normal(rng, *shape), dtype) for shape in shapes)
-    added, norm = normal(rng, rows, n), normal(rng, n)
+    added, norm, behind = normal(rng, rows, n), normal(rng, n), normal(rng, n)
     forward = Forward(device, rows, **options)
     ops, y = forward.ops, reference.matmul(exact, first)
-    both = ops.linear(forward.input(x), to_gpu(device, first, dtype))
-    if gated:
-        gate, up = ops.split(both, n, n)
+    value = ops.linear(forward.input(x), to_gpu(device, first, dtype))
+    if kind == "gated":
+        gate, up = ops.split(value, n, n)
         value = ops.activation(gate, "silu") * up
         y = reference.silu(y[:, :n]) * y[:, n:]
         expected = reference.matmul(prepared(y, dtype), second)
         output = ops.linear(value, to_gpu(device, second, dtype))
     else:
-        value = forward.input(added) + both
+        if kind != "added":  # with a norm behind the first
+            value = ops.rmsnorm(value, to_gpu(device, behind), EPS)
+            y = reference.rmsnorm(y, behind, EPS)
+        value = forward.input(added) + value
         y = y + added
-        scale = 1 / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + EPS)
-        expected = y + scale * reference.matmul(prepared(y * norm, dtype), second)
-        normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
+        if kind == "scaled":
+            value, y = ops.scale(value, to_gpu(device, np.full(1, 0.4))), np.float32(0.4) * y
+        if kind == "bare":  # no norm before the second
+            normed, normed_y = value, prepared(y, dtype)
+        else:
+            scale = 1 / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + EPS)
+            normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
+            normed_y = scale * prepared(y * norm, dtype)
+        expected = y + reference.matmul(normed_y, second)
         output = value + ops.linear(normed, to_gpu(device, second, dtype))
     return nmse(forward.run(output), expected)
 
@@ -378,23 +387,21 @@ def prepared(y: Array, dtype: str) -> Array:
     return (np.rint(blocks / scale) * scale).reshape(y.shape)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 9])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "fuse"),
+    [(kind, True) for kind in ("gated", "added", "normed", "scaled", "bare")]
+    + [("gated", False), ("added", False)],
+)
 @pytest.mark.parametrize("dtype", ["bf16", "q8", "q4"])
 def test_projections_in_a_row(
-    open_device: OpenDevice,
-    rng: np.random.Generator,
-    dtype: str,
-    gated: bool,
-    rows: int,
-    fuse: bool,
+    open_device: OpenDevice, rng: np.random.Generator, dtype: str, kind: str, rows: int, fuse: bool
 ) -> None:
     own = Settings(), Settings(bounds_checks=True), Settings(storage_buffers=8)
     for settings in (*own, Settings(subgroups=False), LEAST):
         device = open_device(settings)
         with device.scope():
-            assert chain_error(device, rng, dtype, gated, rows, fuse=fuse) <= LIMIT, settings
+            assert chain_error(device, rng, dtype, kind, rows, fuse=fuse) <= LIMIT, settings
 
 
 @pytest.mark.parametrize("order", [("bf16", "q8"), ("q8", "bf16")])
