@@ -178,22 +178,28 @@ class Fusion:
         return found
 
     def projection(self, value: Value) -> Value | None:
-        """The q, k, v projection that attention takes apart, heads perhaps normed and turned."""
-        if len(value.inputs) == 1:  # keys and values are in the cache already
-            return None
-        q, q_norm, q_rope = self.head_chain(value.inputs[0])
-        k, k_norm, k_rope = self.head_chain(value.inputs[1])
-        parts = (q, k, value.inputs[2])
-        if q_rope is not k_rope or (q_norm is None) != (k_norm is None):
-            return None
+        """The projection that attention takes apart: of q, k and v, of q and k, which is v too, or
+        of q alone; heads perhaps normed, those of q and k turned."""
+        chains = [self.head_chain(source) for source in value.inputs]
+        parts, norms, ropes = (list(items) for items in zip(*chains, strict=True))
+        q: Value = parts[0]
+        turned = self._turned(value)
         if any(part.op != "slice" or part.inputs[0] is not q.inputs[0] for part in parts):
             return None
-        if [part.attrs["offset"] for part in parts] != [0, q.width, q.width + k.width]:
+        offsets = [part.attrs["offset"] for part in parts]
+        if offsets not in ([0], [0, q.width, q.width], [0, q.width, q.width + parts[-1].width]):
             return None
-        if q_norm and k_norm and q_norm.attrs["eps"] != k_norm.attrs["eps"]:
+        normed = [norm is not None for norm in norms]
+        if normed[1:] not in ([], [normed[0], False], [normed[0], normed[0]]):
             return None
+        if any(rope is not own for rope, own in zip(ropes[1:], (ropes[0], None), strict=False)):
+            return None
+        if len({norm.attrs["eps"] for norm in norms if norm}) > 1:
+            return None
+        if len(parts) == 1 and not turned:
+            return None  # nothing is left to do
         head_dim = value.attrs["cache"].head_dim
-        for step in self._turned(value):
+        for step in turned:
             width = step.attrs["head_dim"] if step.op == "rope" else step.attrs["weight"].shape[0]
             if width != head_dim or len(self.consumers[step]) != 1:
                 return None
@@ -203,7 +209,7 @@ class Fusion:
     def _turned(value: Value) -> list[Value]:
         """The norms and ropes between attention and the slices of its projection."""
         found = []
-        for source in value.inputs[:2]:
+        for source in value.inputs:
             while source.op in ("rope", "rmsnorm"):
                 found.append(source)
                 source = source.inputs[0]

@@ -43,7 +43,9 @@ def lower_attention(low: Lowering, value: Value) -> None:
         _attention_split(low, value, heads.projection, common, split, heads)
         return
     bindings = 7 + len(heads.weights) if heads is not None else 0
-    if heads and heads.rope and low.device.limits.storage_buffers >= bindings:
+    plain = heads is not None and heads.own and not heads.v_is_k and len(heads.weights) < 3
+    fits = low.device.limits.storage_buffers >= bindings
+    if heads and heads.rope and plain and fits:
         query = _rope_kv_write(low, value, heads, heads.rope)
     else:
         if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
@@ -61,22 +63,29 @@ def lower_attention(low: Lowering, value: Value) -> None:
 
 @dataclass(frozen=True)
 class _Heads:
-    """A q, k, v projection, and what becomes of its heads: how queries and keys turn, if they do,
-    and the weights of their norms (none, or of queries and of keys)."""
+    """A projection of q, k and v, and what becomes of its heads: how queries and keys turn, if they
+    do, and the weights of the norms of queries, keys and values, if they have any. own: there are
+    keys and values; v_is_k: these are the keys as they are projected."""
 
     projection: Value
     rope: Rope | None
     weights: tuple[Buffer, ...]
     eps: float
+    own: bool
+    v_is_k: bool
 
     @classmethod
     def of(cls, value: Value, projection: Value) -> _Heads:
-        _, q_norm, rope = Fusion.head_chain(value.inputs[0])
-        _, k_norm, _ = Fusion.head_chain(value.inputs[1])
-        if q_norm is None or k_norm is None:
-            return cls(projection, rope, (), 0.0)
-        weights = (q_norm.attrs["weight"].buffer, k_norm.attrs["weight"].buffer)
-        return cls(projection, rope, weights, float(q_norm.attrs["eps"]))
+        parts, norms, ropes = zip(*map(Fusion.head_chain, value.inputs), strict=True)
+        found = [norm for norm in norms if norm is not None]
+        return cls(
+            projection,
+            ropes[0],
+            tuple(norm.attrs["weight"].buffer for norm in found),
+            float(found[0].attrs["eps"]) if found else 0.0,
+            own=len(parts) == 3,
+            v_is_k=len(parts) == 3 and parts[1] is parts[2],
+        )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -88,12 +97,27 @@ class _Heads:
         }
 
     @property
+    def attention_params(self) -> dict[str, Any]:
+        """Of attention, which does their work."""
+        own = {"OWN": self.own, "V_NORM": len(self.weights) == 3, "V_IS_K": self.v_is_k}
+        return self.params | own | {"ROPE": True}
+
+    @property
     def operands(self) -> tuple[Buffer, ...]:
         """The table, if there is one, and the norms."""
         return ((self.rope.table,) if self.rope else ()) + self.weights
 
 
-_UNTURNED = {"ROTARY_DIM": 0, "INTERLEAVED": False, "NORM": False, "EPS": 0.0}
+_UNTURNED = {
+    "ROPE": False,
+    "ROTARY_DIM": 0,
+    "INTERLEAVED": False,
+    "NORM": False,
+    "EPS": 0.0,
+    "OWN": False,
+    "V_NORM": False,
+    "V_IS_K": False,
+}
 
 
 def _turns_in_registers(low: Lowering, cache: LayerCache, heads: _Heads) -> bool:
@@ -109,8 +133,8 @@ def _turns_in_registers(low: Lowering, cache: LayerCache, heads: _Heads) -> bool
 
 
 def _turn_apart(low: Lowering, value: Value) -> None:
-    """The norms and ropes of queries and keys as kernels of their own."""
-    for source in value.inputs[:2]:
+    """The norms and ropes of heads as kernels of their own."""
+    for source in value.inputs:
         chain = []
         while source in low.absorbed:
             chain.append(source)
@@ -223,9 +247,8 @@ def _attention_split(
     turning = heads.operands if heads is not None else ()
     params = (
         common
-        | (heads.params if heads is not None else _UNTURNED)
-        | {"ROPE": heads is not None, "X_STRIDE": x_stride, "X_OFFSET": x_offset}
-        | {"Y_STRIDE": stride(value.width)}
+        | (_UNTURNED if heads is None else heads.attention_params)
+        | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(value.width)}
     )
     joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
     operands = [*inputs, *outputs, *turning, *sinks]

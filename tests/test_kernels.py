@@ -810,7 +810,8 @@ def test_rope_kv_write(
         "past": (0, 1, 31, 32, 255, 256, 700),
         "window": (0, 1, 33, 300),
         "softcap": (0.0, 0.7),
-        "norms": (False, True),
+        "norms": (0, 2, 3),
+        "kv_parts": (2, 2, 1, 0),
         "rotary": (1, 2, None),
         "interleaved": (False, True),
         "kv_dtype": ("f16", "f32", "q8"),
@@ -839,20 +840,22 @@ def rope_attention_error(
     window: int,
     kv_dtype: str,
     softcap: float = 0.0,
-    norms: bool = False,
+    norms: int = 0,
+    kv_parts: int = 2,
     rotary: int | None = 1,
     interleaved: bool = False,
     rows: int = 1,
     **options: Any,
 ) -> float:
     """Of the output, given what is now in the cache, which must be right as well. rotary: one in
-    so many dimensions turns, or none."""
+    so many dimensions turns, or none. norms: of queries and keys, or of values too. kv_parts: keys
+    and values in the projection, keys that are the values too, or neither."""
     d, (n_kv_heads, group) = head_dim, heads
     kv_width, n_heads = n_kv_heads * d, n_kv_heads * group
     frequencies = 100.0 ** (-np.arange(d // 2 // (rotary or 1)) / d)
-    x = normal(rng, rows, (group + 2) * kv_width)
-    known = normal(rng, past, kv_width), normal(rng, past, kv_width)
-    q_norm, k_norm = normal(rng, d), normal(rng, d)
+    x = normal(rng, rows, (group + kv_parts) * kv_width)
+    known = [normal(rng, past + (0 if kv_parts else rows), kv_width) for _ in "kv"]
+    q_norm, k_norm, v_norm = normal(rng, 3, d)
     y, *cached = functions.rope_attention(
         device,
         x,
@@ -865,21 +868,29 @@ def rope_attention_error(
         softcap=softcap,
         interleaved=interleaved,
         norms=(q_norm, k_norm, EPS) if norms else None,
+        v_norm=v_norm if norms == 3 else None,
         kv_dtype=kv_dtype,
         **options,
     )
-    q, k, v = np.split(x, [group * kv_width, (group + 1) * kv_width], axis=1)
+    q, *kv = np.split(x, [group * kv_width, (group + 1) * kv_width][: max(1, kv_parts)], axis=1)
+    k, v = (kv[0], kv[kv_parts - 1]) if kv_parts else (part[past:] for part in known)
     if norms:
-        q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
+        q = reference.rmsnorm(q, q_norm, EPS)
+    if norms and kv_parts:
+        k = reference.rmsnorm(k, k_norm, EPS)
+        v = reference.rmsnorm(v, v_norm, EPS) if norms == 3 else v
     positions = np.arange(past, past + rows)
     if rotary:
-        q, k = (reference.rope(part, positions, frequencies, d, interleaved) for part in (q, k))
+        q = reference.rope(q, positions, frequencies, d, interleaved)
+        k = reference.rope(k, positions, frequencies, d, interleaved) if kv_parts else k
     total = past + rows
     keys, values = (part[:, :total].swapaxes(0, 1).reshape(total, kv_width) for part in cached)
     for part, before in zip((keys, values), known, strict=True):
-        assert (part[:past] == kept(before, d, kv_dtype)).all()
-    assert np.all(abs(values[past:] - v) <= value_step(v, d, kv_dtype))
-    assert np.all(abs(keys[past:] - k) <= kv_step(k, d, kv_dtype))
+        assert (part[: len(before)] == kept(before, d, kv_dtype)).all()
+    if kv_parts:
+        step = kv_step if norms == 3 else value_step
+        assert np.all(abs(values[past:] - v) <= step(v, d, kv_dtype))
+        assert np.all(abs(keys[past:] - k) <= kv_step(k, d, kv_dtype))
     assert all(np.isnan(part[:, total:]).all() for part in cached)  # nothing else was written
 
     def attend(k: Array, v: Array) -> Array:

@@ -222,6 +222,25 @@ def test_a_layer_of_prefill_is_eight_kernels() -> None:
     assert kernels_of(512) == layer + layer + rest
 
 
+@pytest.mark.parametrize("v_normed", [False, True])
+@pytest.mark.parametrize("kv_parts", [2, 1, 0])
+def test_attention_takes_apart_what_there_is_of_q_k_and_v(kv_parts: int, v_normed: bool) -> None:
+    """Values may be keys before their norm; keys and values may be in the cache already."""
+    dry = DryDevice(Limits(storage_buffers=10))
+    dry.subgroup_size = 32
+    ops, cache = Ops(), KVCache(dry, [(2, 16)], 64).layers[0]
+    rope, norm = Rope(dry.buffer(1024), 16), allocate(dry, (16,), "f32")
+    x = ops.input(dry.buffer(4 * 64), 64)
+    qkv = ops.linear(x, allocate(dry, (64 + 32 * kv_parts, 64), "bf16"))
+    q, *kv = ops.split(qkv, 64, *[32] * kv_parts)
+    turned = [ops.rope(ops.rmsnorm(part, norm, EPS), rope, 16) for part in (q, *kv[:1])]
+    values = [ops.rmsnorm(part, norm, EPS) if v_normed else part for part in kv[-1:]]
+    output = ops.attention(*turned, *values, *[None] * (2 * (not kv)), cache, scale=0.25)
+    step, result = dry.buffer(16), dry.buffer(4 * 64)
+    lowering = Lowering(dry, ops, StepKind(1), step, output=output, output_buffer=result)
+    assert [kernel.spec.name for kernel in lowering.kernels] == ["matmul_vec", "attention"]
+
+
 @pytest.mark.parametrize(("dtype", "rows"), [("bf16", 1), ("bf16", 5), ("q8", 1)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_norm_behind_a_projection_is_one_kernel(scaled: bool, dtype: str, rows: int) -> None:
