@@ -8,6 +8,7 @@ linear * sigmoid(gate) in such a sum  the gate goes into the projection (decode)
 rmsnorm -> + residual -> * factor     the sum and the product go into the norm
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
+activation(linear) * factors          the product goes into the projection (decode)
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
 activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
@@ -91,6 +92,8 @@ class Fusion:
                 self.absorbed.update(value.inputs)
                 if _is_whole(halves):
                     self.absorbed.add(halves)
+            elif self.vec and self._is_activated_alone(value.inputs[0], value):
+                self.absorbed.add(value.inputs[0])
         elif value.op == "attention" and self.projection(value) is not None:
             self.absorbed.update(self._turned(value))
 
@@ -138,6 +141,11 @@ class Fusion:
         linear = value.inputs[0]
         alone = self.consumers[linear] == [value] and linear.attrs.get("bias") is None
         return linear if alone else value
+
+    def _is_activated_alone(self, act: Value, value: Value) -> bool:
+        """Whether `act` is a projection and its activation, which only `value` reads."""
+        activated = act.op == "activation" and act.inputs[0] in self.absorbed
+        return activated and self.consumers[act] == [value]
 
     def _gated(self, value: Value) -> Value | None:
         """The activation whose halves are gate and up, when value is activation(gate) * up."""

@@ -244,9 +244,10 @@ class Lowering:
         activation: str = "none",
         gated: bool = False,
         gate: Value | None = None,
+        factors: Value | None = None,
     ) -> None:
         """result = what the linear op `value` computes, with what was fused into it. gate: one
-        value for each row, whose sigmoid multiplies it."""
+        value for each row, whose sigmoid multiplies it; factors: as many as it has itself."""
         weight: GpuTensor = value.attrs["weight"]
         bias: GpuTensor | None = value.attrs["bias"]
         source, norm = value.inputs[0], None
@@ -282,11 +283,13 @@ class Lowering:
             return
         params["NORM"], params["SCALED"] = norm is not None, scaled
         params["EPS"] = float(norm.attrs["eps"]) if norm is not None else 0.0
-        params |= {"SIGMOID_GATE": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
-        if gate is not None:
-            x, gate_stride, offset = self.source(gate)
+        params |= {"SIGMOID_GATE": gate is not None, "FACTORS": factors is not None}
+        params |= {"GATE_STRIDE": 0, "GATE_OFFSET": 0}
+        gates = gate or factors
+        if gates is not None:
+            x, gate_stride, offset = self.source(gates)
             added.append(x)
-            params |= {"SIGMOID_GATE": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
+            params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         # A row that has stopped writes nothing, where rows are those of the step.
         params["STOPS"] = self.kind.rows == 1 or not (value.of_logits and self.kind.logits)
         if params["STOPS"]:
@@ -458,9 +461,11 @@ class Lowering:
         if act not in self.absorbed:
             self._elementwise("elementwise_mul", value)
             return
-        linear = up.inputs[0]
-        if linear in self.absorbed:
-            self._linear(linear, value, activation=act.attrs["function"], gated=True)
+        (source,) = act.inputs
+        if source.op != "slice":
+            self._linear(source, value, activation=act.attrs["function"], factors=up)
+        elif source.inputs[0] in self.absorbed:
+            self._linear(source.inputs[0], value, activation=act.attrs["function"], gated=True)
         else:
             self._activation(act, value, gated=True)
 

@@ -352,10 +352,10 @@ def chain_error(
     forward = Forward(device, rows, **options)
     ops, y = forward.ops, reference.matmul(exact, first)
     value = ops.linear(forward.input(x), to_gpu(device, first, dtype))
-    if kind == "gated":
-        gate, up = ops.split(value, n, n)
+    if kind in ("gated", "product"):
+        gate, up = ops.split(value, n, n) if kind == "gated" else (value, forward.input(added))
         value = ops.activation(gate, "silu") * up
-        y = reference.silu(y[:, :n]) * y[:, n:]
+        y = reference.silu(y[:, :n]) * (y[:, n:] if kind == "gated" else added)
         expected = reference.matmul(prepared(y, dtype), second)
         output = ops.linear(value, to_gpu(device, second, dtype))
     else:
@@ -390,7 +390,7 @@ def prepared(y: Array, dtype: str) -> Array:
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize(
     ("kind", "fuse"),
-    [(kind, True) for kind in ("gated", "added", "normed", "scaled", "bare")]
+    [(kind, True) for kind in ("gated", "product", "added", "normed", "scaled", "bare")]
     + [("gated", False), ("added", False)],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "q8", "q4"])

@@ -364,6 +364,9 @@ def random_graph(
             x = act * up if rng.random() < 0.8 else up * act
         elif kind == "activation":
             x = ops.activation(seen(linear(x, int(rng.choice(widths)), i)), "gelu")
+            same = [value for value in values if value.width == x.width]
+            if same and rng.random() < 0.5:
+                x = seen(x) * same[rng.integers(len(same))]
         elif kind == "rope" and x.width % 16 == 0:
             x = ops.rope(x, rope, 16)
         elif kind == "attend":
