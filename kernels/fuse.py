@@ -204,6 +204,8 @@ class Fusion:
             return None
         if len({norm.attrs["eps"] for norm in norms if norm}) > 1:
             return None
+        if len({self.turns_first(source) for source in value.inputs[:2]}) > 1:
+            return None
         if len(parts) == 1 and not turned:
             return None  # nothing is left to do
         head_dim = value.attrs["cache"].head_dim
@@ -225,12 +227,20 @@ class Fusion:
 
     @staticmethod
     def head_chain(value: Value) -> tuple[Value, Value | None, Rope | None]:
+        """What a head is before its norm and its turn, in whatever order, and these."""
         rope = norm = None
-        if value.op == "rope":
-            rope, value = value.attrs["rope"], value.inputs[0]
-        if value.op == "rmsnorm":
-            norm, value = value, value.inputs[0]
+        while (value.op == "rope" and not rope) or (value.op == "rmsnorm" and not norm):
+            if value.op == "rope":
+                rope = value.attrs["rope"]
+            else:
+                norm = value
+            value = value.inputs[0]
         return value, norm, rope
+
+    @staticmethod
+    def turns_first(value: Value) -> bool:
+        """Whether a head is turned and then normed."""
+        return value.op == "rmsnorm" and value.inputs[0].op == "rope"
 
 
 def _is_whole(source: Value) -> bool:

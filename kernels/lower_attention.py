@@ -43,9 +43,8 @@ def lower_attention(low: Lowering, value: Value) -> None:
         _attention_split(low, value, heads.projection, common, split, heads)
         return
     bindings = 7 + len(heads.weights) if heads is not None else 0
-    plain = heads is not None and heads.own and not heads.v_is_k and len(heads.weights) < 3
     fits = low.device.limits.storage_buffers >= bindings
-    if heads and heads.rope and plain and fits:
+    if heads and heads.rope and heads.plain and fits:
         query = _rope_kv_write(low, value, heads, heads.rope)
     else:
         if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
@@ -73,6 +72,7 @@ class _Heads:
     eps: float
     own: bool
     v_is_k: bool
+    turned_first: bool
 
     @classmethod
     def of(cls, value: Value, projection: Value) -> _Heads:
@@ -85,6 +85,7 @@ class _Heads:
             float(found[0].attrs["eps"]) if found else 0.0,
             own=len(parts) == 3,
             v_is_k=len(parts) == 3 and parts[1] is parts[2],
+            turned_first=Fusion.turns_first(value.inputs[0]),
         )
 
     @property
@@ -97,10 +98,20 @@ class _Heads:
         }
 
     @property
+    def plain(self) -> bool:
+        """Whether rope_kv_write does their work."""
+        return self.own and not self.v_is_k and not self.turned_first and len(self.weights) < 3
+
+    @property
     def attention_params(self) -> dict[str, Any]:
         """Of attention, which does their work."""
-        own = {"OWN": self.own, "V_NORM": len(self.weights) == 3, "V_IS_K": self.v_is_k}
-        return self.params | own | {"ROPE": True}
+        return self.params | {
+            "ROPE": True,
+            "TURN_FIRST": self.turned_first,
+            "OWN": self.own,
+            "V_NORM": len(self.weights) == 3,
+            "V_IS_K": self.v_is_k,
+        }
 
     @property
     def operands(self) -> tuple[Buffer, ...]:
@@ -112,6 +123,7 @@ _UNTURNED = {
     "ROPE": False,
     "ROTARY_DIM": 0,
     "INTERLEAVED": False,
+    "TURN_FIRST": False,
     "NORM": False,
     "EPS": 0.0,
     "OWN": False,

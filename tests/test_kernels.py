@@ -812,6 +812,7 @@ def test_rope_kv_write(
         "softcap": (0.0, 0.7),
         "norms": (0, 2, 3),
         "kv_parts": (2, 2, 1, 0),
+        "turn_first": (False, True),
         "rotary": (1, 2, None),
         "interleaved": (False, True),
         "kv_dtype": ("f16", "f32", "q8"),
@@ -842,6 +843,7 @@ def rope_attention_error(
     softcap: float = 0.0,
     norms: int = 0,
     kv_parts: int = 2,
+    turn_first: bool = False,
     rotary: int | None = 1,
     interleaved: bool = False,
     rows: int = 1,
@@ -869,20 +871,24 @@ def rope_attention_error(
         interleaved=interleaved,
         norms=(q_norm, k_norm, EPS) if norms else None,
         v_norm=v_norm if norms == 3 else None,
+        turn_first=turn_first,
         kv_dtype=kv_dtype,
         **options,
     )
     q, *kv = np.split(x, [group * kv_width, (group + 1) * kv_width][: max(1, kv_parts)], axis=1)
     k, v = (kv[0], kv[kv_parts - 1]) if kv_parts else (part[past:] for part in known)
-    if norms:
-        q = reference.rmsnorm(q, q_norm, EPS)
-    if norms and kv_parts:
-        k = reference.rmsnorm(k, k_norm, EPS)
-        v = reference.rmsnorm(v, v_norm, EPS) if norms == 3 else v
     positions = np.arange(past, past + rows)
-    if rotary:
-        q = reference.rope(q, positions, frequencies, d, interleaved)
-        k = reference.rope(k, positions, frequencies, d, interleaved) if kv_parts else k
+
+    def prepared_head(part: Array, norm: Array) -> Array:
+        for turns in (turn_first, not turn_first):
+            if turns and rotary:
+                part = reference.rope(part, positions, frequencies, d, interleaved)
+            if not turns and norms:
+                part = reference.rmsnorm(part, norm, EPS)
+        return part
+
+    q, k = prepared_head(q, q_norm), prepared_head(k, k_norm) if kv_parts else k
+    v = reference.rmsnorm(v, v_norm, EPS) if kv_parts and norms == 3 else v
     total = past + rows
     keys, values = (part[:, :total].swapaxes(0, 1).reshape(total, kv_width) for part in cached)
     for part, before in zip((keys, values), known, strict=True):
