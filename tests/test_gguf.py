@@ -32,7 +32,7 @@ from infer.kernels.errors import (
     UnsupportedError,
 )
 from infer.models import build_model, open_model
-from infer.models.checkpoint import Checkpoint
+from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed
 from infer.models.formats import gguf_config as reader
@@ -41,6 +41,7 @@ from infer.models.formats.gguf_architectures import ARCHITECTURES
 from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
 from infer.models.formats.packed import read_flat, read_rows
+from infer.models.multimodal import text_config, text_tensors
 from infer.models.packing import stored_packed
 from infer.models.rope import rope_table
 from infer.models.weights import check_checkpoint, load_weights
@@ -253,6 +254,8 @@ ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
 }
+# Whose norms' weights one is added to.
+ADDING = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
 Add = Callable[[library.GGUFWriter, Mapping[str, Any]], object]
 
 
@@ -268,6 +271,38 @@ def windowed(pattern: int | Sequence[bool] | None = None) -> Add:
 def add_gemma3(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     windowed(raw["sliding_window_pattern"])(writer, raw)
     writer.add_rope_freq_base_swa(raw["rope_local_base_freq"])
+
+
+def add_gemma4(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    for key in ("key_length", "value_length", "head_count_kv"):
+        writer.kv_data[0].pop(f"gemma4.attention.{key}")
+    whole, own, layers = raw["global_head_dim"], raw["head_dim"], raw["num_hidden_layers"]
+    slides = [kind == "sliding_attention" for kind in raw["layer_types"]]
+    windowed(slides)(writer, raw)
+    writer.add_key_length(whole)
+    writer.add_value_length(whole)
+    writer.add_key_length_swa(own)
+    writer.add_value_length_swa(own)
+    writer.add_rope_dimension_count_swa(own)
+    writer.add_rope_freq_base_swa(raw["rope_parameters"]["sliding_attention"]["rope_theta"])
+    turning = int(whole * raw["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    factors = np.array([1.0] * turning + [1e30] * (whole // 2 - turning), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    writer.add_shared_kv_layers(raw["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(raw["hidden_size_per_layer_input"])
+    writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
+    kv_heads, global_kv_heads = raw["num_key_value_heads"], raw["num_global_key_value_heads"]
+    if global_kv_heads is None:
+        writer.add_head_count_kv(kv_heads)
+    else:
+        writer.add_head_count_kv([kv_heads if kind else global_kv_heads for kind in slides])
+    if raw["use_double_wide_mlp"]:
+        writer.kv_data[0].pop("gemma4.feed_forward_length")
+        first = layers - raw["num_kv_shared_layers"]
+        width = raw["intermediate_size"]
+        writer.add_feed_forward_length([width * (1 + (i >= first)) for i in range(layers)])
+    if raw["enable_moe_block"]:
+        add_experts(writer, raw | {"num_experts_per_tok": raw["top_k_experts"]})
 
 
 def add_gemma2(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
@@ -429,6 +464,7 @@ ADD: dict[str, Add] = {
     "exaone4": windowed([True, False, True]),
     "gemma2": add_gemma2,
     "gemma3_text": add_gemma3,
+    "gemma4_text": add_gemma4,
     "glm4_moe": add_deepseek_experts,
     "gpt_neox": add_parallel,
     "gpt_oss": add_gpt_oss,
@@ -453,6 +489,8 @@ ADD: dict[str, Add] = {
 }
 
 
+# Models that also see, and whose text models are converted.
+SEEING = ("gemma4",)
 # Those whose rows of q and k are turned.
 TURNED = (
     "arcee",
@@ -469,7 +507,13 @@ TURNED = (
 
 def published(name: str) -> RawConfig:
     """The config of a stored model, in the spelling that the converter reads."""
-    return RawConfig(json.loads((DATA / "models" / name / "config.published.json").read_text()))
+    raw = RawConfig(json.loads((DATA / "models" / name / "config.published.json").read_text()))
+    return text_config(raw) if name in SEEING else raw
+
+
+def stored(name: str) -> dict[str, TensorInfo]:
+    """Its tensors."""
+    return text_tensors(Checkpoint.open(DATA / "models" / name).tensors)
 
 
 def of_delta_net(key: str, array: Array, raw: Mapping[str, Any]) -> dict[str, Array]:
@@ -514,8 +558,15 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
                 array = turned(array, heads)
             if ".k_proj." in key:
                 array = turned(array, kv_heads)
-        if kind.startswith(("gemma", "qwen3_5", "qwen3_next")) and key.endswith("norm.weight"):
+        if (kind == "gemma" or kind.startswith(ADDING)) and key.endswith("norm.weight"):
             array = array + (not key.endswith("linear_attn.norm.weight"))
+        if kind == "gemma4_text" and not key.endswith(".weight"):
+            key = re.sub(r"model\.layers\.(\d+)\.router\.scale", r"blk.\1.ffn_gate_inp.scale", key)
+            key = re.sub(
+                r"model\.layers\.(\d+)\.router\.per_.*", r"blk.\1.ffn_down_exps.scale", key
+            )
+            made[key if key.startswith("blk.") else f"{key}.weight"] = array
+            continue
         if ".linear_attn." in key:
             made |= of_delta_net(key, array, raw.values)
             continue
@@ -569,7 +620,7 @@ def converted(
         {value: key for key, value in library.MODEL_ARCH_NAMES.items()}[arch],
         config.num_hidden_layers,
     )
-    infos = Checkpoint.open(DATA / "models" / name).tensors
+    infos = stored(name)
     order = sorted(infos, key=lambda key: [int(x) if x.isdigit() else x for x in key.split(".")])
     tensors: dict[str, Array] = {}
     kinds: dict[str, Kind] = {}
@@ -579,7 +630,7 @@ def converted(
         order.remove(key)
     hub = by_llama_cpp(name, {key: read_rows(infos[key]) for key in order})
     for key, array in hub.items():
-        own = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        own = key if key.startswith("blk.") else names.get_name(key, (".weight", ".bias"))
         assert own is not None
         vector = array.ndim == 1 or own.endswith(".bias")
         tensors[own] = array if vector else array.astype(dtype)
@@ -665,11 +716,12 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
     unlike = {
         "gemma2": "q_proj",
         "gemma3_text": "q_norm",
+        "gemma4_text_experts": ".experts.",
         "gpt_oss": ".experts.",
         "granitemoe": "_linear.",
         "qwen3_next": "1.linear_attn.in_proj_qkvz",
     }
-    for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
+    for key, info in stored(name).items():
         if unlike.get(name, "none") in key:
             continue
         values = read_rows(info) if info.shape else read_flat(info, 0, 1)[0]
@@ -691,6 +743,8 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
     [
         *COMPUTED,
         "apertus",
+        "gemma4",
+        "gemma4_text_experts",
         "gpt_neox",
         "gpt_oss",
         "granitemoe",

@@ -8,7 +8,9 @@ called on the hub, and what no file says because llama.cpp knows it.
 | gemma, gemma2, gemma3               | one was added to the weights of norms                      |
 | gemma2, gemma3                      | the largest model has another scale of attention           |
 | gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
-| gemma3                              | layers with a window have a rope of their own              |
+| gemma3, gemma4                      | layers with a window have a rope of their own              |
+| gemma4                              | and heads of another width and number; rope_freqs says     |
+|                                     | which pairs turn in the others                             |
 | phi3, chatglm, glm4                 | ffn_up is gate and up                                      |
 | phi3                                | rope_factors_long and rope_factors_short are of LongRoPE   |
 | gptneox                             | attn_qkv is all of q, then all of k, then all of v         |
@@ -41,6 +43,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from infer.kernels.errors import UnsupportedError
 from infer.models.config import RawConfig
 from infer.models.formats.gguf import Gguf
 
@@ -61,10 +64,13 @@ class Architecture:
     turned: rows of q and k are in another order than on the hub. norm_added: what was added to the
         weights of norms.
     pattern: where layers have a window: every so many layers have none, or 0 where the model knows.
-    local_theta: of the rope of layers with a window, where they have their own.
+    local_theta: of the rope of layers with a window, where they have their own. proportional: in
+        the others the last pairs of a head do not turn.
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
     convolves: whether layers without heads of keys and values have a short convolution.
+    by_layer: keys that may be lists, of which `more` makes what config.json says. read: other keys
+        that only `more` reads.
     tiled: of a gated delta net's heads, the first of each key come first, then the second.
     ignored: keys of metadata that say nothing reliable, or nothing of text.
     """
@@ -73,7 +79,7 @@ class Architecture:
     names: dict[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
     keys: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Config = field(default_factory=dict)
     more: Callable[[Gguf, Config], Config] = lambda gguf, config: {}
     eps: str = "rms_norm_eps"
     layer_norm: bool = False
@@ -81,9 +87,12 @@ class Architecture:
     norm_added: float = 0.0
     pattern: int | None = None
     local_theta: float | None = None
+    proportional: bool = False
     experts: bool = False
     gating: tuple[int, ...] = (1, 0)
     convolves: bool = False
+    by_layer: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
     tiled: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -119,6 +128,24 @@ _AFTER = {  # norms of what attention and MLP give
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA2 = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4 = _GEMMA2 | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_exps": "experts.{}.gate_proj",
+    "ffn_up_exps": "experts.{}.up_proj",
+    "ffn_down_exps": "experts.{}.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 _GLM4 = _GATE_UP | {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -236,6 +263,54 @@ def _gemma_scale(largest: int) -> Callable[[Gguf, Config], Config]:
     return more
 
 
+def _gemma4(gguf: Gguf, config: Config) -> Config:
+    """What layers with a window have otherwise, and whether the MLPs of those that share keys and
+    values are twice as wide."""
+    raw, layers = RawConfig(gguf.metadata, str(gguf.file)), config["num_hidden_layers"]
+    head_dim, shared = raw.size("gemma4.attention.key_length_swa"), config["num_kv_shared_layers"]
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        raw.expect(f"gemma4.{key}", head_dim)
+    raw.expect("gemma4.rope.dimension_count", config["head_dim"])
+    kinds = config.get("layer_types", [])
+    if len(kinds) != layers:
+        raise UnsupportedError(
+            f"{gguf.file}: gemma4.attention.sliding_window_pattern must say of each of {layers} "
+            "layers whether it has a window."
+        )
+    kv_heads = gguf.numbers("gemma4.attention.head_count_kv", layers, "iu")
+    own, wide = (
+        {count for count, of in zip(kv_heads, kinds, strict=True) if of == kind}
+        for kind in ("sliding_attention", "full_attention")
+    )
+    if len(own) != 1 or len(wide) != 1:
+        raise UnsupportedError(
+            f"{gguf.file}: gemma4.attention.head_count_kv = {kv_heads} is not implemented (only "
+            "one number for layers with a window and one for those without, and some of either)."
+        )
+    widths = gguf.numbers("gemma4.feed_forward_length", layers, "iu")
+    double = widths[-1] != widths[0]
+    if widths != widths[:1] * (layers - shared) + [widths[0] * (1 + double)] * shared:
+        raise UnsupportedError(
+            f"{gguf.file}: gemma4.feed_forward_length = {widths} is not implemented (only one "
+            f"width, or twice as much in the last {shared} layers)."
+        )
+    whole = kinds.index("full_attention")
+    return {
+        "head_dim": head_dim,
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": own.pop(),
+        "num_global_key_value_heads": wide.pop(),
+        "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in gguf.tensors,
+        "use_double_wide_mlp": double,
+    }
+
+
+def _gemma4_experts(gguf: Gguf, config: Config) -> Config:
+    """The same, and experts beside all MLPs."""
+    chosen = config["num_experts_per_tok"]
+    return _gemma4(gguf, config) | {"enable_moe_block": True, "top_k_experts": chosen}
+
+
 def _has(name: str) -> Callable[[Gguf, Config], Config]:
     """Whether q and k are normed, under the family's name for that."""
     return lambda gguf, config: {name: "blk.0.attn_q_norm.weight" in gguf.tensors}
@@ -296,9 +371,35 @@ def _arcee(gguf: Gguf, config: Config) -> Config:
     return {"mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors}
 
 
+_GEMMA4_TEXT = Architecture(
+    "gemma4_text",
+    _GEMMA4,
+    keys={
+        "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    values={"hidden_activation": "gelu_pytorch_tanh", "num_kv_shared_layers": 0},
+    more=_gemma4,
+    pattern=6,
+    local_theta=10000.0,
+    proportional=True,
+    by_layer=("attention.head_count_kv", "feed_forward_length"),
+    read=("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
+)
+
 # general.architecture -> a key of metadata, and how files that have it are read
 VARIANTS = {
     "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
+    "gemma4": (
+        "expert_count",
+        replace(
+            _GEMMA4_TEXT,
+            values=_GEMMA4_TEXT.values | {"norm_topk_prob": True},
+            more=_gemma4_experts,
+            experts=True,
+        ),
+    ),
     "mistral3": (
         "attention.temperature_scale",
         Architecture("ministral3", keys=_TEMPERATURE, more=_ministral3, turned=True),
@@ -384,6 +485,7 @@ ARCHITECTURES = {
         pattern=6,
         local_theta=10000.0,
     ),
+    "gemma4": _GEMMA4_TEXT,
     "glm4": Architecture("glm4", _GLM4),
     "glm4moe": Architecture(
         "glm4_moe",
