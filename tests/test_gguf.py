@@ -20,7 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from numpy.typing import NDArray
 from reference_models import cases, load, relative_error
 from safetensors.numpy import save_file
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from infer.gguf_tokenizer import gguf_tokenizer
 from infer.kernels.device import Device
@@ -1150,6 +1150,47 @@ def test_sizes_of_a_delta_net_are_asked_for(tmp_path: Path) -> None:
         gguf_config(gguf)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.sliding_window_pattern", 2, "must say of each of 4 layers"),
+        ("attention.sliding_window_pattern", np.ones(3, bool), "must say of each of 4 layers"),
+        ("attention.sliding_window_pattern", np.ones(4, bool), "some of either"),
+        ("attention.head_count_kv", np.array([2, 1, 1, 2]), r"\[2, 1, 1, 2\] is not implemented"),
+        ("attention.head_count_kv", np.array([2, 1, 1]), "are not 4 numbers"),
+        ("attention.value_length", 8, "value_length = 8"),
+        ("attention.value_length_swa", 40, "value_length_swa = 40"),
+        ("rope.dimension_count", 20, "dimension_count = 20"),
+        ("rope.dimension_count_swa", 4, "dimension_count_swa = 4"),
+        ("rope.scaling.type", "linear", "type = 'linear'"),
+        ("feed_forward_length", np.array([64, 64, 128, 64]), "or twice as much in the last 2"),
+        ("feed_forward_length", np.array([64, 128, 128, 128]), "or twice as much in the last 2"),
+        ("feed_forward_length", np.array([64.0] * 4), "are not 4 numbers"),
+    ],
+)
+def test_what_gemma_4_says_of_layers_is_checked(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    gguf = converted(tmp_path / "m.gguf", "gemma4")
+    gguf.metadata[f"gemma4.{key}"] = value
+    with pytest.raises(InferError, match=message):
+        gguf_config(gguf)
+
+
+@pytest.mark.parametrize("factors", [[1.0, 1e30, 1.0, 1e30], [1.0, 8.0, 8.0, 8.0], None])
+def test_pairs_that_do_not_turn_are_asked_for(tmp_path: Path, factors: list[float] | None) -> None:
+    gguf = converted(tmp_path / "m.gguf", "gemma4")
+    gguf.metadata["gemma4.attention.key_length"] = 8
+    gguf.metadata["gemma4.attention.value_length"] = 8
+    del gguf.tensors["rope_freqs.weight"]
+    if factors is not None:
+        name = "rope_freqs.weight"
+        other = write(tmp_path / "o.gguf", {name: np.array(factors, np.float32)})
+        gguf.tensors[name] = other.tensors[name]
+    with pytest.raises(InferError, match=r"rope_freqs\.weight"):
+        gguf_config(gguf)
+
+
 @pytest.mark.usefixtures("as_short")
 @pytest.mark.parametrize("beta", [None, "0.5", 1, [0.5]])
 def test_numbers_of_xielu_are_asked_for(tmp_path: Path, beta: Any) -> None:
@@ -1347,9 +1388,13 @@ def test_text_is_split_as_the_first_deepseek_does(
     assert [decode([piece]) for piece, _ in found] == [*pieces, "\n"]
 
 
-@pytest.mark.parametrize("stored", ["merges", "scores", "order"])
+@pytest.mark.parametrize("stored", ["merges", "scores", "order", "gemma4"])
 def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
     wanted = text_of("mistral")
+    if stored == "gemma4":  # as transformers' GemmaTokenizer has it
+        wanted.normalizer = normalizers.Replace(" ", "▁")
+        unspaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        wanted.decoder = decoders.Sequence(unspaced)
     backend = json.loads(wanted.to_str())["model"]
     tokens = sorted(backend["vocab"], key=backend["vocab"].get)
     merges = [x if isinstance(x, str) else " ".join(x) for x in backend["merges"]]
@@ -1360,13 +1405,13 @@ def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
         return {"<unk>": 2, "<s>": 3, "</s>": 3}.get(token, 1)
 
     def add(writer: library.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_model("gemma4" if stored == "gemma4" else "llama")
         writer.add_token_list(tokens)
         writer.add_token_types([kind(token) for token in tokens])
         writer.add_unk_token_id(0)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
-        if stored == "merges":
+        if stored in ("merges", "gemma4"):
             writer.add_token_merges(merges)
         elif stored == "order":
             writer.add_token_scores([0.0] * len(tokens))
@@ -1374,7 +1419,7 @@ def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
             rank = {merge.replace(" ", ""): -float(i) for i, merge in enumerate(merges)}
             writer.add_token_scores([rank.get(token, -1e6) for token in tokens])
 
-    arch = "gemma2" if stored == "order" else "llama"
+    arch = {"order": "gemma2", "gemma4": "gemma4"}.get(stored, "llama")
     tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add, arch=arch))
     reference = Tokenizer(wanted, special_tokens={"bos_token": "<s>"})  # no second BOS
     for text in SAMPLES:
@@ -1412,6 +1457,22 @@ def test_what_ends_a_turn(tmp_path: Path, tokens: list[str], ends: set[int]) -> 
     assert gguf_tokenizer(write(tmp_path / "m.gguf", add=add)).eos_token_ids == ends
 
 
+def test_what_ends_a_turn_of_gemma_4(tmp_path: Path) -> None:
+    """The ids of its generation_config.json, of which a file names one or two."""
+
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(["<eos>", "<turn|>", "<|tool_response>", "<bos>", "a", "b", "ab"])
+        writer.add_token_types([1, 3, 4, 3, 1, 1, 1])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(1)
+        writer.add_bos_token_id(3)
+
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add, arch="gemma4"))
+    assert tokenizer.eos_token_ids == {0, 1, 2}
+    assert tokenizer.encode("ab<turn|>") == [3, 6, 1]
+
+
 def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
     def add(writer: library.GGUFWriter) -> None:
         vocabulary(writer)
@@ -1439,6 +1500,10 @@ def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
         (lambda w: (vocabulary(w), w.add_bos_token_id(9999)), "9999 is no token"),
         (lambda w: (vocabulary(w), w.add_string("tokenizer.ggml.bos_token_id", "1")), "no int"),
         (lambda w: None, "None"),
+        (
+            lambda w: (w.add_tokenizer_model("gemma4"), w.add_token_list(["a"])),
+            "no tokenizer.ggml.merges",
+        ),
     ],
 )
 def test_tokenizers_are_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:
