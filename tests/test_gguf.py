@@ -247,6 +247,8 @@ def turned(array: Array, heads: int) -> Array:
 ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
     "llama": "llama",
     "ministral3": "mistral3",
+    "granitemoehybrid": "granite",
+    "granitemoeshared": "granitemoe",
     "mistral": "llama",
     "mixtral": "llama",
     "olmo3": "olmo2",
@@ -255,7 +257,15 @@ ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
     "qwen3_moe": "qwen3moe",
 }
 # Whose norms' weights one is added to.
-ADDING = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
+ADDING = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "nemotron",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 Add = Callable[[library.GGUFWriter, Mapping[str, Any]], object]
 
 
@@ -452,6 +462,31 @@ def add_ernie_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> Non
 def add_granite_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     add_granite(writer, raw)
     add_experts(writer, raw)
+    if "shared_intermediate_size" in raw:
+        writer.kv_data[0].pop("granitemoe.feed_forward_length")
+        writer.add_feed_forward_length(raw["intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+
+
+def add_granite4(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    """As of the hybrid models, though no layer has Mamba."""
+    add_granite(writer, raw)
+    writer.kv_data[0].pop("granite.attention.head_count_kv")
+    writer.add_head_count_kv([raw["num_key_value_heads"]] * raw["num_hidden_layers"])
+    writer.add_expert_count(0)
+    writer.add_expert_used_count(0)
+    writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+    for size in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        writer.add_uint32(f"granite.ssm.{size}", 4)
+    writer.add_rope_scaling_finetuned(True)
+
+
+def add_hunyuan_moe(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.add_expert_count(raw["num_experts"])
+    writer.add_expert_used_count(raw["moe_topk"][0])
+    writer.add_expert_feed_forward_length(raw["moe_intermediate_size"][0])
+    writer.add_expert_shared_count(raw["num_shared_expert"][0])
+    writer.add_expert_shared_feed_forward_length(raw["intermediate_size"])
 
 
 # What the converter writes besides what it writes for all, by model_type.
@@ -470,7 +505,10 @@ ADD: dict[str, Add] = {
     "gpt_oss": add_gpt_oss,
     "granite": add_granite,
     "granitemoe": add_granite_experts,
+    "granitemoehybrid": add_granite4,
+    "granitemoeshared": add_granite_experts,
     "hunyuan_v1_dense": add_hunyuan,
+    "hunyuan_v1_moe": add_hunyuan_moe,
     "lfm2": add_lfm2,
     "lfm2_moe": add_lfm2_moe,
     "ministral3": add_ministral3,
@@ -496,6 +534,8 @@ TURNED = (
     "arcee",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
     "llama",
     "ministral3",
     "mistral",
@@ -558,7 +598,7 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
                 array = turned(array, heads)
             if ".k_proj." in key:
                 array = turned(array, kv_heads)
-        if (kind == "gemma" or kind.startswith(ADDING)) and key.endswith("norm.weight"):
+        if kind in ADDING and key.endswith("norm.weight"):
             array = array + (not key.endswith("linear_attn.norm.weight"))
         if kind == "gemma4_text" and not key.endswith(".weight"):
             key = re.sub(r"model\.layers\.(\d+)\.router\.scale", r"blk.\1.ffn_gate_inp.scale", key)
@@ -575,6 +615,17 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
             for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
                 made[f"{layer}.mlp.experts.{part}_proj.weight"] = rows
             continue
+        if key.endswith("shared_mlp.input_linear.weight"):
+            layer, block = key.partition(".shared_mlp")[0], "mlp"
+            if kind == "granitemoeshared":
+                block = "mlp.shared_expert"
+            for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
+                made[f"{layer}.{block}.{part}_proj.weight"] = rows
+            continue
+        if kind == "granitemoehybrid":
+            key = key.replace("shared_mlp.output_linear", "mlp.down_proj")
+        if kind == "gpt2" and ".c_" in key:
+            array = np.ascontiguousarray(array.T)
         if key.endswith("conv.conv.weight"):
             array = array[:, 0]
         if "query_key_value" in key:
@@ -678,11 +729,28 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "starcoder2": {"rope_theta": 999999.44},  # a float32
 }
 # Those whose config is spelled otherwise, so that only what is computed is the same.
-COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
+COMPUTED = [
+    "gemma2",
+    "gemma3_text",
+    "granitemoehybrid",
+    "hunyuan_v1_dense",
+    "phi3",
+    "phi3_longrope",
+]
 # Those whose config and tensors are the hub's, however they get there.
-SAME = ["arcee", "ernie4_5_moe", "glm4_moe", "ministral3", "olmo", "olmo3"]
+SAME = [
+    "arcee",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_bigcode",
+    "hunyuan_v1_moe",
+    "ministral3",
+    "nemotron",
+    "olmo",
+    "olmo3",
+]
 # Those with a window, a rope or biases that llama.cpp's files do not know.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias")
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid_")
 CONVERTED = [
     case
     for case in cases()
@@ -717,6 +785,9 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "gemma2": "q_proj",
         "gemma3_text": "q_norm",
         "gemma4_text_experts": ".experts.",
+        "gpt2": ".c_",
+        "granitemoehybrid": "shared_mlp.",
+        "granitemoeshared": "_linear.",
         "gpt_oss": ".experts.",
         "granitemoe": "_linear.",
         "qwen3_next": "1.linear_attn.in_proj_qkvz",
@@ -745,9 +816,11 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "apertus",
         "gemma4",
         "gemma4_text_experts",
+        "gpt2",
         "gpt_neox",
         "gpt_oss",
         "granitemoe",
+        "granitemoeshared",
         "lfm2",
         "lfm2_moe",
         "mixtral",
@@ -1212,6 +1285,7 @@ def test_experts_without_their_number_are_damage(tmp_path: Path) -> None:
 
 def test_what_differs_from_layer_to_layer_is_refused(tmp_path: Path) -> None:
     def add(writer: library.GGUFWriter) -> None:
+        writer.add_block_count(2)
         writer.add_head_count([4, 8])
 
     gguf = write(tmp_path / "m.gguf", {"a": np.ones(4, np.float32)}, add=add)

@@ -32,6 +32,9 @@ called on the hub, and what no file says because llama.cpp knows it.
 | mistral3                            | only those of Ministral 3 have a scale of temperature      |
 | olmo2 with a window (OLMo 3)        | layers with a window have the rope without its scaling     |
 | granitemoe                          | gate and up, which are one tensor on the hub, are apart    |
+| granite                             | of Granite 4 those models that have attention alone        |
+| gpt2                                | matrices are not transposed                                |
+| nemotron                            | one was added to the weights of norms                      |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -69,7 +72,7 @@ class Architecture:
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
     convolves: whether layers without heads of keys and values have a short convolution.
-    by_layer: keys that may be lists, of which `more` makes what config.json says. read: other keys
+    by_layer: keys whose values may differ from layer to layer, which `more` reads. read: other keys
         that only `more` reads.
     tiled: of a gated delta net's heads, the first of each key come first, then the second.
     ignored: keys of metadata that say nothing reliable, or nothing of text.
@@ -222,6 +225,9 @@ _GRANITE_MOE = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_GRANITE_SHARED = _GRANITE_MOE | {
+    f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")
+}
 _SSM = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -244,6 +250,25 @@ _TEMPERATURE = {
 _SECTIONS = ("rope.dimension_sections",)  # for images: text has the same position in all
 _VISION = (*_SECTIONS, "n_deepstack_layers")
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_HUNYUAN = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
+_HUNYUAN_MOE = _HUNYUAN | {
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -366,7 +391,37 @@ def _olmo3(gguf: Gguf, config: Config) -> Config:
     return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
 
 
-def _arcee(gguf: Gguf, config: Config) -> Config:
+def _granite(gguf: Gguf, config: Config) -> Config:
+    """The MLP of Granite 4 is what its models with experts share. In this family a rope that was
+    not finetuned is none."""
+    name = gguf.metadata["general.architecture"]
+    raw = RawConfig(gguf.metadata, str(gguf.file))
+    raw.expect(f"{name}.rope.scaling.finetuned", True)
+    shared = raw.get(f"{name}.expert_shared_feed_forward_length", None, int)
+    if not shared:
+        return {}
+    own = "shared_intermediate_size" if config.get("num_experts") else "intermediate_size"
+    return {own: shared}
+
+
+def _gpt2(gguf: Gguf, config: Config) -> Config:
+    """Sizes, by other names."""
+    return {
+        "n_embd": config["hidden_size"],
+        "n_head": config["num_attention_heads"],
+        "n_inner": config["intermediate_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_positions": config["max_position_embeddings"],
+        "multi_query": config["num_key_value_heads"] == 1,
+    }
+
+
+def _hunyuan_moe(gguf: Gguf, config: Config) -> Config:
+    """The number of experts for a token, by another name."""
+    return {"moe_topk": config["num_experts_per_tok"]}
+
+
+def _ungated(gguf: Gguf, config: Config) -> Config:
     """Biases are looked for at the gate, which there is none of."""
     return {"mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors}
 
@@ -390,6 +445,17 @@ _GEMMA4_TEXT = Architecture(
 
 # general.architecture -> a key of metadata, and how files that have it are read
 VARIANTS = {
+    "granitemoe": (
+        "expert_shared_feed_forward_length",
+        Architecture(
+            "granitemoeshared",
+            _GRANITE_SHARED,
+            keys=_GRANITE,
+            more=_granite,
+            turned=True,
+            experts=True,
+        ),
+    ),
     "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
     "gemma4": (
         "expert_count",
@@ -426,7 +492,7 @@ _QWEN35_MOE = replace(
 # general.architecture -> how it is read
 ARCHITECTURES = {
     "apertus": Architecture("apertus", _APERTUS, values={"hidden_act": "xielu"}),
-    "arcee": Architecture("arcee", values={"hidden_act": "relu2"}, more=_arcee, turned=True),
+    "arcee": Architecture("arcee", values={"hidden_act": "relu2"}, more=_ungated, turned=True),
     "chatglm": Architecture("glm", _GATE_UP),
     "cohere2": Architecture(
         "cohere2",
@@ -506,14 +572,34 @@ ARCHITECTURES = {
         layer_norm=True,
     ),
     "gpt-oss": Architecture("gpt_oss", _GPT_OSS, more=_gpt_oss, pattern=0, experts=True),
-    "granite": Architecture("granite", keys=_GRANITE, turned=True),
-    "granitemoe": Architecture(
-        "granitemoe", _GRANITE_MOE, keys=_GRANITE, turned=True, experts=True
+    "gpt2": Architecture(
+        "gpt2",
+        _GPT2,
+        layers="transformer.h",
+        values={"activation_function": "gelu_new"},
+        more=_gpt2,
+        eps="layer_norm_epsilon",
+        layer_norm=True,
     ),
-    "hunyuan-dense": Architecture(
-        "hunyuan_v1_dense",
-        {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-        values={"use_qk_norm": True},
+    "granite": Architecture(
+        "granite",
+        keys=_GRANITE,
+        more=_granite,
+        turned=True,
+        read=("expert_shared_feed_forward_length",),
+        ignored=tuple(_SSM),
+    ),
+    "granitemoe": Architecture(
+        "granitemoe", _GRANITE_MOE, keys=_GRANITE, more=_granite, turned=True, experts=True
+    ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", _HUNYUAN, values={"use_qk_norm": True}),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        _HUNYUAN_MOE,
+        keys={"expert_shared_count": "num_shared_expert"},
+        values={"use_qk_norm": True, "norm_topk_prob": True},
+        more=_hunyuan_moe,
+        experts=True,
     ),
     "lfm2": Architecture(
         "lfm2",
@@ -538,6 +624,14 @@ ARCHITECTURES = {
     ),
     "llama": Architecture("llama", turned=True),
     "mistral3": Architecture("llama", turned=True),
+    "nemotron": Architecture(
+        "nemotron",
+        values={"hidden_act": "relu2"},
+        more=_ungated,
+        eps="norm_eps",
+        layer_norm=True,
+        norm_added=1.0,
+    ),
     "olmo": Architecture(
         "olmo", keys={"attention.clamp_kqv": "clip_qkv"}, layer_norm=True, turned=True
     ),
@@ -571,6 +665,15 @@ ARCHITECTURES = {
         eps="layer_norm_eps",
         layer_norm=True,
         ignored=("use_parallel_residual",),
+    ),
+    "starcoder": Architecture(
+        "gpt_bigcode",
+        _GPT2,
+        layers="transformer.h",
+        values={"activation_function": "gelu_pytorch_tanh"},
+        more=_gpt2,
+        eps="layer_norm_epsilon",
+        layer_norm=True,
     ),
     "starcoder2": Architecture(
         "starcoder2",

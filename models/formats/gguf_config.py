@@ -55,6 +55,8 @@ _SIZES = {
 }
 _EPS, _RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 _KV_HEADS = "attention.head_count_kv"
+# What may be listed for each layer.
+_BY_LAYER = ("attention.head_count", _KV_HEADS, "feed_forward_length")
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 # Every key that is understood for all architectures; any other could change the computation.
@@ -122,9 +124,12 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     if how.experts:  # a model without another MLP does not state its width
         values.setdefault("feed_forward_length", values.get("expert_feed_forward_length"))
     by_layer = {key for key, value in values.items() if not np.isscalar(value)}
-    for key in by_layer.intersection(how.by_layer):  # `more` reads the others
-        values[key] = gguf.numbers(prefix + key, raw.size("block_count"), "iu")[0]
-    if arrays := sorted(by_layer - {_PATTERN, *how.by_layer, *how.ignored}):
+    for key in by_layer.intersection(_BY_LAYER):
+        numbers = gguf.numbers(prefix + key, raw.size("block_count"), "iu")
+        if key in how.by_layer or len(set(numbers)) == 1:
+            values[key] = numbers[0]
+            by_layer.remove(key)
+    if arrays := sorted(by_layer - {_PATTERN, *how.ignored}):
         raise UnsupportedError(
             f"{gguf.file}: {listed(prefix + key for key in arrays)} differ from layer to layer, "
             "which is not implemented."
@@ -382,7 +387,7 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
             if name in tensors:
                 raise CheckpointError(f"{gguf.file} holds {name} twice, once in {info.name}.")
             tensors[name] = _as_on_the_hub(replace(part, name=name), own, how, config)
-    return Checkpoint(gguf.file, tensors)
+    return Checkpoint(gguf.file, tensors, upright=True)
 
 
 def _parts(
@@ -446,7 +451,7 @@ def _as_on_the_hub(info: TensorInfo, own: str, how: Architecture, config: RawCon
         info = _untiled(info, own, config)
     if own == "ssm_a":
         return _changed(info, lambda values: np.log(-values))
-    if how.norm_added and own.endswith("norm") and own != "ssm_norm":
+    if how.norm_added and info.name.endswith("norm.weight") and own != "ssm_norm":
         return _changed(info, lambda values: values - np.float32(how.norm_added))
     return info
 
