@@ -79,7 +79,7 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("lfm2", "glm4", "chatglm-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}",)),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), ()),
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _DEEPSEEK3),
@@ -94,7 +94,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olmo", "exaone4")
 # Words of the vocabulary are not merged.
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
-_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "olmo")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "hunyuan", "command-r", "olmo")
 
 # What ends a turn in gpt-oss's format, in which <|end|> only ends one of its messages.
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>")

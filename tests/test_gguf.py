@@ -1424,6 +1424,7 @@ def test_text_is_split_as_transformers_does(tmp_path: Path, pre: str) -> None:
         ("command-r", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
         ("gpt-4o", ["It's", " ", "123", "45", " dogs", "!\n"]),
         ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
+        ("hunyuan", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!\n"]),
         ("hunyuan-dense", ["It", "'s", " ", "123", "45", " dogs", "!\n"]),
     ],
 )
