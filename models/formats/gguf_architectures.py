@@ -5,7 +5,7 @@ called on the hub, and what no file says because llama.cpp knows it.
 | ----------------------------------- | ---------------------------------------------------------- |
 | llama, arcee, granite, granitemoe,  | rows of q and k are turned: see gguf_config.py             |
 | mistral3, olmo, smollm3             |                                                            |
-| gemma, gemma2, gemma3               | one was added to the weights of norms                      |
+| gemma, gemma2, gemma3, nemotron     | one was added to the weights of norms                      |
 | gemma2, gemma3                      | the largest model has another scale of attention           |
 | gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
 | gemma3, gemma4                      | layers with a window have a rope of their own              |
@@ -32,9 +32,9 @@ called on the hub, and what no file says because llama.cpp knows it.
 | mistral3                            | only those of Ministral 3 have a scale of temperature      |
 | olmo2 with a window (OLMo 3)        | layers with a window have the rope without its scaling     |
 | granitemoe                          | gate and up, which are one tensor on the hub, are apart    |
-| granite                             | of Granite 4 those models that have attention alone        |
+| granite                             | Granite 4's files have sizes of Mamba layers where there   |
+|                                     | are none, and what their heads are for each layer          |
 | gpt2                                | matrices are not transposed                                |
-| nemotron                            | one was added to the weights of norms                      |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -292,7 +292,8 @@ def _gemma4(gguf: Gguf, config: Config) -> Config:
     """What layers with a window have otherwise, and whether the MLPs of those that share keys and
     values are twice as wide."""
     raw, layers = RawConfig(gguf.metadata, str(gguf.file)), config["num_hidden_layers"]
-    head_dim, shared = raw.size("gemma4.attention.key_length_swa"), config["num_kv_shared_layers"]
+    head_dim = raw.size("gemma4.attention.key_length_swa")
+    shared = raw.get("gemma4.attention.shared_kv_layers", 0, int)
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         raw.expect(f"gemma4.{key}", head_dim)
     raw.expect("gemma4.rope.dimension_count", config["head_dim"])
@@ -412,8 +413,12 @@ def _gpt2(gguf: Gguf, config: Config) -> Config:
         "n_inner": config["intermediate_size"],
         "n_layer": config["num_hidden_layers"],
         "n_positions": config["max_position_embeddings"],
-        "multi_query": config["num_key_value_heads"] == 1,
     }
+
+
+def _starcoder(gguf: Gguf, config: Config) -> Config:
+    """The same, and whether all heads share keys and values."""
+    return _gpt2(gguf, config) | {"multi_query": config["num_key_value_heads"] == 1}
 
 
 def _hunyuan_moe(gguf: Gguf, config: Config) -> Config:
@@ -434,7 +439,7 @@ _GEMMA4_TEXT = Architecture(
         "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    values={"hidden_activation": "gelu_pytorch_tanh", "num_kv_shared_layers": 0},
+    values={"hidden_activation": "gelu_pytorch_tanh"},
     more=_gemma4,
     pattern=6,
     local_theta=10000.0,
@@ -445,6 +450,15 @@ _GEMMA4_TEXT = Architecture(
 
 # general.architecture -> a key of metadata, and how files that have it are read
 VARIANTS = {
+    "gemma4": (
+        "expert_count",
+        replace(
+            _GEMMA4_TEXT,
+            values=_GEMMA4_TEXT.values | {"norm_topk_prob": True},
+            more=_gemma4_experts,
+            experts=True,
+        ),
+    ),
     "granitemoe": (
         "expert_shared_feed_forward_length",
         Architecture(
@@ -457,15 +471,6 @@ VARIANTS = {
         ),
     ),
     "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
-    "gemma4": (
-        "expert_count",
-        replace(
-            _GEMMA4_TEXT,
-            values=_GEMMA4_TEXT.values | {"norm_topk_prob": True},
-            more=_gemma4_experts,
-            experts=True,
-        ),
-    ),
     "mistral3": (
         "attention.temperature_scale",
         Architecture("ministral3", keys=_TEMPERATURE, more=_ministral3, turned=True),
@@ -671,7 +676,7 @@ ARCHITECTURES = {
         _GPT2,
         layers="transformer.h",
         values={"activation_function": "gelu_pytorch_tanh"},
-        more=_gpt2,
+        more=_starcoder,
         eps="layer_norm_epsilon",
         layer_norm=True,
     ),

@@ -330,7 +330,7 @@ def _proportional(gguf: Gguf, head_dim: int) -> dict[str, Any]:
     """Gemma 4's: the first pairs turn as they would, the others by next to nothing."""
     factors = _rope_factors(gguf, head_dim)
     turning = int((factors == 1).sum())
-    if (factors[:turning] != 1).any() or (factors[turning:] < 1e30).any():
+    if (factors[:turning] != 1).any() or not (factors[turning:] >= 1e30).all():
         raise UnsupportedError(
             f"{gguf.file}: {_ROPE_FACTORS} is not implemented (only 1 for the first pairs and 1e30 "
             "for the others)."
