@@ -1191,6 +1191,8 @@ def test_models_are_refused_by_name(tmp_path: Path, add: Any, message: str) -> N
         ("qwen3", lambda w: w.add_expert_count(4), "expert_count = 4"),
         ("qwen2", lambda w: w.add_sliding_window(4096), "qwen2.attention.sliding_window is not"),
         ("glm4_moe", lambda w: w.add_expert_group_count(4), "n_group = 4"),
+        ("granite", lambda w: w.add_rope_scaling_finetuned(False), "finetuned = False"),
+        ("nemotron", lambda w: w.add_ssm_conv_kernel(4), "nemotron.ssm.conv_kernel is not"),
         (
             "stablelm",
             lambda w: w.add_tensor("blk.0.attn_q_norm.weight", np.ones(64, np.float32)),
