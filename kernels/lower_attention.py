@@ -42,9 +42,8 @@ def lower_attention(low: Lowering, value: Value) -> None:
     if heads is not None and split is not None and _turns_in_registers(low, cache, heads):
         _attention_split(low, value, heads.projection, common, split, heads)
         return
-    bindings = 7 + len(heads.weights) if heads is not None else 0
-    fits = low.device.limits.storage_buffers >= bindings
-    if heads and heads.rope and heads.plain and fits:
+    bindings = 5 + 2 * heads.own + len(heads.weights) if heads is not None else 0
+    if heads and heads.rope and low.device.limits.storage_buffers >= bindings:
         query = _rope_kv_write(low, value, heads, heads.rope)
     else:
         if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
@@ -94,23 +93,11 @@ class _Heads:
             "ROTARY_DIM": self.rope.rotary_dim if self.rope else 0,
             "INTERLEAVED": self.rope.interleaved if self.rope else False,
             "NORM": bool(self.weights),
-            "EPS": self.eps,
-        }
-
-    @property
-    def plain(self) -> bool:
-        """Whether rope_kv_write does their work."""
-        return self.own and not self.v_is_k and not self.turned_first and len(self.weights) < 3
-
-    @property
-    def attention_params(self) -> dict[str, Any]:
-        """Of attention, which does their work."""
-        return self.params | {
-            "ROPE": True,
             "TURN_FIRST": self.turned_first,
             "OWN": self.own,
             "V_NORM": len(self.weights) == 3,
             "V_IS_K": self.v_is_k,
+            "EPS": self.eps,
         }
 
     @property
@@ -120,12 +107,11 @@ class _Heads:
 
 
 _UNTURNED = {
-    "ROPE": False,
     "ROTARY_DIM": 0,
     "INTERLEAVED": False,
-    "TURN_FIRST": False,
     "NORM": False,
     "EPS": 0.0,
+    "TURN_FIRST": False,
     "OWN": False,
     "V_NORM": False,
     "V_IS_K": False,
@@ -160,11 +146,11 @@ def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Va
     x, x_stride, _ = low.source(heads.projection)
     query = Value(value.ops, "query", value.width)
     operands: list[Operand] = [low.step, cache.pages, rope.table, x, query]
-    n_heads = value.width // cache.head_dim
+    n_heads, kv = value.width // cache.head_dim, (cache.keys, cache.values) if heads.own else ()
     low.emit(
         "rope_kv_write",
-        [*operands, cache.keys, cache.values, *heads.weights],
-        low.row_grid(value, n_heads + 2 * cache.n_kv_heads),
+        [*operands, *kv, *heads.weights],
+        low.row_grid(value, n_heads + len(kv) * cache.n_kv_heads),
         {
             **_kv_params(cache),
             **heads.params,
@@ -259,8 +245,13 @@ def _attention_split(
     turning = heads.operands if heads is not None else ()
     params = (
         common
-        | (_UNTURNED if heads is None else heads.attention_params)
-        | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(value.width)}
+        | (heads.params if heads is not None else _UNTURNED)
+        | {
+            "ROPE": heads is not None,
+            "X_STRIDE": x_stride,
+            "X_OFFSET": x_offset,
+            "Y_STRIDE": stride(value.width),
+        }
     )
     joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
     operands = [*inputs, *outputs, *turning, *sinks]
