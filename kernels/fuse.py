@@ -10,6 +10,7 @@ linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
 activation(linear) * factors          the product goes into the projection (decode)
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
+attention * sigmoid(gates)            the gates go into attention (decode)
 activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
 
@@ -96,6 +97,11 @@ class Fusion:
                 self.absorbed.add(value.inputs[0])
         elif value.op == "attention" and self.projection(value) is not None:
             self.absorbed.update(self._turned(value))
+        elif value.op == "sigmoid_gate" and self.vec:
+            attention, gates = value.inputs
+            alone = self.consumers[attention] == [value] and gates.width == value.width
+            if attention.op == "attention" and alone and _is_aligned(gates):
+                self.absorbed.add(attention)
 
     def _whole_row(self, norm: Value) -> bool:
         return bool(norm.attrs["weight"].shape[0] == norm.width and norm.inputs[0].op != "slice")
@@ -241,6 +247,15 @@ class Fusion:
     def turns_first(value: Value) -> bool:
         """Whether a head is turned and then normed."""
         return value.op == "rmsnorm" and value.inputs[0].op == "rope"
+
+
+def _is_aligned(value: Value) -> bool:
+    """Whether it begins with a vector of four."""
+    while value.op == "slice":
+        if value.attrs["offset"] % 4:
+            return False
+        value = value.inputs[0]
+    return True
 
 
 def _is_whole(source: Value) -> bool:

@@ -581,7 +581,7 @@ class Lowering:
         )
 
     def _lower_attention(self, value: Value) -> None:
-        lower_attention(self, value)
+        lower_attention(self, value, value)
 
     def _lower_route(self, value: Value) -> None:
         lower_route(self, value)
@@ -593,6 +593,13 @@ class Lowering:
         lower_down(self, value, value)
 
     def _lower_sigmoid_gate(self, value: Value) -> None:
+        if value.inputs[0] in self.absorbed:
+            lower_attention(self, value.inputs[0], value)
+        else:
+            self.sigmoid_gate(value)
+
+    def sigmoid_gate(self, value: Value) -> None:
+        """The kernel that only multiplies by the sigmoids."""
         (x, x_stride, _), (gate, gate_stride, gate_offset) = map(self.source, value.inputs)
         self.emit(
             "sigmoid_gate",

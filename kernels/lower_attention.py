@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from infer.kernels.lower import Lowering
 
 
-def lower_attention(low: Lowering, value: Value) -> None:
-    """Emit the kernels of the attention op `value`."""
+def lower_attention(low: Lowering, value: Value, result: Value) -> None:
+    """Emit the kernels of the attention op `value`. result: the same, or what its gates make of
+    it."""
     cache: LayerCache = value.attrs["cache"]
     group = value.width // (cache.n_kv_heads * cache.head_dim)
     common = {
@@ -40,7 +41,7 @@ def lower_attention(low: Lowering, value: Value) -> None:
     projection = low.fusion.projection(value) if low.fusion else None
     heads = _Heads.of(value, projection) if projection is not None else None
     if heads is not None and split is not None and _turns_in_registers(low, cache, heads):
-        _attention_split(low, value, heads.projection, common, split, heads)
+        _attention_split(low, value, result, heads.projection, common, split, heads)
         return
     bindings = 5 + 2 * heads.own + len(heads.weights) if heads is not None else 0
     if heads and heads.rope and low.device.limits.storage_buffers >= bindings:
@@ -54,9 +55,11 @@ def lower_attention(low: Lowering, value: Value) -> None:
     if low.fusion and not low.kind.vec:
         _attention_tiled(low, value, query, common)
     elif split is not None:
-        _attention_split(low, value, query, common, split)
+        _attention_split(low, value, result, query, common, split)
     else:
         _attention_chain(low, value, query, common)
+        if result is not value:
+            low.sigmoid_gate(result)
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,7 @@ def _attention_chain(low: Lowering, value: Value, query: Value, common: dict[str
 def _attention_split(
     low: Lowering,
     value: Value,
+    result: Value,
     source: Value,
     common: dict[str, Any],
     variant: AttentionVariant,
@@ -236,11 +240,17 @@ def _attention_split(
     cache: LayerCache = value.attrs["cache"]
     x, x_stride, x_offset = low.source(source)
     n_heads, sinks, window = value.width // cache.head_dim, _sinks(value), common["WINDOW"]
-    outputs: list[Operand] = [value]
-    form = low.next_form(value, low.device.limits.storage_buffers - 2 - len(sinks))
+    last: list[Operand] = [*sinks]
+    ungated = gated = {"GATED": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
+    if result is not value:
+        gates, gate_stride, gate_offset = low.source(result.inputs[1])
+        gated = {"GATED": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": gate_offset}
+        last.append(gates)
+    outputs: list[Operand] = [result]
+    form = low.next_form(result, low.device.limits.storage_buffers - 2 - len(last))
     quantize = form is not None and form.norm is None and not form.keep
     if form is not None and quantize:
-        outputs = low.prepare(value, form, low.kind.rows)
+        outputs = low.prepare(result, form, low.kind.rows)
     inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
     turning = heads.operands if heads is not None else ()
     params = (
@@ -254,7 +264,7 @@ def _attention_split(
         }
     )
     joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
-    operands = [*inputs, *outputs, *turning, *sinks]
+    operands = [*inputs, *outputs, *turning, *last]
     if len(operands) > low.device.limits.storage_buffers or (quantize and cache.head_dim % HALF):
         joined = None
     longest = joined.max_split if joined is not None else 0  # context that one split has room for
@@ -267,7 +277,8 @@ def _attention_split(
             params
             | _split_params(cache, joined, window, 2)
             | _variant_params(low, joined)
-            | {"JOINED": True, "QUANTIZE": quantize, "SINKS": bool(sinks)},
+            | {"JOINED": True, "QUANTIZE": quantize, "SINKS": bool(sinks)}
+            | gated,
             moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
         )
     if min(positions, window or positions) <= longest:
@@ -284,14 +295,16 @@ def _attention_split(
         params
         | split
         | _variant_params(low, variant)
-        | {"JOINED": False, "QUANTIZE": False, "SINKS": False},
+        | {"JOINED": False, "QUANTIZE": False, "SINKS": False}
+        | ungated,
         moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
     )
     low.emit(
         "attention_combine",
-        (low.step, partial, *outputs, *sinks),
+        (low.step, partial, *outputs, *last),
         _Grid(-(-value.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
         split
+        | gated
         | {
             "WG": _COMBINE_WORKGROUP,
             "N_HEADS": n_heads,

@@ -927,6 +927,35 @@ def test_attention_that_goes_out_as_int8(
     assert nmse(y, reference.matmul(exact, weight)) <= INT8_LIMIT
 
 
+@pytest.mark.parametrize("settings", [Settings(), Settings(storage_buffers=8), LEAST])
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(("dtype", "rows"), [("bf16", 1), ("bf16", 3), ("bf16", 9), ("q8", 1)])
+def test_attention_with_gates(
+    open_device: OpenDevice,
+    rng: np.random.Generator,
+    dtype: str,
+    rows: int,
+    joined: bool,
+    settings: Settings,
+) -> None:
+    device, d = open_device(settings), 16
+    parts = [normal(rng, rows, heads * d) for heads in (4, 2, 2, 4)]
+    weight = exact_weight(rng, 40, 4 * d, "q8")  # in bf16 too
+    with device.scope():
+        forward = Forward(device, rows, tuning=attention_tuning(device, joined))
+        ops, layer = forward.ops, KVCache(device, [(2, d)], 16, dtype="f32").layers[0]
+        x = forward.input(np.concatenate(parts, axis=1))
+        q, k, v, gates = ops.split(x, *(part.shape[1] for part in parts))
+        y = ops.sigmoid_gate(ops.attention(q, k, v, layer, scale=0.25), gates)
+        output = ops.linear(y, to_gpu(device, weight, dtype))
+        kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
+        assert ("sigmoid_gate" in kernels) == (rows > 8 or not device.subgroups)
+        y = forward.run(output)
+    attended = reference.attention(*parts[:3], 4, 0.25, 0, 0.0)
+    expected = prepared(attended / (1 + np.exp(-parts[3].astype(np.float64))), dtype)
+    assert nmse(y, reference.matmul(expected, rounded(weight, dtype))) <= LIMIT
+
+
 @pytest.mark.parametrize("alive", [True, False])
 @pytest.mark.parametrize("position", [0, 4, 255, 256, 299])
 @pytest.mark.parametrize(("group", "joined"), [(1, False), (16, False), (16, True)])

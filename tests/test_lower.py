@@ -381,7 +381,9 @@ def random_graph(
                         seen(ops.rope(y, rope, 16) if turned else ops.rmsnorm(y, norm, EPS))
                         for y in (q, k)
                     )
-            x = ops.attention(q, k, v, cache, scale=0.25)
+            x = seen(ops.attention(q, k, v, cache, scale=0.25))
+            if rng.random() < 0.5:
+                x = ops.sigmoid_gate(x, linear(x, int(rng.choice([1, 64])), i))
         else:
             x = x + other if x is not other else x * other
         values.append(x)

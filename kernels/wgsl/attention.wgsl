@@ -17,7 +17,8 @@
 // into the cache, where no workgroup may read them yet. The value is normed too (V_NORM), and it may
 // be what the key is before that (V_IS_K).
 //
-// JOINED: the context is a single split, and this kernel does what attention_combine would do.
+// JOINED: the context is a single split, and this kernel does what attention_combine would do: SINKS
+// and GATED are only for that.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
@@ -49,6 +50,9 @@
 // @param Y_STRIDE u32
 // @param JOINED bool
 // @param SINKS bool
+// @param GATED bool
+// @param GATE_STRIDE u32
+// @param GATE_OFFSET u32
 // @param ROPE bool
 // @param OWN bool                only with ROPE, as NORM is
 // @param NORM bool
@@ -89,6 +93,10 @@
 #endif
 #if SINKS
 @group(0) @binding($(NORMS + NORM + NORM * OWN + V_NORM)) var<storage, read> sinks: array<f32>;
+#endif
+#let GATES = NORMS + NORM + NORM * OWN + V_NORM + SINKS
+#if GATED
+@group(0) @binding($(GATES)) var<storage, read> gates: array<vec4<f32>>;
 #endif
 
 struct Group {  // eight dimensions of a head
@@ -496,8 +504,13 @@ fn main(
     out += factor$g * outputs[(h * SUBGROUPS + $gu) * GROUPS * 2u + d];
 #endfor
 #if JOINED
-    let value = out / sum;
     let at = (first_head + $ru * MERGED + h) * (GROUPS * 2u) + d;
+#if GATED
+    let gate = gates[(id.z * GATE_STRIDE + GATE_OFFSET) / 4u + at];
+    let value = out / sum / (1.0 + exp(-gate));
+#else
+    let value = out / sum;
+#endif
 #if QUANTIZE
     var half_most = magnitude(value);
     half_most = max(half_most, subgroupShuffleXor(half_most, 1u));
