@@ -354,6 +354,36 @@ class Lowering:
                 flops=2 * rows * shard.rows * k,
             )
 
+    def _lower_head_linear(self, value: Value) -> None:
+        weight: GpuTensor = value.attrs["weight"]
+        heads, k = value.attrs["heads"], weight.shape[1]
+        n = weight.shape[0] // heads
+        x, x_stride, offset = self.source(value.inputs[0])
+        variant = self.tuning.head_linear(self.kind.rows, k)
+        for shard in weight.shards:
+            self.emit(
+                "head_linear",
+                (self.step, *shard.buffers, x, value),
+                head_grid(-(-n // variant.outputs), shard.rows // n, variant.rows),
+                weight.grouping.params
+                | {
+                    "WEIGHT": weight.dtype,
+                    "K": k,
+                    "N": n,
+                    "KEPT": value.attrs["kept"],
+                    "X_HEAD": value.inputs[0].width // heads,
+                    "X_STRIDE": x_stride,
+                    "X_OFFSET": offset,
+                    "Y_STRIDE": stride(value.width),
+                    "FIRST_HEAD": shard.start // n,
+                    "ROWS": variant.rows,
+                    "TEAM": variant.team,
+                    "OUTPUTS": variant.outputs,
+                },
+                moved=shard.nbytes,
+                flops=per_row(2 * shard.rows * k),
+            )
+
     # Activations as projections want to read them
 
     def next_form(self, value: Value, bindings: int) -> Form | None:
@@ -635,6 +665,10 @@ def padded_rows(rows: int) -> int:
 
 def tile_grid(x: int, rows_per_tile: int) -> Grid:
     return lambda rows, kv_len: (x, -(-rows // rows_per_tile), 1)
+
+
+def head_grid(x: int, heads: int, rows_per_tile: int) -> Grid:
+    return lambda rows, kv_len: (x, heads, -(-rows // rows_per_tile))
 
 
 def per_row(count: int) -> Count:

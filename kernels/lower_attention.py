@@ -146,12 +146,15 @@ def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Va
 def _kv_write(low: Lowering, value: Value) -> None:
     cache: LayerCache = value.attrs["cache"]
     (k, k_stride, k_offset), (v, v_stride, v_offset) = map(low.source, value.inputs[1:])
+    latent = cache.shape.latent
     low.emit(
         "kv_write",
-        (low.step, cache.pages, k, v, cache.keys, cache.values),
+        (low.step, cache.pages, k, v, cache.keys, *([] if latent else [cache.values])),
         low.row_grid(value, cache.n_kv_heads),
         {
             **_kv_params(cache),
+            "LATENT": latent,
+            "K_DIM": value.inputs[1].width // cache.n_kv_heads,
             "K_STRIDE": k_stride,
             "K_OFFSET": k_offset,
             "V_STRIDE": v_stride,
@@ -225,6 +228,7 @@ def _attention_split(
         common
         | (heads.params if heads is not None else _UNTURNED)
         | {"ROPE": heads is not None, "X_STRIDE": x_stride, "X_OFFSET": x_offset}
+        | {"LATENT": cache.shape.latent}
         | {"Y_STRIDE": stride(value.width)}
     )
     joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
@@ -391,5 +395,5 @@ def _kv_params(cache: LayerCache) -> dict[str, Any]:
 def _read_bytes(cache: LayerCache, kv_len: int, window: int) -> int:
     """Bytes of keys and values that a row reads."""
     positions = min(kv_len, window) if window else kv_len
-    page = kv_cache_bytes(cache.n_kv_heads, cache.head_dim, PAGE, cache.dtype)
+    page = kv_cache_bytes(cache.shape, PAGE, cache.dtype)
     return positions * page // PAGE

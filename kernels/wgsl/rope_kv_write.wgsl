@@ -87,14 +87,3 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 #endif
 }
-#if KV == f32
-
-fn stored(pair: vec2<f32>) -> vec2<f32> {
-  return pair;
-}
-#elif KV == f16
-
-fn stored(pair: vec2<f32>) -> u32 {
-  return pack2x16float(pair);
-}
-#endif
