@@ -342,13 +342,12 @@ def head_linear(
     *,
     keep: bool = False,
     dtype: str = "f32",
-    plan_rows: int = 0,
     **options: Unpack[Options],
 ) -> Floats:
     """The last values of each of the heads in x [rows, heads * width], as many as weight [heads *
     n, k] has columns, times the head's matrix: [rows, heads * n]. keep: each behind the values of
     its head that are before those."""
-    forward = Forward(device, len(x), plan_rows=plan_rows, **options)
+    forward = Forward(device, len(x), **options)
     own = to_gpu(device, weight, dtype)
     return forward.run(forward.ops.head_linear(forward.input(x), own, heads, keep=keep))
 

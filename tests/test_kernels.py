@@ -31,7 +31,7 @@ from infer.kernels.check import (
 from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
-from infer.kernels.kv_cache import PAGE, KVCache, kept
+from infer.kernels.kv_cache import KV_DTYPES, PAGE, KVCache, kept
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops, Rope
 from infer.kernels.plan import dispatch
@@ -417,6 +417,39 @@ def test_a_norm_before_projections_of_both_kinds(
         assert nmse(forward.run(outputs[0] + outputs[1]), expected) <= LIMIT
 
 
+# Heads
+
+HEADS: Factors = SETTINGS | {
+    "rows": (1, 3, 8, 9, 40),
+    "shape": ((1, 1, 1), (3, 7, 44), (2, 20, 130), (2, 512, 128), (2, 256, 512)),
+    "before": (0, 3, 64),
+    "keep": (True, False),
+    "dtype": ("f32", "f16", "bf16", "q8", "q4"),
+}
+
+
+@covering(HEADS)
+def test_head_linear(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        (heads, n, k), dtype, keep = case["shape"], case["dtype"], case["keep"]
+        weight = exact_weight(rng, heads * n, k, dtype)
+        x = normal(rng, case["rows"], heads * (k + case["before"]))
+        device = open_device(settings_of(case))
+        y = functions.head_linear(device, x, weight, heads, keep=keep, dtype=dtype)
+        expected = reference.head_linear(x, weight.reshape(heads, n, k), keep)
+        assert nmse(y, expected) <= LIMIT, case
+
+
+def test_heads_in_several_shards(open_device: OpenDevice, rng: np.random.Generator) -> None:
+    """Of 625 rows."""
+    device = open_device(Settings(max_binding=160_000))
+    x, weight = normal(rng, 5, 12 * 67), normal(rng, 12 * 125, 64)
+    y = functions.head_linear(device, x, weight, 12, keep=True)
+    assert nmse(y, reference.head_linear(x, weight.reshape(12, 125, 64), True)) <= LIMIT
+    with pytest.raises(ValueError, match="inside of a head"):
+        functions.head_linear(device, x, weight[:1200], 12)
+
+
 # Embedding, norms, activations
 
 
@@ -720,6 +753,33 @@ def test_attention_of_the_widest_heads(
 ) -> None:
     device = open_device(settings)
     assert attention_error(device, rng, rows, (1, 2), 512, 30, 0, "f16") <= LIMIT
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("settings", [Settings(), LEAST])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_attention_to_latents(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, settings: Settings, kv_dtype: str
+) -> None:
+    """As in DeepSeek's models: what is cached is 64 dimensions of a key and a latent of 512, which
+    are the values too; alone a row reads them in one split, or in several."""
+    device = open_device(settings)
+    q, keys = normal(rng, rows, 4 * 576), kept(normal(rng, rows + 530, 576), 576, kv_dtype)
+    expected = reference.attention(q, keys, keys, 4, 0.07)
+    function = functions.attention if rows <= 8 else functions.attention_tiled
+    for joined in (True, False)[: 1 + (rows == 1)]:
+        y = function(
+            device,
+            q,
+            keys[:, :64],
+            keys[:, 64:],
+            n_kv_heads=1,
+            scale=0.07,
+            kv_dtype=kv_dtype,
+            latent=True,
+            tuning=attention_tuning(device, joined),
+        )
+        assert nmse(y, expected) <= LIMIT
 
 
 def test_attention_of_a_sharp_distribution(device: Device, rng: np.random.Generator) -> None:

@@ -369,7 +369,7 @@ def model_specs(
         spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in model.weights()
     }
     for kv_dtype, fuse, (rows, logits) in steps:
-        cache = KVCache(dry, [(c.num_key_value_heads, c.head_dim)], 4096, dtype=kv_dtype)
+        cache = KVCache(dry, c.kv_shapes, 4096, dtype=kv_dtype)
         ops = Ops()
         rope = Rope(dry.buffer(1), c.rope.rotary_dim, interleaved=kv_dtype == "f32")
         caches = [
