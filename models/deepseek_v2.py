@@ -81,7 +81,7 @@ class DeepseekV2(MixtureOfExperts):
         yield layers.stacked(f"{name}.o_proj", prefix, o)
 
     def up_weights(self, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """w_uk, transposed, and w_uv, which lie head by head in kv_b_proj."""
+        """w_uk, transposed, and w_uv, which lie head by head in kv_b_proj; MLX has them apart."""
         latent, heads = self.latent, self.config.num_attention_heads
         nope, value, rank = latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
         key, rows = f"{prefix}.kv_b_proj.weight", heads * (nope + value)
@@ -90,8 +90,10 @@ class DeepseekV2(MixtureOfExperts):
         values = (range(i + nope, i + nope + value) for i in starts)
         w_uk = tuple(Source(key, (rows, rank), part, turned=True) for part in keys)
         w_uv = tuple(Source(key, (rows, rank), part) for part in values)
-        yield WeightSpec(f"{name}.w_uk", w_uk, unit=rank, heads=True)
-        yield WeightSpec(f"{name}.w_uv", w_uv, unit=value, heads=True)
+        queries = (Source(f"{prefix}.embed_q.weight", (heads * rank, nope)),)
+        results = (Source(f"{prefix}.unembed_out.weight", (heads * value, rank)),)
+        yield WeightSpec(f"{name}.w_uk", w_uk, queries, unit=rank, heads=True)
+        yield WeightSpec(f"{name}.w_uv", w_uv, results, unit=value, heads=True)
 
     def mixer(
         self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
