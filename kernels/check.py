@@ -217,9 +217,9 @@ def cases() -> Iterator[Case]:
             run = partial(function, dtype=dtype, rows=rows, bias=True)
             yield Case(kernel, f"{dtype}, {rows} rows, bias", run)
     for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
-        for keep in (False, True):
-            run = partial(_head_linear, dtype=dtype, rows=rows, keep=keep)
-            yield Case("head_linear", f"{dtype}, {rows} rows, {'kept' if keep else 'alone'}", run)
+        for form in ("alone", "kept", "half-split", "interleaved"):
+            run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
+            yield Case("head_linear", f"{dtype}, {rows} rows, {form}", run)
     for each in (False, True):
         name = "a gate each" if each else "a gate for all"
         yield Case("sigmoid_gate", name, partial(_sigmoid_gate, each=each))
@@ -240,8 +240,7 @@ def cases() -> Iterator[Case]:
     for layout, rotary_dim in product(("half-split", "interleaved"), (24, 16)):
         run = partial(_rope, interleaved=layout == "interleaved", rotary_dim=rotary_dim)
         yield Case("rope", f"{layout}, {rotary_dim} of 24", run)
-    for kernel, (function, rows_of) in _ATTENTION.items():
-        shapes = _SHAPES if kernel.startswith(("rope", "softmax")) else _SHAPES + _LATENT
+    for kernel, (function, rows_of, shapes) in _ATTENTION.items():
         for dtype, shape, rows in product(KV_DTYPES, shapes, rows_of):
             run = partial(function, shape=shape, rows=rows, dtype=dtype)
             yield Case(kernel, f"{dtype}, {rows} rows, {shape}", run)
@@ -408,12 +407,19 @@ def _down(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = Fa
     return y, residual + reference.expert_down(exact, ids, weights, weight, added)
 
 
-def _head_linear(device: Device, inputs: Inputs, dtype: str, rows: int, keep: bool) -> Outcome:
-    heads, n, k = 3, 21, 44
+def _head_linear(device: Device, inputs: Inputs, dtype: str, rows: int, form: str) -> Outcome:
+    """form: what becomes of the values of a head that are not multiplied."""
+    (heads, n, k), keep = (3, 21, 44), form != "alone"
     weight = exact_weight(inputs.rng, heads * n, k, dtype)
-    x = inputs(rows, heads * (k + 6))
-    y = functions.head_linear(device, x, weight, heads, keep=keep, dtype=dtype)
-    return y, reference.head_linear(x, weight.reshape(heads, n, k), keep)
+    x = exact = inputs(rows, heads * (k + 6))
+    options: dict[str, Any] = {"keep": keep, "dtype": dtype}
+    if form in ("half-split", "interleaved"):
+        frequencies, interleaved = _frequencies(6), form == "interleaved"
+        table = functions.rope_table(frequencies, 7 + rows)
+        options |= {"table": table, "position": 7, "interleaved": interleaved}
+        exact = reference.rope(x, 7 + np.arange(rows), frequencies, k + 6, interleaved)
+    y = functions.head_linear(device, x, weight, heads, **options)
+    return y, reference.head_linear(exact, weight.reshape(heads, n, k), keep)
 
 
 def _sigmoid_gate(device: Device, inputs: Inputs, each: bool) -> Outcome:
@@ -634,6 +640,19 @@ def _kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: s
     return _cached(y, np.concatenate(shape.joined(k, v)), shape.head_dim, dtype)
 
 
+def _latent_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    at, turned, interleaved = shape.rows(rows), shape.latent, shape.group % 2 == 1
+    x, weight = inputs(rows, shape.head_dim), inputs(shape.head_dim - turned)
+    frequencies = _frequencies(turned)
+    table = functions.rope_table(frequencies, shape.kv_len)
+    options: dict[str, Any] = {"position": at.start, "interleaved": interleaved}
+    y = functions.latent_write(device, x, table, weight, EPS, kv_dtype=dtype, **options)
+    positions = np.arange(at.start, at.stop)
+    k = reference.rope(x[:, :turned], positions, frequencies, turned, interleaved)
+    expected = np.concatenate([k, reference.rmsnorm(x[:, turned:], weight, EPS)], axis=1)
+    return _cached(_of_positions(y, at), expected, shape.head_dim, dtype)
+
+
 def _rope_kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
     normed = shape.group > 1 and device.limits.storage_buffers > 8
     at, heads = shape.rows(rows), _Heads(inputs, shape, rows, normed)
@@ -743,15 +762,17 @@ def _of_positions(cached: Array, at: slice) -> Array:
     return cached[:, at].swapaxes(0, 1).reshape(at.stop - at.start, -1)
 
 
-_ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...]]] = {
-    "attention_scores": (_scores, (3,)),
-    "softmax": (_softmax, (3,)),
-    "weighted_sum": (_weighted_sum, (3,)),
-    "kv_write": (_kv_write, (3,)),
-    "rope_kv_write": (_rope_kv_write, (3,)),
-    "rope_attention": (_rope_attention, (1, 3)),
-    "attention": (partial(_attend, functions.attention), (1, 5)),
-    "attention_tiled": (partial(_attend, functions.attention_tiled), (70,)),
+_ALL = _SHAPES + _LATENT
+_ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...], tuple[_Shape, ...]]] = {
+    "attention_scores": (_scores, (3,), _ALL),
+    "softmax": (_softmax, (3,), _SHAPES),
+    "weighted_sum": (_weighted_sum, (3,), _ALL),
+    "kv_write": (_kv_write, (3,), _ALL),
+    "latent_write": (_latent_write, (1, 3), _LATENT),
+    "rope_kv_write": (_rope_kv_write, (3,), _SHAPES),
+    "rope_attention": (_rope_attention, (1, 3), _SHAPES),
+    "attention": (partial(_attend, functions.attention), (1, 5), _ALL),
+    "attention_tiled": (partial(_attend, functions.attention_tiled), (70,), _ALL),
 }
 
 

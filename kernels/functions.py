@@ -48,6 +48,7 @@ __all__ = [
     "gated_rmsnorm",
     "head_linear",
     "kv_write",
+    "latent_write",
     "layernorm",
     "matmul",
     "matmul_vec",
@@ -341,15 +342,22 @@ def head_linear(
     heads: int,
     *,
     keep: bool = False,
+    table: Array | None = None,
+    position: int = 0,
+    interleaved: bool = False,
     dtype: str = "f32",
     **options: Unpack[Options],
 ) -> Floats:
     """The last values of each of the heads in x [rows, heads * width], as many as weight [heads *
     n, k] has columns, times the head's matrix: [rows, heads * n]. keep: each behind the values of
-    its head that are before those."""
+    its head that are before those. table: of `rope`, by which the first of a head are turned."""
     forward = Forward(device, len(x), **options)
-    own = to_gpu(device, weight, dtype)
-    return forward.run(forward.ops.head_linear(forward.input(x), own, heads, keep=keep))
+    own, value = to_gpu(device, weight, dtype), forward.input(x)
+    if table is not None:
+        rope = _rope(device, table, position + len(x), interleaved)
+        value = forward.ops.rope(value, rope, x.shape[1] // heads)
+    y = forward.ops.head_linear(value, own, heads, keep=keep)
+    return forward.run(y, position=position)
 
 
 # Experts
@@ -737,6 +745,31 @@ def kv_write(
     output = forward.ops.attention(*inputs, cache.layers[0], scale=1.0)
     forward.run_alone("kv_write", output, position)
     return _cached(device, cache)
+
+
+@scoped_function
+def latent_write(
+    device: Device,
+    x: Array,
+    table: Array,
+    weight: Array,
+    eps: float,
+    *,
+    position: int = 0,
+    interleaved: bool = False,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> Array:
+    """A latent cache, [1, slots, width], after x [rows, width] was written from `position` on: as
+    many of its values as the table turns are turned, and the others normed by the weight."""
+    cache = _cache(device, x[:0], x[:0], 1, kv_dtype, position + len(x), latent=True)
+    forward = Forward(device, len(x), **options)
+    ops, rope = forward.ops, _rope(device, table, position + len(x), interleaved)
+    k, v = ops.split(forward.input(x), rope.rotary_dim, x.shape[1] - rope.rotary_dim)
+    k, v = ops.rope(k, rope, rope.rotary_dim), ops.rmsnorm(v, to_gpu(device, weight), eps)
+    output = ops.attention(forward.input(np.zeros(x.shape)), k, v, cache.layers[0], scale=1.0)
+    forward.run_alone("latent_write", output, position)
+    return _cached(device, cache)[0]
 
 
 @scoped_function

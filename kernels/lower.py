@@ -358,12 +358,16 @@ class Lowering:
         weight: GpuTensor = value.attrs["weight"]
         heads, k = value.attrs["heads"], weight.shape[1]
         n = weight.shape[0] // heads
-        x, x_stride, offset = self.source(value.inputs[0])
+        source, rope = value.inputs[0], None
+        if source in self.absorbed:
+            rope, source = source.attrs["rope"], source.inputs[0]
+        x, x_stride, offset = self.source(source)
+        tables = [] if rope is None else [rope.table]
         variant = self.tuning.head_linear(self.kind.rows, k)
         for shard in weight.shards:
             self.emit(
                 "head_linear",
-                (self.step, *shard.buffers, x, value),
+                (self.step, *shard.buffers, x, value, *tables),
                 head_grid(-(-n // variant.outputs), shard.rows // n, variant.rows),
                 weight.grouping.params
                 | {
@@ -371,6 +375,9 @@ class Lowering:
                     "K": k,
                     "N": n,
                     "KEPT": value.attrs["kept"],
+                    "ROPE": rope is not None,
+                    "ROTARY_DIM": value.attrs["kept"] if rope is not None else 0,
+                    "INTERLEAVED": rope is not None and rope.interleaved,
                     "X_HEAD": value.inputs[0].width // heads,
                     "X_STRIDE": x_stride,
                     "X_OFFSET": offset,

@@ -49,7 +49,10 @@ def lower_attention(low: Lowering, value: Value) -> None:
         if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
             _turn_apart(low, value)
         query = value.inputs[0]
-        if len(value.inputs) > 1:
+        latent = low.fusion.latent(value) if low.fusion else None
+        if latent is not None:
+            _latent_write(low, value, latent)
+        elif len(value.inputs) > 1:
             _kv_write(low, value)
     if low.fusion and not low.kind.vec:
         _attention_tiled(low, value, query, common)
@@ -159,6 +162,28 @@ def _kv_write(low: Lowering, value: Value) -> None:
             "K_OFFSET": k_offset,
             "V_STRIDE": v_stride,
             "V_OFFSET": v_offset,
+        },
+    )
+
+
+def _latent_write(low: Lowering, value: Value, latent: Value) -> None:
+    """The key that turns and the latent that is normed, from a projection into the cache."""
+    cache: LayerCache = value.attrs["cache"]
+    rope, norm = value.inputs[1].attrs["rope"], value.inputs[2]
+    x, x_stride, offset = low.source(latent)
+    low.emit(
+        "latent_write",
+        (low.step, cache.pages, rope.table, x, norm.attrs["weight"].buffer, cache.keys),
+        low.row_grid(value, 1),
+        {
+            **_kv_params(cache),
+            "WG": low.tuning.workgroup(cache.head_dim),
+            "SUBGROUPS": low.device.subgroups,
+            "ROTARY_DIM": rope.rotary_dim,
+            "INTERLEAVED": rope.interleaved,
+            "EPS": float(norm.attrs["eps"]),
+            "X_STRIDE": x_stride,
+            "X_OFFSET": offset,
         },
     )
 

@@ -422,8 +422,8 @@ def test_a_norm_before_projections_of_both_kinds(
 HEADS: Factors = SETTINGS | {
     "rows": (1, 3, 8, 9, 40),
     "shape": ((1, 1, 1), (3, 7, 44), (2, 20, 130), (2, 512, 128), (2, 256, 512)),
-    "before": (0, 3, 64),
-    "keep": (True, False),
+    "before": (0, 6, 64),
+    "form": ("alone", "kept", "half-split", "interleaved"),
     "dtype": ("f32", "f16", "bf16", "q8", "q4"),
 }
 
@@ -431,12 +431,18 @@ HEADS: Factors = SETTINGS | {
 @covering(HEADS)
 def test_head_linear(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
-        (heads, n, k), dtype, keep = case["shape"], case["dtype"], case["keep"]
-        weight = exact_weight(rng, heads * n, k, dtype)
-        x = normal(rng, case["rows"], heads * (k + case["before"]))
-        device = open_device(settings_of(case))
-        y = functions.head_linear(device, x, weight, heads, keep=keep, dtype=dtype)
-        expected = reference.head_linear(x, weight.reshape(heads, n, k), keep)
+        (heads, n, k), before, form = case["shape"], case["before"], case["form"]
+        weight = exact_weight(rng, heads * n, k, case["dtype"])
+        x = exact = normal(rng, case["rows"], heads * (k + before))
+        options: dict[str, Any] = {"keep": form != "alone", "dtype": case["dtype"]}
+        if form in ("half-split", "interleaved") and before:
+            frequencies, interleaved = 10.0 ** -np.linspace(0, 2, before // 2), form != "half-split"
+            table = functions.rope_table(frequencies, 9 + len(x))
+            options |= {"table": table, "position": 9, "interleaved": interleaved}
+            positions = 9 + np.arange(len(x))
+            exact = reference.rope(x, positions, frequencies, k + before, interleaved)
+        y = functions.head_linear(open_device(settings_of(case)), x, weight, heads, **options)
+        expected = reference.head_linear(exact, weight.reshape(heads, n, k), form != "alone")
         assert nmse(y, expected) <= LIMIT, case
 
 

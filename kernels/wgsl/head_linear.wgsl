@@ -1,10 +1,14 @@
 // y = W_h x_h for each head h, where x_h is the last K of its X_HEAD values. KEPT of those before them go
-// in front of the result as they are.
+// in front of the result as they are or, with ROPE, turned.
 //
 // A workgroup has OUTPUTS outputs of a head, for ROWS rows, so that weights are read once for all of
 // these; TEAM invocations share an output.
 #include "step.wgsl"
 #include "weight_group.wgsl"
+#if ROPE
+#include "turn.wgsl"
+#endif
+// @param ROPE bool
 // @param N u32                   outputs of a head
 // @param KEPT u32                all values before the last K, or 0
 // @param X_HEAD u32
@@ -22,6 +26,9 @@
 #endif
 @group(0) @binding($(2 + SCALES_BOUND)) var<storage, read> x: array<f32>;
 @group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
+#if ROPE
+@group(0) @binding($(4 + SCALES_BOUND)) var<storage, read> table: array<vec2<f32>>;
+#endif
 
 const WG = TEAM * OUTPUTS;
 const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
@@ -46,8 +53,15 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #if KEPT > 0
   for (var i = tid; id.x == 0u && i < ROWS * KEPT; i += WG) {
     let row = first_row + i / KEPT;
+    let d = i % KEPT;
     if (row < step.n_rows) {
-      y[row * Y_STRIDE + y_head + i % KEPT] = x[row * X_STRIDE + x_head + i % KEPT];
+      let first = row * X_STRIDE + x_head;
+#if ROPE
+      let value = turned(d, x[first + d], x[first + partner(d)], step.rows[row].position);
+#else
+      let value = x[first + d];
+#endif
+      y[row * Y_STRIDE + y_head + d] = value;
     }
   }
 #endif
