@@ -1170,7 +1170,7 @@ CASES: dict[str, Case] = {
             "deepseek_v2",
             norm_topk_prob=False,
             q_lora_rank=None,
-            rope_scaling=DEEPSEEK_YARN,
+            rope_scaling=DEEPSEEK_YARN | {"mscale_all_dim": 0.707},
             topk_method="greedy",
         )
     ),
