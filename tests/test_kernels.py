@@ -31,7 +31,7 @@ from infer.kernels.check import (
 from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
-from infer.kernels.kv_cache import KV_DTYPES, PAGE, KVCache, kept
+from infer.kernels.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops, Rope
 from infer.kernels.plan import dispatch
@@ -1100,6 +1100,49 @@ def test_rows_of_several_sequences_in_scattered_pages(
         expected = reference.attention(q[row : row + 1], k, v, n_kv_heads * group, 0.25)
         assert nmse(y[row : row + 1], expected) <= LIMIT
     assert np.count_nonzero(~np.isnan(written[:, 0, 0])) == sum(lengths) + 3
+
+
+def test_latents_of_several_sequences_in_scattered_pages(
+    device: Device, rng: np.random.Generator
+) -> None:
+    """Each row is cached in its own sequence; a stopped one writes nothing."""
+    sequences, positions, alive = np.array([2, 0, 1]), np.array([39, 4, 299]), np.array([1, 1, 0])
+    x, weight, order = normal(rng, 3, 48), normal(rng, 32), rng.permutation(6)
+    frequencies = 10.0 ** -np.arange(0, 2, 2 / 8)
+    with device.scope():
+        shape = KVShape(1, 48, latent=True)
+        layer = KVCache(device, [shape], 512, sequences=3, dtype="f32", paged=True).layers[0]
+        device.write(layer.pages, order.astype(np.uint32))
+        device.write(layer.keys, np.full(layer.slots * 48, np.nan, np.float32))
+        packed = pack_step([0] * 3, 0)
+        rows = packed[HEADER.itemsize :].view(ROW)
+        rows["sequence"], rows["position"], rows["alive"] = sequences, positions, alive
+        ops = Ops()
+        q, both = (ops.input(device.upload(to_rows(part, 3)), 48) for part in (x, x))
+        k, v = ops.split(both, 16, 32)
+        rope = Rope(device.upload(functions.rope_table(frequencies, 300)), 16)
+        k, v = ops.rope(k, rope, 16), ops.rmsnorm(v, to_gpu(device, weight), EPS)
+        output = ops.attention(q, k, v, layer, scale=1.0)
+        lowering = Lowering(
+            device,
+            ops,
+            StepKind(3),
+            device.upload(packed),
+            output=output,
+            output_buffer=device.buffer(4 * 3 * 48),
+        )
+        plan = lowering.place(Arena(device))
+        run(device, [*plan.body, *plan.head], 3, 300)
+        written = device.read(layer.keys).reshape(layer.slots, 48)
+    assert "latent_write" in {kernel.spec.name for kernel in lowering.kernels}
+    expected = np.full(written.shape, np.nan)
+    turned = reference.rope(x[:, :16], positions, frequencies, 16)
+    normed = reference.rmsnorm(x[:, 16:], weight, EPS)
+    for row in np.flatnonzero(alive):
+        page = order[sequences[row] * 2 + positions[row] // PAGE]
+        at = page * PAGE + positions[row] % PAGE
+        expected[at] = np.concatenate([turned[row], normed[row]])
+    np.testing.assert_allclose(written, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) -> None:
