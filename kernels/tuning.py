@@ -324,7 +324,7 @@ class Tuning:
         attention_combine. None where it has no room, or on a CPU, which gains nothing."""
         if self.software:
             return None
-        workgroup, batch = max(256, variant.workgroup), 2 * variant.batch
+        workgroup, batch = max(256, variant.workgroup), 4 if variant.per_lane <= 8 else 1
         at_once = batch * workgroup // variant.cluster
         longest = min(1024, 6 * at_once)
         joined = AttentionVariant(
