@@ -67,7 +67,7 @@ def cache_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, token
     c = model.config
     lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
     read = sum(
-        attended * kv_cache_bytes(*c.kv_shape(layer), PAGE, kv_dtype)
+        attended * kv_cache_bytes(c.kv_shape(layer), PAGE, kv_dtype)
         for layer, attended in _attended(c, lengths)
     )
     states = sum(sum(state.sizes) for state in c.states if state is not None)

@@ -9,7 +9,7 @@ from infer.engine import Engine, EngineOptions
 from infer.kernels.adapters import AdapterInfo, memory_info
 from infer.kernels.device import DryDevice, Limits
 from infer.kernels.errors import OutOfMemoryError, RequestError
-from infer.kernels.kv_cache import PAGE, kv_cache_bytes
+from infer.kernels.kv_cache import PAGE, keys_bytes, kv_cache_bytes
 from infer.kernels.quantize import buffer_bytes
 from infer.kernels.tensor import QUANTIZED, allocate
 from infer.models.llama import Llama
@@ -64,7 +64,7 @@ def memory_needed(
 
 def kv_bytes_per_position(model: Llama, dtype: str) -> int:
     """Bytes of keys and values of one position."""
-    return sum(kv_cache_bytes(*shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
+    return sum(kv_cache_bytes(shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
 
 
 def default_context(model: Llama) -> int:
@@ -102,8 +102,8 @@ def fitting_options(
     Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
     """
     free = memory_info(adapter).free
-    pages = [kv_cache_bytes(*s, PAGE, options.kv_dtype) for s in model.config.kv_shapes]
-    keys_page = max(pages, default=0) // 2  # of the largest layer
+    pages = [keys_bytes(shape, PAGE, options.kv_dtype) for shape in model.config.kv_shapes]
+    keys_page = max(pages, default=0)  # of the largest layer
     binding = min(limits.max_binding, limits.max_buffer)
     while True:
         need = memory_needed(model, stored, options, limits, adapter, loras)

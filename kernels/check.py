@@ -207,12 +207,19 @@ def cases() -> Iterator[Case]:
         run = partial(_route, normalize=normalize, sigmoid=sigmoid, corrected=corrected)
         yield Case("route", f"{name}, corrected" if corrected else name, run)
     yield Case("route", "300 experts", partial(_route, experts=300))
+    for sigmoid in (False, True):  # as DeepSeek-V2 and V3 do
+        run = partial(_route, sigmoid=sigmoid, corrected=sigmoid, experts=48, groups=(8, 3))
+        yield Case("route", f"{'sigmoid' if sigmoid else 'softmax'}, groups", run)
     for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
         for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
             yield Case(kernel, f"{dtype}, {rows} rows", partial(function, dtype=dtype, rows=rows))
         for dtype, rows in product(("bf16", "q4"), (3, 40)):
             run = partial(function, dtype=dtype, rows=rows, bias=True)
             yield Case(kernel, f"{dtype}, {rows} rows, bias", run)
+    for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
+        for form in ("alone", "kept", "half-split", "interleaved"):
+            run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
+            yield Case("head_linear", f"{dtype}, {rows} rows, {form}", run)
     for each in (False, True):
         name = "a gate each" if each else "a gate for all"
         yield Case("sigmoid_gate", name, partial(_sigmoid_gate, each=each))
@@ -227,11 +234,14 @@ def cases() -> Iterator[Case]:
         run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
         kernel = "matmul_vec" if rows <= 8 else "matmul"
         yield Case(kernel, f"{dtype}, {rows} rows, {grouping}", run)
+    for (dtype, grouping), rows in product(_PUBLISHED, (1, 9)):
+        run = partial(_grouped_heads, dtype=dtype, grouping=grouping, rows=rows)
+        yield Case("head_linear", f"{dtype}, {rows} rows, {grouping}", run)
     for layout, rotary_dim in product(("half-split", "interleaved"), (24, 16)):
         run = partial(_rope, interleaved=layout == "interleaved", rotary_dim=rotary_dim)
         yield Case("rope", f"{layout}, {rotary_dim} of 24", run)
-    for kernel, (function, rows_of) in _ATTENTION.items():
-        for dtype, shape, rows in product(KV_DTYPES, _SHAPES, rows_of):
+    for kernel, (function, rows_of, shapes) in _ATTENTION.items():
+        for dtype, shape, rows in product(KV_DTYPES, shapes, rows_of):
             run = partial(function, shape=shape, rows=rows, dtype=dtype)
             yield Case(kernel, f"{dtype}, {rows} rows, {shape}", run)
     for name, sampled in _SAMPLING.items():
@@ -355,10 +365,12 @@ def _route(
     sigmoid: bool = False,
     corrected: bool = False,
     experts: int = 37,
+    groups: tuple[int, int] = (1, 1),
 ) -> Outcome:
     logits = inputs(3, experts)
     logits[1] = 0.0  # of equals the first
     options: dict[str, Any] = {"slots": 5, "normalize": normalize, "sigmoid": sigmoid, "scale": 2.5}
+    options["groups"] = groups
     if sigmoid and normalize:
         options["epsilon"] = 0.5
     if corrected:
@@ -393,6 +405,21 @@ def _down(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = Fa
     y = functions.expert_down(device, x, logits, weight, **own)
     ids, weights = reference.route(logits, 3, False)
     return y, residual + reference.expert_down(exact, ids, weights, weight, added)
+
+
+def _head_linear(device: Device, inputs: Inputs, dtype: str, rows: int, form: str) -> Outcome:
+    """form: what becomes of the values of a head that are not multiplied."""
+    (heads, n, k), keep = (3, 21, 44), form != "alone"
+    weight = exact_weight(inputs.rng, heads * n, k, dtype)
+    x = exact = inputs(rows, heads * (k + 6))
+    options: dict[str, Any] = {"keep": keep, "dtype": dtype}
+    if form in ("half-split", "interleaved"):
+        frequencies, interleaved = _frequencies(6), form == "interleaved"
+        table = functions.rope_table(frequencies, 7 + rows)
+        options |= {"table": table, "position": 7, "interleaved": interleaved}
+        exact = reference.rope(x, 7 + np.arange(rows), frequencies, k + 6, interleaved)
+    y = functions.head_linear(device, x, weight, heads, **options)
+    return y, reference.head_linear(exact, weight.reshape(heads, n, k), keep)
 
 
 def _sigmoid_gate(device: Device, inputs: Inputs, each: bool) -> Outcome:
@@ -457,6 +484,16 @@ def _grouped(device: Device, inputs: Inputs, dtype: str, grouping: Grouping, row
     return function(device, x, weight), reference.matmul(exact, values)
 
 
+def _grouped_heads(
+    device: Device, inputs: Inputs, dtype: str, grouping: Grouping, rows: int
+) -> Outcome:
+    heads, n, k = 2, 18, 256
+    codes, values = grouped(inputs.rng, (heads * n, k), dtype, grouping)
+    x = inputs(rows, heads * k)
+    y = functions.head_linear(device, x, codes, heads)
+    return y, reference.head_linear(x, values.reshape(heads, n, k))
+
+
 def _rope(device: Device, inputs: Inputs, interleaved: bool, rotary_dim: int) -> Outcome:
     x, frequencies = inputs(3, 2 * 24), _frequencies(rotary_dim)
     table, at = functions.rope_table(frequencies, 300), np.arange(290, 293)
@@ -484,11 +521,13 @@ class _Shape:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False  # for functions that take them
+    latent: int = 0  # so many dimensions of a key are k, the others v; values are the keys
 
     def __str__(self) -> str:
         window = f", window {self.window}" if self.window else ""
         window += f", cap {self.softcap}" if self.softcap else ""
         window += ", sinks" if self.sinks else ""
+        window += f", latent {self.latent}" if self.latent else ""
         heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
         return f"{heads}, context {self.kv_len}{window}"
 
@@ -514,12 +553,18 @@ class _Shape:
 
     def qkv(self, inputs: Inputs, rows: int) -> tuple[Array, Array, Array]:
         q = inputs(rows, self.n_heads * self.head_dim)
-        return q, inputs(self.kv_len, self.kv_width), inputs(self.kv_len, self.kv_width)
+        k, v = inputs(self.kv_len, self.kv_width), inputs(self.kv_len, self.kv_width)
+        return (q, k[:, : self.latent], v[:, self.latent :]) if self.latent else (q, k, v)
 
     def attention(self, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
         """What it should be."""
         own = self.n_heads, self.scale, self.window, self.softcap
         return reference.attention(q, k, v, *own, sinks)
+
+    def joined(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys and values of what attention is given."""
+        keys = np.concatenate([k, v], axis=1)
+        return (keys, keys) if self.latent else (k, v)
 
     def options(self, dtype: str) -> dict[str, Any]:
         """What every function of attention takes."""
@@ -533,6 +578,7 @@ _SHAPES = (
     _Shape(1, 4, 128, 531),
     _Shape(1, 2, 256, 81, softcap=0.7),
 )
+_LATENT = (_Shape(1, 3, 48, 301, latent=16), _Shape(1, 2, 576, 75, latent=64))
 
 
 def _attend(
@@ -544,15 +590,18 @@ def _attend(
     dtype: str,
 ) -> Outcome:
     q, *cached = shape.qkv(inputs, rows)
-    k, v = (kept(part, shape.head_dim, dtype) for part in cached)  # what no cache rounds again
+    joined = shape.joined(*cached)
+    keys, values = (kept(part, shape.head_dim, dtype) for part in joined)  # not rounded again
     sinks = inputs(shape.n_heads) if shape.sinks else None
     options = shape.options(dtype) | {"softcap": shape.softcap, "sinks": sinks}
-    y = function(device, q, k, v, scale=shape.scale, **options)
-    return y, shape.attention(q, k, v, sinks)
+    k, v = (keys[:, : shape.latent], keys[:, shape.latent :]) if shape.latent else (keys, values)
+    y = function(device, q, k, v, scale=shape.scale, latent=shape.latent > 0, **options)
+    return y, shape.attention(q, keys, values, sinks)
 
 
 def _scores(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
-    q, k, _ = shape.qkv(inputs, rows)
+    q, *cached = shape.qkv(inputs, rows)
+    k, _ = shape.joined(*cached)
     options = shape.options(dtype) | {"softcap": shape.softcap}
     y = functions.attention_scores(device, q, k, scale=shape.scale, **options)
     stored = kept(k, shape.head_dim, dtype)
@@ -576,12 +625,32 @@ def _weighted_sum(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtyp
 
 
 def _kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
-    k, v, at = inputs(rows, shape.kv_width), inputs(rows, shape.kv_width), shape.rows(rows)
+    (_, *cached), at = shape.qkv(inputs, rows), shape.rows(rows)
+    k, v = (part[:rows] for part in cached)
     keys, values = functions.kv_write(
-        device, k, v, n_kv_heads=shape.n_kv_heads, position=at.start, kv_dtype=dtype
+        device,
+        k,
+        v,
+        n_kv_heads=shape.n_kv_heads,
+        position=at.start,
+        kv_dtype=dtype,
+        latent=shape.latent > 0,
     )
     y = np.concatenate([_of_positions(keys, at), _of_positions(values, at)])
-    return _cached(y, np.concatenate([k, v]), shape.head_dim, dtype)
+    return _cached(y, np.concatenate(shape.joined(k, v)), shape.head_dim, dtype)
+
+
+def _latent_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    at, turned, interleaved = shape.rows(rows), shape.latent, shape.group % 2 == 1
+    x, weight = inputs(rows, shape.head_dim), inputs(shape.head_dim - turned)
+    frequencies = _frequencies(turned)
+    table = functions.rope_table(frequencies, shape.kv_len)
+    options: dict[str, Any] = {"position": at.start, "interleaved": interleaved}
+    y = functions.latent_write(device, x, table, weight, EPS, kv_dtype=dtype, **options)
+    positions = np.arange(at.start, at.stop)
+    k = reference.rope(x[:, :turned], positions, frequencies, turned, interleaved)
+    expected = np.concatenate([k, reference.rmsnorm(x[:, turned:], weight, EPS)], axis=1)
+    return _cached(_of_positions(y, at), expected, shape.head_dim, dtype)
 
 
 def _rope_kv_write(device: Device, inputs: Inputs, shape: _Shape, rows: int, dtype: str) -> Outcome:
@@ -693,15 +762,17 @@ def _of_positions(cached: Array, at: slice) -> Array:
     return cached[:, at].swapaxes(0, 1).reshape(at.stop - at.start, -1)
 
 
-_ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...]]] = {
-    "attention_scores": (_scores, (3,)),
-    "softmax": (_softmax, (3,)),
-    "weighted_sum": (_weighted_sum, (3,)),
-    "kv_write": (_kv_write, (3,)),
-    "rope_kv_write": (_rope_kv_write, (3,)),
-    "rope_attention": (_rope_attention, (1, 3)),
-    "attention": (partial(_attend, functions.attention), (1, 5)),
-    "attention_tiled": (partial(_attend, functions.attention_tiled), (70,)),
+_ALL = _SHAPES + _LATENT
+_ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...], tuple[_Shape, ...]]] = {
+    "attention_scores": (_scores, (3,), _ALL),
+    "softmax": (_softmax, (3,), _SHAPES),
+    "weighted_sum": (_weighted_sum, (3,), _ALL),
+    "kv_write": (_kv_write, (3,), _ALL),
+    "latent_write": (_latent_write, (1, 3), _LATENT),
+    "rope_kv_write": (_rope_kv_write, (3,), _SHAPES),
+    "rope_attention": (_rope_attention, (1, 3), _SHAPES),
+    "attention": (partial(_attend, functions.attention), (1, 5), _ALL),
+    "attention_tiled": (partial(_attend, functions.attention_tiled), (70,), _ALL),
 }
 
 

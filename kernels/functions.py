@@ -23,7 +23,7 @@ from infer.kernels.arrays import Array, Codes, from_rows, to_gpu, to_rows
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ShaderError
 from infer.kernels.forward import Floats, Forward, Ids, Options, scoped_function, submit, unwritten
-from infer.kernels.kv_cache import KVCache, from_kv, to_kv
+from infer.kernels.kv_cache import KVCache, KVShape, from_kv, to_kv
 from infer.kernels.layer_state import LayerState, StateShape
 from infer.kernels.lower import MAX_VEC_ROWS
 from infer.kernels.ops import Rope, Value
@@ -46,7 +46,9 @@ __all__ = [
     "expert_down",
     "expert_gate_up",
     "gated_rmsnorm",
+    "head_linear",
     "kv_write",
+    "latent_write",
     "layernorm",
     "matmul",
     "matmul_vec",
@@ -332,6 +334,32 @@ def _linear(
     return y if residual is None else forward.input(residual) + y
 
 
+@scoped_function
+def head_linear(
+    device: Device,
+    x: Array,
+    weight: Array | Codes,
+    heads: int,
+    *,
+    keep: bool = False,
+    table: Array | None = None,
+    position: int = 0,
+    interleaved: bool = False,
+    dtype: str = "f32",
+    **options: Unpack[Options],
+) -> Floats:
+    """The last values of each of the heads in x [rows, heads * width], as many as weight [heads *
+    n, k] has columns, times the head's matrix: [rows, heads * n]. keep: each behind the values of
+    its head that are before those. table: of `rope`, by which the first of a head are turned."""
+    forward = Forward(device, len(x), **options)
+    own, value = to_gpu(device, weight, dtype), forward.input(x)
+    if table is not None:
+        rope = _rope(device, table, position + len(x), interleaved)
+        value = forward.ops.rope(value, rope, x.shape[1] // heads)
+    y = forward.ops.head_linear(value, own, heads, keep=keep)
+    return forward.run(y, position=position)
+
+
 # Experts
 
 
@@ -347,12 +375,14 @@ def route(
     expert_scales: Array | None = None,
     scale: float = 1.0,
     epsilon: float = 0.0,
+    groups: tuple[int, int] = (1, 1),
     **options: Unpack[Options],
 ) -> tuple[NDArray[np.int64], Floats]:
     """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
     first: their softmax over all experts, normalize: over those chosen; times scale. sigmoid: in
     place of softmax; epsilon: is added to what they are divided by. correction [experts] is added
-    to the scores for the choice alone; the weights are multiplied by expert_scales [experts]."""
+    to the scores for the choice alone; the weights are multiplied by expert_scales [experts].
+    groups: as in `Ops.route`."""
     forward = Forward(device, len(logits), **options)
     y = forward.run(
         forward.ops.route(
@@ -364,6 +394,7 @@ def route(
             expert_scales=_flat(device, expert_scales),
             scale=scale,
             epsilon=epsilon,
+            groups=groups,
         )
     )
     return y[:, :slots].astype(np.int64), y[:, slots:]
@@ -564,6 +595,7 @@ def attention(
     softcap: float = 0.0,
     sinks: Array | None = None,
     kv_dtype: str = "f32",
+    latent: bool = False,
     **options: Unpack[Options],
 ) -> Floats:
     """softmax(scale * q k^T) v for 1 to 8 rows, by the kernels of decode.
@@ -571,10 +603,11 @@ def attention(
     q [rows, n_heads * head_dim] are the last rows of k and v [kv_len, n_kv_heads * head_dim], which
     are cached as kv_dtype. A row attends to all before it, or to the last `window` positions. A
     softcap c turns scores s into c tanh(s / c). sinks [n_heads] are scores without a value.
+    latent: keys are k and v side by side, and so are values.
     """
     _few(len(q), "attention_tiled")
     forward = Forward(device, len(q), **options)
-    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, sinks, kv_dtype)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, sinks, kv_dtype, latent)
 
 
 @scoped_function
@@ -590,11 +623,12 @@ def attention_tiled(
     softcap: float = 0.0,
     sinks: Array | None = None,
     kv_dtype: str = "f32",
+    latent: bool = False,
     **options: Unpack[Options],
 ) -> Floats:
     """What attention computes, by the kernel of prefill, for any number of rows."""
     forward = Forward(device, len(q), plan_rows=MAX_VEC_ROWS + 1, **options)
-    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, sinks, kv_dtype)
+    return _attend(forward, q, k, v, n_kv_heads, scale, window, softcap, sinks, kv_dtype, latent)
 
 
 def _attend(
@@ -608,9 +642,11 @@ def _attend(
     softcap: float,
     sinks: Array | None,
     kv_dtype: str,
+    latent: bool,
 ) -> Floats:
     past = len(k) - len(q)
-    cache = _cache(forward.device, k[:past], v[:past], n_kv_heads, kv_dtype, len(k))
+    before = (np.concatenate([k, v], axis=1)[:past],) * 2 if latent else (k[:past], v[:past])
+    cache = _cache(forward.device, *before, n_kv_heads, kv_dtype, len(k), latent=latent)
     inputs = forward.input(q), forward.input(k[past:]), forward.input(v[past:])
     output = forward.ops.attention(
         *inputs,
@@ -695,16 +731,45 @@ def kv_write(
     n_kv_heads: int,
     position: int = 0,
     kv_dtype: str = "f32",
+    latent: bool = False,
     **options: Unpack[Options],
 ) -> tuple[Array, Array]:
     """The cache after k and v [rows, n_kv_heads * head_dim] were written from `position` on: keys
-    and values [n_kv_heads, slots, head_dim] in float32 or float16, NaN where nothing was."""
-    cache = _cache(device, k[:0], v[:0], n_kv_heads, kv_dtype, position + len(k))
+    and values [n_kv_heads, slots, head_dim] in float32 or float16, NaN where nothing was. latent:
+    both are k and v side by side."""
+    queries = np.concatenate([k, v], axis=1) if latent else k
+    empty = queries[:0]
+    cache = _cache(device, empty, empty, n_kv_heads, kv_dtype, position + len(k), latent=latent)
     forward = Forward(device, len(k), **_alone(options))
-    inputs = forward.input(np.zeros(k.shape)), forward.input(k), forward.input(v)
+    inputs = forward.input(np.zeros(queries.shape)), forward.input(k), forward.input(v)
     output = forward.ops.attention(*inputs, cache.layers[0], scale=1.0)
     forward.run_alone("kv_write", output, position)
     return _cached(device, cache)
+
+
+@scoped_function
+def latent_write(
+    device: Device,
+    x: Array,
+    table: Array,
+    weight: Array,
+    eps: float,
+    *,
+    position: int = 0,
+    interleaved: bool = False,
+    kv_dtype: str = "f32",
+    **options: Unpack[Options],
+) -> Array:
+    """A latent cache, [1, slots, width], after x [rows, width] was written from `position` on: as
+    many of its values as the table turns are turned, and the others normed by the weight."""
+    cache = _cache(device, x[:0], x[:0], 1, kv_dtype, position + len(x), latent=True)
+    forward = Forward(device, len(x), **options)
+    ops, rope = forward.ops, _rope(device, table, position + len(x), interleaved)
+    k, v = ops.split(forward.input(x), rope.rotary_dim, x.shape[1] - rope.rotary_dim)
+    k, v = ops.rope(k, rope, rope.rotary_dim), ops.rmsnorm(v, to_gpu(device, weight), eps)
+    output = ops.attention(forward.input(np.zeros(x.shape)), k, v, cache.layers[0], scale=1.0)
+    forward.run_alone("latent_write", output, position)
+    return _cached(device, cache)[0]
 
 
 @scoped_function
@@ -830,16 +895,25 @@ def _scores(device: Device, values: Array, fill: float, cache: KVCache) -> Buffe
 
 
 def _cache(
-    device: Device, k: Array, v: Array, n_kv_heads: int, dtype: str, positions: int
+    device: Device,
+    k: Array,
+    v: Array,
+    n_kv_heads: int,
+    dtype: str,
+    positions: int,
+    *,
+    latent: bool = False,
 ) -> KVCache:
-    """A cache that holds k and v [up to positions, n_kv_heads * head_dim], and NaN after them."""
+    """A cache that holds k and v [up to positions, n_kv_heads * head_dim], and NaN after them.
+    latent: k is v."""
     if k.ndim != 2 or k.shape != v.shape or k.shape[1] % n_kv_heads:
         raise ShaderError(
             f"k and v must be [kv_len, {n_kv_heads} * head_dim], "
             f"not {list(k.shape)} and {list(v.shape)}"
         )
     head_dim = k.shape[1] // n_kv_heads
-    cache = KVCache(device, [(n_kv_heads, head_dim)], positions, dtype=dtype)
+    shape = KVShape(n_kv_heads, head_dim, latent)
+    cache = KVCache(device, [shape], positions, dtype=dtype)
     layer = cache.layers[0]
     for buffer, part in ((layer.keys, k), (layer.values, v)):
         stored = np.full((layer.slots, n_kv_heads, head_dim), np.nan)

@@ -11,6 +11,8 @@ activation(gate) * up                 into the gate/up projection, or one kernel
 activation(linear) * factors          the product goes into the projection (decode)
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
 attention * sigmoid(gates)            the gates go into attention (decode)
+rope -> head_linear                   what it keeps is turned there
+rope, norm, write of a latent         latent_write
 activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
 
@@ -102,6 +104,15 @@ class Fusion:
             alone = self.consumers[attention] == [value] and gates.width == value.width
             if attention.op == "attention" and alone and _is_aligned(gates):
                 self.absorbed.add(attention)
+        elif value.op == "attention" and self.latent(value) is not None:
+            self.absorbed.update(value.inputs[1:])
+        elif value.op == "head_linear":
+            (source,) = value.inputs
+            if source.op == "rope" and self.consumers[source] == [value]:
+                whole = source.attrs["rope"].rotary_dim == value.attrs["kept"]
+                own = source.attrs["head_dim"] * value.attrs["heads"] == source.width
+                if whole and own:
+                    self.absorbed.add(source)
 
     def _whole_row(self, norm: Value) -> bool:
         return bool(norm.attrs["weight"].shape[0] == norm.width and norm.inputs[0].op != "slice")
@@ -220,6 +231,23 @@ class Fusion:
             if width != head_dim or len(self.consumers[step]) != 1:
                 return None
         return q.inputs[0]
+
+    def latent(self, value: Value) -> Value | None:
+        """The key of a latent cache, that turns, and the latent behind it, which is normed, as
+        columns side by side: the first of them."""
+        if len(value.inputs) == 1 or not value.attrs["cache"].shape.latent:
+            return None
+        rope, norm = value.inputs[1:]
+        if rope.op != "rope" or norm.op != "rmsnorm" or len(norm.attrs["weight"].shape) != 1:
+            return None
+        if any(self.consumers[part] != [value] for part in (rope, norm)):
+            return None
+        k, v = rope.inputs[0], norm.inputs[0]
+        side_by_side = k.op == v.op == "slice" and k.inputs[0] is v.inputs[0]
+        if not side_by_side or k.attrs["offset"] + k.width != v.attrs["offset"]:
+            return None
+        whole = rope.attrs["rope"].rotary_dim == rope.attrs["head_dim"] == k.width
+        return k if whole and norm.attrs["weight"].shape == (v.width,) else None
 
     @staticmethod
     def _turned(value: Value) -> list[Value]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,22 @@ KV_DTYPES = ("f16", "f32", "q8")
 PAGE = 256  # positions; a multiple of every attention tile
 
 
+class KVShape(NamedTuple):
+    """KV heads of a layer, and their dimensions. latent: values are the keys themselves, so that
+    one buffer holds both."""
+
+    n_kv_heads: int
+    head_dim: int
+    latent: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCache:
     """Keys and values of one layer, [slot][kv head][head_dim], and where positions lie in them.
 
     dtype is one of KV_DTYPES; slots is a multiple of PAGE. paged: kernels ask the page table; else
     they take it for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block`
-    dimensions.
+    dimensions. Of a latent cache keys and values are the same buffer.
     """
 
     keys: Buffer
@@ -35,18 +44,26 @@ class LayerCache:
     pages_per_sequence: int
     paged: bool = False
 
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.n_kv_heads, self.head_dim, self.values is self.keys)
+
 
 def kv_block(head_dim: int) -> int:
     """Dimensions that share a scale in q8: 32 where that divides a head, else 16 or 8."""
     return math.gcd(head_dim, 32)
 
 
-def kv_cache_bytes(n_kv_heads: int, head_dim: int, positions: int, dtype: str) -> int:
+def kv_cache_bytes(shape: KVShape, positions: int, dtype: str) -> int:
     """Bytes of a layer's cache of that many positions, rounded up to whole pages."""
-    slots = -(-positions // PAGE) * PAGE
-    scales = head_dim // kv_block(head_dim)
-    head = {"f16": 2 * head_dim, "f32": 4 * head_dim, "q8": head_dim + 4 * scales}[dtype]
-    return 2 * n_kv_heads * slots * head
+    return (1 if shape.latent else 2) * keys_bytes(shape, positions, dtype)
+
+
+def keys_bytes(shape: KVShape, positions: int, dtype: str) -> int:
+    """The same of its keys alone."""
+    slots, d = -(-positions // PAGE) * PAGE, shape.head_dim
+    head = {"f16": 2 * d, "f32": 4 * d, "q8": d + 4 * (d // kv_block(d))}[dtype]
+    return shape.n_kv_heads * slots * head
 
 
 def to_kv(values: NDArray[Any], dtype: str) -> NDArray[np.uint8]:
@@ -81,8 +98,8 @@ def kept(values: NDArray[Any], head_dim: int, dtype: str) -> NDArray[Any]:
 
 
 class KVCache:
-    """A cache of `positions` positions for each of `sequences` sequences; shapes: KV heads and
-    head_dim of each layer.
+    """A cache of `positions` positions for each of `sequences` sequences; shapes: `KVShape` of
+    each layer.
 
     The page table is the identity: sequence s has pages s * n to (s + 1) * n. What lies beyond the
     position of a row is never read, so forgetting positions takes nothing but starting before them.
@@ -91,7 +108,7 @@ class KVCache:
     def __init__(
         self,
         device: Device,
-        shapes: Sequence[tuple[int, int]],
+        shapes: Sequence[tuple[int, int] | KVShape],
         positions: int,
         *,
         sequences: int = 1,
@@ -102,12 +119,10 @@ class KVCache:
         slots = pages * PAGE * sequences
         self.pages = device.upload(np.arange(pages * sequences, dtype=np.uint32), "page table")
         layers = []
-        for layer, (n_kv_heads, head_dim) in enumerate(shapes):
-            nbytes = kv_cache_bytes(n_kv_heads, head_dim, slots, dtype) // 2
-            keys, values = (
-                device.buffer(nbytes, label=f"{kind} of layer {layer}")
-                for kind in ("keys", "values")
-            )
+        for layer, (n_kv_heads, head_dim, latent) in enumerate(KVShape(*s) for s in shapes):
+            nbytes = keys_bytes(KVShape(n_kv_heads, head_dim), slots, dtype)
+            keys = device.buffer(nbytes, label=f"keys of layer {layer}")
+            values = keys if latent else device.buffer(nbytes, label=f"values of layer {layer}")
             layers.append(
                 LayerCache(
                     keys, values, self.pages, dtype, n_kv_heads, head_dim, slots, pages, paged
@@ -117,7 +132,8 @@ class KVCache:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        own = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
+        both = [(layer.keys, layer.values) for layer in self.layers]
+        own = [buffer for keys, values in both for buffer in dict.fromkeys((keys, values))]
         return (*own, self.pages)
 
     @property

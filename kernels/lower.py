@@ -382,6 +382,43 @@ class Lowering:
                 flops=2 * rows * shard.rows * k,
             )
 
+    def _lower_head_linear(self, value: Value) -> None:
+        weight: GpuTensor = value.attrs["weight"]
+        heads, k = value.attrs["heads"], weight.shape[1]
+        n = weight.shape[0] // heads
+        source, rope = value.inputs[0], None
+        if source in self.absorbed:
+            rope, source = source.attrs["rope"], source.inputs[0]
+        x, x_stride, offset = self.source(source)
+        tables = [] if rope is None else [rope.table]
+        variant = self.tuning.head_linear(self.kind.rows, k)
+        for shard in weight.shards:
+            self.emit(
+                "head_linear",
+                (self.step, *shard.buffers, x, value, *tables),
+                head_grid(-(-n // variant.outputs), shard.rows // n, variant.rows),
+                weight.grouping.params
+                | {
+                    "WEIGHT": weight.dtype,
+                    "K": k,
+                    "N": n,
+                    "KEPT": value.attrs["kept"],
+                    "ROPE": rope is not None,
+                    "ROTARY_DIM": value.attrs["kept"] if rope is not None else 0,
+                    "INTERLEAVED": rope is not None and rope.interleaved,
+                    "X_HEAD": value.inputs[0].width // heads,
+                    "X_STRIDE": x_stride,
+                    "X_OFFSET": offset,
+                    "Y_STRIDE": stride(value.width),
+                    "FIRST_HEAD": shard.start // n,
+                    "ROWS": variant.rows,
+                    "TEAM": variant.team,
+                    "OUTPUTS": variant.outputs,
+                },
+                moved=shard.nbytes,
+                flops=per_row(2 * shard.rows * k),
+            )
+
     # Activations as projections want to read them
 
     def next_form(self, value: Value, bindings: int) -> Form | None:
@@ -681,6 +718,10 @@ def padded_rows(rows: int) -> int:
 
 def tile_grid(x: int, rows_per_tile: int) -> Grid:
     return lambda rows, kv_len: (x, -(-rows // rows_per_tile), 1)
+
+
+def head_grid(x: int, heads: int, rows_per_tile: int) -> Grid:
+    return lambda rows, kv_len: (x, heads, -(-rows // rows_per_tile))
 
 
 def per_row(count: int) -> Count:

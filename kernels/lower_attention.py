@@ -50,7 +50,10 @@ def lower_attention(low: Lowering, value: Value, result: Value) -> None:
         if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
             _turn_apart(low, value)
         query = value.inputs[0]
-        if len(value.inputs) > 1:
+        latent = low.fusion.latent(value) if low.fusion else None
+        if latent is not None:
+            _latent_write(low, value, latent)
+        elif len(value.inputs) > 1:
             _kv_write(low, value)
     if low.fusion and not low.kind.vec:
         _attention_tiled(low, value, query, common)
@@ -171,16 +174,41 @@ def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Va
 def _kv_write(low: Lowering, value: Value) -> None:
     cache: LayerCache = value.attrs["cache"]
     (k, k_stride, k_offset), (v, v_stride, v_offset) = map(low.source, value.inputs[1:])
+    latent = cache.shape.latent
     low.emit(
         "kv_write",
-        (low.step, cache.pages, k, v, cache.keys, cache.values),
+        (low.step, cache.pages, k, v, cache.keys, *([] if latent else [cache.values])),
         low.row_grid(value, cache.n_kv_heads),
         {
             **_kv_params(cache),
+            "LATENT": latent,
+            "K_DIM": value.inputs[1].width // cache.n_kv_heads,
             "K_STRIDE": k_stride,
             "K_OFFSET": k_offset,
             "V_STRIDE": v_stride,
             "V_OFFSET": v_offset,
+        },
+    )
+
+
+def _latent_write(low: Lowering, value: Value, latent: Value) -> None:
+    """The key that turns and the latent that is normed, from a projection into the cache."""
+    cache: LayerCache = value.attrs["cache"]
+    rope, norm = value.inputs[1].attrs["rope"], value.inputs[2]
+    x, x_stride, offset = low.source(latent)
+    low.emit(
+        "latent_write",
+        (low.step, cache.pages, rope.table, x, norm.attrs["weight"].buffer, cache.keys),
+        low.row_grid(value, 1),
+        {
+            **_kv_params(cache),
+            "WG": low.tuning.workgroup(cache.head_dim),
+            "SUBGROUPS": low.device.subgroups,
+            "ROTARY_DIM": rope.rotary_dim,
+            "INTERLEAVED": rope.interleaved,
+            "EPS": float(norm.attrs["eps"]),
+            "X_STRIDE": x_stride,
+            "X_OFFSET": offset,
         },
     )
 
@@ -258,6 +286,7 @@ def _attention_split(
         | (heads.params if heads is not None else _UNTURNED)
         | {
             "ROPE": heads is not None,
+            "LATENT": cache.shape.latent,
             "X_STRIDE": x_stride,
             "X_OFFSET": x_offset,
             "Y_STRIDE": stride(value.width),
@@ -430,5 +459,5 @@ def _kv_params(cache: LayerCache) -> dict[str, Any]:
 def _read_bytes(cache: LayerCache, kv_len: int, window: int) -> int:
     """Bytes of keys and values that a row reads."""
     positions = min(kv_len, window) if window else kv_len
-    page = kv_cache_bytes(cache.n_kv_heads, cache.head_dim, PAGE, cache.dtype)
+    page = kv_cache_bytes(cache.shape, PAGE, cache.dtype)
     return positions * page // PAGE

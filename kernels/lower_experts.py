@@ -269,6 +269,8 @@ def _choice(low: Lowering, routing: Value) -> dict[str, Any]:
         "EXPERT_SCALES": attrs["expert_scales"] is not None,
         "ROUTE_SCALE": float(attrs["scale"]),
         "ROUTE_EPS": float(attrs["epsilon"]),
+        "ROUTE_GROUPS": attrs["groups"][0],
+        "CHOSEN_GROUPS": attrs["groups"][1],
         "LOGITS_STRIDE": logits_stride,
         "LOGITS_OFFSET": offset,
     }
@@ -282,6 +284,8 @@ _CHOSEN_BEFORE = {
     "EXPERT_SCALES": False,
     "ROUTE_SCALE": 1.0,
     "ROUTE_EPS": 0.0,
+    "ROUTE_GROUPS": 1,
+    "CHOSEN_GROUPS": 1,
     "LOGITS_STRIDE": 0,
     "LOGITS_OFFSET": 0,
 }

@@ -137,6 +137,20 @@ class Ops:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
         return self._value("linear", n, x, weight=weight, bias=bias, scale=scale)
 
+    def head_linear(self, x: Value, weight: GpuTensor, heads: int, *, keep: bool = False) -> Value:
+        """W_h x_h^T for each of the heads that lie side by side in x, where x_h is as many of its
+        last values as W_h has columns; weight [heads * out, in]. The values before them are left
+        out or, with `keep`, go in front of the result."""
+        rows, k = weight.shape
+        own, n = x.width // heads, rows // heads
+        if x.width % heads or rows % heads or own < k:
+            raise ValueError(f"{heads} heads in rows of {x.width} do not fit {weight.shape}")
+        if any(shard.start % n or shard.rows % n for shard in weight.shards):
+            raise ValueError("shards end inside of a head")
+        kept = own - k if keep else 0
+        own_attrs: dict[str, Any] = {"weight": weight, "heads": heads, "kept": kept}
+        return self._value("head_linear", heads * (kept + n), x, **own_attrs)
+
     def split(self, x: Value, *widths: int) -> tuple[Value, ...]:
         """Columns of x side by side, as views: nothing is copied."""
         if sum(widths) != x.width:
@@ -167,7 +181,8 @@ class Ops:
         all positions up to its own, or the last `window` of them. With a softcap, the scores go
         through `softcap` before softmax. Without k and v nothing is appended: another attention has
         done so. sinks [heads]: logits that take part in softmax beside the scores, without a
-        value (Xiao et al. 2023)."""
+        value (Xiao et al. 2023). In a latent cache k and v, side by side, are one key, and values
+        are the keys (DeepSeek-AI 2024)."""
         return self._value(
             "attention",
             q.width,
@@ -262,14 +277,19 @@ class Ops:
         expert_scales: GpuTensor | None = None,
         scale: float = 1.0,
         epsilon: float = 0.0,
+        groups: tuple[int, int] = (1, 1),
     ) -> Value:
         """The experts of each row: those with the `slots` largest logits, and their softmax over
         all experts; normalize: over those chosen. Rows are ids, best first, then weights, times
         scale. With sigmoid, scores are sigmoids and not a softmax; epsilon: is added to what they
         are divided by. correction [experts]: is added to the scores for the choice, and not for the
         weights (DeepSeek-AI 2024). expert_scales [experts]: the weights are multiplied by
-        them."""
-        if not 0 < slots <= logits.width:
+        them. groups: that many of equal size, and how many of them the choice is limited to: those
+        whose best expert, or with a correction whose best two together, have the largest score."""
+        count, chosen = groups
+        if not 0 < chosen <= count or logits.width % count:
+            raise ValueError(f"{logits.width} experts cannot be chosen of {groups} groups")
+        if not 0 < slots <= logits.width // count * chosen:
             raise ValueError(f"{slots} experts cannot be chosen of {logits.width}")
         if epsilon and not (sigmoid and normalize):
             raise ValueError("only sigmoids are divided by their sum and an epsilon")
@@ -286,6 +306,7 @@ class Ops:
             expert_scales=expert_scales,
             scale=scale,
             epsilon=epsilon,
+            groups=groups,
         )
 
     def expert_gate_up(

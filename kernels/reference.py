@@ -35,6 +35,16 @@ def matmul(x: Array, weight: Array) -> Array:
     return x.astype(np.float64) @ weight.astype(np.float64).T
 
 
+def head_linear(x: Array, weight: Array, keep: bool = False) -> Array:
+    """x [rows, heads * width], weight [heads, n, k] -> the last k of each head's values times its
+    matrix, [rows, heads * n]; keep: behind the values before those."""
+    heads, _, k = weight.shape
+    parts = x.astype(np.float64).reshape(len(x), heads, -1)
+    kept = parts[..., : parts.shape[-1] - k if keep else 0]
+    y = np.einsum("rhk,hnk->rhn", parts[..., parts.shape[-1] - k :], weight.astype(np.float64))
+    return np.concatenate([kept, y], axis=-1).reshape(len(x), -1)
+
+
 def silu(x: Array) -> Array:
     x = x.astype(np.float64)
     return x / (1.0 + np.exp(-x))
@@ -114,13 +124,23 @@ def route(
     expert_scales: Array | None = None,
     scale: float = 1.0,
     epsilon: float = 0.0,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[NDArray[np.int64], Array]:
     """logits [rows, experts] -> ids and weights [rows, slots] of the largest, the first of equals:
     softmax over all experts, normalize: over those chosen; times scale. sigmoid: in place of
     softmax; epsilon: is added to what they are divided by. correction [experts] is added to the
-    scores for the choice alone; expert_scales [experts]: the weights are multiplied by them."""
+    scores for the choice alone; expert_scales [experts]: the weights are multiplied by them.
+    groups: how many there are, and of how many, those of the best or of the two best together
+    (correction), experts are chosen."""
     scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64))) if sigmoid else softmax(logits)
     preferences = logits if correction is None else scores + correction
+    if groups[0] > 1:
+        own = np.sort(preferences.reshape(len(logits), groups[0], -1), axis=-1)
+        of_groups = own[..., -1 if correction is None else -2 :].sum(-1)
+        best = np.argsort(-of_groups, axis=-1, kind="stable")[:, : groups[1]]
+        open_ = (np.arange(groups[0]) == best[..., None]).any(1)
+        open_ = np.repeat(open_, own.shape[-1], axis=1)
+        preferences = np.where(open_, preferences, -np.inf)
     ids = np.argsort(-preferences, axis=-1, kind="stable")[:, :slots]
     chosen = np.take_along_axis(scores, ids, -1)
     if normalize:

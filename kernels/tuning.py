@@ -91,6 +91,19 @@ class Int8TileVariant(TileVariant):
 
 
 @dataclass(frozen=True)
+class HeadVariant:
+    """head_linear: rows and outputs of a workgroup, invocations that share an output."""
+
+    rows: int
+    team: int
+    outputs: int
+
+    def storage(self, k: int) -> int:
+        """Bytes of workgroup memory, a table of codes among them."""
+        return 4 * self.rows * (-(-k // 8) * 8 + self.team * self.outputs) + 1024
+
+
+@dataclass(frozen=True)
 class AttentionVariant:
     """attention of a few rows: invocations and query heads of a workgroup, lanes per position and
     groups of eight dimensions per lane, positions that a lane loads at once, and how the context is
@@ -272,6 +285,15 @@ class Tuning:
         tiles |= {replace(tile, double=False): 0.88 * speed for tile, speed in tiles.items()}
         return min((tile for tile in fitting if tile.storage <= storage), key=cost)
 
+    def head_linear(self, rows: int, k: int) -> HeadVariant:
+        """As many rows as there are, up to 8, and as memory has room for."""
+        for count in (8, 4, 2, 1):
+            variant = HeadVariant(count, 16, 8)
+            fits = variant.storage(k) <= self.limits.workgroup_storage
+            if count < 2 * rows and fits:
+                return variant
+        raise ShaderError(f"head_linear has no variant for {k} columns.")
+
     def attention(self, group: int, n_kv_heads: int, head_dim: int) -> AttentionVariant | None:
         """None without subgroups: then attention_scores, softmax and weighted_sum do it."""
         if not self.subgroup_size:
@@ -284,7 +306,7 @@ class Tuning:
         fitting = [heads for heads in range(1, min(group, most) + 1) if group % heads == 0]
         # Up to four, so that there are more workgroups; but the 5 or 7 of some models are shared.
         heads = max(heads for heads in fitting if heads <= 4 or fitting[1:] == [heads])
-        batch = 2
+        batch = 2 if per_lane <= 8 else 1
         # More splits than that cost more in attention_combine than they gain.
         splits = max(1, min(64, (8 if self.software else 128) // (n_kv_heads * group // heads)))
         workgroup = max(128 if chunks <= 8 else 256, self.subgroup_size)
@@ -302,7 +324,7 @@ class Tuning:
         attention_combine. None where it has no room, or on a CPU, which gains nothing."""
         if self.software:
             return None
-        workgroup, batch = max(256, variant.workgroup), 4
+        workgroup, batch = max(256, variant.workgroup), 4 if variant.per_lane <= 8 else 1
         at_once = batch * workgroup // variant.cluster
         longest = min(1024, 6 * at_once)
         joined = AttentionVariant(
@@ -315,11 +337,12 @@ class Tuning:
         """32 rows by 64 positions, where memory and registers have room for that; on a CPU 32 by
         32: short code, little that is masked."""
         tiles = [] if self.software else [(16, 4, 32), (16, 4, 16)]
+        tiles += [(16, 2, 16)] if head_dim > 512 and not self.software else []
         tiles += [(8, rows, depth) for rows in (4, 2, 1) for depth in (16, 8)]
         for n_size, m_tile, depth in tiles:
             variant = TiledVariant(8, n_size, m_tile, 4, depth, double=False)
-            # An invocation keeps up to 64 outputs in registers.
-            small = m_tile * -(-head_dim // (4 * n_size)) <= 16
+            # An invocation keeps up to 72 outputs in registers.
+            small = m_tile * -(-head_dim // (4 * n_size)) <= 18
             fits = variant.storage(head_dim) <= self.limits.workgroup_storage
             if small and fits and head_dim % depth == 0:
                 return variant

@@ -122,7 +122,7 @@ class Gemma4Text(MixtureOfExperts):
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         c = self.config
         name, prefix = f"{name}.self_attn", f"{prefix}.self_attn"
-        kv_heads, d = c.kv_shape(layer)
+        kv_heads, d, _ = c.kv_shape(layer)
         parts = {"q": c.num_attention_heads * d}
         if not self.shares(layer):
             parts["k"] = kv_heads * d

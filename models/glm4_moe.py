@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infer.models.config import RawConfig
 from infer.models.layers import DecoderConfig
-from infer.models.moe import MixtureOfExperts, read_sigmoid_experts
+from infer.models.moe import MixtureOfExperts, predicts_further, read_sigmoid_experts
 
 
 class Glm4Moe(MixtureOfExperts):
@@ -24,7 +24,4 @@ class Glm4Moe(MixtureOfExperts):
         )
 
     def ignorable(self, key: str) -> bool:
-        """Layers that predict further tokens follow the others."""
-        return super().ignorable(key) or key.startswith(
-            f"model.layers.{self.config.num_hidden_layers}."
-        )
+        return super().ignorable(key) or predicts_further(self.config, key)

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.kv_cache import PAGE, LayerCache
+from infer.kernels.kv_cache import PAGE, KVShape, LayerCache
 from infer.kernels.layer_state import StateShape
 from infer.kernels.ops import Ops, Rope, Value
 from infer.kernels.tensor import GpuTensor
@@ -22,7 +22,8 @@ class ExpertsConfig:
     the weights of those that do add up to one; the width of an expert that all tokens share, or 0;
     and for each layer whether it has experts. scale: of the weights. sigmoid: scores are sigmoids,
     not a softmax, and epsilon is added to what they are divided by. correction: the checkpoint's
-    name of what is added to them for the choice. gated: the shared expert is, by a sigmoid."""
+    name of what is added to them for the choice. gated: the shared expert is, by a sigmoid. groups:
+    how many there are, and of how many of them experts are chosen."""
 
     count: int
     per_token: int
@@ -35,6 +36,25 @@ class ExpertsConfig:
     epsilon: float = 0.0
     correction: str | None = None
     gated: bool = True
+    groups: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-AI 2024), with Hugging Face's field names: the ranks of
+    what queries (None: of nothing) and keys and values are made of, and the parts of a head: of a
+    query and key without and with rope, and of a value."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Of what is cached: the key that all heads turn, and the latent."""
+        return self.qk_rope_head_dim + self.kv_lora_rank
 
 
 @dataclass(frozen=True)
@@ -93,15 +113,18 @@ class DecoderConfig:
     gated_attention: bool = False  # its result, by a part of the projection of queries
     global_heads: tuple[int, int] | None = None  # KV heads and head_dim of layers without a window
     global_k_eq_v: bool = False  # values are the projection of keys in layers without a window
+    latent: LatentConfig | None = None  # of multi-head latent attention
     num_kv_shared_layers: int = 0  # the last ones, which have no keys and values of their own
     double_wide_mlp: bool = False  # of these layers
     hidden_size_per_layer_input: int = 0  # of an embedding for each layer
 
-    def kv_shape(self, layer: int) -> tuple[int, int]:
+    def kv_shape(self, layer: int) -> KVShape:
         """The KV heads of a layer and their head_dim."""
+        if self.latent:
+            return KVShape(1, self.latent.key_dim, latent=True)
         if self.global_heads and not self.windows[layer]:
-            return self.global_heads
-        return self.num_key_value_heads, self.head_dim
+            return KVShape(*self.global_heads)
+        return KVShape(self.num_key_value_heads, self.head_dim)
 
     @property
     def kv_sources(self) -> list[int]:
@@ -112,7 +135,7 @@ class DecoderConfig:
         return [*range(own), *(last[window > 0] for window in self.windows[own:])]
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
+    def kv_shapes(self) -> list[KVShape]:
         """`kv_shape` of each layer that has keys and values of its own."""
         own = range(self.num_hidden_layers - self.num_kv_shared_layers)
         return [self.kv_shape(layer) for layer in own if self.states[layer] is None]
@@ -174,10 +197,10 @@ def check_heads(raw: RawConfig, heads: int, kv_heads: int, head_dim: int) -> Non
         raise UnsupportedError(
             f"{raw.place}: {heads} attention heads cannot share {kv_heads} key-value heads."
         )
-    if head_dim % 8 or head_dim > 512:
+    if head_dim % 8 or head_dim > 576:
         raise UnsupportedError(
             f"{raw.place}: head_dim = {head_dim} is not implemented "
-            "(only multiples of 8 up to 512)."
+            "(only multiples of 8 up to 576)."
         )
 
 
@@ -348,6 +371,15 @@ def regrouped(source: Source, groups: int, parts: Sequence[int]) -> Iterator[Sou
     for i, rows in enumerate(parts):
         for start in range(sum(parts[:i]), groups * size, size):
             yield replace(source, part=range(start, start + rows))
+
+
+def last_first(source: Source, groups: int, last: int) -> Iterator[Source]:
+    """A tensor in which the `last` rows of each of so many groups come before the others."""
+    size = source.shape[0] // groups
+    for start in range(0, source.shape[0], size):
+        middle, end = start + size - last, start + size
+        yield replace(source, part=range(middle, end))
+        yield replace(source, part=range(start, middle))
 
 
 def attention(

@@ -218,11 +218,13 @@ class Lora:
         found: dict[str, dict[str, Pair]] = {}
         for key, pair in all_pairs.items():
             spec, source = places[key]
-            other = spec.name == "embed_tokens" or ".experts." in spec.name or source.transposed
+            other = spec.name == "embed_tokens" or ".experts." in spec.name or spec.heads
+            other = other or source.transposed
             if key == source.key and other:
                 raise UnsupportedError(
-                    f"{self.name} changes {key}: adapters of embeddings, of experts and of "
-                    f"matrices that lie transposed are not implemented. {_MERGE}"
+                    f"{self.name} changes {key}: adapters of embeddings, of experts, of what "
+                    "makes keys and values of latents and of matrices that lie transposed are not "
+                    f"implemented. {_MERGE}"
                 )
             if pair.shape != source.shape or pair.rank > max(pair.shape):
                 raise self._misfit(

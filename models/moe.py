@@ -10,7 +10,7 @@ from infer.kernels.errors import UnsupportedError
 from infer.kernels.ops import Ops, Value
 from infer.models import layers
 from infer.models.config import RawConfig
-from infer.models.layers import ExpertsConfig, Scope, Weights
+from infer.models.layers import DecoderConfig, ExpertsConfig, Scope, Weights
 from infer.models.llama import Llama
 from infer.models.weights import Source, WeightSpec
 
@@ -101,6 +101,7 @@ class MixtureOfExperts(Llama):
             correction=w.get("correction"),
             scale=experts.scale,
             epsilon=experts.epsilon,
+            groups=experts.groups,
         )
         y = ops.expert_gate_up(x, routing, w["experts.gate_up_proj"])
         y = ops.expert_down(y, routing, w["experts.down_proj"])
@@ -108,6 +109,11 @@ class MixtureOfExperts(Llama):
             shared = layers.mlp(ops, x, Scope(w, "shared_expert"), self.config)
             y = (ops.sigmoid_gate(shared, *gates) if gates else shared) + y
         return y
+
+
+def predicts_further(config: DecoderConfig, key: str) -> bool:
+    """Whether a tensor is of a layer behind the others, which predicts further tokens."""
+    return key.startswith(f"model.layers.{config.num_hidden_layers}.")
 
 
 def read_experts(
@@ -152,13 +158,12 @@ def read_sigmoid_experts(raw: RawConfig, *, dense: int, normalize: bool) -> Expe
     experts that all tokens share. dense: how many layers have none of them, and normalize, where
     the config does not say. Raises UnsupportedError."""
     raw.expect("hidden_act", "silu", "swish")
-    raw.expect("n_group", 1)
-    raw.expect("topk_group", 1)
     count, inner = raw.size("n_routed_experts"), raw.size("moe_intermediate_size")
     first = raw.get("first_k_dense_replace", dense, int)
+    chosen = read_chosen(raw, "num_experts_per_tok", count, 8)
     return ExpertsConfig(
         count,
-        read_chosen(raw, "num_experts_per_tok", count, 8),
+        chosen,
         inner,
         raw.get("norm_topk_prob", normalize, bool),
         raw.size("n_shared_experts", 1) * inner,
@@ -167,4 +172,20 @@ def read_sigmoid_experts(raw: RawConfig, *, dense: int, normalize: bool) -> Expe
         sigmoid=True,
         correction="gate.e_score_correction_bias",
         gated=False,
+        groups=read_groups(raw, count, chosen, least=2),
     )
+
+
+def read_groups(raw: RawConfig, n_experts: int, chosen: int, least: int = 1) -> tuple[int, int]:
+    """How many groups of experts there are, each of at least so many, and of how many of them
+    experts are chosen. Raises UnsupportedError."""
+    count, of = raw.size("n_group", 1), raw.size("topk_group", 1)
+    if count == 1:
+        return 1, 1
+    size = n_experts // count
+    if n_experts % count or size < least or of > count or of * size < chosen:
+        raise UnsupportedError(
+            f"{raw.place}: n_group = {count} groups of {n_experts} experts, of which topk_group = "
+            f"{of} have the {chosen} that work on a token, is not implemented."
+        )
+    return count, of

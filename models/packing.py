@@ -192,3 +192,19 @@ class WidenedRows:
         values, columns = np.frombuffer(view, np.float32).reshape(count, -1), self._matrix.shape[1]
         values[:, :columns] = self._matrix.every(self._step, first, count).dequantize()
         values[:, columns:] = 0
+
+
+class TurnedRows:
+    """The same from `first` on of what has the matrix's rows of `part` as columns."""
+
+    def __init__(self, matrix: Packed, part: range, first: int) -> None:
+        self._matrix, self._part, self._first = matrix, part, first
+        self._stride = row_bytes(len(part), "f32")
+
+    def fill(self, view: memoryview, start: int) -> None:
+        """Write the rows from byte `start` on, as many as `view` holds."""
+        first, count = self._first + start // self._stride, len(view) // self._stride
+        part, values = self._part, np.frombuffer(view, np.float32).reshape(count, -1)
+        found = self._matrix.read(part.start, part.stop).dequantize()
+        values[:, : len(part)] = found[:, first : first + count].T
+        values[:, len(part) :] = 0

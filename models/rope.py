@@ -153,6 +153,14 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     return frequencies.astype(F32), float(attention_factor)
 
 
+def score_factor(rope: RopeConfig) -> float:
+    """What DeepSeek's models multiply scores by besides, where YaRN extends their context."""
+    all_dim = rope.scaling.get("mscale_all_dim")
+    if rope.kind != "yarn" or not all_dim:
+        return 1.0
+    return _mscale(_number(rope, "factor"), all_dim) ** 2
+
+
 def _longrope(rope: RopeConfig, length: int) -> tuple[NDArray[np.float32], float]:
     """LongRoPE (Ding et al. 2024): a factor for every wavelength, and one on cos and sin."""
     original = _original(rope)

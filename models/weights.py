@@ -38,6 +38,7 @@ from infer.models.packing import (
     WIDENED,
     PackedRows,
     Stored,
+    TurnedRows,
     WidenedRows,
     stored_packed,
     stored_schemes,
@@ -79,12 +80,13 @@ _FILL = np.dtype(
 class Source:
     """A tensor of the checkpoint and the shape it must have; of it, all rows or those of `part`.
     transposed: where it is of floats, each of its matrices has columns for rows in the file; `part`
-    lies in one of them."""
+    lies in one of them. turned: the rows of `part` become the columns of the weight."""
 
     key: str
     shape: tuple[int, ...]
     part: range | None = None
     transposed: bool = False
+    turned: bool = False
 
     @property
     def file_shape(self) -> tuple[int, ...]:
@@ -102,15 +104,25 @@ class Source:
 
     @property
     def start(self) -> int:
-        return self.part.start if self.part is not None else 0
+        return self.part.start if self.part is not None and not self.turned else 0
 
     @property
     def step(self) -> int:
         return self.part.step if self.part is not None else 1
 
     @property
+    def columns(self) -> tuple[int, ...]:
+        """Of the weight; none of a vector."""
+        if self.turned:
+            assert self.part is not None
+            return (len(self.part),)
+        return self.shape[1:][-1:]
+
+    @property
     def rows(self) -> int:
         """Of the weight; a stack of matrices counts as one matrix."""
+        if self.turned:
+            return self.shape[-1]
         if self.part is not None:
             return len(self.part)
         return self.shape[0] if len(self.shape) == 1 else prod(self.shape[:-1])
@@ -123,7 +135,7 @@ class WeightSpec:
     `others` instead, with the same rows. No shard ends inside of `unit` rows. added: to every value
     of a vector, as some checkpoints hold a norm's weights less one. Without sources it is a vector
     of `ones`. vector: it is one even where the sources are matrices, whose values follow each
-    other; a `part` is of these."""
+    other; a `part` is of these. heads: it is what `Ops.head_linear` multiplies by."""
 
     name: str
     sources: tuple[Source, ...]
@@ -132,14 +144,14 @@ class WeightSpec:
     added: float = 0.0
     ones: int = 0
     vector: bool = False
+    heads: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         if not self.sources:
             return (self.ones,)
         first = sum(source.rows for source in self.sources)
-        columns = self.sources[0].shape[1:][-1:]
-        return (first,) if self.vector else (first, *columns)
+        return (first,) if self.vector else (first, *self.sources[0].columns)
 
     def found(self, checkpoint: Checkpoint) -> tuple[Source, ...]:
         """Those of the sources that the checkpoint has."""
@@ -154,8 +166,8 @@ class WeightSpec:
 def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> Stored:
     """How a weight lies on the GPU: f32 for a vector, else in `converted_dtype`, else as its
     sources are. Sources of different dtypes are widened to f32, which holds each of them exactly;
-    so are quantised ones beside others that are not, or that have no form in common with them, and
-    those of a router.
+    so are quantised ones beside others that are not, or that have no form in common with them,
+    those of a router, and those that are turned.
 
     Raises UnsupportedError for a conversion of what is quantised already.
     """
@@ -166,10 +178,12 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
             f"{checkpoint.folder} is quantised already ({checkpoint.format}): its weights are not "
             f"converted to {dtype}. Leave out --dtype and --quantize."
         )
-    if packed and (len(packed) < len(sources) or spec.name.endswith(_ROUTER)):
+    exact = spec.name.endswith(_ROUTER) or any(source.turned for source in sources)
+    if packed and (len(packed) < len(sources) or exact):
         return WIDENED
     if packed:
-        return stored_packed(packed, spec.name)
+        how = stored_packed(packed, spec.name)
+        return WIDENED if spec.heads and how.order is not None else how
     if dtype is not None or len(spec.shape) == 1:
         return Stored(converted_dtype(spec, dtype or "f32"))
     dtypes = {checkpoint.tensors[source.key].dtype for source in sources}
@@ -474,7 +488,11 @@ class _Rows:
     ) -> _Rows:
         """From a row of the source on."""
         first, row_step, height = row * columns, source.step * columns, 0
-        if source.transposed:
+        if source.turned and source.part is not None:
+            height = source.rows
+            info = info.part(info.name, source.part.start, (columns, height))
+            first, row_step = row, 1
+        elif source.transposed:
             height = source.shape[-2]
             matrix, row = divmod(row, height)
             first, row_step = matrix * height * columns + row, source.step
@@ -568,6 +586,8 @@ def _transfers(
         if matrix is not None:
             info, at = matrix.tensors[0], (start - shard.start) * stride
             fill, nbytes = WidenedRows(matrix, row, source.step).fill, (end - start) * stride
+            if source.turned and source.part is not None:
+                fill = TurnedRows(matrix, source.part, row).fill
             yield _Transfer((info.file, info.offset), shard.buffer, at, nbytes, stride, fill)
             continue
         info, change = checkpoint.tensors[source.key], changes.get(source.key)

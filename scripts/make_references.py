@@ -951,6 +951,20 @@ def glm4_moe(model_type: str, **changes: Any) -> dict[str, Any]:
     return small(model_type, **own | changes)
 
 
+def deepseek(model_type: str, **changes: Any) -> dict[str, Any]:
+    """Multi-head latent attention, in which all parts of a head have widths of their own."""
+    own = {
+        "head_dim": 32,  # of what turns
+        "kv_lora_rank": 64,
+        "num_key_value_heads": 3,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 20,
+    }
+    return glm4_moe(model_type, **own | changes)
+
+
 def ernie4_5_moe(**changes: Any) -> dict[str, Any]:
     own = {
         "moe_intermediate_size": 24,
@@ -1006,6 +1020,16 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 MROPE = {"mrope_section": [2, 3, 3], "type": "mrope"}
+
+DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+    "rope_type": "yarn",
+}
 
 CASES: dict[str, Case] = {
     "gemma3": Case(
@@ -1140,6 +1164,30 @@ CASES: dict[str, Case] = {
             sliding_window=16,
         )
     ),
+    # As V2-Lite: one projection of queries, YaRN. As V2: two, and groups of experts.
+    "deepseek_v2": Case(
+        deepseek(
+            "deepseek_v2",
+            norm_topk_prob=False,
+            q_lora_rank=None,
+            rope_scaling=DEEPSEEK_YARN | {"mscale_all_dim": 0.707},
+            topk_method="greedy",
+        )
+    ),
+    "deepseek_v2_groups": Case(
+        deepseek(
+            "deepseek_v2",
+            first_k_dense_replace=0,
+            n_group=4,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            topk_group=2,
+            topk_method="group_limited_greedy",
+        )
+    ),
+    "deepseek_v3": Case(
+        deepseek("deepseek_v3", n_group=4, rope_scaling=DEEPSEEK_YARN, topk_group=2)
+    ),
     "dots1": Case(
         glm4_moe(
             "dots1",
@@ -1153,6 +1201,7 @@ CASES: dict[str, Case] = {
     "glm4_moe": Case(
         glm4_moe("glm4_moe", attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=True)
     ),
+    "glm4_moe_lite": Case(deepseek("glm4_moe_lite", rope_interleave=False, v_head_dim=40)),
     "granitemoe": Case(granitemoe(tie_word_embeddings=False)),
     "granitemoehybrid": Case(granitemoehybrid(tie_word_embeddings=False)),
     # With experts beside the MLP, and without positions.

@@ -15,7 +15,7 @@ from infer.kernels.reference import nmse
 from infer.kernels.tuning import TiledVariant, Tuning
 
 LIMIT = 1e-10  # of f32 arithmetic
-HEAD_DIMS = (8, 24, 64, 80, 96, 128, 256, 512)
+HEAD_DIMS = (8, 24, 64, 80, 96, 128, 256, 512, 576)
 
 Shape = tuple[int, int, int, int, int, str]
 """Query heads per KV head, head_dim, rows, positions before them, window, dtype of the cache."""

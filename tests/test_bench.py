@@ -178,6 +178,7 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
     ("name", "parameters"),
     [  # as the published safetensors files count them
         ("gemma-3-4b", 3_880_263_168),
+        ("glm-4.7-flash", 29_943_393_920),  # without the layer that predicts a further token
         ("gpt-oss-20b", 20_914_757_184),
         ("lfm2-1.2b", 1_170_340_608),
         ("llama-3.2-1b", 1_235_814_400),
@@ -208,6 +209,10 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
         heads |= {key: 4, "num_experts_per_tok": 2}
     narrow |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     narrow |= {"block_ff_dim": 64, "block_multiple_of": 32}
+    if "kv_lora_rank" in SHAPES[name]:
+        heads |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        heads |= {"q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 8}
+        heads |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
     heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     params = replace(measure.GREEDY, max_tokens=33)

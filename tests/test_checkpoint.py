@@ -309,6 +309,20 @@ def test_matrices_that_lie_transposed(
     assert sum(sizes) == lying.nbytes
 
 
+@pytest.mark.parametrize("target", [None, "f32", "q4"])
+def test_rows_that_become_columns(device: Device, tmp_path: Path, target: str | None) -> None:
+    """Two parts of a matrix, each turned, as W_UK of each head lies in DeepSeek's kv_b_proj."""
+    whole, parts = some((100, 70), "bf16"), (range(1, 37), range(50, 86))
+    wanted = np.concatenate([whole[part.start : part.stop].T for part in parts])
+    write(tmp_path / SINGLE, {"whole": ("BF16", whole), "wanted": ("BF16", wanted)})
+    sources = tuple(Source("whole", whole.shape, part, turned=True) for part in parts)
+    specs = [WeightSpec("whole", sources), weight("wanted", shape=wanted.shape)]
+    with device.scope():
+        weights = load_weights(device, specs, Checkpoint.open(tmp_path), dtype=target)
+        for a, b in zip(*(weights[name].buffers for name in ("whole", "wanted")), strict=True):
+            np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_what_is_added_to_a_vector(device: Device, tmp_path: Path, dtype: str) -> None:
     values = some((37,), dtype)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from reference_models import CONFIG_FILES, DATA
 
 from infer.kernels.errors import UnsupportedError
+from infer.memory import kv_bytes_per_position
 from infer.models import build_model
 from infer.models.config import RawConfig
+from infer.models.formats import find_format
 from infer.models.multimodal import text_config
 from infer.models.rope import rope_table
 
@@ -27,6 +30,16 @@ def test_any_name_may_be_a_key() -> None:
     [
         ("apertus", {"hidden_act": "silu"}, "hidden_act = 'silu'"),
         ("apertus", {"post_norm": True}, "post_norm = True"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias = True"),
+        ("deepseek_v2", {"kv_lora_rank": 1024}, "head_dim = 1056"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("deepseek_v2", {"num_key_value_heads": 1}, "num_key_value_heads = 1"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'"),
+        ("deepseek_v3", {"n_group": 3}, "n_group = 3 groups of 8 experts"),
+        ("deepseek_v3", {"n_group": 8}, "n_group = 8"),  # of one: there are no two best
+        ("deepseek_v3", {"topk_group": 1}, "topk_group = 1"),  # two experts, and three are wanted
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm = true"),
         ("cohere2", {"logit_scale": 0}, "'logit_scale' must be positive"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
@@ -139,3 +152,115 @@ def test_longrope_needs_a_factor_for_every_pair(factors: Any) -> None:
     rope_table(rope, 8)
     with pytest.raises(UnsupportedError, match="8 positive numbers in 'long_factor'"):
         rope_table(rope, 8, 33)
+
+
+# config.json of DeepSeek-V2-Lite, without what says nothing of the model; V3 and R1 have one file.
+V2_LITE: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM"},
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+_SIGMOID = {
+    "model_type": "deepseek_v3",
+    "ep_size": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+MOONLIGHT = V2_LITE | _SIGMOID
+MOONLIGHT |= {
+    "intermediate_size": 11264,
+    "max_position_embeddings": 8192,
+    "num_nextn_predict_layers": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446,
+    "vocab_size": 163840,
+}
+V3 = V2_LITE | _SIGMOID
+V3 |= {
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rope_scaling": V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "vocab_size": 129280,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "parameters", "scale"),
+    [  # parameters as transformers counts them; 0.1 mscale ln(factor) + 1, squared, on the scores
+        (V2_LITE, 15_706_484_224, (1 + 0.0707 * math.log(40)) ** 2),
+        (MOONLIGHT, 15_960_110_208, 1.0),
+        (V3, 671_026_419_200, (1 + 0.1 * math.log(40)) ** 2),
+    ],
+    ids=["v2-lite", "moonlight", "v3"],
+)
+def test_published_models_with_latents(
+    values: dict[str, Any], parameters: int, scale: float
+) -> None:
+    raw = RawConfig(values)
+    find_format(raw)
+    model = build_model(raw)
+    assert sum(math.prod(spec.shape) for spec in model.weights()) == parameters
+    assert model.config.attention_multiplier == pytest.approx(scale * 192**-0.5)
+    assert kv_bytes_per_position(model, "f16") == values["num_hidden_layers"] * 576 * 2

@@ -33,6 +33,7 @@ ROUTE: Factors = SETTINGS | {
     "sigmoid": (False, True),
     "corrected": (False, True),
     "scaled": (False, True),
+    "groups": ((1, 1), (2, 1), (5, 3)),
 }
 
 
@@ -52,6 +53,9 @@ def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Ca
         logits = logits_of(rng, case["rows"], experts)
         options: dict[str, Any] = {"slots": slots, "scale": 2.5}
         options |= {name: case[name] for name in ("normalize", "sigmoid")}
+        count, chosen = case["groups"]
+        if experts % count == 0 and slots <= experts // count * chosen:
+            options["groups"] = case["groups"]
         if case["sigmoid"] and case["normalize"]:
             options["epsilon"] = 0.5
         if case["corrected"]:

@@ -245,6 +245,7 @@ def turned(array: Array, heads: int) -> Array:
 
 # model_type -> general.architecture
 ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
+    "deepseek_v2": "deepseek2",
     "llama": "llama",
     "ministral3": "mistral3",
     "granitemoehybrid": "granite",
@@ -448,6 +449,31 @@ def add_deepseek_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> 
     writer.add_expert_gating_func(library.ExpertGatingFuncType.SIGMOID)
 
 
+def add_latent(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    """Those of V3 as in the first versions of the converter."""
+    own = writer.kv_data[0]
+    for key in ("head_count_kv", "key_length", "value_length"):
+        own.pop(f"{writer.arch}.attention.{key}")
+    turned, rank = raw["qk_rope_head_dim"], raw["kv_lora_rank"]
+    key_length, value_length = raw["qk_nope_head_dim"] + turned, raw["v_head_dim"]
+    first = raw["model_type"] == "deepseek_v3"
+    writer.add_head_count_kv(raw["num_attention_heads"] if first else 1)
+    writer.add_key_length(key_length if first else rank + turned)
+    writer.add_value_length(value_length if first else rank)
+    if not first:
+        writer.add_key_length_mla(key_length)
+        writer.add_value_length_mla(value_length)
+    writer.add_kv_lora_rank(rank)
+    if raw["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(raw["q_lora_rank"])
+    if raw["rope_scaling"] is not None:
+        add_yarn(writer, raw["rope_scaling"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * raw["rope_scaling"]["mscale_all_dim"])
+    add_deepseek_experts(writer, raw)
+    if not first:
+        own.pop(f"{writer.arch}.expert_gating_func")
+
+
 def add_ernie_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     counts = {"num_experts": raw["moe_num_experts"], "num_experts_per_tok": raw["moe_k"]}
     add_experts(writer, raw | counts)
@@ -494,6 +520,8 @@ ADD: dict[str, Add] = {
     "apertus": add_apertus,
     "cohere": add_cohere,
     "cohere2": add_cohere,
+    "deepseek_v2": add_latent,
+    "deepseek_v3": add_latent,
     "dots1": add_deepseek_experts,
     "ernie4_5_moe": add_ernie_experts,
     "exaone4": windowed([True, False, True]),
@@ -626,6 +654,14 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
             key = key.replace("shared_mlp.output_linear", "mlp.down_proj")
         if kind == "gpt2" and ".c_" in key:
             array = np.ascontiguousarray(array.T)
+        if ".kv_b_proj." in key and kind == "deepseek_v2":
+            latent = config.latent
+            assert latent is not None
+            both = array.reshape(heads, -1, array.shape[1])
+            parts_of = np.split(both, [latent.qk_nope_head_dim], axis=1)
+            made[key.replace("kv_b_proj", "k_b_proj")] = parts_of[0].swapaxes(1, 2).copy()
+            made[key.replace("kv_b_proj", "v_b_proj")] = parts_of[1].copy()
+            continue
         if key.endswith("conv.conv.weight"):
             array = array[:, 0]
         if "query_key_value" in key:
@@ -721,6 +757,9 @@ def converted(
 
 # What of these cases' configs a file cannot say, or says otherwise.
 OTHERWISE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "rope_scaling": published("deepseek_v3").values["rope_scaling"] | {"mscale": 1.0}
+    },
     "dots1": {"sliding_window": None},
     "gpt_neox_sequential": {"hidden_act": "gelu"},
     "mistral": {"model_type": "llama"},
@@ -782,6 +821,8 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         assert model.config == build_model(RawConfig(original)).config
     check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
     unlike = {
+        "deepseek_v2": "kv_b_proj",
+        "deepseek_v2_groups": "kv_b_proj",
         "gemma2": "q_proj",
         "gemma3_text": "q_norm",
         "gemma4_text_experts": ".experts.",
@@ -817,6 +858,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "gemma4",
         "gemma4_text_experts",
         "gpt2",
+        "deepseek_v2",
         "gpt_neox",
         "gpt_oss",
         "granitemoe",

@@ -31,7 +31,7 @@ from infer.kernels.check import (
 from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
-from infer.kernels.kv_cache import PAGE, KVCache, kept
+from infer.kernels.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops, Rope
 from infer.kernels.plan import dispatch
@@ -424,6 +424,45 @@ def test_a_norm_before_projections_of_both_kinds(
         assert nmse(forward.run(outputs[0] + outputs[1]), expected) <= LIMIT
 
 
+# Heads
+
+HEADS: Factors = SETTINGS | {
+    "rows": (1, 3, 8, 9, 40),
+    "shape": ((1, 1, 1), (3, 7, 44), (2, 20, 130), (2, 512, 128), (2, 256, 512)),
+    "before": (0, 6, 64),
+    "form": ("alone", "kept", "half-split", "interleaved"),
+    "dtype": ("f32", "f16", "bf16", "q8", "q4"),
+}
+
+
+@covering(HEADS)
+def test_head_linear(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        (heads, n, k), before, form = case["shape"], case["before"], case["form"]
+        weight = exact_weight(rng, heads * n, k, case["dtype"])
+        x = exact = normal(rng, case["rows"], heads * (k + before))
+        options: dict[str, Any] = {"keep": form != "alone", "dtype": case["dtype"]}
+        if form in ("half-split", "interleaved") and before:
+            frequencies, interleaved = 10.0 ** -np.linspace(0, 2, before // 2), form != "half-split"
+            table = functions.rope_table(frequencies, 9 + len(x))
+            options |= {"table": table, "position": 9, "interleaved": interleaved}
+            positions = 9 + np.arange(len(x))
+            exact = reference.rope(x, positions, frequencies, k + before, interleaved)
+        y = functions.head_linear(open_device(settings_of(case)), x, weight, heads, **options)
+        expected = reference.head_linear(exact, weight.reshape(heads, n, k), form != "alone")
+        assert nmse(y, expected) <= LIMIT, case
+
+
+def test_heads_in_several_shards(open_device: OpenDevice, rng: np.random.Generator) -> None:
+    """Of 625 rows."""
+    device = open_device(Settings(max_binding=160_000))
+    x, weight = normal(rng, 5, 12 * 67), normal(rng, 12 * 125, 64)
+    y = functions.head_linear(device, x, weight, 12, keep=True)
+    assert nmse(y, reference.head_linear(x, weight.reshape(12, 125, 64), True)) <= LIMIT
+    with pytest.raises(ValueError, match="inside of a head"):
+        functions.head_linear(device, x, weight[:1200], 12)
+
+
 # Embedding, norms, activations
 
 
@@ -727,6 +766,33 @@ def test_attention_of_the_widest_heads(
 ) -> None:
     device = open_device(settings)
     assert attention_error(device, rng, rows, (1, 2), 512, 30, 0, "f16") <= LIMIT
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("settings", [Settings(), LEAST])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_attention_to_latents(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, settings: Settings, kv_dtype: str
+) -> None:
+    """As in DeepSeek's models: what is cached is 64 dimensions of a key and a latent of 512, which
+    are the values too; alone a row reads them in one split, or in several."""
+    device = open_device(settings)
+    q, keys = normal(rng, rows, 4 * 576), kept(normal(rng, rows + 530, 576), 576, kv_dtype)
+    expected = reference.attention(q, keys, keys, 4, 0.07)
+    function = functions.attention if rows <= 8 else functions.attention_tiled
+    for joined in (True, False)[: 1 + (rows == 1)]:
+        y = function(
+            device,
+            q,
+            keys[:, :64],
+            keys[:, 64:],
+            n_kv_heads=1,
+            scale=0.07,
+            kv_dtype=kv_dtype,
+            latent=True,
+            tuning=attention_tuning(device, joined),
+        )
+        assert nmse(y, expected) <= LIMIT
 
 
 def test_attention_of_a_sharp_distribution(device: Device, rng: np.random.Generator) -> None:
@@ -1087,6 +1153,49 @@ def test_rows_of_several_sequences_in_scattered_pages(
         expected = reference.attention(q[row : row + 1], k, v, n_kv_heads * group, 0.25)
         assert nmse(y[row : row + 1], expected) <= LIMIT
     assert np.count_nonzero(~np.isnan(written[:, 0, 0])) == sum(lengths) + 3
+
+
+def test_latents_of_several_sequences_in_scattered_pages(
+    device: Device, rng: np.random.Generator
+) -> None:
+    """Each row is cached in its own sequence; a stopped one writes nothing."""
+    sequences, positions, alive = np.array([2, 0, 1]), np.array([39, 4, 299]), np.array([1, 1, 0])
+    x, weight, order = normal(rng, 3, 48), normal(rng, 32), rng.permutation(6)
+    frequencies = 10.0 ** -np.arange(0, 2, 2 / 8)
+    with device.scope():
+        shape = KVShape(1, 48, latent=True)
+        layer = KVCache(device, [shape], 512, sequences=3, dtype="f32", paged=True).layers[0]
+        device.write(layer.pages, order.astype(np.uint32))
+        device.write(layer.keys, np.full(layer.slots * 48, np.nan, np.float32))
+        packed = pack_step([0] * 3, 0)
+        rows = packed[HEADER.itemsize :].view(ROW)
+        rows["sequence"], rows["position"], rows["alive"] = sequences, positions, alive
+        ops = Ops()
+        q, both = (ops.input(device.upload(to_rows(part, 3)), 48) for part in (x, x))
+        k, v = ops.split(both, 16, 32)
+        rope = Rope(device.upload(functions.rope_table(frequencies, 300)), 16)
+        k, v = ops.rope(k, rope, 16), ops.rmsnorm(v, to_gpu(device, weight), EPS)
+        output = ops.attention(q, k, v, layer, scale=1.0)
+        lowering = Lowering(
+            device,
+            ops,
+            StepKind(3),
+            device.upload(packed),
+            output=output,
+            output_buffer=device.buffer(4 * 3 * 48),
+        )
+        plan = lowering.place(Arena(device))
+        run(device, [*plan.body, *plan.head], 3, 300)
+        written = device.read(layer.keys).reshape(layer.slots, 48)
+    assert "latent_write" in {kernel.spec.name for kernel in lowering.kernels}
+    expected = np.full(written.shape, np.nan)
+    turned = reference.rope(x[:, :16], positions, frequencies, 16)
+    normed = reference.rmsnorm(x[:, 16:], weight, EPS)
+    for row in np.flatnonzero(alive):
+        page = order[sequences[row] * 2 + positions[row] // PAGE]
+        at = page * PAGE + positions[row] % PAGE
+        expected[at] = np.concatenate([turned[row], normed[row]])
+    np.testing.assert_allclose(written, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) -> None:

@@ -481,6 +481,17 @@ def test_an_adapter_for_another_model() -> None:
         fit(DATA / "llama", "mistral")
 
 
+def test_what_is_multiplied_head_by_head_is_refused(tmp_path: Path) -> None:
+    module = "base_model.model.model.layers.0.self_attn.kv_b_proj"
+
+    def alone(tensors: Tensors) -> None:
+        tensors.clear()
+        tensors |= {f"{module}.lora_A.weight": ONES, f"{module}.lora_B.weight": ONES.T.copy()}
+
+    with pytest.raises(UnsupportedError, match=r"kv_b_proj.*of latents.*merge_and_unload"):
+        fit(adapter_with(tmp_path / "a", change=alone), "deepseek_v3")
+
+
 def test_embeddings_and_experts_are_refused(tmp_path: Path) -> None:
     def embedding(tensors: Tensors) -> None:
         tensors[f"{EMBEDDING}.lora_A.weight"] = ONES

@@ -14,7 +14,7 @@ from infer.kernels.arrays import Array, to_gpu
 from infer.kernels.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.functions import rope_table
-from infer.kernels.kv_cache import KVCache, LayerCache
+from infer.kernels.kv_cache import KVCache, KVShape, LayerCache
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
 from infer.kernels.ops import LowRank, Ops, Rope, Value, stride
 from infer.kernels.plan import NOTHING, DispatchPlan, linear_grid
@@ -135,6 +135,39 @@ def test_a_norm_over_all_heads_is_not_taken_for_one_of_each(
             q, k = ops.rope(q, rope, 16), ops.rope(k, rope, 16)
             cache = KVCache(device, [(2, 16)], 300, dtype="f32").layers[0]
             results.append(forward.run(ops.attention(q, k, v, cache, scale=0.25)))
+    assert nmse(*results) <= 1e-10
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("turned", "normed", "names"),
+    [
+        (16, 48, {"head_linear", "latent_write"}),
+        (8, 48, {"head_linear", "rope", "rmsnorm", "kv_write"}),  # half of the key
+        (16, 24, {"head_linear", "rope", "rmsnorm", "kv_write"}),  # the latent in two parts
+    ],
+)
+def test_fusing_what_goes_into_a_latent_cache(
+    device: Device, rng: np.random.Generator, rows: int, turned: int, normed: int, names: set[str]
+) -> None:
+    x, w = rng.standard_normal((rows, 3 * 40 + 64)), rng.standard_normal((3 * 48, 24))
+    results = []
+    for fuse in (True, False):
+        with device.scope():
+            forward = Forward(device, rows, fuse=fuse)
+            ops = forward.ops
+            rope = Rope(device.upload(rope_table(1e4 ** -np.arange(0, 1, 2 / turned), 300)), turned)
+            q, k, v = ops.split(forward.input(x), 3 * 40, 16, 48)
+            q = ops.head_linear(ops.rope(q, rope, 40), to_gpu(device, w), 3, keep=True)
+            k = ops.rope(k, rope, 16)
+            v = ops.rmsnorm(v, to_gpu(device, np.linspace(0.5, 1.5, normed)), 1e-6)
+            cache = KVCache(device, [KVShape(1, 64, latent=True)], 300, dtype="f32").layers[0]
+            y = ops.attention(q, k, v, cache, scale=0.25)
+            lowering, _ = forward.lower(y)
+            if fuse:
+                found = {kernel.spec.name for kernel in lowering.kernels}
+                assert {name for name in found if "attention" not in name} == names
+            results.append(forward.run(y))
     assert nmse(*results) <= 1e-10
 
 

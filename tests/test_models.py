@@ -97,6 +97,8 @@ def test_the_first_files_of_gpt2_have_other_names() -> None:
 # Each has a kernel, or a way through them, that the others have not.
 WEAK = ["ernie4_5_moe", "gemma2", "gemma4", "gemma4_text_experts", "glm4", "gpt_neox", "gpt_oss"]
 WEAK += [
+    "deepseek_v2_groups",
+    "deepseek_v3",
     "lfm2",
     "llama",
     "ministral3",
@@ -129,13 +131,20 @@ def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
     assert [engine.model.ignorable(key) for key in keys] == [False, False, True, True]
 
 
-@pytest.mark.parametrize(("kv_dtype", "least", "most"), [("f16", 1e-4, 5e-3), ("q8", 3e-3, 3e-2)])
+@pytest.mark.parametrize(
+    ("case", "kv_dtype", "least", "most"),
+    [
+        ("llama", "f16", 1e-4, 5e-3),
+        ("llama", "q8", 3e-3, 3e-2),
+        ("deepseek_v3", "f16", 1e-4, 5e-3),
+    ],
+)
 def test_a_smaller_cache_costs_little(
-    device: Device, kv_dtype: str, least: float, most: float, tmp_path: Path
+    device: Device, case: str, kv_dtype: str, least: float, most: float, tmp_path: Path
 ) -> None:
-    reference = load("llama")
+    reference = load(case)
     prompt_ids = reference.prompt_ids.tolist()
-    folder = reference.write_checkpoint(tmp_path / "llama")
+    folder = reference.write_checkpoint(tmp_path / case)
     with device.scope():
         engine = build_engine(device, folder, kv_dtype=kv_dtype)
         error = relative_error(scores(engine, prompt_ids), reference.logits)
@@ -144,6 +153,17 @@ def test_a_smaller_cache_costs_little(
     # test_the_cache_rounds_keys_and_values says what exactly; less would not have been rounded.
     assert least < error < most
     assert relative_error(decoded.logits, again[len(prompt_ids) - 1 : -1]) < most / 4
+
+
+def test_a_latent_is_cached_once(device: Device, tmp_path: Path) -> None:
+    """One latent of 64 and one key of 32 that turns, for three heads of 56 + 20."""
+    with device.scope():
+        folder = load("deepseek_v2").write_checkpoint(tmp_path / "deepseek")
+        engine = build_engine(device, folder, kv_dtype="f16")
+        layers = engine.cache.layers
+        assert engine.cache.nbytes - engine.cache.layers[0].pages.nbytes == 256 * 384
+        assert [layer.keys.nbytes for layer in layers] == 2 * [256 * 192]
+        assert kv_bytes_per_position(engine.model, "f16") == 2 * 2 * (32 + 64) == 384
 
 
 @pytest.mark.parametrize("case", ["llama_rope_dynamic", "phi3_longrope"])
@@ -211,7 +231,7 @@ def test_agrees_with_transformers_on_a_new_model(device: Device, case: str, tmp_
 
 @pytest.mark.live
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8"])
-@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "llama", "mistral", "qwen2", "qwen3"])
 def test_the_cache_rounds_keys_and_values(
     device: Device, case: str, kv_dtype: str, tmp_path: Path
 ) -> None:

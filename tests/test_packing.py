@@ -247,6 +247,23 @@ def test_parts_of_a_packed_source(
     assert sum(rows) == 48
 
 
+def test_rows_of_a_packed_source_that_become_columns(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSeek's W_UK lies head by head in what is quantised."""
+    monkeypatch.setattr(upload, "PIECE_BYTES", 512)
+    found, checkpoint = opened(DATA / "mxfp4")
+    expected = values_of("mxfp4")
+    parts, shape = (range(3, 17), range(20, 34)), (2, 24, expected.shape[1])
+    spec = WeightSpec("w", tuple(Source(KEY, shape, part, turned=True) for part in parts))
+    with device.scope():
+        weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))["w"]
+        assert (weight.dtype, weight.shape) == ("f32", (2 * expected.shape[1], 14))
+        forward = Forward(device, weight.shape[0])
+        y = forward.run(forward.ops.embedding(weight), tokens=list(range(weight.shape[0])))
+    assert nmse(y, np.concatenate([expected[part.start : part.stop].T for part in parts])) <= 1e-14
+
+
 def e4m3_packed(values: Array) -> dict[str, Array]:
     """A matrix in E4M3, with a scale for each 32x32 of it."""
     rows, columns = values.shape
@@ -478,6 +495,7 @@ def test_experts_that_mlx_quantises_are_read_one_by_one(
 
 # What mlx-lm wants to find in a config beside, or in place of, what is there.
 MLX_KEYS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
     "granitemoe": {"rope_theta": 1e4},
     "granitemoehybrid": {"layer_types": ["attention"] * 2},
     "granitemoehybrid_experts": {"layer_types": ["attention"] * 2},
@@ -497,6 +515,11 @@ def as_mlx(name: str) -> dict[str, Array]:
     made = {}
     for key, values in stacked(name, lambda x: {"weight": x}).items():
         if ".visual." in key:
+            continue
+        if "kv_b_proj" in key:  # three heads of 24 + 20
+            keys, results = np.split(values.reshape(3, 44, 64), [24], axis=1)
+            made[key.replace("kv_b_proj", "embed_q")] = np.ascontiguousarray(keys.swapaxes(1, 2))
+            made[key.replace("kv_b_proj", "unembed_out")] = np.ascontiguousarray(results)
             continue
         if key.endswith(("conv.conv.weight", "conv1d.weight")):
             values = np.ascontiguousarray(values.swapaxes(1, 2))
@@ -542,7 +565,7 @@ def test_models_as_mlx_has_them(
     config, tensors = json.loads((source / "config.json").read_text()), convert(name)
     packed: dict[str, Array] = {}
     for key, values in tensors.items():
-        module = re.fullmatch(r"(.*_proj(?:_\w+)?)\.weight", key)
+        module = re.fullmatch(r"(.*(?:_proj(?:_\w+)?|embed_q|unembed_out))\.weight", key)
         pack = mlx_packed if values.ndim == 2 else packed_one_by_one
         parts = {key: values}
         if module is not None and values.shape[-1] % 32 == 0:

@@ -341,7 +341,10 @@ def test_embeddings_are_read_from_several_shards(dtype: str) -> None:
     np.testing.assert_array_equal(got, exact.astype(np.float32))
 
 
-@pytest.mark.parametrize(("case", "share"), [("llama", 1.0), ("mixtral", 0.9), ("qwen2_moe", 0.9)])
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [("llama", 1.0), ("deepseek_v3", 0.8), ("mixtral", 0.9), ("qwen2_moe", 0.9)],
+)
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_model_computes_with_what_is_stored(
     device: Device, tmp_path: Path, dtype: str, case: str, share: float

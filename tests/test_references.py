@@ -24,6 +24,9 @@ ONE_PASS = ("llama_rope_dynamic", "phi3_longrope", "phi3_longrope_switch")
 WITHOUT: dict[str, dict[str, Any]] = {
     "apertus": {"rope_scaling": None},
     "cwm": {"sliding_window": 128},
+    "deepseek_v2": {"rope_scaling": None},
+    "deepseek_v2_groups": {"topk_method": "greedy"},
+    "deepseek_v3": {"topk_group": 4},
     "dots1": {"norm_topk_prob": True},
     "cohere2": {"sliding_window": 128},
     "gemma2": {"attn_logit_softcapping": None},
@@ -36,6 +39,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "glm": {"partial_rotary_factor": 1.0},
     "glm4": {"partial_rotary_factor": 1.0},
     "glm4_moe": {"routed_scaling_factor": 1.0},
+    "glm4_moe_lite": {"rope_interleave": True},
     "gpt_oss": {"swiglu_limit": 100.0},
     "granite": {"attention_multiplier": 0.45},
     "granitemoehybrid": {"position_embedding_type": None},

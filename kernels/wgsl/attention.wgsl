@@ -18,7 +18,7 @@
 // be what the key is before that (V_IS_K).
 //
 // JOINED: the context is a single split, and this kernel does what attention_combine would do: SINKS
-// and GATED are only for that.
+// and GATED are only for that. LATENT: values are the keys, which are loaded once.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
@@ -49,6 +49,7 @@
 // @param X_OFFSET u32
 // @param Y_STRIDE u32
 // @param JOINED bool
+// @param LATENT bool
 // @param SINKS bool
 // @param GATED bool
 // @param GATE_STRIDE u32
@@ -212,7 +213,11 @@ fn main(
 #endfor
 #for b in 0..BATCH
 #for e in 0..PER_LANE
+#if LATENT
+    value$b_$e = key$b_$e;
+#else
     value$b_$e = load_value(kv$b + $eu * CLUSTER);
+#endif
 #endfor
 #endfor
   }
@@ -346,7 +351,11 @@ fn main(
       let next_kv$b = kv_index(kv_head, kv_slot(row.sequence, start + next_place$b)) + part;
 #for e in 0..PER_LANE
       next_key$b_$e = load_key(next_kv$b + $eu * CLUSTER);
+#if LATENT
+      next_value$b_$e = next_key$b_$e;
+#else
       next_value$b_$e = load_value(next_kv$b + $eu * CLUSTER);
+#endif
 #endfor
 #endfor
     }

@@ -1,4 +1,4 @@
-// A head of keys or values in workgroup memory, on its way to int8.
+// Two dimensions of keys or values as a cache stores them; for int8, a head in workgroup memory.
 #include "kv.wgsl"
 #include "int8.wgsl"
 #if KV == q8
@@ -16,5 +16,13 @@ fn kept_int8(d: u32) -> KeptInt8 {
     most = max(most, magnitude(kept[d / KV_BLOCK * (KV_BLOCK / 4u) + i]));
   }
   return KeptInt8(to_int8(kept[d / 4u], most), bitcast<u32>(int8_scale(most)));
+}
+#elif KV == f32
+fn stored(pair: vec2<f32>) -> vec2<f32> {
+  return pair;
+}
+#else
+fn stored(pair: vec2<f32>) -> u32 {
+  return pack2x16float(pair);
 }
 #endif

@@ -1,6 +1,9 @@
-// Write the keys and values of the step's rows into the cache.
+// Write the keys and values of the step's rows into the cache. LATENT: values are the keys, and a key is
+// k and v side by side.
 #include "step.wgsl"
 #include "kv_head.wgsl"
+// @param LATENT bool
+// @param K_DIM u32               values of a head in k
 // @param K_STRIDE u32
 // @param K_OFFSET u32
 // @param V_STRIDE u32
@@ -11,10 +14,15 @@
 @group(0) @binding(3) var<storage, read> v: array<f32>;
 #if KV == f32
 @group(0) @binding(4) var<storage, read_write> keys: array<vec2<f32>>;
-@group(0) @binding(5) var<storage, read_write> values: array<vec2<f32>>;
 #else
 @group(0) @binding(4) var<storage, read_write> keys: array<u32>;
+#endif
+#if not LATENT
+#if KV == f32
+@group(0) @binding(5) var<storage, read_write> values: array<vec2<f32>>;
+#else
 @group(0) @binding(5) var<storage, read_write> values: array<u32>;
+#endif
 #endif
 
 // grid (kv heads, rows)
@@ -25,12 +33,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     return;
   }
   let slot = kv_slot(row.sequence, row.position);
-  let k_head = id.y * K_STRIDE + K_OFFSET + id.x * HEAD_DIM;
-  let v_head = id.y * V_STRIDE + V_OFFSET + id.x * HEAD_DIM;
 #if KV == q8
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {
-    let from_k = k_head + d;
-    kept[d / 4u] = vec4<f32>(k[from_k], k[from_k + 1u], k[from_k + 2u], k[from_k + 3u]);
+    kept[d / 4u] = vec4<f32>(key_pair(id, d), key_pair(id, d + 2u));
   }
   workgroupBarrier();
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {
@@ -39,10 +44,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     keys[kv_index(id.x, slot) * 2u + d / 4u] = key.values;
     keys[kv_scale_index(group)] = key.scale;
   }
+#if not LATENT
   workgroupBarrier();
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {
-    let from_v = v_head + d;
-    kept[d / 4u] = vec4<f32>(v[from_v], v[from_v + 1u], v[from_v + 2u], v[from_v + 3u]);
+    kept[d / 4u] = vec4<f32>(value_pair(id, d), value_pair(id, d + 2u));
   }
   workgroupBarrier();
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {
@@ -51,18 +56,33 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     values[kv_index(id.x, slot) * 2u + d / 4u] = value.values;
     values[kv_scale_index(group)] = value.scale;
   }
+#endif
 #else
   for (var d = 2u * tid; d < HEAD_DIM; d += 128u) {
     let out = kv_index(id.x, slot) * 4u + d / 2u;
-    let key = vec2<f32>(k[k_head + d], k[k_head + d + 1u]);
-    let value = vec2<f32>(v[v_head + d], v[v_head + d + 1u]);
-#if KV == f32
-    keys[out] = key;
-    values[out] = value;
-#else
-    keys[out] = pack2x16float(key);
-    values[out] = pack2x16float(value);
+    keys[out] = stored(key_pair(id, d));
+#if not LATENT
+    values[out] = stored(value_pair(id, d));
 #endif
   }
 #endif
 }
+
+// Two dimensions of the key of a head and row.
+fn key_pair(id: vec3<u32>, d: u32) -> vec2<f32> {
+#if LATENT
+  if (d >= K_DIM) {
+    let from_v = id.y * V_STRIDE + V_OFFSET + id.x * (HEAD_DIM - K_DIM) + d - K_DIM;
+    return vec2<f32>(v[from_v], v[from_v + 1u]);
+  }
+#endif
+  let from_k = id.y * K_STRIDE + K_OFFSET + id.x * K_DIM + d;
+  return vec2<f32>(k[from_k], k[from_k + 1u]);
+}
+#if not LATENT
+
+fn value_pair(id: vec3<u32>, d: u32) -> vec2<f32> {
+  let from_v = id.y * V_STRIDE + V_OFFSET + id.x * HEAD_DIM + d;
+  return vec2<f32>(v[from_v], v[from_v + 1u]);
+}
+#endif

@@ -121,14 +121,3 @@ fn norm_weight(d: u32, is_query: bool, is_value: bool) -> f32 {
   return q_norm[d];
 }
 #endif
-#if KV == f32
-
-fn stored(pair: vec2<f32>) -> vec2<f32> {
-  return pair;
-}
-#elif KV == f16
-
-fn stored(pair: vec2<f32>) -> u32 {
-  return pack2x16float(pair);
-}
-#endif

@@ -3,7 +3,9 @@
 // ROUTE_SCALE. With SIGMOID a logit's score is its sigmoid and not its part of the softmax, and
 // ROUTE_EPS is added to the sum of those that are to add up to one. With CORRECTION an expert is
 // chosen by its score plus a value of its own, which its weight ignores. With EXPERT_SCALES its weight
-// is multiplied by a factor of its own, after all that.
+// is multiplied by a factor of its own, after all that. With ROUTE_GROUPS above 1 experts are chosen of
+// the CHOSEN_GROUPS groups whose best expert (with CORRECTION, whose best two together) have the largest
+// score.
 // Needs reduce.wgsl, and the bindings `logits: array<f32>`, `routing: array<f32>` to write to, and
 // perhaps `correction: array<f32>` and `expert_scales: array<f32>`.
 // @param ROUTE bool
@@ -16,6 +18,8 @@
 // @param EXPERT_SCALES bool
 // @param ROUTE_SCALE f32
 // @param ROUTE_EPS f32
+// @param ROUTE_GROUPS u32
+// @param CHOSEN_GROUPS u32
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
@@ -28,6 +32,38 @@ var<workgroup> places: array<u32, PADDED>;  // in the order of preference
 var<workgroup> finalists: array<u32, FINALISTS>;
 var<workgroup> finalist_places: array<u32, FINALISTS>;
 var<workgroup> chosen: array<u32, SLOTS>;
+#if ROUTE_GROUPS > 1
+const GROUP_EXPERTS = EXPERTS / ROUTE_GROUPS;
+var<workgroup> group_places: array<u32, ROUTE_GROUPS>;
+
+// Fills `group_places`.
+fn place_groups(me: Invocation) {
+  for (var g = me.index; g < ROUTE_GROUPS; g += WG) {
+    var best = -3.4e38;
+    var second = -3.4e38;
+    for (var i = 0u; i < GROUP_EXPERTS; i++) {
+      let own = preference(g * GROUP_EXPERTS + i);
+      second = max(second, min(best, own));
+      best = max(best, own);
+    }
+#if CORRECTION
+    best += second;
+#endif
+    group_places[g] = order(best);
+  }
+  workgroupBarrier();
+}
+
+// Whether an expert's group is among those that experts are chosen of.
+fn is_open(e: u32) -> bool {
+  let group = e / GROUP_EXPERTS;
+  var before = 0u;
+  for (var other = 0u; other < ROUTE_GROUPS; other++) {
+    before += u32(group_places[other] > group_places[group] - u32(other < group));
+  }
+  return before < CHOSEN_GROUPS;
+}
+#endif
 #if CORRECTION
 var<workgroup> preferences: array<f32, EXPERTS>;
 
@@ -82,8 +118,16 @@ fn choose_experts(row: u32, me: Invocation) {
   workgroupBarrier();
   correct(me);
 #endif
+#if ROUTE_GROUPS > 1
+  workgroupBarrier();
+  place_groups(me);
+#endif
   for (var e = me.index; e < PADDED; e += WG) {
+#if ROUTE_GROUPS > 1
+    if (e < EXPERTS && is_open(min(e, EXPERTS - 1u))) {
+#else
     if (e < EXPERTS) {
+#endif
       places[e] = order(preference(e));
     } else {
       places[e] = 1u;  // padding: the last

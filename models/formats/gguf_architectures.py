@@ -35,6 +35,8 @@ called on the hub, and what no file says because llama.cpp knows it.
 | granite                             | Granite 4's files have sizes of Mamba layers where there   |
 |                                     | are none, and what their heads are for each layer          |
 | gpt2                                | matrices are not transposed                                |
+| deepseek2                           | DeepSeek-V2, V3 and GLM-4.7-Flash; kv_b_proj is in two     |
+|                                     | parts as MLX has them, but not in the first files          |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -71,6 +73,7 @@ class Architecture:
         the others the last pairs of a head do not turn.
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
+    latent: whether attention is multi-head latent attention.
     convolves: whether layers without heads of keys and values have a short convolution.
     by_layer: keys whose values may differ from layer to layer, which `more` reads. read: other keys
         that only `more` reads.
@@ -93,6 +96,7 @@ class Architecture:
     proportional: bool = False
     experts: bool = False
     gating: tuple[int, ...] = (1, 0)
+    latent: bool = False
     convolves: bool = False
     by_layer: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
@@ -218,6 +222,16 @@ _SHARED = {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
 _DEEPSEEK = _SHARED | {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_DEEPSEEK2 = _DEEPSEEK | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+}
 _ERNIE_MOE = _SHARED | {"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}
 _GRANITE_MOE = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
@@ -242,6 +256,14 @@ _GROUPS = {  # of experts as DeepSeek-V3 has them
     "expert_shared_count": "n_shared_experts",
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
+}
+_LATENT = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.key_length_mla": "qk_head_dim",
+    "attention.value_length_mla": "v_head_dim",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",  # a tenth of it
 }
 _TEMPERATURE = {
     "attention.temperature_scale": "llama_4_scaling_beta",
@@ -366,6 +388,27 @@ def _delta_net(gguf: Gguf, config: Config) -> Config:
 def _dots1(gguf: Gguf, config: Config) -> Config:
     """The number of experts, by another name."""
     return {"n_routed_experts": config["num_experts"], "num_experts": None}
+
+
+def _deepseek2(gguf: Gguf, config: Config) -> Config:
+    """The same, which model it is, and the widths of a head, which the first files have as those
+    of any other. Both factors of YaRN are one number in all published models."""
+    sigmoid = any(".exp_probs_b" in name for name in gguf.tensors)
+    widths = {"key": config.get("qk_head_dim"), "value": config.get("v_head_dim")}
+    for name, width in widths.items():
+        widths[name] = width or gguf.metadata.get(f"deepseek2.attention.{name}_length")
+    rope = config["rope_parameters"]
+    if (tenth := config.get("mscale_all_dim")) is not None and "factor" in rope:
+        rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
+    grouped = not sigmoid and config.get("n_group", 1) > 1
+    return _dots1(gguf, config) | {
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": (widths["key"] or 0) - config["qk_rope_head_dim"],
+        "v_head_dim": widths["value"],
+        "rope_parameters": rope,
+        "topk_method": ("group_limited_greedy" if grouped else None),
+    }
 
 
 def _glm4_moe(gguf: Gguf, config: Config) -> Config:
@@ -512,6 +555,16 @@ ARCHITECTURES = {
         more=_has("use_qk_norm"),
         eps="layer_norm_eps",
         layer_norm=True,
+    ),
+    "deepseek2": Architecture(
+        "deepseek_v3",
+        _DEEPSEEK2,
+        keys=_GROUPS | _LATENT,
+        values={"norm_topk_prob": False},
+        more=_deepseek2,
+        experts=True,
+        gating=(1, 0, 2),
+        latent=True,
     ),
     "dots1": Architecture(
         "dots1",

@@ -146,7 +146,10 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     config["num_nextn_predict_layers"] = further
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = raw.size("attention.key_length", hidden // heads)
-    raw.expect("attention.value_length", head_dim)
+    if how.latent:  # of what turns
+        head_dim = raw.size("rope.dimension_count")
+    else:
+        raw.expect("attention.value_length", head_dim)
     embeddings = _tensor(gguf, "token_embd.weight")
     bias = _has_bias(gguf, "attn_q") or _has_bias(gguf, "attn_qkv")
     config |= {
@@ -424,6 +427,8 @@ def _parts(
         yield own, names[own], replace(info, shape=(1, rows))
     elif own in ("shortconv.conv", "ssm_conv1d") and len(info.shape) == 2:
         yield own, names.get(own, own), replace(info, shape=(rows, 1, info.shape[1]))
+    elif own in ("attn_k_b", "attn_v_b") and len(info.shape) == 3:  # a matrix for each head
+        yield own, names.get(own, own), replace(info, shape=(rows * info.shape[1], info.shape[2]))
     elif own == "exp_probs_b" and "moe_statics" in names.get(own, ""):
         yield own, names[own], replace(info, shape=(1, math.prod(info.shape)))
     else:

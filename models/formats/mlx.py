@@ -18,8 +18,9 @@ of others.
 
 Experts of a layer are stacked, quantised or not: each of these tensors of `switch_mlp.gate_proj`,
 `up_proj` and `down_proj`, in gpt-oss of `experts.gate_proj` and so on, has one dimension more, the
-experts. See `unstacked`. The taps of short convolutions are [channels, taps, 1], and the weights of
-norms that the hub has less one are whole. See `turned`.
+experts. So have the two halves of DeepSeek's kv_b_proj, `embed_q` (W_UK, as queries are multiplied
+by it) and `unembed_out` (W_UV): the heads. See `unstacked`. The taps of short convolutions are
+[channels, taps, 1], and the weights of norms that the hub has less one are whole. See `turned`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _STACKED = re.compile(
     r"(.*)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj)\.(weight|scales|biases|bias)"
 )
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
+_HEADS = re.compile(r".*\.self_attn\.(?:embed_q|unembed_out)\.(?:weight|scales|biases)")
 _CONV = re.compile(r".*\.conv(?:1d)?\.weight")
 # What the projections of an expert are called on the hub in Mixtral, and in which blocks.
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -123,9 +125,14 @@ def turned(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with a tensor for each expert, by its name on the hub, where MLX stacks them."""
+    """The same with a tensor for each expert, by its name on the hub, where MLX stacks them, and
+    with one matrix for all heads."""
     tensors = {}
     for name, info in checkpoint.tensors.items():
+        if _HEADS.fullmatch(name) and len(info.shape) == 3:
+            heads, rows, columns = info.shape
+            tensors[name] = replace(info, shape=(heads * rows, columns))
+            continue
         match = _STACKED.fullmatch(name)
         stack = match is not None and len(info.shape) == (2 if match[3] == "bias" else 3)
         if match is None or not stack or 0 in info.shape or info.shape[0] > _MOST_EXPERTS:

@@ -1,0 +1,140 @@
+"""DeepSeek-V2 (DeepSeek-AI 2024): multi-head latent attention, and experts, some of which all
+tokens share.
+
+Of a position the cache holds a latent c, of which keys and values of all heads are made, and a key
+k that turns and that all heads share. Nobody makes the keys: the score of a head with the query
+(q_nope, q_rope) is q_nope W_UK c + q_rope k, so that W_UK goes to the query, and [k, c] is the only
+key there is. Its values are W_UV c, so that W_UV goes to the weighted sum of the latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from infer.kernels.ops import Ops, Rope, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, ExpertsConfig, LatentConfig, Scope, Weights
+from infer.models.moe import MixtureOfExperts, read_chosen, read_groups
+from infer.models.rope import score_factor
+from infer.models.weights import Source, WeightSpec
+
+_EPS = 1e-6  # of the norms of latents, whatever the config says of the others
+
+
+class DeepseekV2(MixtureOfExperts):
+    shared = "shared_experts"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw.expect("hidden_act", "silu", "swish")
+        raw.expect("scoring_func", "softmax")
+        raw.expect("topk_method", "greedy", "group_limited_greedy")
+        raw.expect("norm_topk_prob", False)
+        raw.expect("moe_layer_freq", 1)
+        count, inner = raw.size("n_routed_experts"), raw.size("moe_intermediate_size")
+        chosen = read_chosen(raw, "num_experts_per_tok", count, 0)
+        limited = raw.get("topk_method", "greedy") == "group_limited_greedy"
+        first = raw.get("first_k_dense_replace", 0, int)
+        experts = ExpertsConfig(
+            count,
+            chosen,
+            inner,
+            normalize=False,
+            shared_inner=raw.size("n_shared_experts", 2) * inner,
+            layers=tuple(layer >= first for layer in range(raw.size("num_hidden_layers"))),
+            scale=raw.factor("routed_scaling_factor"),
+            gated=False,
+            groups=read_groups(raw, count, chosen) if limited else (1, 1),
+        )
+        return read_latent(raw, experts)
+
+    @property
+    def latent(self) -> LatentConfig:
+        assert self.config.latent is not None  # read_config has read it
+        return self.config.latent
+
+    def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """qkv_a_proj (queries or their latent, k, c), q_b_proj, norms of latents, w_uk, w_uv,
+        o_proj. Of each head what turns comes first."""
+        c, latent = self.config, self.latent
+        name, prefix = f"{name}.self_attn", f"{prefix}.self_attn"
+        heads, hidden = c.num_attention_heads, c.hidden_size
+        rank, turned = latent.kv_lora_rank, latent.qk_rope_head_dim
+        query = heads * (latent.qk_nope_head_dim + turned)
+        kv = Source(f"{prefix}.kv_a_proj_with_mqa.weight", (turned + rank, hidden))
+        if latent.q_lora_rank is None:
+            q = Source(f"{prefix}.q_proj.weight", (query, hidden))
+            first = tuple(layers.last_first(q, heads, turned))
+        else:
+            first = (Source(f"{prefix}.q_a_proj.weight", (latent.q_lora_rank, hidden)),)
+            q = Source(f"{prefix}.q_b_proj.weight", (query, latent.q_lora_rank))
+            yield layers.stacked(
+                f"{name}.q_a_norm", prefix, {"q_a_layernorm.weight": (latent.q_lora_rank,)}
+            )
+            yield WeightSpec(f"{name}.q_b_proj", tuple(layers.last_first(q, heads, turned)))
+        yield WeightSpec(f"{name}.qkv_a_proj", (*first, *layers.last_first(kv, 1, turned)))
+        yield layers.stacked(f"{name}.kv_a_norm", prefix, {"kv_a_layernorm.weight": (rank,)})
+        yield from self.up_weights(name, prefix)
+        o = {"o_proj.weight": (hidden, heads * latent.v_head_dim)}
+        yield layers.stacked(f"{name}.o_proj", prefix, o)
+
+    def up_weights(self, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """w_uk, transposed, and w_uv, which lie head by head in kv_b_proj; MLX has them apart."""
+        latent, heads = self.latent, self.config.num_attention_heads
+        nope, value, rank = latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
+        key, rows = f"{prefix}.kv_b_proj.weight", heads * (nope + value)
+        starts = range(0, rows, nope + value)
+        keys = (range(i, i + nope) for i in starts)
+        values = (range(i + nope, i + nope + value) for i in starts)
+        w_uk = tuple(Source(key, (rows, rank), part, turned=True) for part in keys)
+        w_uv = tuple(Source(key, (rows, rank), part) for part in values)
+        queries = (Source(f"{prefix}.embed_q.weight", (heads * rank, nope)),)
+        results = (Source(f"{prefix}.unembed_out.weight", (heads * value, rank)),)
+        yield WeightSpec(f"{name}.w_uk", w_uk, queries, unit=rank, heads=True)
+        yield WeightSpec(f"{name}.w_uv", w_uv, results, unit=value, heads=True)
+
+    def mixer(
+        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
+    ) -> Value:
+        c, latent, w = self.config, self.latent, Scope(w, "self_attn")
+        heads, turned, rank = c.num_attention_heads, latent.qk_rope_head_dim, latent.kv_lora_rank
+        assert rope is not None  # all layers turn
+        assert c.attention_multiplier is not None  # read_latent has read it
+        both = ops.linear(x, w["qkv_a_proj"])
+        q, k, v = ops.split(both, both.width - latent.key_dim, turned, rank)
+        if "q_b_proj" in w:
+            q = ops.linear(ops.rmsnorm(q, w["q_a_norm"], _EPS), w["q_b_proj"])
+        q = ops.rope(q, rope, turned + latent.qk_nope_head_dim)
+        q = ops.head_linear(q, w["w_uk"], heads, keep=True)
+        k, v = ops.rope(k, rope, turned), ops.rmsnorm(v, w["kv_a_norm"], _EPS)
+        y = ops.attention(q, k, v, cache, scale=c.attention_multiplier, window=window)
+        return ops.linear(ops.head_linear(y, w["w_uv"], heads), w["o_proj"])
+
+
+def read_latent(
+    raw: RawConfig, experts: ExpertsConfig, *, eps: float = 1e-6, interleaved: bool = True
+) -> DecoderConfig:
+    """The config of a model with multi-head latent attention; eps: where the config has none.
+    Raises UnsupportedError."""
+    raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
+    raw.expect("attention_bias", False)
+    raw.expect("num_key_value_heads", raw.size("num_attention_heads"))
+    latent = LatentConfig(
+        raw.size("q_lora_rank", None),
+        raw.size("kv_lora_rank"),
+        raw.size("qk_nope_head_dim"),
+        raw.size("qk_rope_head_dim"),
+        raw.size("v_head_dim"),
+    )
+    rope = raw.rope(latent.qk_rope_head_dim, interleaved=interleaved)
+    scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
+    return DecoderConfig.read(
+        raw.with_values(num_key_value_heads=1, head_dim=latent.key_dim),
+        eps=eps,
+        rope=rope,
+        attention_multiplier=scale * score_factor(rope),
+        experts=experts,
+        latent=latent,
+    )

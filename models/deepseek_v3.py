@@ -1,0 +1,25 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024): DeepSeek-V2 with experts that are chosen by sigmoids and a
+correction."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.deepseek_v2 import DeepseekV2, read_latent
+from infer.models.layers import DecoderConfig
+from infer.models.moe import predicts_further, read_sigmoid_experts
+
+
+class DeepseekV3(DeepseekV2):
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw.expect("scoring_func", "sigmoid")
+        raw.expect("topk_method", "noaux_tc")
+        raw.expect("moe_layer_freq", 1)
+        return read_latent(
+            raw,
+            read_sigmoid_experts(raw, dense=3, normalize=True),
+            interleaved=raw.get("rope_interleave", True, bool),
+        )
+
+    def ignorable(self, key: str) -> bool:
+        return super().ignorable(key) or predicts_further(self.config, key)
