@@ -174,6 +174,7 @@ def cases() -> Iterator[Case]:
     yield Case("position_embedding", "", _position_embedding)
     yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
     yield Case("rmsnorm", "per head", partial(_rmsnorm, rows=3, parts=5, width=24))
+    yield Case("rmsnorm", "per group", partial(_rmsnorm, rows=3, parts=1, width=66, groups=3))
     for bias in (False, True):
         yield Case("layernorm", "bias" if bias else "", partial(_layernorm, bias=bias))
     for function, gated in product(reference.ACTIVATIONS, (False, True)):
@@ -223,6 +224,7 @@ def cases() -> Iterator[Case]:
             run = partial(_short_conv, rows=rows, goes_on=goes_on, gated=gated)
             yield Case("short_conv", f"{name}, {'gated' if gated else 'silu'}", run)
         yield Case("delta_rule", name, partial(_delta_rule, rows=rows, goes_on=goes_on))
+        yield Case("ssm_scan", name, partial(_ssm_scan, rows=rows, goes_on=goes_on))
     for (dtype, grouping), rows in product(_PUBLISHED, (1, 3, 40)):
         run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
         kernel = "matmul_vec" if rows <= 8 else "matmul"
@@ -252,9 +254,12 @@ def _position_embedding(device: Device, inputs: Inputs) -> Outcome:
     return functions.position_embedding(device, weight, 3, position=34), weight[34:]
 
 
-def _rmsnorm(device: Device, inputs: Inputs, rows: int, parts: int, width: int) -> Outcome:
+def _rmsnorm(
+    device: Device, inputs: Inputs, rows: int, parts: int, width: int, groups: int = 1
+) -> Outcome:
     x, weight = inputs(rows, parts * width), inputs(width)
-    return functions.rmsnorm(device, x, weight, eps=EPS), reference.rmsnorm(x, weight, EPS)
+    y = functions.rmsnorm(device, x, weight, eps=EPS, groups=groups)
+    return y, reference.rmsnorm(x, weight, EPS, groups)
 
 
 def _layernorm(device: Device, inputs: Inputs, bias: bool) -> Outcome:
@@ -427,6 +432,18 @@ def _delta_rule(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Out
     state = inputs(4, 24, 37) if goes_on else None
     y, left = functions.delta_rule(device, q, k, v, *own, state=state)
     expected, expected_left = reference.delta_rule(q, k, v, *own, state)
+    return (
+        np.concatenate([y.ravel(), left.ravel()]),
+        np.concatenate([expected.ravel(), expected_left.ravel()]),
+    )
+
+
+def _ssm_scan(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Outcome:
+    b, c, x, z = inputs(rows, 2, 24), inputs(rows, 2, 24), inputs(rows, 4, 37), inputs(rows, 4, 37)
+    own = x, b, c, z, inputs(rows, 4), inputs(3, 4) - 1
+    state = inputs(4, 24, 37) if goes_on else None
+    y, left = functions.ssm_scan(device, *own, state=state)
+    expected, expected_left = reference.ssm_scan(*own, state=state)
     return (
         np.concatenate([y.ravel(), left.ravel()]),
         np.concatenate([expected.ravel(), expected_left.ravel()]),

@@ -13,6 +13,7 @@ they are for trying and testing: `profile` says what a kernel itself takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -64,6 +65,7 @@ __all__ = [
     "sigmoid_gate",
     "softcap",
     "softmax",
+    "ssm_scan",
     "take_rows",
     "validate",
     "weighted_sum",
@@ -141,11 +143,18 @@ def position_embedding(
 
 @scoped_function
 def rmsnorm(
-    device: Device, x: Array, weight: Array, *, eps: float, **options: Unpack[Options]
+    device: Device,
+    x: Array,
+    weight: Array,
+    *,
+    eps: float,
+    groups: int = 1,
+    **options: Unpack[Options],
 ) -> Floats:
-    """x / sqrt(mean(x^2) + eps) * weight over each part of x as wide as the weight."""
+    """x / sqrt(mean(x^2) + eps) * weight over each part of x as wide as the weight, or over each of
+    `groups` equal parts of that."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps))
+    return forward.run(forward.ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps, groups))
 
 
 @scoped_function
@@ -501,6 +510,37 @@ def delta_rule(
     y = forward.run(output, position=0 if state is None else 1).reshape(v.shape)
     left = device.read(own.matrices, np.float32, heads * key_dim * value_dim)
     return y, left.reshape(heads, key_dim, value_dim)
+
+
+@scoped_function
+def ssm_scan(
+    device: Device,
+    x: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    dt: Array,
+    heads: Array,
+    *,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    state: Array | None = None,
+    **options: Unpack[Options],
+) -> tuple[Floats, Floats]:
+    """The state space model of Mamba 2, times silu(z), [rows, heads, head_dim], and the matrices
+    that it leaves, [heads, state_dim, head_dim]; x, z [rows, heads, head_dim], b, c [rows, groups,
+    state_dim], dt [rows, heads], heads [3, heads]: A_log, dt_bias and D. It goes on from the
+    matrices in `state`, or from zeros."""
+    (rows, groups, state_dim), (_, n_heads, head_dim) = b.shape, x.shape
+    channels = n_heads * head_dim + 2 * groups * state_dim
+    shape = StateShape(channels, 2, groups, n_heads, state_dim, head_dim)
+    own = _state(device, shape, [None, state])
+    forward = Forward(device, rows, **options)
+    inputs = np.concatenate([part.reshape(rows, -1) for part in (x, b, c)], axis=1)
+    values = forward.input(inputs), forward.input(z.reshape(rows, -1)), forward.input(dt)
+    output = forward.ops.ssm_scan(*values, to_gpu(device, heads.reshape(-1)), own, dt_limit)
+    y = forward.run(output, position=0 if state is None else 1).reshape(x.shape)
+    left = device.read(own.matrices, np.float32, n_heads * state_dim * head_dim)
+    return y, left.reshape(n_heads, state_dim, head_dim)
 
 
 def _state(device: Device, shape: StateShape, values: Sequence[Array | None]) -> LayerState:

@@ -86,7 +86,8 @@ class Fusion:
             self.absorbed.update(self._turned(value))
 
     def _whole_row(self, norm: Value) -> bool:
-        return bool(norm.attrs["weight"].shape[0] == norm.width and norm.inputs[0].op != "slice")
+        whole = norm.attrs["weight"].shape[0] == norm.width and norm.attrs["groups"] == 1
+        return bool(whole and norm.inputs[0].op != "slice")
 
     def _residual_of(self, value: Value) -> Value | None:
         """The projection whose result is only added to something: the later operand first."""

@@ -16,7 +16,7 @@ from infer.kernels.device import Buffer, Device
 from infer.kernels.fuse import Form, Fusion
 from infer.kernels.lower_attention import lower_attention
 from infer.kernels.lower_experts import lower_down, lower_gate_up, lower_route
-from infer.kernels.lower_state import lower_delta_rule, lower_short_conv
+from infer.kernels.lower_state import lower_delta_rule, lower_short_conv, lower_ssm_scan
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
@@ -155,11 +155,13 @@ class Lowering:
 
     def _rmsnorm(self, value: Value, gate: Value | None) -> None:
         weight: GpuTensor = value.attrs["weight"]
-        (width,) = weight.shape
+        groups = int(value.attrs["groups"])
+        width = weight.shape[0] // groups
         x, x_stride, offset = self.source(value.inputs[0])
         outputs: list[Operand] = [value]
         form = self.next_form(value, self.device.limits.storage_buffers - 3)
         int8 = form is not None and form.norm is None and not form.keep and width % HALF == 0
+        int8 = int8 and 8 * width <= self.device.limits.workgroup_storage  # which they lie in
         if form is not None and int8:
             outputs = self.prepare(value, form, self.rows(value))
         operands: list[Operand] = [x, weight.buffer, *outputs]
@@ -175,6 +177,7 @@ class Lowering:
                 "WG": self.tuning.workgroup(width),
                 "SUBGROUPS": self.device.subgroups,
                 "WIDTH": width,
+                "GROUPS": groups,
                 "EPS": float(value.attrs["eps"]),
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,
@@ -574,6 +577,9 @@ class Lowering:
 
     def _lower_delta_rule(self, value: Value) -> None:
         lower_delta_rule(self, value)
+
+    def _lower_ssm_scan(self, value: Value) -> None:
+        lower_ssm_scan(self, value)
 
     # Placing
 

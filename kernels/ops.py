@@ -7,6 +7,7 @@ a plan of dispatches (lower.py). An activation is f32, [rows of the step][width]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -99,18 +100,20 @@ class Ops:
         """The rows of `weight` [positions, width] for the step's positions."""
         return self._value("position_embedding", weight.shape[1], weight=weight)
 
-    def rmsnorm(self, x: Value, weight: GpuTensor, eps: float) -> Value:
+    def rmsnorm(self, x: Value, weight: GpuTensor, eps: float, groups: int = 1) -> Value:
         """x / rms(x) * weight (Zhang & Sennrich 2019), over each part of x as wide as the weight:
-        the whole row, or head by head."""
+        the whole row, or head by head. Or over each of so many groups of what the weight covers,
+        with weights of their own."""
         (width,) = weight.shape
-        if x.width % width:
+        if x.width % width or width % groups:
             raise ValueError(f"a norm of {width} values cannot cover rows of {x.width}")
-        return self._value("rmsnorm", x.width, x, weight=weight, eps=eps)
+        return self._value("rmsnorm", x.width, x, weight=weight, eps=eps, groups=groups)
 
     def gated_rmsnorm(self, x: Value, gate: Value, weight: GpuTensor, eps: float) -> Value:
         """rmsnorm(x) * silu(gate)."""
         self._same_width(x, gate)
-        return self._value("gated_rmsnorm", x.width, x, gate, weight=weight, eps=eps)
+        own: dict[str, Any] = {"weight": weight, "eps": eps, "groups": 1}
+        return self._value("gated_rmsnorm", x.width, x, gate, **own)
 
     def layernorm(self, x: Value, weight: GpuTensor, bias: GpuTensor | None, eps: float) -> Value:
         """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016), over whole rows."""
@@ -222,6 +225,29 @@ class Ops:
         return self._value(
             "delta_rule", values, x, gates, a_log=a_log, dt_bias=dt_bias, state=state
         )
+
+    def ssm_scan(
+        self,
+        x: Value,
+        z: Value,
+        dt: Value,
+        heads: GpuTensor,
+        state: LayerState,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> Value:
+        """The state space model of Mamba 2 (Dao & Gu 2024) on the state's matrices, times silu(z);
+        x is x, B and C side by side, dt one value for each head. heads [3 * heads]: A_log, dt_bias
+        and D. dt_limit: of the time steps, behind softplus (wgsl/ssm_scan.wgsl)."""
+        shape = state.shape
+        values, inputs = shape.heads * shape.value_dim, shape.key_heads * shape.key_dim
+        if x.width != values + 2 * inputs or shape.key_dim % 4 or values % 4:
+            raise ValueError(f"rows of {x.width} do not fit {shape}")
+        if z.width != values or dt.width != shape.heads or shape.heads % shape.key_heads:
+            raise ValueError(f"gates of {z.width} and {dt.width} values do not fit {shape}")
+        if heads.shape != (3 * shape.heads,):
+            raise ValueError(f"a weight of {heads.shape} does not fit {shape.heads} heads")
+        own: dict[str, Any] = {"heads": heads, "state": state, "dt_limit": dt_limit}
+        return self._value("ssm_scan", values, x, z, dt, **own)
 
     def activation(self, x: Value, function: str) -> Value:
         """silu, gelu, gelu_tanh, relu or relu2 of each value (wgsl/activate.wgsl)."""

@@ -44,7 +44,7 @@ ARCHITECTURES = {  # by model_type
     "granite": Architecture("Granite", "Granite 3"),
     "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
     "granitemoehybrid": Architecture(
-        "GraniteMoeHybrid", "Granite 4.0 (micro, 1B, 350M), without Mamba layers"
+        "GraniteMoeHybrid", "Granite 4.0 (micro, tiny, small, 1B, 350M; also H)"
     ),
     "granitemoeshared": Architecture("GraniteMoeShared", "Granite 3 with shared experts"),
     "helium": Architecture("Helium", "Helium"),

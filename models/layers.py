@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
@@ -89,7 +89,9 @@ class DecoderConfig:
     parallel: bool = False  # attention and MLP of a layer read the same
     sinks: bool = False  # of attention: a logit of each head beside its scores
     experts: ExpertsConfig | None = None
-    conv_bias: bool = False  # of a short convolution and the projections around it
+    conv_bias: bool = False  # of a short convolution and, in LFM2, the projections around it
+    mamba_proj_bias: bool = False  # of the projections around Mamba
+    time_step_limit: tuple[float, float] = (0.0, inf)  # of Mamba
     gated_attention: bool = False  # its result, by a part of the projection of queries
     global_heads: tuple[int, int] | None = None  # KV heads and head_dim of layers without a window
     global_k_eq_v: bool = False  # values are the projection of keys in layers without a window

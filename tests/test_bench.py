@@ -179,6 +179,7 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
     [  # as the published safetensors files count them
         ("gemma-2-2b", 2_614_341_888),
         ("gpt-oss-20b", 20_914_757_184),
+        ("granite-4.0-h-tiny", 6_939_037_248),
         ("lfm2-1.2b", 1_170_340_608),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),

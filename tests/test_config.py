@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -50,8 +51,15 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma4_text_experts", {"enable_moe_block": False}, "num_experts = 8"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
-        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "Mamba layers"),
-        ("granitemoehybrid", {"layer_types": None}, "Mamba layers"),
+        ("granitemoehybrid", {"layer_types": ["attention"]}, "for each of 2 layers"),
+        ("granitemoehybrid", {"layer_types": ["mamba2", "mamba"]}, "layer_types must name mamba,"),
+        ("granitemoehybrid_mamba", {"mamba_n_groups": 4}, "6 heads of 16 in 4 groups"),
+        ("granitemoehybrid_mamba", {"mamba_d_state": 260}, "with 260 states"),
+        ("granitemoehybrid_mamba", {"mamba_d_head": 8}, "6 Mamba heads of 8 are not 96 values"),
+        ("granitemoehybrid_mamba", {"mamba_d_conv": 1}, "mamba_d_conv = 1"),
+        ("granitemoehybrid_mamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("granitemoehybrid_mamba", {"time_step_limit": [0.1]}, "time_step_limit must be"),
+        ("granitemoehybrid_mamba", {"time_step_limit": [0.2, 0.1]}, "time_step_limit must be"),
         ("granite", {"logits_scaling": 0.0}, "'logits_scaling' must be positive"),
         ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be of type float"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv for each of 3 layers"),
@@ -92,6 +100,16 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
     build_model(RawConfig(values))
     with pytest.raises(UnsupportedError, match=message):
         build_model(RawConfig(values | change))
+
+
+def test_time_steps_have_a_limit_or_not() -> None:
+    """And layers are all Mamba where nothing is said of them, as wide as that makes them."""
+    values = json.loads((DATA / "granitemoehybrid_mamba" / CONFIG_FILES["published"]).read_text())
+    for given in (None, [0.0, math.inf], [0.1, 1]):
+        raw = RawConfig(values | {"time_step_limit": given})
+        assert build_model(raw).config.time_step_limit == tuple(given or (0.0, math.inf))
+    config = build_model(RawConfig(values | {"layer_types": None, "mamba_d_head": "auto"})).config
+    assert [state and (state.heads, state.value_dim) for state in config.states] == [(6, 16)] * 3
 
 
 def test_gpt2_says_the_width_of_its_mlp_or_not() -> None:

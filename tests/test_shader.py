@@ -360,7 +360,10 @@ def model_specs(
     for none."""
     raw = shape_config(shape)
     kinds = build_model(raw).config.states
-    raw.values["num_hidden_layers"] = kinds.index(None) + 1  # attention, and what comes before
+    few = kinds.index(None) + 1  # attention, and what comes before
+    raw.values["num_hidden_layers"] = few
+    if "layer_types" in raw.values:
+        raw.values["layer_types"] = raw.values["layer_types"][:few]
     model = build_model(raw)
     c = model.config
     dry = DryDevice(limits)

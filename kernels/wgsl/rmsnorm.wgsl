@@ -1,9 +1,11 @@
 // y = x / sqrt(mean(x^2) + EPS) * weight over each part of WIDTH values of a row.
-// One part: the norm of a layer. Several: the norm of each head. With GATED, y * silu(gate). With
-// QUANTIZE it goes out as int8: parts are whole halves of blocks.
+// One part: the norm of a layer. Several: the norm of each head, or of each of GROUPS, which have
+// weights of their own. With GATED, y * silu(gate). With QUANTIZE it goes out as int8: parts are
+// whole halves of blocks.
 #include "reduce.wgsl"
 #include "quantize_block.wgsl"
 // @param WIDTH u32
+// @param GROUPS u32
 // @param EPS f32
 // @param X_STRIDE u32
 // @param X_OFFSET u32
@@ -38,7 +40,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
   let scale = inverseSqrt(workgroup_add(squares, me) / f32(WIDTH) + EPS);
   for (var i = me.index; i < WIDTH; i += WG) {
-    var value = x[x_row + i] * scale * weight[i];
+    var value = x[x_row + i] * scale * weight[id.x % GROUPS * WIDTH + i];
 #if GATED
     let z = gate[id.y * GATE_STRIDE + GATE_OFFSET + id.x * WIDTH + i];
     value *= z / (1.0 + exp(-z));

@@ -1,0 +1,102 @@
+"""Mamba 2 (Dao & Gu 2024): a layer that has a short convolution and, for each head, a matrix that
+decays as its input says, in place of attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from infer.kernels.errors import UnsupportedError
+from infer.kernels.layer_state import LayerState, StateShape
+from infer.kernels.ops import Ops, Value
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig, Weights
+from infer.models.weights import Source, WeightSpec
+
+
+def read_shape(
+    raw: RawConfig, *, heads: int, head_dim: int, groups: int, state_dim: int, taps: str
+) -> StateShape:
+    """The state of a layer with so many heads; those of a group share B and C. taps: what the
+    config calls them. Raises UnsupportedError."""
+    if heads % groups or heads * head_dim % 4 or state_dim % 4 or state_dim > 256:
+        raise UnsupportedError(
+            f"{raw.place}: Mamba layers of {heads} heads of {head_dim} in {groups} groups, with "
+            f"{state_dim} states, are not implemented (only equal groups, a multiple of 4 states "
+            "up to 256, and heads whose widths add up to a multiple of 4)."
+        )
+    return StateShape(
+        channels=heads * head_dim + 2 * groups * state_dim,
+        taps=layers.conv_taps(raw, taps, 4),
+        key_heads=groups,
+        heads=heads,
+        key_dim=state_dim,
+        value_dim=head_dim,
+    )
+
+
+def read_time_step_limit(raw: RawConfig) -> tuple[float, float]:
+    """The least and the largest time step; transformers 5 has its own way of saying infinity.
+    Raises UnsupportedError."""
+    found = raw.get("time_step_limit", [0.0, math.inf], list)
+    limit = [math.inf if value == {"__float__": "Infinity"} else value for value in found]
+    numbers = all(type(value) in (int, float) for value in limit)
+    if len(limit) != 2 or not numbers or not 0 <= limit[0] <= limit[1]:
+        raise UnsupportedError(
+            f"{raw.place}: time_step_limit must be the least and the largest time step; it is "
+            f"{found}."
+        )
+    return float(limit[0]), float(limit[1])
+
+
+def read_kinds(raw: RawConfig, found: list[str], kinds: Mapping[str, str], key: str) -> list[str]:
+    """What each layer is: of kinds, by the names that `found` has for them. key: where the config
+    says so. Raises UnsupportedError."""
+    n_layers = raw.size("num_hidden_layers")
+    if len(found) != n_layers or any(name not in kinds for name in found):
+        raise UnsupportedError(
+            f"{raw.place}: {key} must name {', '.join(kinds)} for each of {n_layers} layers; it is "
+            f"{found}."
+        )
+    return [kinds[name] for name in found]
+
+
+def weights(
+    config: DecoderConfig, shape: StateShape, name: str, prefix: str
+) -> Iterator[WeightSpec]:
+    """in_proj (the gate z, then x, B and C), gates (the time step of each head), conv1d, heads
+    (A_log, dt_bias and D), norm and out_proj, with biases where the config has them."""
+    hidden, values = config.hidden_size, shape.heads * shape.value_dim
+    first = values + shape.channels
+    rows = first + shape.heads
+    sizes: dict[str, tuple[int, ...]] = {"weight": (rows, hidden)}
+    if config.mamba_proj_bias:
+        sizes["bias"] = (rows,)
+    for part, size in sizes.items():
+        whole = Source(f"{prefix}.in_proj.{part}", size)
+        suffix = ".bias" if part == "bias" else ""
+        yield WeightSpec(f"{name}.in_proj{suffix}", (replace(whole, part=range(first)),))
+        yield WeightSpec(f"{name}.gates{suffix}", (replace(whole, part=range(first, rows)),))
+    yield layers.conv_weight(f"{name}.conv1d", f"{prefix}.conv1d.weight", shape)
+    if config.conv_bias:
+        yield layers.stacked(f"{name}.conv1d.bias", prefix, {"conv1d.bias": (shape.channels,)})
+    own = dict.fromkeys(("A_log", "dt_bias", "D"), (shape.heads,))
+    yield layers.stacked(f"{name}.heads", prefix, own)
+    yield layers.stacked(f"{name}.norm", prefix, {"norm.weight": (values,)})
+    yield layers.stacked(f"{name}.out_proj", prefix, {"out_proj.weight": (hidden, values)})
+    if config.mamba_proj_bias:
+        yield layers.stacked(f"{name}.out_proj.bias", prefix, {"out_proj.bias": (hidden,)})
+
+
+def mamba2(ops: Ops, x: Value, w: Weights, config: DecoderConfig, state: LayerState) -> Value:
+    """What a layer makes of x [rows, hidden_size]."""
+    shape = state.shape
+    zxbc = ops.linear(x, w["in_proj"], w.get("in_proj.bias"))
+    dt = ops.linear(x, w["gates"], w.get("gates.bias"))
+    z, xbc = ops.split(zxbc, shape.heads * shape.value_dim, shape.channels)
+    xbc = ops.short_conv(xbc, w["conv1d"], w.get("conv1d.bias"), state, activation="silu")
+    y = ops.ssm_scan(xbc, z, dt, w["heads"], state, config.time_step_limit)
+    y = ops.rmsnorm(y, w["norm"], config.rms_norm_eps, groups=shape.key_heads)
+    return ops.linear(y, w["out_proj"], w.get("out_proj.bias"), config.residual_multiplier)
