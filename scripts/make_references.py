@@ -1165,10 +1165,11 @@ CASES: dict[str, Case] = {
             tie_word_embeddings=False,
         )
     ),
-    # With Mamba layers in front of attention and behind it, and experts.
+    # With a Mamba layer, all of its biases, and experts.
     "granitemoehybrid_mamba": Case(
         granitemoehybrid(
-            layer_types=["mamba", "attention", "mamba"],
+            hidden_size=64,
+            layer_types=["mamba", "attention"],
             mamba_chunk_size=16,
             mamba_conv_bias=True,
             mamba_d_conv=4,
@@ -1176,10 +1177,10 @@ CASES: dict[str, Case] = {
             mamba_d_state=24,
             mamba_expand=2,
             mamba_n_groups=2,
-            mamba_n_heads=6,
+            mamba_n_heads=8,
             mamba_proj_bias=True,
+            num_attention_heads=4,
             num_experts_per_tok=2,
-            num_hidden_layers=3,
             num_local_experts=6,
             position_embedding_type="nope",
             shared_intermediate_size=40,

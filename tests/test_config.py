@@ -53,9 +53,9 @@ def test_any_name_may_be_a_key() -> None:
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
         ("granitemoehybrid", {"layer_types": ["attention"]}, "for each of 2 layers"),
         ("granitemoehybrid", {"layer_types": ["mamba2", "mamba"]}, "layer_types must name mamba,"),
-        ("granitemoehybrid_mamba", {"mamba_n_groups": 4}, "6 heads of 16 in 4 groups"),
+        ("granitemoehybrid_mamba", {"mamba_n_groups": 3}, "8 heads of 16 in 3 groups"),
         ("granitemoehybrid_mamba", {"mamba_d_state": 260}, "with 260 states"),
-        ("granitemoehybrid_mamba", {"mamba_d_head": 8}, "6 Mamba heads of 8 are not 96 values"),
+        ("granitemoehybrid_mamba", {"mamba_d_head": 8}, "8 Mamba heads of 8 are not 128 values"),
         ("granitemoehybrid_mamba", {"mamba_d_conv": 1}, "mamba_d_conv = 1"),
         ("granitemoehybrid_mamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("granitemoehybrid_mamba", {"time_step_limit": [0.1]}, "time_step_limit must be"),
@@ -109,7 +109,7 @@ def test_time_steps_have_a_limit_or_not() -> None:
         raw = RawConfig(values | {"time_step_limit": given})
         assert build_model(raw).config.time_step_limit == tuple(given or (0.0, math.inf))
     config = build_model(RawConfig(values | {"layer_types": None, "mamba_d_head": "auto"})).config
-    assert [state and (state.heads, state.value_dim) for state in config.states] == [(6, 16)] * 3
+    assert [state and (state.heads, state.value_dim) for state in config.states] == [(8, 16)] * 2
 
 
 def test_gpt2_says_the_width_of_its_mlp_or_not() -> None:

@@ -481,6 +481,7 @@ MLX_KEYS: dict[str, dict[str, Any]] = {
     "granitemoe": {"rope_theta": 1e4},
     "granitemoehybrid": {"layer_types": ["attention"] * 2},
     "granitemoehybrid_experts": {"layer_types": ["attention"] * 2},
+    "granitemoehybrid_mamba": {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"rope_theta": 1e6},
     "lfm2": {"block_dim": 64, "conv_dim": 64, "block_ff_dim": 96, "rope_theta": 1e6},
     "qwen3_next": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
@@ -523,7 +524,8 @@ def renamed_by_mlx(name: str, key: str, values: Array) -> tuple[list[str], list[
 
 def by_mlx_lm(name: str) -> dict[str, Array]:
     mx = pytest.importorskip("mlx.core")
-    module = pytest.importorskip(f"mlx_lm.models.{name.removesuffix('_experts')}")
+    module = name.removesuffix("_experts").removesuffix("_mamba")
+    module = pytest.importorskip(f"mlx_lm.models.{module}")
     mx.set_default_device(mx.cpu)
     config = json.loads((LLAMA.parent / name / "config.json").read_text()) | MLX_KEYS[name]
     hub = Checkpoint.open(LLAMA.parent / name).tensors
