@@ -214,6 +214,9 @@ def cases() -> Iterator[Case]:
         for dtype, rows in product(("bf16", "q4"), (3, 40)):
             run = partial(function, dtype=dtype, rows=rows, bias=True)
             yield Case(kernel, f"{dtype}, {rows} rows, bias", run)
+    for dtype, rows in product(("bf16", "q4"), (3, 40)):
+        run = partial(_gate_up, dtype=dtype, rows=rows, gated=False)
+        yield Case("expert_gate_up", f"{dtype}, {rows} rows, no gates", run)
     for each in (False, True):
         name = "a gate each" if each else "a gate for all"
         yield Case("sigmoid_gate", name, partial(_sigmoid_gate, each=each))
@@ -373,15 +376,24 @@ def _route(
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)
 
 
-def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = False) -> Outcome:
-    """bias: with the activation of gpt-oss too."""
+def _gate_up(
+    device: Device,
+    inputs: Inputs,
+    dtype: str,
+    rows: int,
+    bias: bool = False,
+    gated: bool = True,
+) -> Outcome:
+    """bias: with the activation of gpt-oss too; not gated: with that of Nemotron."""
     x = exact = inputs(rows, 67)
     if dtype in INTEGERS:
         x, exact = int8_rows(inputs.rng, rows, 67)
     logits = inputs(rows, 7)
-    weight = exact_weight(inputs.rng, 7 * 2 * 21, 67, dtype).reshape(7, 2 * 21, 67)
-    added = 5 * inputs(7, 2 * 21) if bias else None
-    own: dict[str, Any] = {"bias": added, "function": "clamped_swiglu" if bias else "silu"}
+    n = (1 + gated) * 21
+    weight = exact_weight(inputs.rng, 7 * n, 67, dtype).reshape(7, n, 67)
+    added = 5 * inputs(7, n) if bias else None
+    function = "clamped_swiglu" if bias else "silu" if gated else "relu2"
+    own: dict[str, Any] = {"bias": added, "function": function, "gated": gated}
     y = functions.expert_gate_up(device, x, logits, weight, slots=3, dtype=dtype, **own)
     return y, reference.expert_gate_up(exact, reference.route(logits, 3, False)[0], weight, **own)
 

@@ -389,25 +389,28 @@ def expert_gate_up(
     dtype: str = "f32",
     bias: Array | None = None,
     function: str = "silu",
+    gated: bool = True,
     norm: tuple[Array, float] | None = None,
     tiled: bool = False,
     **options: Unpack[Options],
 ) -> Floats:
     """function(x gate^T) * (x up^T), or clamped_swiglu of both, by the experts that the logits
     choose for each row of x, [rows, slots, inner]; weight [experts, 2 * inner, width], gate on top
-    of up, stored as `dtype`; bias [experts, 2 * inner].
+    of up, stored as `dtype`; bias [experts, 2 * inner]. Not gated: function(x up^T), without gates
+    in weight and bias.
 
     Up to 8 rows go through expert_matmul_vec; more, and all if tiled, are sorted by their expert
     for matmul or matmul_int8.
     """
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1 if tiled else 0, **options)
-    ops, inner = forward.ops, weight.shape[1] // 2
+    ops, inner = forward.ops, weight.shape[1] // (1 + gated)
     routing = ops.route(forward.input(logits), slots, normalize=False)
     value = forward.input(x)
     if norm is not None:
         value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
     stored = to_gpu(device, weight.reshape(-1, weight.shape[2]), dtype, unit=weight.shape[1])
-    y = forward.run(ops.expert_gate_up(value, routing, stored, _flat(device, bias), function))
+    added = _flat(device, bias)
+    y = forward.run(ops.expert_gate_up(value, routing, stored, added, function, gated=gated))
     return y.reshape(len(x), slots, -1)[..., :inner]
 
 

@@ -321,15 +321,18 @@ class Ops:
         weight: GpuTensor,
         bias: GpuTensor | None = None,
         function: str = "silu",
+        *,
+        gated: bool = True,
     ) -> Value:
         """function(x gate^T) * (x up^T), or clamped_swiglu of both (wgsl/activate.wgsl), by each of
         a row's experts, one result after the other, each in stride(inner) values. weight [experts *
-        2 * inner, width]: gate, then up, of each expert; bias [experts * 2 * inner] likewise."""
-        inner = self._expert_rows(routing, weight, 2)
+        2 * inner, width]: gate, then up, of each expert; bias [experts * 2 * inner] likewise. Not
+        gated: function(x up^T), and there are no gates in them."""
+        inner = self._expert_rows(routing, weight, 1 + gated)
         if weight.shape[1] != x.width:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
         width = routing.attrs["slots"] * stride(inner)
-        own: dict[str, Any] = {"bias": bias, "function": function, "outputs": inner}
+        own: dict[str, Any] = {"bias": bias, "function": function, "outputs": inner, "gated": gated}
         return self._value("expert_gate_up", width, x, routing, weight=weight, **own)
 
     def expert_down(
@@ -340,7 +343,7 @@ class Ops:
         width = self._expert_rows(routing, weight, 1)
         if routing.attrs["slots"] * stride(weight.shape[1]) != x.width:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
-        own: dict[str, Any] = {"bias": bias, "function": "none", "outputs": width}
+        own: dict[str, Any] = {"bias": bias, "function": "none", "outputs": width, "gated": False}
         return self._value("expert_down", width, x, routing, weight=weight, **own)
 
     @staticmethod

@@ -138,12 +138,16 @@ def expert_gate_up(
     weight: Array,
     bias: Array | None = None,
     function: str = "silu",
+    gated: bool = True,
 ) -> Array:
     """x [rows, width], ids [rows, slots], weight [experts, 2 * inner, width] and bias [experts, 2 *
     inner], gate on top of up -> function(x gate^T) * (x up^T), or clamped_swiglu of both, [rows,
-    slots, inner]."""
+    slots, inner]. Not gated: function(x up^T), without gates in weight and bias."""
     both = np.einsum("rw,rsnw->rsn", x.astype(np.float64), weight.astype(np.float64)[ids])
-    gate, up = np.split(both if bias is None else both + bias[ids], 2, axis=-1)
+    both = both if bias is None else both + bias[ids]
+    if not gated:
+        return ACTIVATIONS[function](both)
+    gate, up = np.split(both, 2, axis=-1)
     if function == "clamped_swiglu":
         return clamped_swiglu(gate, up)
     result: Array = ACTIVATIONS[function](gate) * up

@@ -58,6 +58,7 @@ ARCHITECTURES = {  # by model_type
     "mistral": Architecture("Mistral", "Mistral 7B, with and without its sliding window"),
     "mixtral": Architecture("Mixtral", "Mixtral 8x7B, 8x22B"),
     "nanochat": Architecture("NanoChat", "nanochat"),
+    "nemotron_h": Architecture("NemotronH", "Nemotron Nano 9B and 12B v2, Nemotron 3 Nano 30B-A3B"),
     "nemotron": Architecture("Nemotron", "Nemotron-Mini, Minitron (4B and 8B)"),
     "olmo": Architecture("Olmo", "OLMo 1B and 7B"),
     "olmo2": Architecture("Olmo2", "OLMo 2"),

@@ -27,13 +27,6 @@ _DEFAULTS = {
     "num_local_experts": 8,
     "shared_intermediate_size": 1024,
 }
-# What layer_types calls them, before and since transformers 5.
-_KINDS = {
-    "mamba": "mamba",
-    "linear_attention": "mamba",
-    "attention": "attention",
-    "full_attention": "attention",
-}
 _NAMES = {
     "mlp.gate_up_proj": "shared_mlp.input_linear",
     "mlp.down_proj": "shared_mlp.output_linear",
@@ -50,7 +43,8 @@ class GraniteMoeHybrid(GraniteMoe):
         raw.expect("position_embedding_type", None, "nope", "rope")
         n_layers = raw.size("num_hidden_layers")
         types = raw.get("layer_types", ["mamba"] * n_layers, list)
-        mamba = [kind == "mamba" for kind in mamba2.read_kinds(raw, types, _KINDS, "layer_types")]
+        kinds = mamba2.read_kinds(raw, types, mamba2.KINDS, "layer_types")
+        mamba = [kind == "mamba" for kind in kinds]
         own: dict[str, Any] = {}
         if any(mamba):
             state = _read_state(raw)

@@ -22,7 +22,8 @@ class ExpertsConfig:
     the weights of those that do add up to one; the width of an expert that all tokens share, or 0;
     and for each layer whether it has experts. scale: of the weights. sigmoid: scores are sigmoids,
     not a softmax, and epsilon is added to what they are divided by. correction: the checkpoint's
-    name of what is added to them for the choice. gated: the shared expert is, by a sigmoid."""
+    name of what is added to them for the choice. gated: the shared expert is, by a sigmoid. latent:
+    the width of what experts read and write, if it is not hidden_size."""
 
     count: int
     per_token: int
@@ -35,6 +36,7 @@ class ExpertsConfig:
     epsilon: float = 0.0
     correction: str | None = None
     gated: bool = True
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
     windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
-    queries and keys turn; states what a layer keeps instead of keys and values, None where it has
-    these. What follows them is off, or 1, where a model does not say otherwise.
+    queries and keys turn; states what a layer keeps instead of keys and values, which may be
+    NOTHING, and None where it has these. What follows them is off, or 1, where a model does not say
+    otherwise.
     rms_norm_eps is that of the norms, whatever they are; activation a function of `Ops.activation`.
     """
 

@@ -15,6 +15,14 @@ from infer.models.config import RawConfig
 from infer.models.layers import DecoderConfig, Weights
 from infer.models.weights import Source, WeightSpec
 
+# What lists of layers call them, before and since transformers 5.
+KINDS = {
+    "mamba": "mamba",
+    "linear_attention": "mamba",
+    "attention": "attention",
+    "full_attention": "attention",
+}
+
 
 def read_shape(
     raw: RawConfig, *, heads: int, head_dim: int, groups: int, state_dim: int, taps: str
