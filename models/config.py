@@ -55,7 +55,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (None, False),
     "scale_attn_weights": (None, True),
     "scale_embeddings": (None, False),
-    "ssm_state_size": (None,),
     "swiglu_alpha": (None,),
     "swiglu_limit": (None,),
     "use_mrope": (None, False),

@@ -83,6 +83,19 @@ def test_any_name_may_be_a_key() -> None:
         ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert = 2"),
         ("llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1"),
         ("llama", {"no_rope_layer_interval": 4}, "no_rope_layer_interval = 4"),
+        ("llama", {"hybrid_override_pattern": "M*"}, 'hybrid_override_pattern = "M'),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M?"}, "pattern must name M, [*], -, E"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "for each of 4 layers"),
+        ("nemotron_h", {"hybrid_override_pattern": None}, "for each of 4 layers"),
+        ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, "layers_block_type must name"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias = True"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
+        ("nemotron_h", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
+        ("nemotron_h", {"sliding_window": 16}, "sliding_window = 16"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ("nemotron_h_experts", {"n_group": 2}, "n_group = 2"),
+        ("nemotron_h_experts", {"n_shared_experts": 2}, "n_shared_experts = 2"),
+        ("nemotron_h_experts", {"num_experts_per_tok": 7}, "7 experts cannot be chosen of 6"),
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim = 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True"),
@@ -110,6 +123,16 @@ def test_time_steps_have_a_limit_or_not() -> None:
         assert build_model(raw).config.time_step_limit == tuple(given or (0.0, math.inf))
     config = build_model(RawConfig(values | {"layer_types": None, "mamba_d_head": "auto"})).config
     assert [state and (state.heads, state.value_dim) for state in config.states] == [(8, 16)] * 2
+
+
+def test_what_nemotron_calls_its_keys() -> None:
+    """By other names in some files; a list of layers counts before a pattern."""
+    values = json.loads((DATA / "nemotron_h" / CONFIG_FILES["published"]).read_text())
+    expected = build_model(RawConfig(values)).config
+    values |= {"attention_head_dim": values.pop("head_dim"), "mamba_d_conv": 4, "conv_kernel": 9}
+    kinds = ["mamba", "mlp", "attention", "mlp"]
+    values |= {"layers_block_type": kinds, "hybrid_override_pattern": "MMMM"}
+    assert build_model(RawConfig(values)).config == expected
 
 
 def test_gpt2_says_the_width_of_its_mlp_or_not() -> None:

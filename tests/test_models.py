@@ -102,6 +102,7 @@ WEAK += [
     "llama",
     "ministral3",
     "mistral_sliding",
+    "nemotron_h_experts",
     "olmo",
     "olmo2",
     "qwen2_moe",

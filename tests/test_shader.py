@@ -362,8 +362,8 @@ def model_specs(
     kinds = build_model(raw).config.states
     few = kinds.index(None) + 1  # attention, and what comes before
     raw.values["num_hidden_layers"] = few
-    if "layer_types" in raw.values:
-        raw.values["layer_types"] = raw.values["layer_types"][:few]
+    for key in raw.values.keys() & {"layer_types", "hybrid_override_pattern"}:
+        raw.values[key] = raw.values[key][:few]
     model = build_model(raw)
     c = model.config
     dry = DryDevice(limits)
