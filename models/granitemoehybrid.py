@@ -55,7 +55,7 @@ class GraniteMoeHybrid(GraniteMoe):
         turns = raw.get("position_embedding_type", None) == "rope"
         shared = raw.size("shared_intermediate_size")
         experts = None
-        if raw.get("num_local_experts", kind=int):
+        if raw.get("num_local_experts", raw.get("num_experts", 0, int), int):
             experts = replace(read_granite_experts(raw), shared_inner=shared, gated=False)
         return read_granite(
             raw.with_values(intermediate_size=shared),

@@ -8,6 +8,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,22 @@ def add_granite_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> N
     add_experts(writer, raw)
 
 
+def add_granite_hybrid(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    add_granite_experts(writer, raw | {"num_experts": raw["num_local_experts"]})
+    for key in ("feed_forward_length", "attention.head_count_kv"):
+        writer.kv_data[0].pop(f"{writer.arch}.{key}")
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+    attends = [kind == "attention" for kind in raw["layer_types"]]
+    writer.add_head_count_kv([raw["num_key_value_heads"] * int(having) for having in attends])
+    writer.add_ssm_conv_kernel(raw["mamba_d_conv"])
+    writer.add_ssm_state_size(raw["mamba_d_state"])
+    writer.add_ssm_group_count(raw["mamba_n_groups"])
+    writer.add_ssm_time_step_rank(raw["mamba_n_heads"])
+    writer.add_ssm_inner_size(raw["mamba_expand"] * raw["hidden_size"])
+    writer.add_rope_scaling_finetuned(False)
+
+
 # What the converter writes besides what it writes for all, by model_type.
 ADD: dict[str, Add] = {
     "apertus": add_apertus,
@@ -434,6 +451,7 @@ ADD: dict[str, Add] = {
     "gpt_oss": add_gpt_oss,
     "granite": add_granite,
     "granitemoe": add_granite_experts,
+    "granitemoehybrid": add_granite_hybrid,
     "hunyuan_v1_dense": add_hunyuan,
     "lfm2": add_lfm2,
     "lfm2_moe": add_lfm2_moe,
@@ -458,6 +476,7 @@ TURNED = (
     "arcee",
     "granite",
     "granitemoe",
+    "granitemoehybrid",
     "llama",
     "ministral3",
     "mistral",
@@ -499,6 +518,18 @@ def of_delta_net(key: str, array: Array, raw: Mapping[str, Any]) -> dict[str, Ar
     return {f"{layer}.linear_attn.{part}": array[:, 0] if part.startswith("conv1d") else array}
 
 
+def of_mamba(key: str, array: Array, raw: Mapping[str, Any]) -> tuple[str, Array]:
+    """A tensor of Mamba as the converter has it (modify_tensors of Mamba2Model)."""
+    if key.endswith("A_log"):
+        return key, -np.exp(array[:, None])
+    if key.endswith("mamba.D"):
+        return key, array[:, None]
+    if key.endswith("norm.weight"):
+        return key, array.reshape(raw["mamba_n_groups"], -1)
+    key = key.replace("dt_bias", "dt_proj.bias")
+    return key, array[:, 0] if key.endswith("conv1d.weight") else array
+
+
 def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
     """Tensors of the hub with the values and the rows that the converter gives them, experts
     stacked, under the names that the library knows."""
@@ -519,11 +550,15 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
         if ".linear_attn." in key:
             made |= of_delta_net(key, array, raw.values)
             continue
-        if key.endswith("block_sparse_moe.input_linear.weight"):
-            layer = key.partition(".block_sparse_moe")[0]
-            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
-                made[f"{layer}.mlp.experts.{part}_proj.weight"] = rows
+        if ".mamba." in key:
+            key, made[key] = of_mamba(key, array, raw.values)
             continue
+        if match := re.fullmatch(r"(.*)\.(block_sparse_moe|shared_mlp)\.input_linear\.weight", key):
+            block = "experts" if match[2] == "block_sparse_moe" else "shared_expert"
+            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True):
+                made[f"{match[1]}.mlp.{block}.{part}_proj.weight"] = rows
+            continue
+        key = key.replace("shared_mlp.output_linear", "mlp.shared_expert.down_proj")
         if key.endswith("conv.conv.weight"):
             array = array[:, 0]
         if "query_key_value" in key:
@@ -581,7 +616,7 @@ def converted(
     for key, array in hub.items():
         own = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert own is not None
-        vector = array.ndim == 1 or own.endswith(".bias")
+        vector = array.ndim == 1 or not own.endswith(".weight") or own.endswith("_norm.weight")
         tensors[own] = array if vector else array.astype(dtype)
         exact = vector or "ffn_gate_inp" in own or "conv1d" in own
         if kind is not None and not exact:
@@ -630,8 +665,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
 # Those whose config and tensors are the hub's, however they get there.
 SAME = ["arcee", "ernie4_5_moe", "glm4_moe", "ministral3", "olmo", "olmo3"]
-# Those with a window, a rope or biases that llama.cpp's files do not know.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias")
+# Those with a window, a rope or biases that llama.cpp's files do not know, or with other names.
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid(?!_m)")
 CONVERTED = [
     case
     for case in cases()
@@ -667,6 +702,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "gemma3_text": "q_norm",
         "gpt_oss": ".experts.",
         "granitemoe": "_linear.",
+        "granitemoehybrid_mamba": "_linear.",
         "qwen3_next": "1.linear_attn.in_proj_qkvz",
     }
     for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
@@ -694,6 +730,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "gpt_neox",
         "gpt_oss",
         "granitemoe",
+        "granitemoehybrid_mamba",
         "lfm2",
         "lfm2_moe",
         "mixtral",
@@ -713,6 +750,25 @@ def test_a_converted_model_computes_what_transformers_does(
     with device.scope():
         logits = scores(build_engine(device, tmp_path / "m.gguf"), ids)
     assert relative_error(logits, reference.logits) <= 1e-4
+
+
+def test_a_hybrid_without_experts_or_with_positions(tmp_path: Path) -> None:
+    """As Granite 4.0 H micro, whose MLP is the only one; Bamba is not implemented."""
+    gguf = converted(tmp_path / "m.gguf", "granitemoehybrid_mamba")
+    gguf.metadata.update({f"granitehybrid.expert_{key}": 0 for key in ("count", "used_count")})
+    for name in [name for name in gguf.tensors if "_exps" in name or "_inp" in name]:
+        del gguf.tensors[name]
+    for name in [name for name in gguf.tensors if "_shexp" in name]:
+        plain = name.replace("_shexp", "")
+        gguf.tensors[plain] = replace(gguf.tensors.pop(name), name=plain)
+    config = gguf_config(gguf)
+    assert find_format(config) is not None
+    model = build_model(config)
+    assert (model.config.experts, model.config.intermediate_size) == (None, 40)
+    check_checkpoint(list(model.weights()), gguf_checkpoint(gguf, config), model.ignorable)
+    gguf.metadata["granitehybrid.rope.scaling.finetuned"] = True
+    with pytest.raises(UnsupportedError, match="finetuned = True"):
+        gguf_config(gguf)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ called on the hub, and what no file says because llama.cpp knows it.
 | general.architecture                | what is peculiar                                           |
 | ----------------------------------- | ---------------------------------------------------------- |
 | llama, arcee, granite, granitemoe,  | rows of q and k are turned: see gguf_config.py             |
-| mistral3, olmo, smollm3             |                                                            |
+| granitehybrid, mistral3, olmo,      |                                                            |
+| smollm3                             |                                                            |
 | gemma, gemma2, gemma3               | one was added to the weights of norms                      |
 | gemma2, gemma3                      | the largest model has another scale of attention           |
 | gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
@@ -29,7 +30,9 @@ called on the hub, and what no file says because llama.cpp knows it.
 | apertus                             | xIELU's numbers are metadata                               |
 | mistral3                            | only those of Ministral 3 have a scale of temperature      |
 | olmo2 with a window (OLMo 3)        | layers with a window have the rope without its scaling     |
-| granitemoe                          | gate and up, which are one tensor on the hub, are apart    |
+| granitemoe, granitehybrid           | gate and up, which are one tensor on the hub, are apart    |
+| granitehybrid                       | layers without heads of keys are Mamba; ssm_a is           |
+|                                     | -exp(A_log), and in a column like ssm_d                    |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -41,6 +44,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from infer.kernels.errors import UnsupportedError
 from infer.models.config import RawConfig
 from infer.models.formats.gguf import Gguf
 
@@ -64,7 +68,7 @@ class Architecture:
     local_theta: of the rope of layers with a window, where they have their own.
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
-    convolves: whether layers without heads of keys and values have a short convolution.
+    stateful: what layers without heads of keys and values are called in layer_types.
     tiled: of a gated delta net's heads, the first of each key come first, then the second.
     ignored: keys of metadata that say nothing reliable, or nothing of text.
     """
@@ -83,7 +87,7 @@ class Architecture:
     local_theta: float | None = None
     experts: bool = False
     gating: tuple[int, ...] = (1, 0)
-    convolves: bool = False
+    stateful: str = ""
     tiled: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -195,6 +199,18 @@ _GRANITE_MOE = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+_GRANITE_HYBRID = _GRANITE_MOE | {
+    "ffn_gate_shexp": "mlp.gate_proj",
+    "ffn_up_shexp": "mlp.up_proj",
+    "ffn_down_shexp": "mlp.down_proj",
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A_log",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
 _SSM = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -222,6 +238,14 @@ _GRANITE = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+}
+_GRANITE_HYBRID_KEYS = _GRANITE | {
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.inner_size": "mamba_d_head",  # of all heads: see _granite_hybrid
 }
 
 
@@ -262,6 +286,24 @@ def _delta_net(gguf: Gguf, config: Config) -> Config:
     return {"linear_value_head_dim": sizes["linear_value_head_dim"] // heads}
 
 
+def _granite_hybrid(gguf: Gguf, config: Config) -> Config:
+    """The width that is stated is of all heads together. Biases are where there are some."""
+    if gguf.metadata.get("granitehybrid.rope.scaling.finetuned"):
+        raise UnsupportedError(
+            f"{gguf.file}: granitehybrid.rope.scaling.finetuned = True is not implemented (only "
+            "models without positions, as Granite 4.0 H)."
+        )
+    raw = RawConfig(config, str(gguf.file))
+    heads, inner = raw.size("mamba_n_heads"), raw.size("mamba_d_head")
+    return {
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // config["hidden_size"],
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in gguf.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in gguf.tensors),
+        "num_local_experts": None,  # num_experts counts
+    }
+
+
 def _dots1(gguf: Gguf, config: Config) -> Config:
     """The number of experts, by another name."""
     return {"n_routed_experts": config["num_experts"], "num_experts": None}
@@ -296,8 +338,18 @@ def _arcee(gguf: Gguf, config: Config) -> Config:
     return {"mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors}
 
 
+_HYBRID = Architecture(
+    "granitemoehybrid",
+    _GRANITE_HYBRID,
+    keys=_GRANITE_HYBRID_KEYS,
+    more=_granite_hybrid,
+    turned=True,
+    stateful="mamba",
+)
+
 # general.architecture -> a key of metadata, and how files that have it are read
 VARIANTS = {
+    "granitehybrid": ("expert_count", replace(_HYBRID, experts=True)),
     "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
     "mistral3": (
         "attention.temperature_scale",
@@ -405,6 +457,7 @@ ARCHITECTURES = {
     ),
     "gpt-oss": Architecture("gpt_oss", _GPT_OSS, more=_gpt_oss, pattern=0, experts=True),
     "granite": Architecture("granite", keys=_GRANITE, turned=True),
+    "granitehybrid": _HYBRID,
     "granitemoe": Architecture(
         "granitemoe", _GRANITE_MOE, keys=_GRANITE, turned=True, experts=True
     ),
@@ -419,7 +472,7 @@ ARCHITECTURES = {
         keys={"shortconv.l_cache": "conv_L_cache"},
         values={"block_auto_adjust_ff_dim": False},  # it was adjusted
         eps="norm_eps",
-        convolves=True,
+        stateful="conv",
     ),
     "lfm2moe": Architecture(
         "lfm2_moe",
@@ -432,7 +485,7 @@ ARCHITECTURES = {
         eps="norm_eps",
         experts=True,
         gating=(2,),
-        convolves=True,
+        stateful="conv",
     ),
     "llama": Architecture("llama", turned=True),
     "mistral3": Architecture("llama", turned=True),
