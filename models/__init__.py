@@ -23,6 +23,7 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {  # by model_type
     "apertus": Architecture("Apertus", "Apertus 8B and 70B"),
     "arcee": Architecture("Arcee", "AFM-4.5B"),
+    "bamba": Architecture("Bamba", "Bamba 9B"),
     "cohere": Architecture("Cohere", "Command R"),
     "cohere2": Architecture("Cohere2", "Command R7B, Command A"),
     "cwm": Architecture("Cwm", "Code World Model"),

@@ -4,15 +4,17 @@ decays as its input says, in place of attention."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.layer_state import LayerState, StateShape
-from infer.kernels.ops import Ops, Value
+from infer.kernels.ops import Ops, Rope, Value
 from infer.models import layers
 from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Weights
+from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.models.llama import Llama
 from infer.models.weights import Source, WeightSpec
 
 # What lists of layers call them, before and since transformers 5.
@@ -22,6 +24,62 @@ KINDS = {
     "attention": "attention",
     "full_attention": "attention",
 }
+
+# What transformers takes for keys that a config leaves out.
+DEFAULTS = {
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+}
+
+
+class Mamba2(Llama):
+    """Some layers have it in place of attention."""
+
+    def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """Of attention or of Mamba."""
+        shape = self.config.states[layer]
+        if shape is None:
+            return super().mixer_weights(layer, name, prefix)
+        return weights(self.config, shape, f"{name}.mamba", f"{prefix}.mamba")
+
+    def mixer(
+        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
+    ) -> Value:
+        if not isinstance(cache, LayerState):
+            return super().mixer(ops, x, w, rope, cache, window)
+        return mamba2(ops, x, Scope(w, "mamba"), self.config, cache)
+
+
+def read_mamba(raw: RawConfig, mamba: Sequence[bool]) -> dict[str, Any]:
+    """The fields of the config that say what Mamba layers are; mamba: which layers. raw has the
+    DEFAULTS. Raises UnsupportedError."""
+    if not any(mamba):
+        return {}
+    raw.expect("hidden_act", "silu", "swish")
+    heads, inner = raw.size("mamba_n_heads"), raw.size("mamba_expand") * raw.size("hidden_size")
+    given = raw.values.get("mamba_d_head")
+    head_dim = raw.size("mamba_d_head") if given not in (None, "auto") else inner // heads
+    if heads * head_dim != inner:
+        raise UnsupportedError(
+            f"{raw.place}: {heads} Mamba heads of {head_dim} are not {inner} values (mamba_expand "
+            "times hidden_size), which is not implemented."
+        )
+    state = read_shape(
+        raw,
+        heads=heads,
+        head_dim=head_dim,
+        groups=raw.size("mamba_n_groups"),
+        state_dim=raw.size("mamba_d_state"),
+        taps="mamba_d_conv",
+    )
+    return {
+        "states": [state if has_state else None for has_state in mamba],
+        "conv_bias": raw.get("mamba_conv_bias", True, bool),
+        "mamba_proj_bias": raw.get("mamba_proj_bias", False, bool),
+        "time_step_limit": read_time_step_limit(raw),
+    }
 
 
 def read_shape(

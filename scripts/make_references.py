@@ -935,6 +935,31 @@ def granitemoehybrid(**changes: Any) -> dict[str, Any]:
     return granitemoe(**own | changes)
 
 
+def bamba(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attn_layer_indices": [1],
+        "attn_rotary_emb": 8,
+        "hidden_size": 48,
+        "mamba_chunk_size": 16,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "mamba_proj_bias": False,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_logits_to_keep": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "z_loss_coefficient": 0.0,
+    }
+    config = llama() | {"model_type": "bamba", "vocab_size": 250} | own | changes
+    return {key: value for key, value in config.items() if key != "pretraining_tp"}
+
+
 def nemotron_h(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "nemotron_h",
@@ -1256,6 +1281,7 @@ CASES: dict[str, Case] = {
             tie_word_embeddings=False,
         )
     ),
+    "bamba": Case(bamba()),
     "nemotron_h": Case(nemotron_h()),
     "nemotron_h_experts": Case(nemotron_h_moe()),
     # All biases, and experts that see less than all of an activation.

@@ -28,6 +28,8 @@ def test_any_name_may_be_a_key() -> None:
     [
         ("apertus", {"hidden_act": "silu"}, "hidden_act = 'silu'"),
         ("apertus", {"post_norm": True}, "post_norm = True"),
+        ("bamba", {"attn_rotary_emb": 16}, "attn_rotary_emb = 16"),
+        ("bamba", {"mamba_n_heads": 5}, "5 Mamba heads of 19 are not 96 values"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm = true"),
         ("cohere2", {"logit_scale": 0}, "'logit_scale' must be positive"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
