@@ -95,6 +95,7 @@ class NemotronH(MixtureOfExperts):
             mlp_bias=raw.get("mlp_bias", False, bool),
             conv_bias=raw.get("use_conv_bias", True, bool),
             mamba_proj_bias=bias,
+            # As in the files' own code; transformers begins at time_step_min, in prompts alone.
             time_step_limit=mamba2.read_time_step_limit(raw),
         )
 
@@ -111,26 +112,26 @@ class NemotronH(MixtureOfExperts):
         shape = self.config.states[layer]
         if shape is None:
             yield from super().mixer_weights(layer, name, prefix)
-        elif shape is not NOTHING:
+        elif shape != NOTHING:
             yield from mamba2.weights(self.config, shape, f"{name}.mamba", f"{prefix}.mixer")
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         """Of the layers that have one, or experts; and what these read and write through."""
         c = self.config
-        if c.states[layer] is not NOTHING:
+        if c.states[layer] != NOTHING:
             return
-        if c.experts is None:
+        if c.experts is None or not c.experts.layers[layer]:
             yield from layers.mlp_weights(c, name, f"{prefix}.mlp")
             return
         yield from super().mlp_weights(layer, name, prefix)
         latent, hidden = c.experts.latent, c.hidden_size
+        if not latent:
+            return
         for part, shape in (("fc1", (latent, hidden)), ("fc2", (hidden, latent))):
-            module = f"{part}_latent_proj"
-            if latent and c.experts.layers[layer]:
-                yield layers.stacked(f"{name}.{module}", prefix, {f"mixer.{module}.weight": shape})
-            if latent and c.experts.layers[layer] and c.mlp_bias:
-                bias = {f"mixer.{module}.bias": shape[:1]}
-                yield layers.stacked(f"{name}.{module}.bias", prefix, bias)
+            own, place = f"{name}.{part}_latent_proj", f"{prefix}.mixer.{part}_latent_proj"
+            yield layers.stacked(own, place, {"weight": shape})
+            if c.mlp_bias:
+                yield layers.stacked(f"{own}.bias", place, {"bias": shape[:1]})
 
     def chosen(self, ops: Ops, x: Value, routing: Value, w: Weights) -> Value:
         if not self.experts.latent:
@@ -148,7 +149,7 @@ class NemotronH(MixtureOfExperts):
         x = layers.norm(ops, h, w, "norm", self.config)
         if not isinstance(cache, LayerState):
             return h + self.mixer(ops, x, w, rope, cache, window)
-        if cache.shape is NOTHING:
+        if cache.shape == NOTHING:
             return h + self.mlp(ops, x, Scope(w, "mlp"))
         return h + mamba2.mamba2(ops, x, Scope(w, "mamba"), self.config, cache)
 
@@ -166,9 +167,10 @@ def _read_kinds(raw: RawConfig) -> list[str]:
 
 def _read_experts(raw: RawConfig, kinds: Sequence[str]) -> ExpertsConfig | None:
     """Those of DeepSeek-V3, but with MLPs that have no gates. Raises UnsupportedError."""
-    count = raw.size("n_routed_experts")
     if "moe" not in kinds:
+        raw.get("n_routed_experts", None)  # which transformers writes all the same
         return None
+    count = raw.size("n_routed_experts")
     raw.expect("n_group", 1)
     raw.expect("topk_group", 1)
     raw.expect("n_shared_experts", 1)

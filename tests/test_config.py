@@ -134,6 +134,7 @@ def test_what_nemotron_calls_its_keys() -> None:
     values |= {"attention_head_dim": values.pop("head_dim"), "mamba_d_conv": 4, "conv_kernel": 9}
     kinds = ["mamba", "mlp", "attention", "mlp"]
     values |= {"layers_block_type": kinds, "hybrid_override_pattern": "MMMM"}
+    values |= {"auto_map": {"AutoConfig": "configuration.Config"}, "n_routed_experts": None}
     assert build_model(RawConfig(values)).config == expected
 
 
