@@ -79,7 +79,7 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("lfm2", "glm4", "chatglm-bpe"), (_LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}",)),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), ()),
     **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _DEEPSEEK3),
@@ -94,10 +94,12 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olmo", "exaone4")
 # Words of the vocabulary are not merged.
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
-_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "olmo")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "hunyuan", "command-r", "olmo")
 
 # What ends a turn in gpt-oss's format, in which <|end|> only ends one of its messages.
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
+# What ends a turn in Gemma 4's, of whatever type; a call of a tool does.
+_ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
 # Control tokens that end a turn, whether or not a file says so: many name only one.
 _ENDS_BY_TEXT = (
     "<|eot_id|>",
@@ -116,12 +118,12 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
     Raises TokenizerError for a kind that is not implemented, and for metadata that is incomplete.
     """
     found = _Metadata(gguf)
-    kinds = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kinds = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
     kind = found.get("model", str)
     if kind not in kinds:
         raise TokenizerError(
             f"{gguf.file} has a tokenizer of the kind {kind!r}, which is not implemented (only "
-            f"{' and '.join(kinds)}). Take a version of the model with a tokenizer.json."
+            f"{', '.join(kinds)}). Take a version of the model with a tokenizer.json."
         )
     tokens = found.texts("tokens")
     types = found.numbers("token_type", len(tokens), _NORMAL)
@@ -152,6 +154,8 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
     eos_ids |= {control.get(token) for token in _ENDS_BY_TEXT}
     if all(token in control for token in _ENDS_OF_HARMONY):
         eos_ids.discard(control.get("<|end|>"))
+    if kind == "gemma4":
+        eos_ids |= {i for i, token in enumerate(tokens) if token in _ENDS_OF_GEMMA4}
     return Tokenizer(
         backend,
         special_tokens={name: tokens[number] for name, number in ids.items() if number is not None},
@@ -222,10 +226,12 @@ def _byte_level(
 def _sentencepiece(
     found: _Metadata, tokens: Sequence[str], types: Sequence[float]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Merges of characters with bytes for those unknown, as SentencePiece's BPE does them."""
+    """Merges of characters with bytes for those unknown, as SentencePiece's BPE does them. Those of
+    Gemma 4 are always listed."""
+    gemma4 = found.get("model", str) == "gemma4"
     if found.get("remove_extra_whitespaces", bool, False):
         raise found.error("removing extra whitespace is not implemented")
-    if f"{_KEY}merges" in found.gguf.metadata:
+    if gemma4 or f"{_KEY}merges" in found.gguf.metadata:
         merges = _pairs(found)
     else:
         scores = found.numbers("scores", len(tokens))
@@ -249,7 +255,7 @@ def _sentencepiece(
             byte_fallback=_BYTE in types,
         )
     )
-    prefix = found.get("add_space_prefix", bool, True)
+    prefix = found.get("add_space_prefix", bool, not gemma4)
     spaces = normalizers.Replace(" ", "▁")
     backend.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces

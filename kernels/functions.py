@@ -796,18 +796,26 @@ def rope_attention(
     softcap: float = 0.0,
     interleaved: bool = False,
     norms: tuple[Array, Array, float] | None = None,
+    v_norm: Array | None = None,
+    turn_first: bool = False,
     kv_dtype: str = "f32",
     **options: Unpack[Options],
 ) -> tuple[Floats, Array, Array]:
     """All from a projection x (see rope_kv_write) to the output of attention, [rows, n_heads *
     head_dim], and the cache after it. k and v [past, n_kv_heads * head_dim] are in the cache
-    already, and x follows them. One row is what attention does by itself; more rows go through
-    rope_kv_write, or, where nothing turns (table None), through kv_write."""
-    cache = _cache(device, k, v, n_kv_heads, kv_dtype, len(k) + len(x))
-    rotary = None if table is None else _rope(device, table, len(k) + len(x), interleaved)
+    already, and x follows them. Without values in x they are the keys before their norm; without
+    keys too, k and v have those of x's rows. v_norm: the weight of a norm of values, beside norms;
+    turn_first: norms are of what was turned. One row is what attention does by itself; more rows go
+    through rope_kv_write, or, for what that does not know, through a kernel for each step."""
+    kv_parts = (x.shape[1] * n_kv_heads // k.shape[1] - n_heads) // n_kv_heads
+    past = len(k) if kv_parts else len(k) - len(x)
+    cache = _cache(device, k, v, n_kv_heads, kv_dtype, past + len(x))
+    rotary = None if table is None else _rope(device, table, past + len(x), interleaved)
     forward = Forward(device, len(x), **options)
-    output = _turned_attention(forward, x, rotary, cache, n_heads, norms, scale, window, softcap)
-    return forward.run(output, position=len(k)), *_cached(device, cache)
+    output = _turned_attention(
+        forward, x, rotary, cache, n_heads, norms, scale, window, softcap, v_norm, turn_first
+    )
+    return forward.run(output, position=past), *_cached(device, cache)
 
 
 def _turned_attention(
@@ -820,17 +828,25 @@ def _turned_attention(
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    v_norm: Array | None = None,
+    turn_first: bool = False,
 ) -> Value:
-    """Attention on a projection x of queries, keys and values, the first two perhaps normed,
-    perhaps turned."""
+    """Attention on a projection x of queries, and perhaps keys, and perhaps values; heads perhaps
+    normed, those of queries and keys perhaps turned, before that or after."""
     ops, layer = forward.ops, cache.layers[0]
-    widths = [heads * layer.head_dim for heads in (n_heads, layer.n_kv_heads, layer.n_kv_heads)]
-    q, k, v = ops.split(forward.input(x), *widths)
-    if norms is not None:
-        q = ops.rmsnorm(q, to_gpu(forward.device, norms[0]), norms[2])
-        k = ops.rmsnorm(k, to_gpu(forward.device, norms[1]), norms[2])
-    if rope is not None:
-        q, k = ops.rope(q, rope, layer.head_dim), ops.rope(k, rope, layer.head_dim)
+    q_width, kv_width = n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
+    parts = (x.shape[1] - q_width) // kv_width
+    q, *kv = ops.split(forward.input(x), q_width, *[kv_width] * parts)
+    k, v = (kv[0], kv[-1]) if kv else (None, None)
+    for turns in (turn_first, not turn_first):
+        if turns and rope is not None:
+            q = ops.rope(q, rope, layer.head_dim)
+            k = k and ops.rope(k, rope, layer.head_dim)
+        if not turns and norms is not None:
+            q = ops.rmsnorm(q, to_gpu(forward.device, norms[0]), norms[2])
+            k = k and ops.rmsnorm(k, to_gpu(forward.device, norms[1]), norms[2])
+    if v and norms is not None and v_norm is not None:
+        v = ops.rmsnorm(v, to_gpu(forward.device, v_norm), norms[2])
     return ops.attention(q, k, v, layer, scale=scale, window=window, softcap=softcap)
 
 

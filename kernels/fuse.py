@@ -5,9 +5,12 @@ route -> experts                      the choice goes into their first projectio
 linear -> + residual                  the sum goes into the projection
 a + b -> + residual                   each adds what came before it, if both are projections
 linear * sigmoid(gate) in such a sum  the gate goes into the projection (decode)
+rmsnorm -> + residual -> * factor     the sum and the product go into the norm
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
+activation(linear) * factors          the product goes into the projection (decode)
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
+attention * sigmoid(gates)            the gates go into attention (decode)
 activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
 
@@ -56,9 +59,8 @@ class Fusion:
             self._absorb(value)
 
     def _absorb(self, value: Value) -> None:
-        if value.op == "rmsnorm" and self.vec and self._whole_row(value):
-            users = self.consumers[value]
-            if users and all(user.op in PROJECTIONS for user in users):
+        if value.op == "rmsnorm" and self.vec:
+            if self._whole_row(value) and self._is_projected(value):
                 self.absorbed.add(value)
         elif value.op == "route" and self.vec:
             readers = [user.op for user in self.consumers[value]]
@@ -66,12 +68,21 @@ class Fusion:
             if alone and value.attrs["correction"] is value.attrs["expert_scales"] is None:
                 self.absorbed.add(value)
         elif value.op == "add":
-            linear, both = self._residual_of(value), self._sum_in(value)
+            linear, both, norm = self._residual_of(value), self._sum_in(value), self._norm_in(value)
             if linear is not None:
                 self.absorbed.add(linear)
+            elif norm is not None:
+                self.absorbed.add(norm)
             elif both is not None:
                 first = both.inputs[0]
                 self.absorbed.update((both, first, self._ungated(first)))
+        elif value.op == "scale":
+            (total,) = value.inputs
+            normed = total.op == "add" and any(
+                part.op == "rmsnorm" and part in self.absorbed for part in total.inputs
+            )
+            if normed and self.consumers[total] == [value]:
+                self.absorbed.add(total)
         elif value.op == "activation":
             (source,) = value.inputs
             if source.op == "linear" and self.consumers[source] == [value]:
@@ -82,12 +93,24 @@ class Fusion:
                 self.absorbed.update(value.inputs)
                 if _is_whole(halves):
                     self.absorbed.add(halves)
+            elif self.vec and self._is_activated_alone(value.inputs[0], value):
+                self.absorbed.add(value.inputs[0])
         elif value.op == "attention" and self.projection(value) is not None:
             self.absorbed.update(self._turned(value))
+        elif value.op == "sigmoid_gate" and self.vec:
+            attention, gates = value.inputs
+            alone = self.consumers[attention] == [value] and gates.width == value.width
+            if attention.op == "attention" and alone and _is_aligned(gates):
+                self.absorbed.add(attention)
 
     def _whole_row(self, norm: Value) -> bool:
         whole = norm.attrs["weight"].shape[0] == norm.width and norm.attrs["groups"] == 1
         return bool(whole and norm.inputs[0].op != "slice")
+
+    def _is_projected(self, value: Value) -> bool:
+        """Whether projections are all that reads it."""
+        users = self.consumers[value]
+        return bool(users) and all(user.op in PROJECTIONS for user in users)
 
     def _residual_of(self, value: Value) -> Value | None:
         """The projection whose result is only added to something: the later operand first."""
@@ -110,6 +133,14 @@ class Fusion:
                 return both
         return None
 
+    def _norm_in(self, value: Value) -> Value | None:
+        """The norm of whole rows that is only added to something: the later operand first."""
+        for norm, other in (value.inputs[::-1], value.inputs):
+            alone = self.consumers[norm] == [value] and other.op != "slice"
+            if norm.op == "rmsnorm" and alone and self._whole_row(norm):
+                return norm
+        return None
+
     def _ungated(self, value: Value) -> Value:
         """The projection that `value` is, but for the sigmoid of one number for each row."""
         if value.op != "sigmoid_gate" or value.inputs[1].width > 1 or not self.vec:
@@ -117,6 +148,11 @@ class Fusion:
         linear = value.inputs[0]
         alone = self.consumers[linear] == [value] and linear.attrs.get("bias") is None
         return linear if alone else value
+
+    def _is_activated_alone(self, act: Value, value: Value) -> bool:
+        """Whether `act` is a projection and its activation, which only `value` reads."""
+        activated = act.op == "activation" and act.inputs[0] in self.absorbed
+        return activated and self.consumers[act] == [value]
 
     def _gated(self, value: Value) -> Value | None:
         """The activation whose halves are gate and up, when value is activation(gate) * up."""
@@ -137,7 +173,8 @@ class Fusion:
         forms: set[Form] = set()
         others = False
         for user in self._readers(value):
-            norm = user if user.op == "rmsnorm" and user in self.absorbed else None
+            is_norm = user.op == "rmsnorm" and user in self.absorbed and self._is_projected(user)
+            norm = user if is_norm else None
             linears = self.consumers[user] if norm else [user]
             int8 = {linear.op in PROJECTIONS and _integers(linear) for linear in linears}
             if any(_ordered(linear) for linear in linears):
@@ -156,22 +193,30 @@ class Fusion:
         return found
 
     def projection(self, value: Value) -> Value | None:
-        """The q, k, v projection that attention takes apart, heads perhaps normed and turned."""
-        if len(value.inputs) == 1:  # keys and values are in the cache already
-            return None
-        q, q_norm, q_rope = self.head_chain(value.inputs[0])
-        k, k_norm, k_rope = self.head_chain(value.inputs[1])
-        parts = (q, k, value.inputs[2])
-        if q_rope is not k_rope or (q_norm is None) != (k_norm is None):
-            return None
+        """The projection that attention takes apart: of q, k and v, of q and k, which is v too, or
+        of q alone; heads perhaps normed, those of q and k turned."""
+        chains = [self.head_chain(source) for source in value.inputs]
+        parts, norms, ropes = (list(items) for items in zip(*chains, strict=True))
+        q: Value = parts[0]
+        turned = self._turned(value)
         if any(part.op != "slice" or part.inputs[0] is not q.inputs[0] for part in parts):
             return None
-        if [part.attrs["offset"] for part in parts] != [0, q.width, q.width + k.width]:
+        offsets = [part.attrs["offset"] for part in parts]
+        if offsets not in ([0], [0, q.width, q.width], [0, q.width, q.width + parts[-1].width]):
             return None
-        if q_norm and k_norm and q_norm.attrs["eps"] != k_norm.attrs["eps"]:
+        normed = [norm is not None for norm in norms]
+        if normed[1:] not in ([], [normed[0], False], [normed[0], normed[0]]):
             return None
+        if any(rope is not own for rope, own in zip(ropes[1:], (ropes[0], None), strict=False)):
+            return None
+        if len({norm.attrs["eps"] for norm in norms if norm}) > 1:
+            return None
+        if len({self.turns_first(source) for source in value.inputs[:2]}) > 1:
+            return None
+        if len(parts) == 1 and not turned:
+            return None  # nothing is left to do
         head_dim = value.attrs["cache"].head_dim
-        for step in self._turned(value):
+        for step in turned:
             width = step.attrs["head_dim"] if step.op == "rope" else step.attrs["weight"].shape[0]
             if width != head_dim or len(self.consumers[step]) != 1:
                 return None
@@ -181,7 +226,7 @@ class Fusion:
     def _turned(value: Value) -> list[Value]:
         """The norms and ropes between attention and the slices of its projection."""
         found = []
-        for source in value.inputs[:2]:
+        for source in value.inputs:
             while source.op in ("rope", "rmsnorm"):
                 found.append(source)
                 source = source.inputs[0]
@@ -189,12 +234,29 @@ class Fusion:
 
     @staticmethod
     def head_chain(value: Value) -> tuple[Value, Value | None, Rope | None]:
+        """What a head is before its norm and its turn, in whatever order, and these."""
         rope = norm = None
-        if value.op == "rope":
-            rope, value = value.attrs["rope"], value.inputs[0]
-        if value.op == "rmsnorm":
-            norm, value = value, value.inputs[0]
+        while (value.op == "rope" and not rope) or (value.op == "rmsnorm" and not norm):
+            if value.op == "rope":
+                rope = value.attrs["rope"]
+            else:
+                norm = value
+            value = value.inputs[0]
         return value, norm, rope
+
+    @staticmethod
+    def turns_first(value: Value) -> bool:
+        """Whether a head is turned and then normed."""
+        return value.op == "rmsnorm" and value.inputs[0].op == "rope"
+
+
+def _is_aligned(value: Value) -> bool:
+    """Whether it begins with a vector of four."""
+    while value.op == "slice":
+        if value.attrs["offset"] % 4:
+            return False
+        value = value.inputs[0]
+    return True
 
 
 def _is_whole(source: Value) -> bool:

@@ -148,46 +148,70 @@ class Lowering:
             )
 
     def _lower_rmsnorm(self, value: Value) -> None:
-        self._rmsnorm(value, None)
+        self._rmsnorm(value, value)
 
     def _lower_gated_rmsnorm(self, value: Value) -> None:
-        self._rmsnorm(value, value.inputs[1])
+        self._rmsnorm(value, value, gate=value.inputs[1])
 
-    def _rmsnorm(self, value: Value, gate: Value | None) -> None:
+    def _rmsnorm(
+        self,
+        value: Value,
+        result: Value,
+        residual: Value | None = None,
+        factor: GpuTensor | None = None,
+        gate: Value | None = None,
+    ) -> None:
+        """result = what the norm `value` computes, gated; + residual, the sum times factor."""
         weight: GpuTensor = value.attrs["weight"]
         groups = int(value.attrs["groups"])
         width = weight.shape[0] // groups
         x, x_stride, offset = self.source(value.inputs[0])
-        outputs: list[Operand] = [value]
-        form = self.next_form(value, self.device.limits.storage_buffers - 3)
-        int8 = form is not None and form.norm is None and not form.keep and width % HALF == 0
-        int8 = int8 and 8 * width <= self.device.limits.workgroup_storage  # which they lie in
-        if form is not None and int8:
-            outputs = self.prepare(value, form, self.rows(value))
-        operands: list[Operand] = [x, weight.buffer, *outputs]
+        operands: list[Operand] = [x, weight.buffer]
         gate_stride = gate_offset = 0
         if gate is not None:
             z, gate_stride, gate_offset = self.source(gate)
             operands.append(z)
+        if residual is not None:
+            operands.append(self.source(residual)[0])
+        if factor is not None:
+            operands.append(factor.buffer)
+        lanes = 1 if (width | offset | gate_offset) % 4 else 4
+        form = self.next_form(result, self.device.limits.storage_buffers - len(operands))
+        workgroup = self.tuning.workgroup(width)
+        fits = 2 * width + 4 * workgroup <= self.device.limits.workgroup_storage
+        if form and form.int8 and (lanes == 1 or width % HALF or not fits):
+            form = None
+        keep = form is None or form.keep
+        if keep:
+            operands.append(result)
+        if form is not None:
+            operands += self.prepare(result, form, self.rows(result))
+            if form.norm is not None:
+                operands.append(form.norm.attrs["weight"].buffer)
         self.emit(
             "rmsnorm",
             operands,
-            self.row_grid(value, value.width // width),
+            self.row_grid(result, result.width // width),
             {
-                "WG": self.tuning.workgroup(width),
+                "WG": workgroup,
                 "SUBGROUPS": self.device.subgroups,
                 "WIDTH": width,
                 "GROUPS": groups,
                 "EPS": float(value.attrs["eps"]),
+                "LANES": lanes,
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,
-                "Y_STRIDE": stride(value.width),
+                "Y_STRIDE": stride(result.width),
                 "GATED": gate is not None,
                 "GATE_STRIDE": gate_stride,
                 "GATE_OFFSET": gate_offset,
-                "QUANTIZE": int8,
+                "RESIDUAL": residual is not None,
+                "FACTOR": factor is not None,
+                "KEEP": keep,
+                "QUANTIZE": form is not None and form.int8,
+                "NEXT_NORM": form is not None and form.norm is not None,
             },
-            moved=lambda rows, kv_len: 8 * rows * value.width,
+            moved=lambda rows, kv_len: 8 * rows * result.width,
         )
 
     def _lower_layernorm(self, value: Value) -> None:
@@ -222,9 +246,10 @@ class Lowering:
         activation: str = "none",
         gated: bool = False,
         gate: Value | None = None,
+        factors: Value | None = None,
     ) -> None:
         """result = what the linear op `value` computes, with what was fused into it. gate: one
-        value for each row, whose sigmoid multiplies it."""
+        value for each row, whose sigmoid multiplies it; factors: as many as it has itself."""
         weight: GpuTensor = value.attrs["weight"]
         bias: GpuTensor | None = value.attrs["bias"]
         source, norm = value.inputs[0], None
@@ -260,11 +285,13 @@ class Lowering:
             return
         params["NORM"], params["SCALED"] = norm is not None, scaled
         params["EPS"] = float(norm.attrs["eps"]) if norm is not None else 0.0
-        params |= {"SIGMOID_GATE": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
-        if gate is not None:
-            x, gate_stride, offset = self.source(gate)
+        params |= {"SIGMOID_GATE": gate is not None, "FACTORS": factors is not None}
+        params |= {"GATE_STRIDE": 0, "GATE_OFFSET": 0}
+        gates = gate or factors
+        if gates is not None:
+            x, gate_stride, offset = self.source(gates)
             added.append(x)
-            params |= {"SIGMOID_GATE": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
+            params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         # A row that has stopped writes nothing, where rows are those of the step.
         params["STOPS"] = self.kind.rows == 1 or not (value.of_logits and self.kind.logits)
         if params["STOPS"]:
@@ -411,17 +438,19 @@ class Lowering:
             if linear.op == "add" and linear in self.absorbed:  # of two projections
                 first, second = linear.inputs
                 sum_so_far = Value(value.ops, "add", value.width, of_logits=value.of_logits)
-                self._projection(first, sum_so_far, other)
-                self._projection(second, value, sum_so_far)
+                self._onto(first, sum_so_far, other)
+                self._onto(second, value, sum_so_far)
                 return
             if linear in self.absorbed:
-                self._projection(linear, value, other)
+                self._onto(linear, value, other)
                 return
         self._elementwise("elementwise_add", value)
 
-    def _projection(self, value: Value, result: Value, residual: Value) -> None:
-        """result = the projection `value`, perhaps times a sigmoid, + residual."""
-        if value.op == "expert_down":
+    def _onto(self, value: Value, result: Value, residual: Value) -> None:
+        """result = the norm, or the projection, perhaps times a sigmoid, `value` + residual."""
+        if value.op == "rmsnorm":
+            self._rmsnorm(value, result, residual)
+        elif value.op == "expert_down":
             lower_down(self, value, result, residual)
         elif value.op == "sigmoid_gate":
             linear, gate = value.inputs
@@ -434,9 +463,11 @@ class Lowering:
         if act not in self.absorbed:
             self._elementwise("elementwise_mul", value)
             return
-        linear = up.inputs[0]
-        if linear in self.absorbed:
-            self._linear(linear, value, activation=act.attrs["function"], gated=True)
+        (source,) = act.inputs
+        if source.op != "slice":
+            self._linear(source, value, activation=act.attrs["function"], factors=up)
+        elif source.inputs[0] in self.absorbed:
+            self._linear(source.inputs[0], value, activation=act.attrs["function"], gated=True)
         else:
             self._activation(act, value, gated=True)
 
@@ -475,7 +506,14 @@ class Lowering:
         self._each("xielu", value, {}, value.attrs["shape"].buffer)
 
     def _lower_scale(self, value: Value) -> None:
-        self._each("scale", value, {}, value.attrs["factor"].buffer)
+        factor: GpuTensor = value.attrs["factor"]
+        (x,) = value.inputs
+        if x not in self.absorbed:
+            self._each("scale", value, {}, factor.buffer)
+            return
+        a, b = x.inputs
+        norm, residual = (b, a) if b in self.absorbed else (a, b)
+        self._rmsnorm(norm, value, residual, factor)
 
     def _lower_position_scale(self, value: Value) -> None:
         params = {"BETA": float(value.attrs["beta"]), "INTERVAL": value.attrs["interval"]}
@@ -545,7 +583,7 @@ class Lowering:
         )
 
     def _lower_attention(self, value: Value) -> None:
-        lower_attention(self, value)
+        lower_attention(self, value, value)
 
     def _lower_route(self, value: Value) -> None:
         lower_route(self, value)
@@ -557,6 +595,13 @@ class Lowering:
         lower_down(self, value, value)
 
     def _lower_sigmoid_gate(self, value: Value) -> None:
+        if value.inputs[0] in self.absorbed:
+            lower_attention(self, value.inputs[0], value)
+        else:
+            self.sigmoid_gate(value)
+
+    def sigmoid_gate(self, value: Value) -> None:
+        """The kernel that only multiplies by the sigmoids."""
         (x, x_stride, _), (gate, gate_stride, gate_offset) = map(self.source, value.inputs)
         self.emit(
             "sigmoid_gate",

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from infer.kernels.lower import Lowering
 
 
-def lower_attention(low: Lowering, value: Value) -> None:
-    """Emit the kernels of the attention op `value`."""
+def lower_attention(low: Lowering, value: Value, result: Value) -> None:
+    """Emit the kernels of the attention op `value`. result: the same, or what its gates make of
+    it."""
     cache: LayerCache = value.attrs["cache"]
     group = value.width // (cache.n_kv_heads * cache.head_dim)
     common = {
@@ -40,9 +41,9 @@ def lower_attention(low: Lowering, value: Value) -> None:
     projection = low.fusion.projection(value) if low.fusion else None
     heads = _Heads.of(value, projection) if projection is not None else None
     if heads is not None and split is not None and _turns_in_registers(low, cache, heads):
-        _attention_split(low, value, heads.projection, common, split, heads)
+        _attention_split(low, value, result, heads.projection, common, split, heads)
         return
-    bindings = 7 + len(heads.weights) if heads is not None else 0
+    bindings = 5 + 2 * heads.own + len(heads.weights) if heads is not None else 0
     if heads and heads.rope and low.device.limits.storage_buffers >= bindings:
         query = _rope_kv_write(low, value, heads, heads.rope)
     else:
@@ -54,29 +55,40 @@ def lower_attention(low: Lowering, value: Value) -> None:
     if low.fusion and not low.kind.vec:
         _attention_tiled(low, value, query, common)
     elif split is not None:
-        _attention_split(low, value, query, common, split)
+        _attention_split(low, value, result, query, common, split)
     else:
         _attention_chain(low, value, query, common)
+        if result is not value:
+            low.sigmoid_gate(result)
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """A q, k, v projection, and what becomes of its heads: how queries and keys turn, if they do,
-    and the weights of their norms (none, or of queries and of keys)."""
+    """A projection of q, k and v, and what becomes of its heads: how queries and keys turn, if they
+    do, and the weights of the norms of queries, keys and values, if they have any. own: there are
+    keys and values; v_is_k: these are the keys as they are projected."""
 
     projection: Value
     rope: Rope | None
     weights: tuple[Buffer, ...]
     eps: float
+    own: bool
+    v_is_k: bool
+    turned_first: bool
 
     @classmethod
     def of(cls, value: Value, projection: Value) -> _Heads:
-        _, q_norm, rope = Fusion.head_chain(value.inputs[0])
-        _, k_norm, _ = Fusion.head_chain(value.inputs[1])
-        if q_norm is None or k_norm is None:
-            return cls(projection, rope, (), 0.0)
-        weights = (q_norm.attrs["weight"].buffer, k_norm.attrs["weight"].buffer)
-        return cls(projection, rope, weights, float(q_norm.attrs["eps"]))
+        parts, norms, ropes = zip(*map(Fusion.head_chain, value.inputs), strict=True)
+        found = [norm for norm in norms if norm is not None]
+        return cls(
+            projection,
+            ropes[0],
+            tuple(norm.attrs["weight"].buffer for norm in found),
+            float(found[0].attrs["eps"]) if found else 0.0,
+            own=len(parts) == 3,
+            v_is_k=len(parts) == 3 and parts[1] is parts[2],
+            turned_first=Fusion.turns_first(value.inputs[0]),
+        )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -84,6 +96,10 @@ class _Heads:
             "ROTARY_DIM": self.rope.rotary_dim if self.rope else 0,
             "INTERLEAVED": self.rope.interleaved if self.rope else False,
             "NORM": bool(self.weights),
+            "TURN_FIRST": self.turned_first,
+            "OWN": self.own,
+            "V_NORM": len(self.weights) == 3,
+            "V_IS_K": self.v_is_k,
             "EPS": self.eps,
         }
 
@@ -93,7 +109,16 @@ class _Heads:
         return ((self.rope.table,) if self.rope else ()) + self.weights
 
 
-_UNTURNED = {"ROTARY_DIM": 0, "INTERLEAVED": False, "NORM": False, "EPS": 0.0}
+_UNTURNED = {
+    "ROTARY_DIM": 0,
+    "INTERLEAVED": False,
+    "NORM": False,
+    "EPS": 0.0,
+    "TURN_FIRST": False,
+    "OWN": False,
+    "V_NORM": False,
+    "V_IS_K": False,
+}
 
 
 def _turns_in_registers(low: Lowering, cache: LayerCache, heads: _Heads) -> bool:
@@ -109,8 +134,8 @@ def _turns_in_registers(low: Lowering, cache: LayerCache, heads: _Heads) -> bool
 
 
 def _turn_apart(low: Lowering, value: Value) -> None:
-    """The norms and ropes of queries and keys as kernels of their own."""
-    for source in value.inputs[:2]:
+    """The norms and ropes of heads as kernels of their own."""
+    for source in value.inputs:
         chain = []
         while source in low.absorbed:
             chain.append(source)
@@ -124,11 +149,11 @@ def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Va
     x, x_stride, _ = low.source(heads.projection)
     query = Value(value.ops, "query", value.width)
     operands: list[Operand] = [low.step, cache.pages, rope.table, x, query]
-    n_heads = value.width // cache.head_dim
+    n_heads, kv = value.width // cache.head_dim, (cache.keys, cache.values) if heads.own else ()
     low.emit(
         "rope_kv_write",
-        [*operands, cache.keys, cache.values, *heads.weights],
-        low.row_grid(value, n_heads + 2 * cache.n_kv_heads),
+        [*operands, *kv, *heads.weights],
+        low.row_grid(value, n_heads + len(kv) * cache.n_kv_heads),
         {
             **_kv_params(cache),
             **heads.params,
@@ -204,6 +229,7 @@ def _attention_chain(low: Lowering, value: Value, query: Value, common: dict[str
 def _attention_split(
     low: Lowering,
     value: Value,
+    result: Value,
     source: Value,
     common: dict[str, Any],
     variant: AttentionVariant,
@@ -214,21 +240,31 @@ def _attention_split(
     cache: LayerCache = value.attrs["cache"]
     x, x_stride, x_offset = low.source(source)
     n_heads, sinks, window = value.width // cache.head_dim, _sinks(value), common["WINDOW"]
-    outputs: list[Operand] = [value]
-    form = low.next_form(value, low.device.limits.storage_buffers - 2 - len(sinks))
+    last: list[Operand] = [*sinks]
+    ungated = gated = {"GATED": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
+    if result is not value:
+        gates, gate_stride, gate_offset = low.source(result.inputs[1])
+        gated = {"GATED": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": gate_offset}
+        last.append(gates)
+    outputs: list[Operand] = [result]
+    form = low.next_form(result, low.device.limits.storage_buffers - 2 - len(last))
     quantize = form is not None and form.norm is None and not form.keep
     if form is not None and quantize:
-        outputs = low.prepare(value, form, low.kind.rows)
+        outputs = low.prepare(result, form, low.kind.rows)
     inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
     turning = heads.operands if heads is not None else ()
     params = (
         common
         | (heads.params if heads is not None else _UNTURNED)
-        | {"ROPE": heads is not None, "X_STRIDE": x_stride, "X_OFFSET": x_offset}
-        | {"Y_STRIDE": stride(value.width)}
+        | {
+            "ROPE": heads is not None,
+            "X_STRIDE": x_stride,
+            "X_OFFSET": x_offset,
+            "Y_STRIDE": stride(value.width),
+        }
     )
     joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
-    operands = [*inputs, *outputs, *turning, *sinks]
+    operands = [*inputs, *outputs, *turning, *last]
     if len(operands) > low.device.limits.storage_buffers or (quantize and cache.head_dim % HALF):
         joined = None
     longest = joined.max_split if joined is not None else 0  # context that one split has room for
@@ -241,7 +277,8 @@ def _attention_split(
             params
             | _split_params(cache, joined, window, 2)
             | _variant_params(low, joined)
-            | {"JOINED": True, "QUANTIZE": quantize, "SINKS": bool(sinks)},
+            | {"JOINED": True, "QUANTIZE": quantize, "SINKS": bool(sinks)}
+            | gated,
             moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
         )
     if min(positions, window or positions) <= longest:
@@ -258,14 +295,16 @@ def _attention_split(
         params
         | split
         | _variant_params(low, variant)
-        | {"JOINED": False, "QUANTIZE": False, "SINKS": False},
+        | {"JOINED": False, "QUANTIZE": False, "SINKS": False}
+        | ungated,
         moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
     )
     low.emit(
         "attention_combine",
-        (low.step, partial, *outputs, *sinks),
+        (low.step, partial, *outputs, *last),
         _Grid(-(-value.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
         split
+        | gated
         | {
             "WG": _COMBINE_WORKGROUP,
             "N_HEADS": n_heads,

@@ -104,7 +104,7 @@ class Checkpoint:
     the tensors that a model asks for; what these are made of is not among the tensors. format: how
     they are packed. ignored: what the files quantise besides weights, in a way that is not used.
     part_of: the model_type of the model that has other parts, which are left out. whole_norms: the
-    weights of norms are whole where the hub has them less one.
+    weights of norms are whole where the hub has them less one. upright: no matrix lies transposed.
     """
 
     folder: Path
@@ -114,6 +114,7 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
     part_of: str | None = None
     whole_norms: bool = False
+    upright: bool = False
 
     @property
     def nbytes(self) -> int:

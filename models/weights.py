@@ -146,6 +146,8 @@ class WeightSpec:
         known = checkpoint.tensors, checkpoint.packed
         has_others = any(source.key in those for source in self.others for those in known)
         found = self.others if has_others else self.sources
+        if checkpoint.upright:
+            return tuple(replace(source, transposed=False) for source in found)
         return tuple(source.in_file(checkpoint.tensors.get(source.key)) for source in found)
 
 

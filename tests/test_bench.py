@@ -177,7 +177,7 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [  # as the published safetensors files count them
-        ("gemma-2-2b", 2_614_341_888),
+        ("gemma-3-4b", 3_880_263_168),
         ("gpt-oss-20b", 20_914_757_184),
         ("granite-4.0-h-tiny", 6_939_037_248),
         ("lfm2-1.2b", 1_170_340_608),

@@ -21,7 +21,7 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from numpy.typing import NDArray
 from reference_models import cases, load, relative_error
 from safetensors.numpy import save_file
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from infer.gguf_tokenizer import gguf_tokenizer
 from infer.kernels.device import Device
@@ -33,7 +33,7 @@ from infer.kernels.errors import (
     UnsupportedError,
 )
 from infer.models import build_model, open_model
-from infer.models.checkpoint import Checkpoint
+from infer.models.checkpoint import Checkpoint, TensorInfo
 from infer.models.config import RawConfig
 from infer.models.formats import find_format, find_packed
 from infer.models.formats import gguf_config as reader
@@ -42,6 +42,7 @@ from infer.models.formats.gguf_architectures import ARCHITECTURES
 from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
 from infer.models.formats.packed import read_flat, read_rows
+from infer.models.multimodal import text_config, text_tensors
 from infer.models.packing import stored_packed
 from infer.models.rope import rope_table
 from infer.models.weights import check_checkpoint, load_weights
@@ -247,6 +248,9 @@ def turned(array: Array, heads: int) -> Array:
 ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
     "llama": "llama",
     "ministral3": "mistral3",
+    "granitemoehybrid": "granite",
+    "granitemoehybrid_mamba": "granitehybrid",
+    "granitemoeshared": "granitemoe",
     "mistral": "llama",
     "mixtral": "llama",
     "olmo3": "olmo2",
@@ -254,6 +258,16 @@ ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
 }
+# Whose norms' weights one is added to.
+ADDING = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "nemotron",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 Add = Callable[[library.GGUFWriter, Mapping[str, Any]], object]
 
 
@@ -269,6 +283,38 @@ def windowed(pattern: int | Sequence[bool] | None = None) -> Add:
 def add_gemma3(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     windowed(raw["sliding_window_pattern"])(writer, raw)
     writer.add_rope_freq_base_swa(raw["rope_local_base_freq"])
+
+
+def add_gemma4(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    for key in ("key_length", "value_length", "head_count_kv"):
+        writer.kv_data[0].pop(f"gemma4.attention.{key}")
+    whole, own, layers = raw["global_head_dim"], raw["head_dim"], raw["num_hidden_layers"]
+    slides = [kind == "sliding_attention" for kind in raw["layer_types"]]
+    windowed(slides)(writer, raw)
+    writer.add_key_length(whole)
+    writer.add_value_length(whole)
+    writer.add_key_length_swa(own)
+    writer.add_value_length_swa(own)
+    writer.add_rope_dimension_count_swa(own)
+    writer.add_rope_freq_base_swa(raw["rope_parameters"]["sliding_attention"]["rope_theta"])
+    turning = int(whole * raw["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    factors = np.array([1.0] * turning + [1e30] * (whole // 2 - turning), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    writer.add_shared_kv_layers(raw["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(raw["hidden_size_per_layer_input"])
+    writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
+    kv_heads, global_kv_heads = raw["num_key_value_heads"], raw["num_global_key_value_heads"]
+    if global_kv_heads is None:
+        writer.add_head_count_kv(kv_heads)
+    else:
+        writer.add_head_count_kv([kv_heads if kind else global_kv_heads for kind in slides])
+    if raw["use_double_wide_mlp"]:
+        writer.kv_data[0].pop("gemma4.feed_forward_length")
+        first = layers - raw["num_kv_shared_layers"]
+        width = raw["intermediate_size"]
+        writer.add_feed_forward_length([width * (1 + (i >= first)) for i in range(layers)])
+    if raw["enable_moe_block"]:
+        add_experts(writer, raw | {"num_experts_per_tok": raw["top_k_experts"]})
 
 
 def add_gemma2(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
@@ -418,10 +464,36 @@ def add_ernie_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> Non
 def add_granite_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     add_granite(writer, raw)
     add_experts(writer, raw)
+    if "shared_intermediate_size" in raw:
+        writer.kv_data[0].pop("granitemoe.feed_forward_length")
+        writer.add_feed_forward_length(raw["intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+
+
+def add_granite4(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    """As of the hybrid models, though no layer has Mamba."""
+    add_granite(writer, raw)
+    writer.kv_data[0].pop("granite.attention.head_count_kv")
+    writer.add_head_count_kv([raw["num_key_value_heads"]] * raw["num_hidden_layers"])
+    writer.add_expert_count(0)
+    writer.add_expert_used_count(0)
+    writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+    for size in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        writer.add_uint32(f"granite.ssm.{size}", 4)
+    writer.add_rope_scaling_finetuned(True)
+
+
+def add_hunyuan_moe(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    writer.add_expert_count(raw["num_experts"])
+    writer.add_expert_used_count(raw["moe_topk"][0])
+    writer.add_expert_feed_forward_length(raw["moe_intermediate_size"][0])
+    writer.add_expert_shared_count(raw["num_shared_expert"][0])
+    writer.add_expert_shared_feed_forward_length(raw["intermediate_size"])
 
 
 def add_granite_hybrid(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
-    add_granite_experts(writer, raw | {"num_experts": raw["num_local_experts"]})
+    add_granite(writer, raw)
+    add_experts(writer, raw)
     for key in ("feed_forward_length", "attention.head_count_kv"):
         writer.kv_data[0].pop(f"{writer.arch}.{key}")
     writer.add_feed_forward_length(raw["intermediate_size"])
@@ -446,13 +518,17 @@ ADD: dict[str, Add] = {
     "exaone4": windowed([True, False, True]),
     "gemma2": add_gemma2,
     "gemma3_text": add_gemma3,
+    "gemma4_text": add_gemma4,
     "glm4_moe": add_deepseek_experts,
     "gpt_neox": add_parallel,
     "gpt_oss": add_gpt_oss,
     "granite": add_granite,
     "granitemoe": add_granite_experts,
-    "granitemoehybrid": add_granite_hybrid,
+    "granitemoehybrid": add_granite4,
+    "granitemoehybrid_mamba": add_granite_hybrid,
+    "granitemoeshared": add_granite_experts,
     "hunyuan_v1_dense": add_hunyuan,
+    "hunyuan_v1_moe": add_hunyuan_moe,
     "lfm2": add_lfm2,
     "lfm2_moe": add_lfm2_moe,
     "ministral3": add_ministral3,
@@ -471,12 +547,15 @@ ADD: dict[str, Add] = {
 }
 
 
+# Models that also see, and whose text models are converted.
+SEEING = ("gemma4",)
 # Those whose rows of q and k are turned.
 TURNED = (
     "arcee",
     "granite",
     "granitemoe",
     "granitemoehybrid",
+    "granitemoeshared",
     "llama",
     "ministral3",
     "mistral",
@@ -488,7 +567,18 @@ TURNED = (
 
 def published(name: str) -> RawConfig:
     """The config of a stored model, in the spelling that the converter reads."""
-    return RawConfig(json.loads((DATA / "models" / name / "config.published.json").read_text()))
+    raw = RawConfig(json.loads((DATA / "models" / name / "config.published.json").read_text()))
+    return text_config(raw) if name in SEEING else raw
+
+
+def stored(name: str) -> dict[str, TensorInfo]:
+    """Its tensors."""
+    return text_tensors(Checkpoint.open(DATA / "models" / name).tensors)
+
+
+def written_as(name: str) -> str:
+    """What ARCHITECTURE and ADD say of a case: by its own name, or else by its model_type."""
+    return name if name in ARCHITECTURE else str(published(name).values["model_type"])
 
 
 def of_delta_net(key: str, array: Array, raw: Mapping[str, Any]) -> dict[str, Array]:
@@ -545,20 +635,38 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
                 array = turned(array, heads)
             if ".k_proj." in key:
                 array = turned(array, kv_heads)
-        if kind.startswith(("gemma", "qwen3_5", "qwen3_next")) and key.endswith("norm.weight"):
+        if kind in ADDING and key.endswith("norm.weight"):
             array = array + (not key.endswith("linear_attn.norm.weight"))
+        if kind == "gemma4_text" and not key.endswith(".weight"):
+            key = re.sub(r"model\.layers\.(\d+)\.router\.scale", r"blk.\1.ffn_gate_inp.scale", key)
+            key = re.sub(
+                r"model\.layers\.(\d+)\.router\.per_.*", r"blk.\1.ffn_down_exps.scale", key
+            )
+            made[key if key.startswith("blk.") else f"{key}.weight"] = array
+            continue
         if ".linear_attn." in key:
             made |= of_delta_net(key, array, raw.values)
             continue
         if ".mamba." in key:
             key, made[key] = of_mamba(key, array, raw.values)
             continue
-        if match := re.fullmatch(r"(.*)\.(block_sparse_moe|shared_mlp)\.input_linear\.weight", key):
-            block = "experts" if match[2] == "block_sparse_moe" else "shared_expert"
-            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True):
-                made[f"{match[1]}.mlp.{block}.{part}_proj.weight"] = rows
+        if key.endswith("block_sparse_moe.input_linear.weight"):
+            layer = key.partition(".block_sparse_moe")[0]
+            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                made[f"{layer}.mlp.experts.{part}_proj.weight"] = rows
             continue
-        key = key.replace("shared_mlp.output_linear", "mlp.shared_expert.down_proj")
+        if key.endswith("shared_mlp.input_linear.weight"):
+            layer, block = key.partition(".shared_mlp")[0], "mlp"
+            if config.experts is not None:
+                block = "mlp.shared_expert"
+            for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
+                made[f"{layer}.{block}.{part}_proj.weight"] = rows
+            continue
+        if kind == "granitemoehybrid":
+            block = "mlp" if config.experts is None else "mlp.shared_expert"
+            key = key.replace("shared_mlp.output_linear", f"{block}.down_proj")
+        if kind == "gpt2" and ".c_" in key:
+            array = np.ascontiguousarray(array.T)
         if key.endswith("conv.conv.weight"):
             array = array[:, 0]
         if "query_key_value" in key:
@@ -599,12 +707,12 @@ def converted(
     """A stored model, written as the converter of llama.cpp does it, matrices in this dtype, or
     quantised if `kind` says so. arch: another architecture than the usual. given: other tensors."""
     raw = published(name)
-    config, arch = build_model(raw).config, arch or ARCHITECTURE[raw.values["model_type"]]
+    config, arch = build_model(raw).config, arch or ARCHITECTURE[written_as(name)]
     names = library.get_tensor_name_map(
         {value: key for key, value in library.MODEL_ARCH_NAMES.items()}[arch],
         config.num_hidden_layers,
     )
-    infos = Checkpoint.open(DATA / "models" / name).tensors
+    infos = stored(name)
     order = sorted(infos, key=lambda key: [int(x) if x.isdigit() else x for x in key.split(".")])
     tensors: dict[str, Array] = {}
     kinds: dict[str, Kind] = {}
@@ -614,7 +722,7 @@ def converted(
         order.remove(key)
     hub = by_llama_cpp(name, {key: read_rows(infos[key]) for key in order})
     for key, array in hub.items():
-        own = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        own = key if key.startswith("blk.") else names.get_name(key, (".weight", ".bias"))
         assert own is not None
         vector = array.ndim == 1 or not own.endswith(".weight") or own.endswith("_norm.weight")
         tensors[own] = array if vector else array.astype(dtype)
@@ -646,7 +754,7 @@ def converted(
             writer.add_rope_scaling_orig_ctx_len(original)
         for part, values in numbers.items():
             writer.add_array(f"xielu.{part}", values)
-        ADD.get(raw.values["model_type"], lambda writer, raw: None)(writer, raw.values)
+        ADD.get(written_as(name), lambda writer, raw: None)(writer, raw.values)
         more(writer)
 
     return write(file, given or tensors, kinds, arch=arch, add=add)
@@ -662,11 +770,28 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "starcoder2": {"rope_theta": 999999.44},  # a float32
 }
 # Those whose config is spelled otherwise, so that only what is computed is the same.
-COMPUTED = ["gemma2", "gemma3_text", "hunyuan_v1_dense", "phi3", "phi3_longrope"]
+COMPUTED = [
+    "gemma2",
+    "gemma3_text",
+    "granitemoehybrid",
+    "hunyuan_v1_dense",
+    "phi3",
+    "phi3_longrope",
+]
 # Those whose config and tensors are the hub's, however they get there.
-SAME = ["arcee", "ernie4_5_moe", "glm4_moe", "ministral3", "olmo", "olmo3"]
+SAME = [
+    "arcee",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "gpt_bigcode",
+    "hunyuan_v1_moe",
+    "ministral3",
+    "nemotron",
+    "olmo",
+    "olmo3",
+]
 # Those with a window, a rope or biases that llama.cpp's files do not know, or with other names.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid(?!_m)")
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid_e")
 CONVERTED = [
     case
     for case in cases()
@@ -675,7 +800,7 @@ CONVERTED = [
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {published(case).values["model_type"] for case in CONVERTED} == set(ARCHITECTURE)
+    assert {written_as(case) for case in CONVERTED} == set(ARCHITECTURE)
     assert set(ARCHITECTURES) <= set(library.MODEL_ARCH_NAMES.values())
 
 
@@ -700,12 +825,16 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
     unlike = {
         "gemma2": "q_proj",
         "gemma3_text": "q_norm",
+        "gemma4_text_experts": ".experts.",
+        "gpt2": ".c_",
+        "granitemoehybrid": "shared_mlp.",
+        "granitemoeshared": "_linear.",
         "gpt_oss": ".experts.",
         "granitemoe": "_linear.",
         "granitemoehybrid_mamba": "_linear.",
         "qwen3_next": "1.linear_attn.in_proj_qkvz",
     }
-    for key, info in Checkpoint.open(DATA / "models" / name).tensors.items():
+    for key, info in stored(name).items():
         if unlike.get(name, "none") in key:
             continue
         values = read_rows(info) if info.shape else read_flat(info, 0, 1)[0]
@@ -727,10 +856,14 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
     [
         *COMPUTED,
         "apertus",
+        "gemma4",
+        "gemma4_text_experts",
+        "gpt2",
         "gpt_neox",
         "gpt_oss",
         "granitemoe",
         "granitemoehybrid_mamba",
+        "granitemoeshared",
         "lfm2",
         "lfm2_moe",
         "mixtral",
@@ -1120,6 +1253,8 @@ def test_models_are_refused_by_name(tmp_path: Path, add: Any, message: str) -> N
         ("qwen3", lambda w: w.add_expert_count(4), "expert_count = 4"),
         ("qwen2", lambda w: w.add_sliding_window(4096), "qwen2.attention.sliding_window is not"),
         ("glm4_moe", lambda w: w.add_expert_group_count(4), "n_group = 4"),
+        ("granite", lambda w: w.add_rope_scaling_finetuned(False), "finetuned = False"),
+        ("nemotron", lambda w: w.add_ssm_conv_kernel(4), "nemotron.ssm.conv_kernel is not"),
         (
             "stablelm",
             lambda w: w.add_tensor("blk.0.attn_q_norm.weight", np.ones(64, np.float32)),
@@ -1152,6 +1287,47 @@ def test_sizes_of_a_delta_net_are_asked_for(tmp_path: Path) -> None:
         gguf_config(gguf)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.sliding_window_pattern", 2, "must say of each of 4 layers"),
+        ("attention.sliding_window_pattern", np.ones(3, bool), "must say of each of 4 layers"),
+        ("attention.sliding_window_pattern", np.ones(4, bool), "some of either"),
+        ("attention.head_count_kv", np.array([2, 1, 1, 2]), r"\[2, 1, 1, 2\] is not implemented"),
+        ("attention.head_count_kv", np.array([2, 1, 1]), "are not 4 numbers"),
+        ("attention.value_length", 8, "value_length = 8"),
+        ("attention.value_length_swa", 40, "value_length_swa = 40"),
+        ("rope.dimension_count", 20, "dimension_count = 20"),
+        ("rope.dimension_count_swa", 4, "dimension_count_swa = 4"),
+        ("rope.scaling.type", "linear", "type = 'linear'"),
+        ("feed_forward_length", np.array([64, 64, 128, 64]), "or twice as much in the last 2"),
+        ("feed_forward_length", np.array([64, 128, 128, 128]), "or twice as much in the last 2"),
+        ("feed_forward_length", np.array([64.0] * 4), "are not 4 numbers"),
+    ],
+)
+def test_what_gemma_4_says_of_layers_is_checked(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    gguf = converted(tmp_path / "m.gguf", "gemma4")
+    gguf.metadata[f"gemma4.{key}"] = value
+    with pytest.raises(InferError, match=message):
+        gguf_config(gguf)
+
+
+@pytest.mark.parametrize("factors", [[1.0, 1e30, 1.0, 1e30], [1.0, 8.0, 8.0, 8.0], None])
+def test_pairs_that_do_not_turn_are_asked_for(tmp_path: Path, factors: list[float] | None) -> None:
+    gguf = converted(tmp_path / "m.gguf", "gemma4")
+    gguf.metadata["gemma4.attention.key_length"] = 8
+    gguf.metadata["gemma4.attention.value_length"] = 8
+    del gguf.tensors["rope_freqs.weight"]
+    if factors is not None:
+        name = "rope_freqs.weight"
+        other = write(tmp_path / "o.gguf", {name: np.array(factors, np.float32)})
+        gguf.tensors[name] = other.tensors[name]
+    with pytest.raises(InferError, match=r"rope_freqs\.weight"):
+        gguf_config(gguf)
+
+
 @pytest.mark.usefixtures("as_short")
 @pytest.mark.parametrize("beta", [None, "0.5", 1, [0.5]])
 def test_numbers_of_xielu_are_asked_for(tmp_path: Path, beta: Any) -> None:
@@ -1173,6 +1349,7 @@ def test_experts_without_their_number_are_damage(tmp_path: Path) -> None:
 
 def test_what_differs_from_layer_to_layer_is_refused(tmp_path: Path) -> None:
     def add(writer: library.GGUFWriter) -> None:
+        writer.add_block_count(2)
         writer.add_head_count([4, 8])
 
     gguf = write(tmp_path / "m.gguf", {"a": np.ones(4, np.float32)}, add=add)
@@ -1311,6 +1488,7 @@ def test_text_is_split_as_transformers_does(tmp_path: Path, pre: str) -> None:
         ("command-r", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
         ("gpt-4o", ["It's", " ", "123", "45", " dogs", "!\n"]),
         ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!", "\n"]),
+        ("hunyuan", ["It", "'s", " ", "1", "2", "3", "4", "5", " dogs", "!\n"]),
         ("hunyuan-dense", ["It", "'s", " ", "123", "45", " dogs", "!\n"]),
     ],
 )
@@ -1349,9 +1527,13 @@ def test_text_is_split_as_the_first_deepseek_does(
     assert [decode([piece]) for piece, _ in found] == [*pieces, "\n"]
 
 
-@pytest.mark.parametrize("stored", ["merges", "scores", "order"])
+@pytest.mark.parametrize("stored", ["merges", "scores", "order", "gemma4"])
 def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
     wanted = text_of("mistral")
+    if stored == "gemma4":  # as transformers' GemmaTokenizer has it
+        wanted.normalizer = normalizers.Replace(" ", "▁")
+        unspaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        wanted.decoder = decoders.Sequence(unspaced)
     backend = json.loads(wanted.to_str())["model"]
     tokens = sorted(backend["vocab"], key=backend["vocab"].get)
     merges = [x if isinstance(x, str) else " ".join(x) for x in backend["merges"]]
@@ -1362,13 +1544,13 @@ def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
         return {"<unk>": 2, "<s>": 3, "</s>": 3}.get(token, 1)
 
     def add(writer: library.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_model("gemma4" if stored == "gemma4" else "llama")
         writer.add_token_list(tokens)
         writer.add_token_types([kind(token) for token in tokens])
         writer.add_unk_token_id(0)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
-        if stored == "merges":
+        if stored in ("merges", "gemma4"):
             writer.add_token_merges(merges)
         elif stored == "order":
             writer.add_token_scores([0.0] * len(tokens))
@@ -1376,7 +1558,7 @@ def test_a_sentencepiece_tokenizer_is_read(tmp_path: Path, stored: str) -> None:
             rank = {merge.replace(" ", ""): -float(i) for i, merge in enumerate(merges)}
             writer.add_token_scores([rank.get(token, -1e6) for token in tokens])
 
-    arch = "gemma2" if stored == "order" else "llama"
+    arch = {"order": "gemma2", "gemma4": "gemma4"}.get(stored, "llama")
     tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add, arch=arch))
     reference = Tokenizer(wanted, special_tokens={"bos_token": "<s>"})  # no second BOS
     for text in SAMPLES:
@@ -1414,6 +1596,22 @@ def test_what_ends_a_turn(tmp_path: Path, tokens: list[str], ends: set[int]) -> 
     assert gguf_tokenizer(write(tmp_path / "m.gguf", add=add)).eos_token_ids == ends
 
 
+def test_what_ends_a_turn_of_gemma_4(tmp_path: Path) -> None:
+    """The ids of its generation_config.json, of which a file names one or two."""
+
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(["<eos>", "<turn|>", "<|tool_response>", "<bos>", "a", "b", "ab"])
+        writer.add_token_types([1, 3, 4, 3, 1, 1, 1])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(1)
+        writer.add_bos_token_id(3)
+
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add, arch="gemma4"))
+    assert tokenizer.eos_token_ids == {0, 1, 2}
+    assert tokenizer.encode("ab<turn|>") == [3, 6, 1]
+
+
 def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
     def add(writer: library.GGUFWriter) -> None:
         vocabulary(writer)
@@ -1441,6 +1639,10 @@ def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
         (lambda w: (vocabulary(w), w.add_bos_token_id(9999)), "9999 is no token"),
         (lambda w: (vocabulary(w), w.add_string("tokenizer.ggml.bos_token_id", "1")), "no int"),
         (lambda w: None, "None"),
+        (
+            lambda w: (w.add_tokenizer_model("gemma4"), w.add_token_list(["a"])),
+            "no tokenizer.ggml.merges",
+        ),
     ],
 )
 def test_tokenizers_are_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:

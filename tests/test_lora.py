@@ -313,7 +313,7 @@ def test_switching_is_as_good_as_separate_models(device: Device) -> None:
         for name in ("", "a", "b", "", "b", "b", "a", "a"):
             got = answer(engine, ids, 9, adapter=name or None)
             assert got.token_ids == expected[name].token_ids
-            assert relative_error(got.logits, expected[name].logits) <= 1e-6
+            assert relative_error(got.logits, expected[name].logits) <= 1e-5
             assert engine.timings.reused_tokens == (len(ids) - 1 if name == last else 0)
             rows = scores(engine, ids, name or None)
             assert relative_error(rows[-1], expected[name].logits[0]) <= TOLERANCE

@@ -222,6 +222,46 @@ def test_a_layer_of_prefill_is_eight_kernels() -> None:
     assert kernels_of(512) == layer + layer + rest
 
 
+@pytest.mark.parametrize("v_normed", [False, True])
+@pytest.mark.parametrize("kv_parts", [2, 1, 0])
+def test_attention_takes_apart_what_there_is_of_q_k_and_v(kv_parts: int, v_normed: bool) -> None:
+    """Values may be keys before their norm; keys and values may be in the cache already."""
+    dry = DryDevice(Limits(storage_buffers=10))
+    dry.subgroup_size = 32
+    ops, cache = Ops(), KVCache(dry, [(2, 16)], 64).layers[0]
+    rope, norm = Rope(dry.buffer(1024), 16), allocate(dry, (16,), "f32")
+    x = ops.input(dry.buffer(4 * 64), 64)
+    qkv = ops.linear(x, allocate(dry, (64 + 32 * kv_parts, 64), "bf16"))
+    q, *kv = ops.split(qkv, 64, *[32] * kv_parts)
+    turned = [ops.rope(ops.rmsnorm(part, norm, EPS), rope, 16) for part in (q, *kv[:1])]
+    values = [ops.rmsnorm(part, norm, EPS) if v_normed else part for part in kv[-1:]]
+    output = ops.attention(*turned, *values, *[None] * (2 * (not kv)), cache, scale=0.25)
+    step, result = dry.buffer(16), dry.buffer(4 * 64)
+    lowering = Lowering(dry, ops, StepKind(1), step, output=output, output_buffer=result)
+    assert [kernel.spec.name for kernel in lowering.kernels] == ["matmul_vec", "attention"]
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("bf16", 1), ("bf16", 5), ("q8", 1)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_norm_behind_a_projection_is_one_kernel(scaled: bool, dtype: str, rows: int) -> None:
+    """It adds the residual, and prepares the sum for the next projection."""
+    dry = DryDevice(Limits(storage_buffers=8))
+    dry.subgroup_size = 32
+    ops = Ops()
+    h = ops.input(dry.buffer(4 * 8 * 64), 64)
+    norms = [allocate(dry, (64,), "f32") for _ in range(2)]
+    first, second = (allocate(dry, (64, 64), dtype) for _ in range(2))
+    total = h + ops.rmsnorm(ops.linear(h, first), norms[0], EPS)
+    if scaled:
+        total = ops.scale(total, allocate(dry, (1,), "f32"))
+    output = total + ops.linear(ops.rmsnorm(total, norms[1], EPS), second)
+    step, result = dry.buffer(16), dry.buffer(4 * 8 * 64)
+    lowering = Lowering(dry, ops, StepKind(rows), step, output=output, output_buffer=result)
+    kernels = [kernel.spec.name for kernel in lowering.kernels]
+    made = ["quantize"] * (dtype == "q8")
+    assert kernels == [*made, "matmul_vec", "rmsnorm", "matmul_vec"]
+
+
 def test_what_lies_beside_a_weight_costs_two_kernels() -> None:
     """And the MLP's activation, which is of the sum, one more."""
     added = Counter(matmul_vec=16, activation=2)
@@ -295,12 +335,19 @@ def random_graph(
     for i in range(size):
         x = values[rng.integers(max(0, len(values) - 4), len(values))]  # mostly recent ones
         kind = rng.choice(
-            ["norm", "linear", "linear", "residual", "gated", "activation", "rope", "attend", "add"]
+            ["norm", "behind", "linear", "linear", "residual", "gated", "activation", "scale"]
+            if rng.random() < 0.7
+            else ["rope", "attend", "add"]
         )
         same = [value for value in values if value.width == x.width]
         other = same[rng.integers(len(same))]
         if kind == "norm":
             x = ops.rmsnorm(x, weight(x.width, seed=i), EPS)
+        elif kind == "behind":
+            y = seen(ops.rmsnorm(x, weight(x.width, seed=i), EPS))
+            x = other + y if rng.random() < 0.5 else y + other
+        elif kind == "scale":
+            x = ops.scale(x, weight(1, seed=i))
         elif kind in ("linear", "residual"):
             n = x.width if kind == "residual" else int(rng.choice(widths))
             bias = weight(n, seed=i) if rng.random() < 0.5 else None
@@ -317,6 +364,9 @@ def random_graph(
             x = act * up if rng.random() < 0.8 else up * act
         elif kind == "activation":
             x = ops.activation(seen(linear(x, int(rng.choice(widths)), i)), "gelu")
+            same = [value for value in values if value.width == x.width]
+            if same and rng.random() < 0.5:
+                x = seen(x) * same[rng.integers(len(same))]
         elif kind == "rope" and x.width % 16 == 0:
             x = ops.rope(x, rope, 16)
         elif kind == "attend":
@@ -331,7 +381,9 @@ def random_graph(
                         seen(ops.rope(y, rope, 16) if turned else ops.rmsnorm(y, norm, EPS))
                         for y in (q, k)
                     )
-            x = ops.attention(q, k, v, cache, scale=0.25)
+            x = seen(ops.attention(q, k, v, cache, scale=0.25))
+            if rng.random() < 0.5:
+                x = ops.sigmoid_gate(x, linear(x, int(rng.choice([1, 64])), i))
         else:
             x = x + other if x is not other else x * other
         values.append(x)

@@ -16,7 +16,7 @@ from infer.kernels.device import Device, DryDevice, Limits
 from infer.kernels.errors import ShaderError
 from infer.kernels.functions import validate
 from infer.kernels.kv_cache import KV_DTYPES, KVCache
-from infer.kernels.layer_state import LayerState
+from infer.kernels.layer_state import Cache, LayerState
 from infer.kernels.lower import Lowering, StepKind
 from infer.kernels.ops import Ops, Rope
 from infer.kernels.sampler import Sampler, SamplerChain
@@ -364,6 +364,9 @@ def model_specs(
     raw.values["num_hidden_layers"] = few
     for key in raw.values.keys() & {"layer_types", "hybrid_override_pattern"}:
         raw.values[key] = raw.values[key][:few]
+    if "num_kv_shared_layers" in raw.values:
+        types = ["sliding_attention", "full_attention"] * 2
+        raw.values |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": types}
     model = build_model(raw)
     c = model.config
     dry = DryDevice(limits)
@@ -372,14 +375,19 @@ def model_specs(
         spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in model.weights()
     }
     for kv_dtype, fuse, (rows, logits) in steps:
-        cache = KVCache(dry, [(c.num_key_value_heads, c.head_dim)], 4096, dtype=kv_dtype)
         ops = Ops()
-        rope = Rope(dry.buffer(1), c.rope.rotary_dim, interleaved=kv_dtype == "f32")
-        caches = [
-            cache.layers[0] if state is None else LayerState.new(dry, state, layer)
-            for layer, state in enumerate(c.states)
-        ]
-        output = model.forward(ops, weights, [rope] * len(caches), caches)
+        caches: list[Cache] = []
+        ropes = []
+        for layer, (state, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
+            if state is not None:
+                caches.append(LayerState.new(dry, state, layer))
+            elif source < layer:
+                caches.append(caches[source])
+            else:
+                caches += KVCache(dry, [c.kv_shape(layer)], 4096, dtype=kv_dtype).layers
+            own = c.local_rope if c.local_rope and c.windows[layer] else c.rope
+            ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
+        output = model.forward(ops, weights, ropes, caches)
         lowering = Lowering(
             dry,
             ops,

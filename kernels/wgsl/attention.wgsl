@@ -12,11 +12,13 @@
 // others need of it (the weight of a position, the new scale of a head) they get by a shuffle.
 //
 // With ROPE, for one row, it does the work of rope_kv_write too: x is the q, k, v projection, of
-// which every workgroup norms (NORM) and turns (unless ROTARY_DIM is 0) its own queries. The split
-// that ends with the row's own position takes that one's key and value from there and puts them into
-// the cache, where no workgroup may read them yet.
+// which every workgroup norms (NORM) and turns (unless ROTARY_DIM is 0) its own queries. OWN: the
+// split that ends with the row's own position takes that one's key and value from there and puts them
+// into the cache, where no workgroup may read them yet. The value is normed too (V_NORM), and it may
+// be what the key is before that (V_IS_K).
 //
-// JOINED: the context is a single split, and this kernel does what attention_combine would do.
+// JOINED: the context is a single split, and this kernel does what attention_combine would do: SINKS
+// and GATED are only for that.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
@@ -48,13 +50,19 @@
 // @param Y_STRIDE u32
 // @param JOINED bool
 // @param SINKS bool
+// @param GATED bool
+// @param GATE_STRIDE u32
+// @param GATE_OFFSET u32
 // @param ROPE bool
+// @param OWN bool                only with ROPE, as NORM is
 // @param NORM bool
+// @param V_NORM bool
+// @param V_IS_K bool
 // @param EPS f32
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;  // queries, or q, k, v heads
-#if ROPE
+#if OWN
 @group(0) @binding(3) var<storage, read_write> keys: array<KvWords>;
 @group(0) @binding(4) var<storage, read_write> values: array<KvWords>;
 #else
@@ -75,11 +83,20 @@
 #endif
 #if NORM
 @group(0) @binding($(NORMS)) var<storage, read> q_norm: array<vec4<f32>>;
+#if OWN
 @group(0) @binding($(NORMS + 1)) var<storage, read> k_norm: array<vec4<f32>>;
+#endif
+#if V_NORM
+@group(0) @binding($(NORMS + 2)) var<storage, read> v_norm: array<vec4<f32>>;
+#endif
 #endif
 #endif
 #if SINKS
-@group(0) @binding($(NORMS + 2 * NORM)) var<storage, read> sinks: array<f32>;
+@group(0) @binding($(NORMS + NORM + NORM * OWN + V_NORM)) var<storage, read> sinks: array<f32>;
+#endif
+#let GATES = NORMS + NORM + NORM * OWN + V_NORM + SINKS
+#if GATED
+@group(0) @binding($(GATES)) var<storage, read> gates: array<vec4<f32>>;
 #endif
 
 struct Group {  // eight dimensions of a head
@@ -126,22 +143,35 @@ fn main(
   let raw$h_$e = load_group(heads, (first_head + $hu) * GROUPS + part + $eu * CLUSTER);
 #endfor
 #endfor
-#if ROPE
+#if OWN
   let key_head = (HEADS * size.y + kv_head) * GROUPS;
+#if V_IS_K
+  let value_head = key_head;
+#else
   let value_head = key_head + HEADS * size.y / GROUP * GROUPS;
+#endif
+#endif
+#if ROPE
 #for e in 0..PER_LANE
   let partner$e = partner_of(part + $eu * CLUSTER);
 #for h in 0..HEADS
   let raw_partner$h_$e = load_group(heads, (first_head + $hu) * GROUPS + partner$e);
 #endfor
-  let raw_key$e = load_group(heads, key_head + part + $eu * CLUSTER);
-  let raw_key_partner$e = load_group(heads, key_head + partner$e);
-  let own_value$e = load_group(heads, value_head + part + $eu * CLUSTER);
 #if NORM
   let q_weight$e = q_weight(part + $eu * CLUSTER);
   let q_weight_partner$e = q_weight(partner$e);
+#endif
+#if OWN
+  let raw_key$e = load_group(heads, key_head + part + $eu * CLUSTER);
+  let raw_key_partner$e = load_group(heads, key_head + partner$e);
+  let raw_value$e = load_group(heads, value_head + part + $eu * CLUSTER);
+#if NORM
   let k_weight$e = k_weight(part + $eu * CLUSTER);
   let k_weight_partner$e = k_weight(partner$e);
+#endif
+#if V_NORM
+  let v_weight$e = v_weight(part + $eu * CLUSTER);
+#endif
 #endif
 #endfor
 #endif
@@ -154,11 +184,13 @@ fn main(
     return;
   }
 #if ROPE
-  let count = min(length, row.position - start);  // positions to read from the cache
-  let is_last = row.position - start < length;
 #for e in 0..PER_LANE
   let turn$e = turn_of(part + $eu * CLUSTER, row.position);
 #endfor
+#endif
+#if OWN
+  let count = min(length, row.position - start);  // positions to read from the cache
+  let is_last = row.position - start < length;
 #else
   let count = min(length, row.position + 1u - start);
 #endif
@@ -201,10 +233,8 @@ fn main(
 #for e in 0..PER_LANE
 #if ROPE and NORM
   let q_turn$e = weighted(turn$e, q_weight$e, q_weight_partner$e);
-  let k_turn$e = weighted(turn$e, k_weight$e, k_weight_partner$e);
 #elif ROPE
   let q_turn$e = turn$e;
-  let k_turn$e = turn$e;
 #endif
 #for h in 0..HEADS
 #if ROPE
@@ -225,7 +255,7 @@ fn main(
   var most$m = LOWEST;
   var sum$m = 0.0;
 #endfor
-#if ROPE
+#if OWN
   if (is_last) {
     // The row's own position, through the type of the cache.
     var key_scale = 1.0;
@@ -239,10 +269,31 @@ fn main(
 #endfor
     key_scale = inverseSqrt(squares / f32(HEAD_DIM) + EPS);
 #endif
+#if V_NORM
+    var value_squares = 0.0;
 #for e in 0..PER_LANE
+    value_squares += squared(raw_value$e);
+#endfor
+#for k in 0..CLUSTER_BITS
+    value_squares += subgroupShuffleXor(value_squares, $(1 << $k)u);
+#endfor
+    let value_scale = inverseSqrt(value_squares / f32(HEAD_DIM) + EPS);
+#endif
+#for e in 0..PER_LANE
+#if NORM
+    let k_turn$e = weighted(turn$e, k_weight$e, k_weight_partner$e);
+#else
+    let k_turn$e = turn$e;
+#endif
     let turned_key$e = turned(raw_key$e, raw_key_partner$e, k_turn$e);
     let own_key$e = to_kv(key_scale * turned_key$e.low, key_scale * turned_key$e.high);
-    let kept_value$e = to_kv(own_value$e.low, own_value$e.high);
+#if V_NORM
+    let value_low$e = value_scale * raw_value$e.low * v_weight$e.low;
+    let value_high$e = value_scale * raw_value$e.high * v_weight$e.high;
+    let own_value$e = to_kv(value_low$e, value_high$e);
+#else
+    let own_value$e = to_kv(raw_value$e.low, raw_value$e.high);
+#endif
 #endfor
 #for h in 0..HEADS
     var own$h = 0.0;
@@ -265,8 +316,8 @@ fn main(
 #endfor
 #for h in 0..HEADS
 #for e in 0..PER_LANE
-      o$h_$e_low = kv_low(kept_value$e);
-      o$h_$e_high = kv_high(kept_value$e);
+      o$h_$e_low = kv_low(own_value$e);
+      o$h_$e_high = kv_high(own_value$e);
 #endfor
 #endfor
       // Of the workgroups that share a KV head, one writes.
@@ -274,7 +325,7 @@ fn main(
         let own = kv_index(kv_head, kv_slot(row.sequence, row.position)) + part;
 #for e in 0..PER_LANE
         store_key(own + $eu * CLUSTER, own_key$e);
-        store_value(own + $eu * CLUSTER, kept_value$e);
+        store_value(own + $eu * CLUSTER, own_value$e);
 #endfor
       }
     }
@@ -453,8 +504,13 @@ fn main(
     out += factor$g * outputs[(h * SUBGROUPS + $gu) * GROUPS * 2u + d];
 #endfor
 #if JOINED
-    let value = out / sum;
     let at = (first_head + $ru * MERGED + h) * (GROUPS * 2u) + d;
+#if GATED
+    let gate = gates[(id.z * GATE_STRIDE + GATE_OFFSET) / 4u + at];
+    let value = out / sum / (1.0 + exp(-gate));
+#else
+    let value = out / sum;
+#endif
 #if QUANTIZE
     var half_most = magnitude(value);
     half_most = max(half_most, subgroupShuffleXor(half_most, 1u));
@@ -488,7 +544,7 @@ fn main(
 fn load_group(heads: u32, group: u32) -> Group {
   return Group(x[heads + 2u * group], x[heads + 2u * group + 1u]);
 }
-#if ROPE
+#if OWN
 
 fn store_key(i: u32, key: Kv8) {
 #if KV == f32
@@ -515,6 +571,7 @@ fn store_value(i: u32, value: Kv8) {
   values[i] = value;
 #endif
 }
+#endif
 #if NORM
 
 fn squared(group: Group) -> f32 {
@@ -525,8 +582,16 @@ fn q_weight(i: u32) -> Group {
   return Group(q_norm[2u * i], q_norm[2u * i + 1u]);
 }
 
+#if OWN
+
 fn k_weight(i: u32) -> Group {
   return Group(k_norm[2u * i], k_norm[2u * i + 1u]);
+}
+#endif
+#if V_NORM
+
+fn v_weight(i: u32) -> Group {
+  return Group(v_norm[2u * i], v_norm[2u * i + 1u]);
 }
 #endif
 #endif

@@ -3,6 +3,7 @@
 // One chain of loads: the first AT_ONCE splits are read, with what is left there from other steps,
 // while the row's position is, which says how many there are. QUANTIZE: the result goes out as int8.
 // SINKS: a logit of each head that takes part in softmax, with no value (Xiao et al. 2023; gpt-oss).
+// GATED: every value of the result is multiplied by the sigmoid of a gate of its own.
 #include "step.wgsl"
 #include "attention_range.wgsl"
 #include "attention_split.wgsl"
@@ -12,6 +13,9 @@
 // @param AT_ONCE u32             splits whose loads are in flight together: divides STORED_SPLITS
 // @param Y_STRIDE u32
 // @param SINKS bool
+// @param GATED bool
+// @param GATE_STRIDE u32
+// @param GATE_OFFSET u32
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // see attention_split.wgsl
 #if QUANTIZE
@@ -24,6 +28,9 @@ var<workgroup> magnitudes: array<u32, WG>;
 #endif
 #if SINKS
 @group(0) @binding($(3 + QUANTIZE)) var<storage, read> sinks: array<f32>;
+#endif
+#if GATED
+@group(0) @binding($(3 + QUANTIZE + SINKS)) var<storage, read> gates: array<vec4<f32>>;
 #endif
 
 const VALUES = N_HEADS * (HEAD_DIM / 4u);  // of a row, as vec4<f32>
@@ -42,6 +49,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..AT_ONCE
   var x$j = x[stored_output(first, $ju) + d];
 #endfor
+#if GATED
+  let gate = gates[(id.z * GATE_STRIDE + GATE_OFFSET) / 4u + i];
+#endif
   let position = step.rows[id.z].position;
   let positions = position + 1u - first_position(position);
   let length = split_length(positions);
@@ -81,7 +91,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     }
 #endfor
   }
+#if GATED
+  let value = sum / total / (1.0 + exp(-gate));
+#else
   let value = sum / total;
+#endif
 #if QUANTIZE
   magnitudes[tid] = magnitude(value);
   workgroupBarrier();

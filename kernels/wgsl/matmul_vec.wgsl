@@ -5,9 +5,10 @@
 // gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
 // rows, and y = gated(gate, up). Else y = x W^T, after BIAS is added multiplied by SCALE, then
 // activated where there is an ACTIVATION, or multiplied by the sigmoid of the row's gate with
-// SIGMOID_GATE. RESIDUAL is added to y. What the next projection wants to read goes out too: y times
-// the weights of its norm (NEXT_NORM); or that, or y, as int8, of which the workgroup's outputs are
-// whole halves of blocks (QUANTIZE). KEEP: y itself is needed.
+// SIGMOID_GATE. FACTORS: y is multiplied by other activations. RESIDUAL is added to it. What the next
+// projection wants to read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y,
+// as int8, of which the workgroup's outputs are whole halves of blocks (QUANTIZE). KEEP: y itself is
+// needed.
 #include "team_sums.wgsl"
 #include "grid.wgsl"
 #include "activate.wgsl"
@@ -26,7 +27,8 @@
 // @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
 // @param BIAS bool
-// @param SIGMOID_GATE bool
+// @param FACTORS bool
+// @param SIGMOID_GATE bool       not with FACTORS; their gates and factors are:
 // @param GATE_STRIDE u32
 // @param GATE_OFFSET u32
 // @param RESIDUAL bool
@@ -62,13 +64,14 @@
 @group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 #let OWN = FIRST + BIAS + RESIDUAL
-#if SIGMOID_GATE
+#let GATES = SIGMOID_GATE or FACTORS
+#if GATES
 @group(0) @binding($(OWN)) var<storage, read> gates: array<f32>;
 #endif
 #if KEEP
-@group(0) @binding($(OWN + SIGMOID_GATE)) var<storage, read_write> y: array<f32>;
+@group(0) @binding($(OWN + GATES)) var<storage, read_write> y: array<f32>;
 #endif
-#let NEXT = OWN + SIGMOID_GATE + KEEP
+#let NEXT = OWN + GATES + KEEP
 #if QUANTIZE
 @group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
@@ -138,7 +141,7 @@ fn main(
 #if RESIDUAL
   var own_residual = 0.0;
 #endif
-#if SIGMOID_GATE
+#if GATES
   var own_gate = 0.0;
 #endif
 #if NEXT_NORM
@@ -156,6 +159,8 @@ fn main(
 #endif
 #if SIGMOID_GATE
     own_gate = 1.0 / (1.0 + exp(-gates[out_row * GATE_STRIDE + GATE_OFFSET]));
+#elif FACTORS
+    own_gate = gates[out_row * GATE_STRIDE + GATE_OFFSET + START + n];
 #endif
 #if NEXT_NORM
     own_norm = next_norm[START + n];
@@ -245,7 +250,7 @@ fn main(
     value = activate(value);
 #endif
 #endif
-#if SIGMOID_GATE
+#if GATES
     value *= own_gate;
 #endif
 #if RESIDUAL

@@ -1,69 +1,152 @@
-// y = x / sqrt(mean(x^2) + EPS) * weight over each part of WIDTH values of a row.
-// One part: the norm of a layer. Several: the norm of each head, or of each of GROUPS, which have
-// weights of their own. With GATED, y * silu(gate). With QUANTIZE it goes out as int8: parts are
-// whole halves of blocks.
+// y = x / sqrt(mean(x^2) + EPS) * weight over each part of WIDTH values of a row. One part: the norm
+// of a layer. Several: the norm of each head, or of each of GROUPS, which have weights of their own.
+//
+// GATED: y is multiplied by silu(gate). RESIDUAL is added to y, and FACTOR, one number, multiplies
+// the sum. What the next projection wants to read goes out too: y times the weights of its norm
+// (NEXT_NORM); or that, or y, as int8, of which a part is whole halves of blocks (QUANTIZE). KEEP: y
+// itself is needed.
 #include "reduce.wgsl"
 #include "quantize_block.wgsl"
 // @param WIDTH u32
 // @param GROUPS u32
 // @param EPS f32
+// @param LANES u32               of a vector: 4, or 1 where something is not a multiple of 4
 // @param X_STRIDE u32
 // @param X_OFFSET u32
 // @param Y_STRIDE u32
 // @param GATED bool
 // @param GATE_STRIDE u32
 // @param GATE_OFFSET u32
-@group(0) @binding(0) var<storage, read> x: array<f32>;
-@group(0) @binding(1) var<storage, read> weight: array<f32>;
-#if QUANTIZE
-@group(0) @binding(2) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding(3) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+// @param RESIDUAL bool
+// @param FACTOR bool
+// @param KEEP bool
+// @param NEXT_NORM bool
+#if LANES == 4
+alias Vector = vec4<f32>;
 
-var<workgroup> values: array<vec4<f32>, WIDTH / 4u>;
+fn sum(v: Vector) -> f32 {
+  return dot(v, vec4<f32>(1.0));
+}
 #else
-@group(0) @binding(2) var<storage, read_write> y: array<f32>;
+alias Vector = f32;
+
+fn sum(v: Vector) -> f32 {
+  return v;
+}
 #endif
+@group(0) @binding(0) var<storage, read> x: array<Vector>;
+@group(0) @binding(1) var<storage, read> weight: array<Vector>;
 #if GATED
-@group(0) @binding($(3 + QUANTIZE)) var<storage, read> gate: array<f32>;
+@group(0) @binding(2) var<storage, read> gate: array<Vector>;
 #endif
+#if RESIDUAL
+@group(0) @binding($(2 + GATED)) var<storage, read> residual: array<Vector>;
+#endif
+#if FACTOR
+@group(0) @binding($(2 + GATED + RESIDUAL)) var<storage, read> factor: array<f32>;
+#endif
+#let OUT = 2 + GATED + RESIDUAL + FACTOR
+#if KEEP
+@group(0) @binding($(OUT)) var<storage, read_write> y: array<Vector>;
+#endif
+#if QUANTIZE
+@group(0) @binding($(OUT + KEEP)) var<storage, read_write> x_int8: array<u32>;
+@group(0) @binding($(OUT + KEEP + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+
+var<workgroup> most: array<u32, VECTORS>;
+var<workgroup> squares: array<f32, VECTORS>;
+#elif NEXT_NORM
+@group(0) @binding($(OUT + KEEP)) var<storage, read_write> next_x: array<Vector>;
+#endif
+#if NEXT_NORM
+@group(0) @binding($(OUT + KEEP + 1 + QUANTIZE)) var<storage, read> next_norm: array<Vector>;
+#endif
+
+const VECTORS = WIDTH / LANES;  // of a part
+#let ROUNDS = (WIDTH + LANES * WG - 1) / (LANES * WG)
 
 // grid (parts, rows)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
-  let x_row = id.y * X_STRIDE + X_OFFSET + id.x * WIDTH;
-#if not QUANTIZE
-  let y_row = id.y * Y_STRIDE + id.x * WIDTH;
-#endif
-  var squares = 0.0;
-  for (var i = me.index; i < WIDTH; i += WG) {
-    squares += x[x_row + i] * x[x_row + i];
-  }
-  let scale = inverseSqrt(workgroup_add(squares, me) / f32(WIDTH) + EPS);
-  for (var i = me.index; i < WIDTH; i += WG) {
-    var value = x[x_row + i] * scale * weight[id.x % GROUPS * WIDTH + i];
+  let x_row = (id.y * X_STRIDE + X_OFFSET) / LANES + id.x * VECTORS;
+  let y_row = id.y * Y_STRIDE / LANES + id.x * VECTORS;
+  // All that is read is under way before the sum is known.
+  var sums = Vector();
+#for j in 0..ROUNDS
+  let i$j = me.index + $ju * WG;
+  var value$j = Vector();
+  var weight$j = Vector();
 #if GATED
-    let z = gate[id.y * GATE_STRIDE + GATE_OFFSET + id.x * WIDTH + i];
-    value *= z / (1.0 + exp(-z));
+  var gate$j = Vector();
 #endif
-#if QUANTIZE
-    values[i / 4u][i % 4u] = value;
-#else
-    y[y_row + i] = value;
+#if RESIDUAL
+  var residual$j = Vector();
+#endif
+#if NEXT_NORM
+  var next_norm$j = Vector();
+#endif
+  if (i$j < VECTORS) {
+    value$j = x[x_row + i$j];
+    weight$j = weight[id.x % GROUPS * VECTORS + i$j];
+#if GATED
+    gate$j = gate[(id.y * GATE_STRIDE + GATE_OFFSET) / LANES + id.x * VECTORS + i$j];
+#endif
+#if RESIDUAL
+    residual$j = residual[y_row + i$j];
+#endif
+#if NEXT_NORM
+    next_norm$j = next_norm[id.x * VECTORS + i$j];
 #endif
   }
+  sums += value$j * value$j;
+#endfor
+  let scale = inverseSqrt(workgroup_add(sum(sums), me) / f32(WIDTH) + EPS);
+#for j in 0..ROUNDS
+  if (i$j < VECTORS) {
+    value$j *= scale * weight$j;
+#if GATED
+    value$j *= gate$j / (1.0 + exp(-gate$j));
+#endif
+#if RESIDUAL
+    value$j += residual$j;
+#endif
+#if FACTOR
+    value$j *= factor[0];
+#endif
+#if KEEP
+    y[y_row + i$j] = value$j;
+#endif
 #if QUANTIZE
+    squares[i$j] = dot(value$j, value$j);
+#endif
+#if NEXT_NORM
+    value$j *= next_norm$j;
+#endif
+#if QUANTIZE
+    most[i$j] = magnitude(value$j);
+#elif NEXT_NORM
+    next_x[y_row + i$j] = value$j;
+#endif
+  }
+#endfor
+#if QUANTIZE
+
   workgroupBarrier();
-  for (var i = me.index; i < WIDTH / 4u; i += WG) {
-    let half = i / 4u;
-    var most = 0u;
-    for (var j = 0u; j < 4u; j++) {
-      most = max(most, magnitude(values[4u * half + j]));
+#for j in 0..ROUNDS
+  if (i$j < VECTORS) {
+    let half = i$j / 4u;
+    var half_most = 0u;
+    var half_squares = 0.0;
+    for (var i = 4u * half; i < 4u * half + 4u; i++) {
+      half_most = max(half_most, most[i]);
+      half_squares += squares[i];
     }
     let at = half_at(id.y, Y_STRIDE / 32u, id.x * (WIDTH / 16u) + half);
-    store_int8(at, i % 4u, values[i], most);
-    if (i % 4u == 0u) {
-      store_scale(at, most, 0.0);
+    store_int8(at, i$j % 4u, value$j, half_most);
+    if (i$j % 4u == 0u) {
+      store_scale(at, half_most, half_squares);
     }
   }
+#endfor
 #endif
 }

@@ -1,5 +1,7 @@
 // One kernel from a q, k, v projection to attention: query and key heads are normed (NORM) and
-// turned, queries go to y, keys and values into the cache.
+// turned, or turned and then normed (TURN_FIRST); queries go to y, keys and values into the cache.
+// Values may be normed too (V_NORM), and be what keys are before that (V_IS_K). Without OWN there
+// are queries alone.
 #include "reduce.wgsl"
 #include "step.wgsl"
 #include "rotate.wgsl"
@@ -7,65 +9,81 @@
 // @param N_HEADS u32
 // @param N_KV_HEADS u32
 // @param NORM bool
+// @param TURN_FIRST bool
+// @param OWN bool
+// @param V_NORM bool             only with NORM
+// @param V_IS_K bool
 // @param EPS f32
 // @param X_STRIDE u32
 // @param Y_STRIDE u32
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> table: array<vec2<f32>>;
-@group(0) @binding(3) var<storage, read> x: array<f32>;  // [rows][N_HEADS + 2 * N_KV_HEADS heads]
+@group(0) @binding(3) var<storage, read> x: array<f32>;  // [rows][query, key and value heads]
 @group(0) @binding(4) var<storage, read_write> y: array<vec2<f32>>;
-#if KV == f32
+#if OWN and KV == f32
 @group(0) @binding(5) var<storage, read_write> keys: array<vec2<f32>>;
 @group(0) @binding(6) var<storage, read_write> values: array<vec2<f32>>;
-#else
+#elif OWN
 @group(0) @binding(5) var<storage, read_write> keys: array<u32>;
 @group(0) @binding(6) var<storage, read_write> values: array<u32>;
 #endif
+#let NORMS = 5 + 2 * OWN
 #if NORM
-@group(0) @binding(7) var<storage, read> q_norm: array<f32>;
-@group(0) @binding(8) var<storage, read> k_norm: array<f32>;
+@group(0) @binding($(NORMS)) var<storage, read> q_norm: array<f32>;
+#if OWN
+@group(0) @binding($(NORMS + 1)) var<storage, read> k_norm: array<f32>;
+#endif
+#if V_NORM
+@group(0) @binding($(NORMS + 2)) var<storage, read> v_norm: array<f32>;
+#endif
 #endif
 
-// grid (N_HEADS + 2 * N_KV_HEADS, rows)
+// grid (N_HEADS + 2 * N_KV_HEADS, rows); without OWN (N_HEADS, rows)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let row = step.rows[id.y];
   let is_query = id.x < N_HEADS;
   let is_value = id.x >= N_HEADS + N_KV_HEADS;
   let is_key = !is_query && !is_value;
+  let x_head = id.x - select(0u, N_KV_HEADS, V_IS_K && is_value);
   for (var d = me.index; d < HEAD_DIM; d += WG) {
-    head[d] = x[id.y * X_STRIDE + id.x * HEAD_DIM + d];
+    head[d] = x[id.y * X_STRIDE + x_head * HEAD_DIM + d];
   }
   workgroupBarrier();
 #if NORM
-  if (!is_value) {
+  if (!is_value || V_NORM) {
     var squares = 0.0;
     for (var d = me.index; d < HEAD_DIM; d += WG) {
       squares += head[d] * head[d];
     }
     let scale = inverseSqrt(workgroup_add(squares, me) / f32(HEAD_DIM) + EPS);
     for (var d = me.index; d < HEAD_DIM; d += WG) {
-      head[d] *= scale * select(k_norm[d], q_norm[d], is_query);
+      head[d] *= scale * select(norm_weight(d, is_query, is_value), 1.0, TURN_FIRST && !is_value);
     }
     workgroupBarrier();
   }
 #endif
+#if OWN
   let writes = id.y < step.n_rows && row.alive != 0u;
   let slot = kv_slot(row.sequence, row.position);
   let kv = kv_index(id.x - select(N_HEADS, N_HEADS + N_KV_HEADS, is_value), slot);
+#endif
   for (var d = 2u * me.index; d < HEAD_DIM; d += 2u * WG) {
     var pair = vec2<f32>(head[d], head[d + 1u]);
     if (!is_value) {
       pair = vec2<f32>(rotated(d, row.position), rotated(d + 1u, row.position));
+#if NORM and TURN_FIRST
+      pair *= vec2<f32>(norm_weight(d, is_query, false), norm_weight(d + 1u, is_query, false));
+#endif
     }
     if (is_query) {
       y[(id.y * Y_STRIDE + id.x * HEAD_DIM + d) / 2u] = pair;
     }
-#if KV == q8
+#if OWN and KV == q8
     kept[d / 4u][d % 4u] = pair.x;
     kept[d / 4u][d % 4u + 1u] = pair.y;
-#else
+#elif OWN
     if (writes && is_key) {
       keys[kv * 4u + d / 2u] = stored(pair);
     } else if (writes && is_value) {
@@ -73,7 +91,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     }
 #endif
   }
-#if KV == q8
+#if OWN and KV == q8
   workgroupBarrier();
   for (var d = 4u * me.index; d < HEAD_DIM && writes; d += 4u * WG) {
     let int8 = kept_int8(d);
@@ -87,6 +105,22 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 #endif
 }
+#if NORM
+
+fn norm_weight(d: u32, is_query: bool, is_value: bool) -> f32 {
+#if V_NORM
+  if (is_value) {
+    return v_norm[d];
+  }
+#endif
+#if OWN
+  if (!is_query) {
+    return k_norm[d];
+  }
+#endif
+  return q_norm[d];
+}
+#endif
 #if KV == f32
 
 fn stored(pair: vec2<f32>) -> vec2<f32> {

@@ -5,6 +5,7 @@
 // (cos, sin), two of them in a vec4.
 // @param ROTARY_DIM u32          0: nothing turns
 // @param INTERLEAVED bool
+// @param TURN_FIRST bool         before the norm, whose weights then multiply what was turned
 // What a group and its partners are multiplied by. sin has its sign.
 struct Turn {
   cos: Group,
@@ -49,9 +50,12 @@ fn turn_of(group: u32, position: u32) -> Turn {
 #endif
 }
 
-// A turn of what is first multiplied by weights of its own.
+// A turn together with the weights of the norm before it, or after.
 fn weighted(turn: Turn, weight: Group, partner: Group) -> Turn {
-#if INTERLEAVED
+#if TURN_FIRST
+  let low = weight.low;
+  let high = weight.high;
+#elif INTERLEAVED
   let low = weight.low.yxwz;
   let high = weight.high.yxwz;
 #else

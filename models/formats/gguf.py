@@ -125,6 +125,15 @@ class Gguf:
             tensors |= more
         return cls(file, metadata, tensors)
 
+    def numbers(self, key: str, count: int, kinds: str) -> list[Any]:
+        """A number for each of so many things, of metadata that have one for all or one for each.
+        kinds: of numpy's dtypes. Raises CheckpointError."""
+        values = np.asarray(self.metadata.get(key))
+        if values.dtype.kind not in kinds or values.shape not in ((), (count,)):
+            raise CheckpointError(f"{self.file}: {key} are not {count} numbers.")
+        numbers: list[Any] = np.broadcast_to(values, count).tolist()
+        return numbers
+
 
 def gguf_parts(name: str) -> list[str]:
     """The names of the files that are one model with this one: itself alone, or all by number."""

@@ -6,10 +6,12 @@ called on the hub, and what no file says because llama.cpp knows it.
 | llama, arcee, granite, granitemoe,  | rows of q and k are turned: see gguf_config.py             |
 | granitehybrid, mistral3, olmo,      |                                                            |
 | smollm3                             |                                                            |
-| gemma, gemma2, gemma3               | one was added to the weights of norms                      |
+| gemma, gemma2, gemma3, nemotron     | one was added to the weights of norms                      |
 | gemma2, gemma3                      | the largest model has another scale of attention           |
 | gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
-| gemma3                              | layers with a window have a rope of their own              |
+| gemma3, gemma4                      | layers with a window have a rope of their own              |
+| gemma4                              | and heads of another width and number; rope_freqs says     |
+|                                     | which pairs turn in the others                             |
 | phi3, chatglm, glm4                 | ffn_up is gate and up                                      |
 | phi3                                | rope_factors_long and rope_factors_short are of LongRoPE   |
 | gptneox                             | attn_qkv is all of q, then all of k, then all of v         |
@@ -31,8 +33,11 @@ called on the hub, and what no file says because llama.cpp knows it.
 | mistral3                            | only those of Ministral 3 have a scale of temperature      |
 | olmo2 with a window (OLMo 3)        | layers with a window have the rope without its scaling     |
 | granitemoe, granitehybrid           | gate and up, which are one tensor on the hub, are apart    |
+| granite                             | Granite 4's files have sizes of Mamba layers where there   |
+|                                     | are none, and what their heads are for each layer          |
 | granitehybrid                       | layers without heads of keys are Mamba; ssm_a is           |
 |                                     | -exp(A_log), and in a column like ssm_d                    |
+| gpt2                                | matrices are not transposed                                |
 
 To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
@@ -65,10 +70,13 @@ class Architecture:
     turned: rows of q and k are in another order than on the hub. norm_added: what was added to the
         weights of norms.
     pattern: where layers have a window: every so many layers have none, or 0 where the model knows.
-    local_theta: of the rope of layers with a window, where they have their own.
+    local_theta: of the rope of layers with a window, where they have their own. proportional: in
+        the others the last pairs of a head do not turn.
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
     stateful: what layers without heads of keys and values are called in layer_types.
+    by_layer: keys whose values may differ from layer to layer, which `more` reads. read: other keys
+        that only `more` reads.
     tiled: of a gated delta net's heads, the first of each key come first, then the second.
     ignored: keys of metadata that say nothing reliable, or nothing of text.
     """
@@ -77,7 +85,7 @@ class Architecture:
     names: dict[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
     keys: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Config = field(default_factory=dict)
     more: Callable[[Gguf, Config], Config] = lambda gguf, config: {}
     eps: str = "rms_norm_eps"
     layer_norm: bool = False
@@ -85,9 +93,12 @@ class Architecture:
     norm_added: float = 0.0
     pattern: int | None = None
     local_theta: float | None = None
+    proportional: bool = False
     experts: bool = False
     gating: tuple[int, ...] = (1, 0)
     stateful: str = ""
+    by_layer: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
     tiled: bool = False
     ignored: tuple[str, ...] = ()
 
@@ -123,6 +134,24 @@ _AFTER = {  # norms of what attention and MLP give
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA2 = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA4 = _GEMMA2 | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_exps": "experts.{}.gate_proj",
+    "ffn_up_exps": "experts.{}.up_proj",
+    "ffn_down_exps": "experts.{}.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 _GLM4 = _GATE_UP | {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -199,10 +228,10 @@ _GRANITE_MOE = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
-_GRANITE_HYBRID = _GRANITE_MOE | {
-    "ffn_gate_shexp": "mlp.gate_proj",
-    "ffn_up_shexp": "mlp.up_proj",
-    "ffn_down_shexp": "mlp.down_proj",
+_GRANITE_SHARED = _GRANITE_MOE | {
+    f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")
+}
+_GRANITE_HYBRID = _GRANITE_SHARED | {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
     "ssm_a": "mamba.A_log",
@@ -233,6 +262,25 @@ _TEMPERATURE = {
 _SECTIONS = ("rope.dimension_sections",)  # for images: text has the same position in all
 _VISION = (*_SECTIONS, "n_deepstack_layers")
 _SOFTCAPS = {key: key for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_HUNYUAN = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
+_HUNYUAN_MOE = _HUNYUAN | {
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
 _GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -258,6 +306,55 @@ def _gemma_scale(largest: int) -> Callable[[Gguf, Config], Config]:
         return {"query_pre_attn_scalar": wide if is_largest else config["head_dim"]}
 
     return more
+
+
+def _gemma4(gguf: Gguf, config: Config) -> Config:
+    """What layers with a window have otherwise, and whether the MLPs of those that share keys and
+    values are twice as wide."""
+    raw, layers = RawConfig(gguf.metadata, str(gguf.file)), config["num_hidden_layers"]
+    head_dim = raw.size("gemma4.attention.key_length_swa")
+    shared = raw.get("gemma4.attention.shared_kv_layers", 0, int)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        raw.expect(f"gemma4.{key}", head_dim)
+    raw.expect("gemma4.rope.dimension_count", config["head_dim"])
+    kinds = config.get("layer_types", [])
+    if len(kinds) != layers:
+        raise UnsupportedError(
+            f"{gguf.file}: gemma4.attention.sliding_window_pattern must say of each of {layers} "
+            "layers whether it has a window."
+        )
+    kv_heads = gguf.numbers("gemma4.attention.head_count_kv", layers, "iu")
+    own, wide = (
+        {count for count, of in zip(kv_heads, kinds, strict=True) if of == kind}
+        for kind in ("sliding_attention", "full_attention")
+    )
+    if len(own) != 1 or len(wide) != 1:
+        raise UnsupportedError(
+            f"{gguf.file}: gemma4.attention.head_count_kv = {kv_heads} is not implemented (only "
+            "one number for layers with a window and one for those without, and some of either)."
+        )
+    widths = gguf.numbers("gemma4.feed_forward_length", layers, "iu")
+    double = widths[-1] != widths[0]
+    if widths != widths[:1] * (layers - shared) + [widths[0] * (1 + double)] * shared:
+        raise UnsupportedError(
+            f"{gguf.file}: gemma4.feed_forward_length = {widths} is not implemented (only one "
+            f"width, or twice as much in the last {shared} layers)."
+        )
+    whole = kinds.index("full_attention")
+    return {
+        "head_dim": head_dim,
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": own.pop(),
+        "num_global_key_value_heads": wide.pop(),
+        "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in gguf.tensors,
+        "use_double_wide_mlp": double,
+    }
+
+
+def _gemma4_experts(gguf: Gguf, config: Config) -> Config:
+    """The same, and experts beside all MLPs."""
+    chosen = config["num_experts_per_tok"]
+    return _gemma4(gguf, config) | {"enable_moe_block": True, "top_k_experts": chosen}
 
 
 def _has(name: str) -> Callable[[Gguf, Config], Config]:
@@ -333,7 +430,41 @@ def _olmo3(gguf: Gguf, config: Config) -> Config:
     return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
 
 
-def _arcee(gguf: Gguf, config: Config) -> Config:
+def _granite(gguf: Gguf, config: Config) -> Config:
+    """The MLP of Granite 4 is what its models with experts share. In this family a rope that was
+    not finetuned is none."""
+    name = gguf.metadata["general.architecture"]
+    raw = RawConfig(gguf.metadata, str(gguf.file))
+    raw.expect(f"{name}.rope.scaling.finetuned", True)
+    shared = raw.get(f"{name}.expert_shared_feed_forward_length", None, int)
+    if not shared:
+        return {}
+    own = "shared_intermediate_size" if config.get("num_experts") else "intermediate_size"
+    return {own: shared}
+
+
+def _gpt2(gguf: Gguf, config: Config) -> Config:
+    """Sizes, by other names."""
+    return {
+        "n_embd": config["hidden_size"],
+        "n_head": config["num_attention_heads"],
+        "n_inner": config["intermediate_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_positions": config["max_position_embeddings"],
+    }
+
+
+def _starcoder(gguf: Gguf, config: Config) -> Config:
+    """The same, and whether all heads share keys and values."""
+    return _gpt2(gguf, config) | {"multi_query": config["num_key_value_heads"] == 1}
+
+
+def _hunyuan_moe(gguf: Gguf, config: Config) -> Config:
+    """The number of experts for a token, by another name."""
+    return {"moe_topk": config["num_experts_per_tok"]}
+
+
+def _ungated(gguf: Gguf, config: Config) -> Config:
     """Biases are looked for at the gate, which there is none of."""
     return {"mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors}
 
@@ -346,10 +477,46 @@ _HYBRID = Architecture(
     turned=True,
     stateful="mamba",
 )
+_GEMMA4_TEXT = Architecture(
+    "gemma4_text",
+    _GEMMA4,
+    keys={
+        "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    values={"hidden_activation": "gelu_pytorch_tanh"},
+    more=_gemma4,
+    pattern=6,
+    local_theta=10000.0,
+    proportional=True,
+    by_layer=("attention.head_count_kv", "feed_forward_length"),
+    read=("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
+)
 
 # general.architecture -> a key of metadata, and how files that have it are read
 VARIANTS = {
+    "gemma4": (
+        "expert_count",
+        replace(
+            _GEMMA4_TEXT,
+            values=_GEMMA4_TEXT.values | {"norm_topk_prob": True},
+            more=_gemma4_experts,
+            experts=True,
+        ),
+    ),
     "granitehybrid": ("expert_count", replace(_HYBRID, experts=True)),
+    "granitemoe": (
+        "expert_shared_feed_forward_length",
+        Architecture(
+            "granitemoeshared",
+            _GRANITE_SHARED,
+            keys=_GRANITE,
+            more=_granite,
+            turned=True,
+            experts=True,
+        ),
+    ),
     "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
     "mistral3": (
         "attention.temperature_scale",
@@ -377,7 +544,7 @@ _QWEN35_MOE = replace(
 # general.architecture -> how it is read
 ARCHITECTURES = {
     "apertus": Architecture("apertus", _APERTUS, values={"hidden_act": "xielu"}),
-    "arcee": Architecture("arcee", values={"hidden_act": "relu2"}, more=_arcee, turned=True),
+    "arcee": Architecture("arcee", values={"hidden_act": "relu2"}, more=_ungated, turned=True),
     "chatglm": Architecture("glm", _GATE_UP),
     "cohere2": Architecture(
         "cohere2",
@@ -436,6 +603,7 @@ ARCHITECTURES = {
         pattern=6,
         local_theta=10000.0,
     ),
+    "gemma4": _GEMMA4_TEXT,
     "glm4": Architecture("glm4", _GLM4),
     "glm4moe": Architecture(
         "glm4_moe",
@@ -456,15 +624,35 @@ ARCHITECTURES = {
         layer_norm=True,
     ),
     "gpt-oss": Architecture("gpt_oss", _GPT_OSS, more=_gpt_oss, pattern=0, experts=True),
-    "granite": Architecture("granite", keys=_GRANITE, turned=True),
+    "gpt2": Architecture(
+        "gpt2",
+        _GPT2,
+        layers="transformer.h",
+        values={"activation_function": "gelu_new"},
+        more=_gpt2,
+        eps="layer_norm_epsilon",
+        layer_norm=True,
+    ),
+    "granite": Architecture(
+        "granite",
+        keys=_GRANITE,
+        more=_granite,
+        turned=True,
+        read=("expert_shared_feed_forward_length",),
+        ignored=tuple(_SSM),
+    ),
     "granitehybrid": _HYBRID,
     "granitemoe": Architecture(
-        "granitemoe", _GRANITE_MOE, keys=_GRANITE, turned=True, experts=True
+        "granitemoe", _GRANITE_MOE, keys=_GRANITE, more=_granite, turned=True, experts=True
     ),
-    "hunyuan-dense": Architecture(
-        "hunyuan_v1_dense",
-        {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-        values={"use_qk_norm": True},
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", _HUNYUAN, values={"use_qk_norm": True}),
+    "hunyuan-moe": Architecture(
+        "hunyuan_v1_moe",
+        _HUNYUAN_MOE,
+        keys={"expert_shared_count": "num_shared_expert"},
+        values={"use_qk_norm": True, "norm_topk_prob": True},
+        more=_hunyuan_moe,
+        experts=True,
     ),
     "lfm2": Architecture(
         "lfm2",
@@ -489,6 +677,14 @@ ARCHITECTURES = {
     ),
     "llama": Architecture("llama", turned=True),
     "mistral3": Architecture("llama", turned=True),
+    "nemotron": Architecture(
+        "nemotron",
+        values={"hidden_act": "relu2"},
+        more=_ungated,
+        eps="norm_eps",
+        layer_norm=True,
+        norm_added=1.0,
+    ),
     "olmo": Architecture(
         "olmo", keys={"attention.clamp_kqv": "clip_qkv"}, layer_norm=True, turned=True
     ),
@@ -522,6 +718,15 @@ ARCHITECTURES = {
         eps="layer_norm_eps",
         layer_norm=True,
         ignored=("use_parallel_residual",),
+    ),
+    "starcoder": Architecture(
+        "gpt_bigcode",
+        _GPT2,
+        layers="transformer.h",
+        values={"activation_function": "gelu_pytorch_tanh"},
+        more=_starcoder,
+        eps="layer_norm_epsilon",
+        layer_norm=True,
     ),
     "starcoder2": Architecture(
         "starcoder2",

@@ -34,7 +34,7 @@ _STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down
 }
 
 # Whose names end on the hub without ".weight" or ".bias".
-_BARE = ("attn_sinks", "exp_probs_b", "ssm_a", "ssm_dt", "ssm_d")
+_BARE = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 
 # What config.json calls the number of experts.
 _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts")
@@ -55,6 +55,8 @@ _SIZES = {
 }
 _EPS, _RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 _KV_HEADS = "attention.head_count_kv"
+# What may be listed for each layer.
+_BY_LAYER = ("attention.head_count", _KV_HEADS, "feed_forward_length")
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 # Every key that is understood for all architectures; any other could change the computation.
@@ -115,6 +117,7 @@ def gguf_config(gguf: Gguf) -> RawConfig:
         raise UnsupportedError(
             f"{gguf.file}: {listed(prefix + key for key in unknown)} is not implemented."
         )
+    raw = RawConfig(values, f"{gguf.file}: {architecture}")
     layer_types: dict[str, Any] = {}
     if how.stateful and not np.isscalar(values.get(_KV_HEADS, 0)):
         heads, layer_types["layer_types"] = _attending(gguf, values[_KV_HEADS], how.stateful)
@@ -122,12 +125,16 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     if how.experts:  # a model without another MLP does not state its width
         values.setdefault("feed_forward_length", values.get("expert_feed_forward_length"))
     by_layer = {key for key, value in values.items() if not np.isscalar(value)}
+    for key in by_layer.intersection(_BY_LAYER):
+        numbers = gguf.numbers(prefix + key, raw.size("block_count"), "iu")
+        if key in how.by_layer or len(set(numbers)) == 1:
+            values[key] = numbers[0]
+            by_layer.remove(key)
     if arrays := sorted(by_layer - {_PATTERN, *how.ignored}):
         raise UnsupportedError(
             f"{gguf.file}: {listed(prefix + key for key in arrays)} differ from layer to layer, "
             "which is not implemented."
         )
-    raw = RawConfig(values, f"{gguf.file}: {architecture}")
     raw.expect("attention.causal", True)
     raw.expect("tensor_data_layout", "Meta AI original pth")
     config: dict[str, Any] = {name: raw.size(key) for key, name in _SIZES.items()}
@@ -182,7 +189,7 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
 
 def _known(how: Architecture) -> set[str]:
     """The keys that are understood."""
-    known = {*_KNOWN, *how.keys, *how.ignored}
+    known = {*_KNOWN, *how.keys, *how.read, *how.ignored}
     if how.experts:
         known |= _EXPERTS
     if how.pattern is not None:
@@ -257,14 +264,14 @@ def _rope(gguf: Gguf, raw: RawConfig, how: Architecture, head_dim: int) -> dict[
     """rope_parameters, those of layers with a window apart where they have their own."""
     own = {"partial_rotary_factor": raw.size("rope.dimension_count", head_dim) / head_dim}
     everywhere = own | {"rope_theta": raw.get("rope.freq_base", 10000.0, float)}
-    everywhere |= _rope_scaling(gguf, raw, head_dim)
+    everywhere |= _rope_scaling(gguf, raw, how, head_dim)
     if how.local_theta is None:
         return everywhere
     local = {"rope_theta": raw.get("rope.freq_base_swa", how.local_theta, float)}
     return {"full_attention": everywhere, "sliding_attention": own | local}
 
 
-def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
+def _rope_scaling(gguf: Gguf, raw: RawConfig, how: Architecture, head_dim: int) -> dict[str, Any]:
     raw.expect("rope.scale_linear", 1.0)
     kind = raw.get("rope.scaling.type", "none", str)
     if any(name in gguf.tensors for name in _LONGROPE.values()):
@@ -275,6 +282,9 @@ def _rope_scaling(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
     if kind != "yarn":
         for key in ("attn_factor", "yarn_attn_factor"):
             raw.expect(f"rope.scaling.{key}", 1.0)
+    if how.proportional:
+        raw.expect("rope.scaling.type", "none")
+        return _proportional(gguf, head_dim)
     if kind == "none":
         return _llama3(gguf, raw, head_dim) if _ROPE_FACTORS in gguf.tensors else {}
     if _ROPE_FACTORS in gguf.tensors:
@@ -309,12 +319,29 @@ def _longrope(gguf: Gguf, raw: RawConfig) -> dict[str, Any]:
     }
 
 
-def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, from the factors that the converter has made of it."""
-    info = gguf.tensors[_ROPE_FACTORS]
+def _rope_factors(gguf: Gguf, head_dim: int) -> Floats:
+    """How much slower each pair of a head turns."""
+    info = _tensor(gguf, _ROPE_FACTORS)
     if info.shape != (head_dim // 2,) or info.dtype not in FLOATS:
         raise CheckpointError(f"{gguf.file}: {_ROPE_FACTORS} is {info.shape} of {info.dtype}.")
-    factors = read_rows(info)
+    return read_rows(info)
+
+
+def _proportional(gguf: Gguf, head_dim: int) -> dict[str, Any]:
+    """Gemma 4's: the first pairs turn as they would, the others by next to nothing."""
+    factors = _rope_factors(gguf, head_dim)
+    turning = int((factors == 1).sum())
+    if (factors[:turning] != 1).any() or not (factors[turning:] >= 1e30).all():
+        raise UnsupportedError(
+            f"{gguf.file}: {_ROPE_FACTORS} is not implemented (only 1 for the first pairs and 1e30 "
+            "for the others)."
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / head_dim}
+
+
+def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, from the factors that the converter has made of it."""
+    factors = _rope_factors(gguf, head_dim)
     factor = float(factors[-1])  # of the longest wave
     if (factors == 1).all():
         return {}
@@ -361,7 +388,7 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
             if name in tensors:
                 raise CheckpointError(f"{gguf.file} holds {name} twice, once in {info.name}.")
             tensors[name] = _as_on_the_hub(replace(part, name=name), own, how, config)
-    return Checkpoint(gguf.file, tensors)
+    return Checkpoint(gguf.file, tensors, upright=True)
 
 
 def _parts(
@@ -427,7 +454,7 @@ def _as_on_the_hub(info: TensorInfo, own: str, how: Architecture, config: RawCon
         info = _untiled(info, own, config)
     if own == "ssm_a":
         return _changed(info, lambda values: np.log(-values))
-    if how.norm_added and own.endswith("norm") and own != "ssm_norm":
+    if how.norm_added and info.name.endswith("norm.weight") and own != "ssm_norm":
         return _changed(info, lambda values: values - np.float32(how.norm_added))
     return info
 
@@ -526,10 +553,7 @@ def _xielu(gguf: Gguf, layers: int) -> dict[str, TensorInfo]:
     """What the metadata say of xIELU, for each layer or for all."""
     tensors: dict[str, TensorInfo] = {}
     for part, shape in _XIELU.items():
-        values = np.asarray(gguf.metadata.get(f"xielu.{part}"))
-        if values.dtype.kind != "f" or values.shape not in ((), (layers,)):
-            raise CheckpointError(f"{gguf.file}: xielu.{part} are not {layers} numbers.")
-        for layer, value in enumerate(np.broadcast_to(values, layers).tolist()):
+        for layer, value in enumerate(gguf.numbers(f"xielu.{part}", layers, "f")):
             name = f"model.layers.{layer}.mlp.act_fn.{part}"
             tensors[name] = _Stated(name, "f32", shape, gguf.file, 0, 4, value)
     return tensors
