@@ -174,6 +174,7 @@ def cases() -> Iterator[Case]:
     yield Case("position_embedding", "", _position_embedding)
     yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
     yield Case("rmsnorm", "per head", partial(_rmsnorm, rows=3, parts=5, width=24))
+    yield Case("rmsnorm", "per group", partial(_rmsnorm, rows=3, parts=1, width=66, groups=3))
     for bias in (False, True):
         yield Case("layernorm", "bias" if bias else "", partial(_layernorm, bias=bias))
     for function, gated in product(reference.ACTIVATIONS, (False, True)):
@@ -216,6 +217,9 @@ def cases() -> Iterator[Case]:
         for dtype, rows in product(("bf16", "q4"), (3, 40)):
             run = partial(function, dtype=dtype, rows=rows, bias=True)
             yield Case(kernel, f"{dtype}, {rows} rows, bias", run)
+    for dtype, rows in product(("bf16", "q4"), (3, 40)):
+        run = partial(_gate_up, dtype=dtype, rows=rows, gated=False)
+        yield Case("expert_gate_up", f"{dtype}, {rows} rows, no gates", run)
     for dtype, rows in product(weights + QUANTIZED, (1, 3, 40)):
         for form in ("alone", "kept", "half-split", "interleaved"):
             run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
@@ -230,6 +234,7 @@ def cases() -> Iterator[Case]:
             run = partial(_short_conv, rows=rows, goes_on=goes_on, gated=gated)
             yield Case("short_conv", f"{name}, {'gated' if gated else 'silu'}", run)
         yield Case("delta_rule", name, partial(_delta_rule, rows=rows, goes_on=goes_on))
+        yield Case("ssm_scan", name, partial(_ssm_scan, rows=rows, goes_on=goes_on))
     for (dtype, grouping), rows in product(_PUBLISHED, (1, 3, 40)):
         run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
         kernel = "matmul_vec" if rows <= 8 else "matmul"
@@ -262,9 +267,12 @@ def _position_embedding(device: Device, inputs: Inputs) -> Outcome:
     return functions.position_embedding(device, weight, 3, position=34), weight[34:]
 
 
-def _rmsnorm(device: Device, inputs: Inputs, rows: int, parts: int, width: int) -> Outcome:
+def _rmsnorm(
+    device: Device, inputs: Inputs, rows: int, parts: int, width: int, groups: int = 1
+) -> Outcome:
     x, weight = inputs(rows, parts * width), inputs(width)
-    return functions.rmsnorm(device, x, weight, eps=EPS), reference.rmsnorm(x, weight, EPS)
+    y = functions.rmsnorm(device, x, weight, eps=EPS, groups=groups)
+    return y, reference.rmsnorm(x, weight, EPS, groups)
 
 
 def _layernorm(device: Device, inputs: Inputs, bias: bool) -> Outcome:
@@ -380,15 +388,24 @@ def _route(
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)
 
 
-def _gate_up(device: Device, inputs: Inputs, dtype: str, rows: int, bias: bool = False) -> Outcome:
-    """bias: with the activation of gpt-oss too."""
+def _gate_up(
+    device: Device,
+    inputs: Inputs,
+    dtype: str,
+    rows: int,
+    bias: bool = False,
+    gated: bool = True,
+) -> Outcome:
+    """bias: with the activation of gpt-oss too; not gated: with that of Nemotron."""
     x = exact = inputs(rows, 67)
     if dtype in INTEGERS:
         x, exact = int8_rows(inputs.rng, rows, 67)
     logits = inputs(rows, 7)
-    weight = exact_weight(inputs.rng, 7 * 2 * 21, 67, dtype).reshape(7, 2 * 21, 67)
-    added = 5 * inputs(7, 2 * 21) if bias else None
-    own: dict[str, Any] = {"bias": added, "function": "clamped_swiglu" if bias else "silu"}
+    n = (1 + gated) * 21
+    weight = exact_weight(inputs.rng, 7 * n, 67, dtype).reshape(7, n, 67)
+    added = 5 * inputs(7, n) if bias else None
+    function = "clamped_swiglu" if bias else "silu" if gated else "relu2"
+    own: dict[str, Any] = {"bias": added, "function": function, "gated": gated}
     y = functions.expert_gate_up(device, x, logits, weight, slots=3, dtype=dtype, **own)
     return y, reference.expert_gate_up(exact, reference.route(logits, 3, False)[0], weight, **own)
 
@@ -454,6 +471,18 @@ def _delta_rule(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Out
     state = inputs(4, 24, 37) if goes_on else None
     y, left = functions.delta_rule(device, q, k, v, *own, state=state)
     expected, expected_left = reference.delta_rule(q, k, v, *own, state)
+    return (
+        np.concatenate([y.ravel(), left.ravel()]),
+        np.concatenate([expected.ravel(), expected_left.ravel()]),
+    )
+
+
+def _ssm_scan(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Outcome:
+    b, c, x, z = inputs(rows, 2, 24), inputs(rows, 2, 24), inputs(rows, 4, 37), inputs(rows, 4, 37)
+    own = x, b, c, z, inputs(rows, 4), inputs(3, 4) - 1
+    state = inputs(4, 24, 37) if goes_on else None
+    y, left = functions.ssm_scan(device, *own, state=state)
+    expected, expected_left = reference.ssm_scan(*own, state=state)
     return (
         np.concatenate([y.ravel(), left.ravel()]),
         np.concatenate([expected.ravel(), expected_left.ravel()]),

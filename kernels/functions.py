@@ -13,6 +13,7 @@ they are for trying and testing: `profile` says what a kernel itself takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -66,6 +67,7 @@ __all__ = [
     "sigmoid_gate",
     "softcap",
     "softmax",
+    "ssm_scan",
     "take_rows",
     "validate",
     "weighted_sum",
@@ -143,11 +145,18 @@ def position_embedding(
 
 @scoped_function
 def rmsnorm(
-    device: Device, x: Array, weight: Array, *, eps: float, **options: Unpack[Options]
+    device: Device,
+    x: Array,
+    weight: Array,
+    *,
+    eps: float,
+    groups: int = 1,
+    **options: Unpack[Options],
 ) -> Floats:
-    """x / sqrt(mean(x^2) + eps) * weight over each part of x as wide as the weight."""
+    """x / sqrt(mean(x^2) + eps) * weight over each part of x as wide as the weight, or over each of
+    `groups` equal parts of that."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps))
+    return forward.run(forward.ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps, groups))
 
 
 @scoped_function
@@ -411,25 +420,28 @@ def expert_gate_up(
     dtype: str = "f32",
     bias: Array | None = None,
     function: str = "silu",
+    gated: bool = True,
     norm: tuple[Array, float] | None = None,
     tiled: bool = False,
     **options: Unpack[Options],
 ) -> Floats:
     """function(x gate^T) * (x up^T), or clamped_swiglu of both, by the experts that the logits
     choose for each row of x, [rows, slots, inner]; weight [experts, 2 * inner, width], gate on top
-    of up, stored as `dtype`; bias [experts, 2 * inner].
+    of up, stored as `dtype`; bias [experts, 2 * inner]. Not gated: function(x up^T), without gates
+    in weight and bias.
 
     Up to 8 rows go through expert_matmul_vec; more, and all if tiled, are sorted by their expert
     for matmul or matmul_int8.
     """
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1 if tiled else 0, **options)
-    ops, inner = forward.ops, weight.shape[1] // 2
+    ops, inner = forward.ops, weight.shape[1] // (1 + gated)
     routing = ops.route(forward.input(logits), slots, normalize=False)
     value = forward.input(x)
     if norm is not None:
         value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
     stored = to_gpu(device, weight.reshape(-1, weight.shape[2]), dtype, unit=weight.shape[1])
-    y = forward.run(ops.expert_gate_up(value, routing, stored, _flat(device, bias), function))
+    added = _flat(device, bias)
+    y = forward.run(ops.expert_gate_up(value, routing, stored, added, function, gated=gated))
     return y.reshape(len(x), slots, -1)[..., :inner]
 
 
@@ -532,6 +544,37 @@ def delta_rule(
     y = forward.run(output, position=0 if state is None else 1).reshape(v.shape)
     left = device.read(own.matrices, np.float32, heads * key_dim * value_dim)
     return y, left.reshape(heads, key_dim, value_dim)
+
+
+@scoped_function
+def ssm_scan(
+    device: Device,
+    x: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    dt: Array,
+    heads: Array,
+    *,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    state: Array | None = None,
+    **options: Unpack[Options],
+) -> tuple[Floats, Floats]:
+    """The state space model of Mamba 2, times silu(z), [rows, heads, head_dim], and the matrices
+    that it leaves, [heads, state_dim, head_dim]; x, z [rows, heads, head_dim], b, c [rows, groups,
+    state_dim], dt [rows, heads], heads [3, heads]: A_log, dt_bias and D. It goes on from the
+    matrices in `state`, or from zeros."""
+    (rows, groups, state_dim), (_, n_heads, head_dim) = b.shape, x.shape
+    channels = n_heads * head_dim + 2 * groups * state_dim
+    shape = StateShape(channels, 2, groups, n_heads, state_dim, head_dim)
+    own = _state(device, shape, [None, state])
+    forward = Forward(device, rows, **options)
+    inputs = np.concatenate([part.reshape(rows, -1) for part in (x, b, c)], axis=1)
+    values = forward.input(inputs), forward.input(z.reshape(rows, -1)), forward.input(dt)
+    output = forward.ops.ssm_scan(*values, to_gpu(device, heads.reshape(-1)), own, dt_limit)
+    y = forward.run(output, position=0 if state is None else 1).reshape(x.shape)
+    left = device.read(own.matrices, np.float32, n_heads * state_dim * head_dim)
+    return y, left.reshape(n_heads, state_dim, head_dim)
 
 
 def _state(device: Device, shape: StateShape, values: Sequence[Array | None]) -> LayerState:

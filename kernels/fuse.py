@@ -115,7 +115,8 @@ class Fusion:
                     self.absorbed.add(source)
 
     def _whole_row(self, norm: Value) -> bool:
-        return bool(norm.attrs["weight"].shape[0] == norm.width and norm.inputs[0].op != "slice")
+        whole = norm.attrs["weight"].shape[0] == norm.width and norm.attrs["groups"] == 1
+        return bool(whole and norm.inputs[0].op != "slice")
 
     def _is_projected(self, value: Value) -> bool:
         """Whether projections are all that reads it."""

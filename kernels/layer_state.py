@@ -34,7 +34,10 @@ class StateShape:
         """Bytes of its buffers, all f32."""
         inputs = 4 * (self.taps - 1) * self.channels
         matrices = 4 * self.heads * self.key_dim * self.value_dim
-        return (inputs, matrices) if self.heads else (inputs,)
+        return tuple(nbytes for nbytes in (inputs, matrices) if nbytes)
+
+
+NOTHING = StateShape(channels=0, taps=1)  # of a layer that is an MLP alone
 
 
 @dataclass(frozen=True, eq=False)

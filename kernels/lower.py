@@ -16,7 +16,7 @@ from infer.kernels.device import Buffer, Device
 from infer.kernels.fuse import Form, Fusion
 from infer.kernels.lower_attention import lower_attention
 from infer.kernels.lower_experts import lower_down, lower_gate_up, lower_route
-from infer.kernels.lower_state import lower_delta_rule, lower_short_conv
+from infer.kernels.lower_state import lower_delta_rule, lower_short_conv, lower_ssm_scan
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
@@ -163,7 +163,8 @@ class Lowering:
     ) -> None:
         """result = what the norm `value` computes, gated; + residual, the sum times factor."""
         weight: GpuTensor = value.attrs["weight"]
-        (width,) = weight.shape
+        groups = int(value.attrs["groups"])
+        width = weight.shape[0] // groups
         x, x_stride, offset = self.source(value.inputs[0])
         operands: list[Operand] = [x, weight.buffer]
         gate_stride = gate_offset = 0
@@ -195,6 +196,7 @@ class Lowering:
                 "WG": workgroup,
                 "SUBGROUPS": self.device.subgroups,
                 "WIDTH": width,
+                "GROUPS": groups,
                 "EPS": float(value.attrs["eps"]),
                 "LANES": lanes,
                 "X_STRIDE": x_stride,
@@ -657,6 +659,9 @@ class Lowering:
 
     def _lower_delta_rule(self, value: Value) -> None:
         lower_delta_rule(self, value)
+
+    def _lower_ssm_scan(self, value: Value) -> None:
+        lower_ssm_scan(self, value)
 
     # Placing
 

@@ -143,7 +143,7 @@ def _matmul_vec(
     params: dict[str, Any],
 ) -> None:
     weight: GpuTensor = value.attrs["weight"]
-    routing, combine = value.inputs[1], params["COMBINE"]
+    routing, combine, gated = value.inputs[1], params["COMBINE"], value.attrs["gated"]
     slots, n, k = routing.attrs["slots"], value.attrs["outputs"], weight.shape[1]
     variant = low.tuning.matmul_vec(
         VecShape(
@@ -151,7 +151,7 @@ def _matmul_vec(
             n if combine else n * slots,
             1,
             weight.dtype,
-            gated=not combine,
+            gated=gated,
             quantize=form is not None and form.int8,
         )
     )
@@ -196,6 +196,7 @@ def _matmul_vec(
                 "OUTPUTS": variant.outputs,
                 "UNROLL": variant.unroll,
                 "SUBGROUPS": low.device.subgroups,
+                "GATED": gated,
                 "BIAS": bool(bias),
                 "RESIDUAL": bool(added),
                 "ACTIVATION": value.attrs["function"],
@@ -214,7 +215,7 @@ def _matmul(
     low: Lowering, value: Value, inputs: list[Operand], result: Operand, x_slots: int
 ) -> None:
     weight: GpuTensor = value.attrs["weight"]
-    routing, gated = value.inputs[1], value.op == "expert_gate_up"
+    routing, gated = value.inputs[1], value.attrs["gated"]
     n, k = value.attrs["outputs"], weight.shape[1]
     tile = _tile(low, routing, weight.dtype)
     x = -(-n * (1 + gated) // tile.columns)
@@ -246,7 +247,7 @@ def _bias(value: Value) -> list[Operand]:
 
 def _shard(shard: Shard, value: Value) -> dict[str, Any]:
     """Which experts a shard holds."""
-    rows = value.attrs["outputs"] * (2 if value.op == "expert_gate_up" else 1)
+    rows = value.attrs["outputs"] * (1 + value.attrs["gated"])
     return {"FIRST_EXPERT": shard.start // rows, "SHARD_EXPERTS": shard.rows // rows}
 
 

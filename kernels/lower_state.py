@@ -1,11 +1,11 @@
-"""The kernels of layers that keep a state: a short convolution, and the gated delta rule."""
+"""The kernels of layers that keep a state: a short convolution, the gated delta rule, Mamba 2."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from infer.kernels.arena import Operand
-from infer.kernels.layer_state import LayerState
+from infer.kernels.layer_state import LayerState, StateShape
 from infer.kernels.ops import Value, stride
 from infer.kernels.tensor import GpuTensor
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _CONV_ROWS = 16  # of a workgroup
 _COLUMNS = 32  # of a workgroup, so that its loads of the matrices are whole cache lines
+_LARGEST = 3e38  # WGSL has no infinity
 
 
 def lower_short_conv(low: Lowering, value: Value) -> None:
@@ -48,7 +49,6 @@ def lower_delta_rule(low: Lowering, value: Value) -> None:
     state: LayerState = value.attrs["state"]
     shape = state.shape
     (x, x_stride, _), (gates, gates_stride, _) = map(low.source, value.inputs)
-    split = next(n for n in (4, 2, 1) if shape.key_dim % (4 * n) == 0)
     low.emit(
         "delta_rule",
         (
@@ -67,7 +67,7 @@ def lower_delta_rule(low: Lowering, value: Value) -> None:
             "KEY_DIM": shape.key_dim,
             "VALUE_DIM": shape.value_dim,
             "COLUMNS": _COLUMNS,
-            "SPLIT": split,
+            "SPLIT": _split(shape),
             "X_STRIDE": x_stride,
             "GATES_STRIDE": gates_stride,
             "Y_STRIDE": stride(value.width),
@@ -75,3 +75,40 @@ def lower_delta_rule(low: Lowering, value: Value) -> None:
         moved=lambda rows, kv_len: 2 * state.matrices.nbytes + 4 * rows * (x_stride + value.width),
         flops=lambda rows, kv_len: 6 * rows * shape.key_dim * value.width,
     )
+
+
+def lower_ssm_scan(low: Lowering, value: Value) -> None:
+    """Emit the kernel of the ssm_scan op `value`."""
+    state: LayerState = value.attrs["state"]
+    shape, (dt_min, dt_max) = state.shape, value.attrs["dt_limit"]
+    (x, x_stride, _), (z, z_stride, z_offset), (dt, dt_stride, dt_offset) = map(
+        low.source, value.inputs
+    )
+    low.emit(
+        "ssm_scan",
+        (low.step, x, z, dt, value.attrs["heads"].buffer, state.matrices, value),
+        (-(-shape.value_dim // _COLUMNS), shape.heads, 1),
+        {
+            "GROUPS": shape.key_heads,
+            "HEADS": shape.heads,
+            "STATE_DIM": shape.key_dim,
+            "HEAD_DIM": shape.value_dim,
+            "DT_MIN": float(dt_min),
+            "DT_MAX": min(float(dt_max), _LARGEST),
+            "COLUMNS": _COLUMNS,
+            "SPLIT": _split(shape),
+            "X_STRIDE": x_stride,
+            "Z_STRIDE": z_stride,
+            "Z_OFFSET": z_offset,
+            "DT_STRIDE": dt_stride,
+            "DT_OFFSET": dt_offset,
+            "Y_STRIDE": stride(value.width),
+        },
+        moved=lambda rows, kv_len: 2 * state.matrices.nbytes + 4 * rows * (x_stride + value.width),
+        flops=lambda rows, kv_len: 6 * rows * shape.key_dim * value.width,
+    )
+
+
+def _split(shape: StateShape) -> int:
+    """Invocations that share a column of a matrix."""
+    return next(n for n in (4, 2, 1) if shape.key_dim % (4 * n) == 0)

@@ -7,6 +7,7 @@ a plan of dispatches (lower.py). An activation is f32, [rows of the step][width]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -99,18 +100,20 @@ class Ops:
         """The rows of `weight` [positions, width] for the step's positions."""
         return self._value("position_embedding", weight.shape[1], weight=weight)
 
-    def rmsnorm(self, x: Value, weight: GpuTensor, eps: float) -> Value:
+    def rmsnorm(self, x: Value, weight: GpuTensor, eps: float, groups: int = 1) -> Value:
         """x / rms(x) * weight (Zhang & Sennrich 2019), over each part of x as wide as the weight:
-        the whole row, or head by head."""
+        the whole row, or head by head. Or over each of so many groups of what the weight covers,
+        with weights of their own."""
         (width,) = weight.shape
-        if x.width % width:
+        if x.width % width or width % groups:
             raise ValueError(f"a norm of {width} values cannot cover rows of {x.width}")
-        return self._value("rmsnorm", x.width, x, weight=weight, eps=eps)
+        return self._value("rmsnorm", x.width, x, weight=weight, eps=eps, groups=groups)
 
     def gated_rmsnorm(self, x: Value, gate: Value, weight: GpuTensor, eps: float) -> Value:
         """rmsnorm(x) * silu(gate)."""
         self._same_width(x, gate)
-        return self._value("gated_rmsnorm", x.width, x, gate, weight=weight, eps=eps)
+        own: dict[str, Any] = {"weight": weight, "eps": eps, "groups": 1}
+        return self._value("gated_rmsnorm", x.width, x, gate, **own)
 
     def layernorm(self, x: Value, weight: GpuTensor, bias: GpuTensor | None, eps: float) -> Value:
         """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016), over whole rows."""
@@ -238,6 +241,29 @@ class Ops:
             "delta_rule", values, x, gates, a_log=a_log, dt_bias=dt_bias, state=state
         )
 
+    def ssm_scan(
+        self,
+        x: Value,
+        z: Value,
+        dt: Value,
+        heads: GpuTensor,
+        state: LayerState,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+    ) -> Value:
+        """The state space model of Mamba 2 (Dao & Gu 2024) on the state's matrices, times silu(z);
+        x is x, B and C side by side, dt one value for each head. heads [3 * heads]: A_log, dt_bias
+        and D. dt_limit: of the time steps, behind softplus (wgsl/ssm_scan.wgsl)."""
+        shape = state.shape
+        values, inputs = shape.heads * shape.value_dim, shape.key_heads * shape.key_dim
+        if x.width != values + 2 * inputs or shape.key_dim % 4 or values % 4:
+            raise ValueError(f"rows of {x.width} do not fit {shape}")
+        if z.width != values or dt.width != shape.heads or shape.heads % shape.key_heads:
+            raise ValueError(f"gates of {z.width} and {dt.width} values do not fit {shape}")
+        if heads.shape != (3 * shape.heads,):
+            raise ValueError(f"a weight of {heads.shape} does not fit {shape.heads} heads")
+        own: dict[str, Any] = {"heads": heads, "state": state, "dt_limit": dt_limit}
+        return self._value("ssm_scan", values, x, z, dt, **own)
+
     def activation(self, x: Value, function: str) -> Value:
         """silu, gelu, gelu_tanh, relu or relu2 of each value (wgsl/activate.wgsl)."""
         return self._value("activation", x.width, x, function=function)
@@ -316,15 +342,18 @@ class Ops:
         weight: GpuTensor,
         bias: GpuTensor | None = None,
         function: str = "silu",
+        *,
+        gated: bool = True,
     ) -> Value:
         """function(x gate^T) * (x up^T), or clamped_swiglu of both (wgsl/activate.wgsl), by each of
         a row's experts, one result after the other, each in stride(inner) values. weight [experts *
-        2 * inner, width]: gate, then up, of each expert; bias [experts * 2 * inner] likewise."""
-        inner = self._expert_rows(routing, weight, 2)
+        2 * inner, width]: gate, then up, of each expert; bias [experts * 2 * inner] likewise. Not
+        gated: function(x up^T), and there are no gates in them."""
+        inner = self._expert_rows(routing, weight, 1 + gated)
         if weight.shape[1] != x.width:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
         width = routing.attrs["slots"] * stride(inner)
-        own: dict[str, Any] = {"bias": bias, "function": function, "outputs": inner}
+        own: dict[str, Any] = {"bias": bias, "function": function, "outputs": inner, "gated": gated}
         return self._value("expert_gate_up", width, x, routing, weight=weight, **own)
 
     def expert_down(
@@ -335,7 +364,7 @@ class Ops:
         width = self._expert_rows(routing, weight, 1)
         if routing.attrs["slots"] * stride(weight.shape[1]) != x.width:
             raise ValueError(f"rows of {x.width} do not fit a weight of {weight.shape}")
-        own: dict[str, Any] = {"bias": bias, "function": "none", "outputs": width}
+        own: dict[str, Any] = {"bias": bias, "function": "none", "outputs": width, "gated": False}
         return self._value("expert_down", width, x, routing, weight=weight, **own)
 
     @staticmethod

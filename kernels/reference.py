@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 Array = NDArray[Any]  # of any float type; results are float64
 
 
-def rmsnorm(x: Array, weight: Array, eps: float) -> Array:
-    """x [..., n * width], weight [width]: each part of `width` values over its root mean square."""
-    parts = x.astype(np.float64).reshape(*x.shape[:-1], -1, weight.size)
+def rmsnorm(x: Array, weight: Array, eps: float, groups: int = 1) -> Array:
+    """x [..., n * width], weight [width]: each part of `width` values, or of width / groups, over
+    its root mean square."""
+    own = weight.reshape(groups, -1)
+    parts = x.astype(np.float64).reshape(*x.shape[:-1], -1, *own.shape)
     scale = 1.0 / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)
-    result: Array = (parts * scale * weight).reshape(x.shape)
+    result: Array = (parts * scale * own).reshape(x.shape)
     return result
 
 
@@ -156,12 +158,16 @@ def expert_gate_up(
     weight: Array,
     bias: Array | None = None,
     function: str = "silu",
+    gated: bool = True,
 ) -> Array:
     """x [rows, width], ids [rows, slots], weight [experts, 2 * inner, width] and bias [experts, 2 *
     inner], gate on top of up -> function(x gate^T) * (x up^T), or clamped_swiglu of both, [rows,
-    slots, inner]."""
+    slots, inner]. Not gated: function(x up^T), without gates in weight and bias."""
     both = np.einsum("rw,rsnw->rsn", x.astype(np.float64), weight.astype(np.float64)[ids])
-    gate, up = np.split(both if bias is None else both + bias[ids], 2, axis=-1)
+    both = both if bias is None else both + bias[ids]
+    if not gated:
+        return ACTIVATIONS[function](both)
+    gate, up = np.split(both, 2, axis=-1)
     if function == "clamped_swiglu":
         return clamped_swiglu(gate, up)
     result: Array = ACTIVATIONS[function](gate) * up
@@ -219,6 +225,31 @@ def delta_rule(
         left = left + k[row, :, :, None] * delta[:, None]
         y[row] = np.einsum("hk,hkv->hv", q[row], left) / math.sqrt(key_dim)
     return y, left
+
+
+def ssm_scan(
+    x: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    dt: Array,
+    heads: Array,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    state: Array | None = None,
+) -> tuple[Array, Array]:
+    """The state space model of Mamba 2, row by row; shapes as in functions.ssm_scan."""
+    a_log, dt_bias, skip = heads.astype(np.float64)
+    n_heads, (groups, state_dim) = x.shape[1], b.shape[1:]
+    b, c = (np.repeat(part.astype(np.float64), n_heads // groups, 1) for part in (b, c))
+    dt = np.clip(np.logaddexp(0, dt.astype(np.float64) + dt_bias), *dt_limit)
+    decay = np.exp(-dt * np.exp(a_log))
+    left = np.zeros((n_heads, state_dim, x.shape[2])) if state is None else state.astype(np.float64)
+    y = np.empty(x.shape)
+    for row in range(len(x)):
+        left = decay[row, :, None, None] * left
+        left = left + b[row, :, :, None] * (dt[row, :, None] * x[row])[:, None]
+        y[row] = np.einsum("hk,hkv->hv", c[row], left) + skip[:, None] * x[row]
+    return y * silu(z), left
 
 
 def rope(

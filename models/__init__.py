@@ -23,6 +23,7 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {  # by model_type
     "apertus": Architecture("Apertus", "Apertus 8B and 70B"),
     "arcee": Architecture("Arcee", "AFM-4.5B"),
+    "bamba": Architecture("Bamba", "Bamba 9B"),
     "cohere": Architecture("Cohere", "Command R"),
     "cohere2": Architecture("Cohere2", "Command R7B, Command A"),
     "cwm": Architecture("Cwm", "Code World Model"),
@@ -47,7 +48,7 @@ ARCHITECTURES = {  # by model_type
     "granite": Architecture("Granite", "Granite 3"),
     "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
     "granitemoehybrid": Architecture(
-        "GraniteMoeHybrid", "Granite 4.0 (micro, 1B, 350M), without Mamba layers"
+        "GraniteMoeHybrid", "Granite 4.0 (micro, tiny, small, 1B, 350M; also H)"
     ),
     "granitemoeshared": Architecture("GraniteMoeShared", "Granite 3 with shared experts"),
     "helium": Architecture("Helium", "Helium"),
@@ -62,6 +63,7 @@ ARCHITECTURES = {  # by model_type
     "mixtral": Architecture("Mixtral", "Mixtral 8x7B, 8x22B"),
     "nanochat": Architecture("NanoChat", "nanochat"),
     "nemotron": Architecture("Nemotron", "Nemotron-Mini, Minitron (4B and 8B)"),
+    "nemotron_h": Architecture("NemotronH", "Nemotron Nano 9B and 12B v2, Nemotron 3 Nano 30B-A3B"),
     "olmo": Architecture("Olmo", "OLMo 1B and 7B"),
     "olmo2": Architecture("Olmo2", "OLMo 2"),
     "olmo3": Architecture("Olmo3", "OLMo 3"),

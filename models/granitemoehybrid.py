@@ -1,13 +1,12 @@
-"""Granite 4 (Granite team, IBM 2025) where all layers have attention, as in its micro, 1B and 350M:
-Granite 3, with or without experts, and an MLP that all tokens share."""
+"""Granite 4 (Granite team, IBM 2025): Granite 3, with or without experts, and an MLP that all
+tokens share; in those called H most layers are Mamba 2."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.errors import UnsupportedError
-from infer.models import layers
+from infer.models import layers, mamba2
 from infer.models.config import RawConfig
 from infer.models.granite import read_granite
 from infer.models.granitemoe import GraniteMoe, read_granite_experts
@@ -15,37 +14,36 @@ from infer.models.layers import DecoderConfig
 from infer.models.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
-_DEFAULTS = {"num_local_experts": 8, "shared_intermediate_size": 1024}
+_DEFAULTS = mamba2.DEFAULTS | {"num_local_experts": 8, "shared_intermediate_size": 1024}
 _NAMES = {
     "mlp.gate_up_proj": "shared_mlp.input_linear",
     "mlp.down_proj": "shared_mlp.output_linear",
 }
 
 
-class GraniteMoeHybrid(GraniteMoe):
+class GraniteMoeHybrid(mamba2.Mamba2, GraniteMoe):
     """Without experts the shared MLP is the only one, which MLX has as Llama's."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
-        types = raw.get("layer_types", [None], list)
-        if any(found not in ("attention", "full_attention") for found in types):
-            raise UnsupportedError(
-                f"{raw.place}: layer_types has Mamba layers, which are not implemented: take a "
-                "model of attention alone, such as Granite 4.0 micro, 1B or 350M."
-            )
         raw.expect("normalization_function", "rmsnorm")
         raw.expect("position_embedding_type", None, "nope", "rope")
+        n_layers = raw.size("num_hidden_layers")
+        types = raw.get("layer_types", ["mamba"] * n_layers, list)
+        kinds = mamba2.read_kinds(raw, types, mamba2.KINDS, "layer_types")
+        mamba = [kind == "mamba" for kind in kinds]
         turns = raw.get("position_embedding_type", None) == "rope"
         shared = raw.size("shared_intermediate_size")
         experts = None
-        if raw.get("num_local_experts", kind=int):
+        if raw.get("num_local_experts", raw.get("num_experts", 0, int), int):
             experts = replace(read_granite_experts(raw), shared_inner=shared, gated=False)
         return read_granite(
             raw.with_values(intermediate_size=shared),
-            rope_layers=[turns] * raw.size("num_hidden_layers"),
+            rope_layers=[turns and not has_state for has_state in mamba],
             fused_gate_up=True,
             experts=experts,
+            **mamba2.read_mamba(raw, mamba),
         )
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
@@ -23,7 +23,8 @@ class ExpertsConfig:
     and for each layer whether it has experts. scale: of the weights. sigmoid: scores are sigmoids,
     not a softmax, and epsilon is added to what they are divided by. correction: the checkpoint's
     name of what is added to them for the choice. gated: the shared expert is, by a sigmoid. groups:
-    how many there are, and of how many of them experts are chosen."""
+    how many there are, and of how many of them experts are chosen. latent: the width of what
+    experts read and write, if it is not hidden_size."""
 
     count: int
     per_token: int
@@ -37,6 +38,7 @@ class ExpertsConfig:
     correction: str | None = None
     gated: bool = True
     groups: tuple[int, int] = (1, 1)
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
     windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
-    queries and keys turn; states what a layer keeps instead of keys and values, None where it has
-    these. What follows them is off, or 1, where a model does not say otherwise.
+    queries and keys turn; states what a layer keeps instead of keys and values, which may be
+    NOTHING, and None where it has these. What follows them is off, or 1, where a model does not say
+    otherwise.
     rms_norm_eps is that of the norms, whatever they are; activation a function of `Ops.activation`.
     """
 
@@ -109,7 +112,9 @@ class DecoderConfig:
     parallel: bool = False  # attention and MLP of a layer read the same
     sinks: bool = False  # of attention: a logit of each head beside its scores
     experts: ExpertsConfig | None = None
-    conv_bias: bool = False  # of a short convolution and the projections around it
+    conv_bias: bool = False  # of a short convolution and, in LFM2, the projections around it
+    mamba_proj_bias: bool = False  # of the projections around Mamba
+    time_step_limit: tuple[float, float] = (0.0, inf)  # of Mamba
     gated_attention: bool = False  # its result, by a part of the projection of queries
     global_heads: tuple[int, int] | None = None  # KV heads and head_dim of layers without a window
     global_k_eq_v: bool = False  # values are the projection of keys in layers without a window

@@ -30,9 +30,14 @@ class MixtureOfExperts(Llama):
         assert self.config.experts is not None  # read_config has read it
         return self.config.experts
 
+    @property
+    def first_experts(self) -> str:
+        """The experts' first matrices."""
+        return "gate_up_proj" if self.config.gated else "up_proj"
+
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """router, experts.gate_up_proj and experts.down_proj, one expert below the other, and those
-        of shared_expert, whose gate is the router's last row."""
+        """router, experts.gate_up_proj, or up_proj where they are not gated, experts.down_proj, one
+        expert below the other, and those of shared_expert, whose gate is the router's last row."""
         c, experts = self.config, self.experts
         if not experts.layers[layer]:
             yield from super().mlp_weights(layer, name, prefix)
@@ -53,21 +58,22 @@ class MixtureOfExperts(Llama):
             )
 
     def expert_weights(self, name: str, prefix: str, fused: str) -> Iterator[WeightSpec]:
-        """experts.gate_up_proj and experts.down_proj, of a tensor for each matrix of an expert, or,
-        under `fused`, of two for all experts."""
-        c, experts = self.config, self.experts
-        into, back = (experts.inner, c.hidden_size), (c.hidden_size, experts.inner)
+        """experts.gate_up_proj or up_proj, and experts.down_proj, of a tensor for each matrix of an
+        expert, or, under `fused`, of two for all experts."""
+        experts, width = self.experts, self.experts.latent or self.config.hidden_size
+        first, parts = self.first_experts, (self.gate, self.up) if self.config.gated else (self.up,)
+        into, back = (experts.inner, width), (width, experts.inner)
         gate_up, down = (
             tuple(
                 Source(f"{prefix}.experts.{expert}.{part}.weight", shape)
                 for expert in range(experts.count)
                 for part in parts
             )
-            for parts, shape in (((self.gate, self.up), into), ((self.down,), back))
+            for parts, shape in ((parts, into), ((self.down,), back))
         )
-        both = (experts.count, 2 * experts.inner, c.hidden_size)
+        both = (experts.count, len(parts) * experts.inner, width)
         for part, sources, shape in (
-            ("gate_up_proj", gate_up, both),
+            (first, gate_up, both),
             ("down_proj", down, (experts.count, *back)),
         ):
             key, rows = f"{fused}.experts.{part}", shape[1]
@@ -103,12 +109,17 @@ class MixtureOfExperts(Llama):
             epsilon=experts.epsilon,
             groups=experts.groups,
         )
-        y = ops.expert_gate_up(x, routing, w["experts.gate_up_proj"])
-        y = ops.expert_down(y, routing, w["experts.down_proj"])
+        y = self.chosen(ops, x, routing, w)
         if experts.shared_inner:
             shared = layers.mlp(ops, x, Scope(w, "shared_expert"), self.config)
             y = (ops.sigmoid_gate(shared, *gates) if gates else shared) + y
         return y
+
+    def chosen(self, ops: Ops, x: Value, routing: Value, w: Weights) -> Value:
+        """The part of the chosen experts in that."""
+        c, into = self.config, w[f"experts.{self.first_experts}"]
+        y = ops.expert_gate_up(x, routing, into, function=c.activation, gated=c.gated)
+        return ops.expert_down(y, routing, w["experts.down_proj"])
 
 
 def predicts_further(config: DecoderConfig, key: str) -> bool:

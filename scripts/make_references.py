@@ -935,6 +935,100 @@ def granitemoehybrid(**changes: Any) -> dict[str, Any]:
     return granitemoe(**own | changes)
 
 
+def bamba(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attn_layer_indices": [1],
+        "attn_rotary_emb": 8,
+        "hidden_size": 48,
+        "mamba_chunk_size": 16,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "mamba_proj_bias": False,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_logits_to_keep": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "z_loss_coefficient": 0.0,
+    }
+    config = llama() | {"model_type": "bamba", "vocab_size": 250} | own | changes
+    return {key: value for key, value in config.items() if key != "pretraining_tp"}
+
+
+def nemotron_h(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "nemotron_h",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "chunk_size": 16,
+        "conv_kernel": 4,
+        "eos_token_id": 2,
+        "expand": 2,
+        "head_dim": 16,
+        "hidden_dropout": 0.0,
+        "hidden_size": 64,
+        "hybrid_override_pattern": "M-*-",
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_head_dim": 16,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 6,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 128,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "n_groups": 2,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "num_logits_to_keep": 1,
+        "pad_token_id": 0,
+        "rescale_prenorm_residual": True,
+        "residual_in_fp32": False,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "ssm_state_size": 24,
+        "tie_word_embeddings": False,
+        "time_step_floor": 0.0001,
+        "time_step_limit": [0.0, float("inf")],
+        "time_step_max": 0.1,
+        "time_step_min": 0.001,
+        "time_step_rank": 256,
+        "transformers_version": "4.51.3",
+        "use_bias": False,
+        "use_cache": True,
+        "use_conv_bias": True,
+        "use_mamba_kernels": True,
+        "vocab_size": 250,
+    } | changes
+
+
+def nemotron_h_moe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "hybrid_override_pattern": "ME*E",
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_group": 1,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
+    }
+    return nemotron_h(**own | changes)
+
+
 def glm4_moe(model_type: str, **changes: Any) -> dict[str, Any]:
     """What GLM-4.5 and dots.llm1 have in common."""
     own = {
@@ -1212,6 +1306,44 @@ CASES: dict[str, Case] = {
             position_embedding_type="nope",
             shared_intermediate_size=40,
             tie_word_embeddings=False,
+        )
+    ),
+    # With a Mamba layer, all of its biases, and experts.
+    "granitemoehybrid_mamba": Case(
+        granitemoehybrid(
+            hidden_size=64,
+            layer_types=["mamba", "attention"],
+            mamba_chunk_size=16,
+            mamba_conv_bias=True,
+            mamba_d_conv=4,
+            mamba_d_head=16,
+            mamba_d_state=24,
+            mamba_expand=2,
+            mamba_n_groups=2,
+            mamba_n_heads=8,
+            mamba_proj_bias=True,
+            num_attention_heads=4,
+            num_experts_per_tok=2,
+            num_local_experts=6,
+            position_embedding_type="nope",
+            shared_intermediate_size=40,
+            tie_word_embeddings=False,
+        )
+    ),
+    "bamba": Case(bamba()),
+    "nemotron_h": Case(nemotron_h()),
+    "nemotron_h_experts": Case(nemotron_h_moe()),
+    # All biases, and experts that see less than all of an activation.
+    "nemotron_h_latent": Case(
+        nemotron_h_moe(
+            hybrid_override_pattern="E*EM",
+            mamba_num_heads=4,
+            mlp_bias=True,
+            moe_latent_size=32,
+            n_groups=1,
+            norm_topk_prob=False,
+            use_bias=True,
+            use_conv_bias=False,
         )
     ),
     "ministral3": Case(

@@ -180,9 +180,11 @@ def test_every_run_begins_with_the_copies_before_it(device: Device) -> None:
         ("gemma-3-4b", 3_880_263_168),
         ("glm-4.7-flash", 29_943_393_920),  # without the layer that predicts a further token
         ("gpt-oss-20b", 20_914_757_184),
+        ("granite-4.0-h-tiny", 6_939_037_248),
         ("lfm2-1.2b", 1_170_340_608),
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
+        ("nemotron-3-nano-30b-a3b", 31_577_937_344 + 23 * 128),  # and what corrects 23 routers
         ("qwen2.5-0.5b", 494_032_768),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-30b-a3b", 30_532_122_624),
@@ -205,7 +207,7 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     """As deep as the real model, which is what makes values grow, but narrow."""
     narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    for key in SHAPES[name].keys() & {"num_experts", "num_local_experts"}:
+    for key in SHAPES[name].keys() & {"num_experts", "num_local_experts", "n_routed_experts"}:
         heads |= {key: 4, "num_experts_per_tok": 2}
     narrow |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     narrow |= {"block_ff_dim": 64, "block_multiple_of": 32}
@@ -215,6 +217,8 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
         heads |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
     heads |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     heads |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    heads |= {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    heads |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
     params = replace(measure.GREEDY, max_tokens=33)
     with device.scope():
         engine = make_engine(device, SHAPES[name] | narrow | heads)

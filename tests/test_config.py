@@ -30,6 +30,8 @@ def test_any_name_may_be_a_key() -> None:
     [
         ("apertus", {"hidden_act": "silu"}, "hidden_act = 'silu'"),
         ("apertus", {"post_norm": True}, "post_norm = True"),
+        ("bamba", {"attn_rotary_emb": 16}, "attn_rotary_emb = 16"),
+        ("bamba", {"mamba_n_heads": 5}, "5 Mamba heads of 19 are not 96 values"),
         ("deepseek_v2", {"attention_bias": True}, "attention_bias = True"),
         ("deepseek_v2", {"kv_lora_rank": 1024}, "head_dim = 1056"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
@@ -63,8 +65,15 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma4_text_experts", {"enable_moe_block": False}, "num_experts = 8"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
-        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "Mamba layers"),
-        ("granitemoehybrid", {"layer_types": None}, "Mamba layers"),
+        ("granitemoehybrid", {"layer_types": ["attention"]}, "for each of 2 layers"),
+        ("granitemoehybrid", {"layer_types": ["mamba2", "mamba"]}, "layer_types must name mamba,"),
+        ("granitemoehybrid_mamba", {"mamba_n_groups": 3}, "8 heads of 16 in 3 groups"),
+        ("granitemoehybrid_mamba", {"mamba_d_state": 260}, "with 260 states"),
+        ("granitemoehybrid_mamba", {"mamba_d_head": 8}, "8 Mamba heads of 8 are not 128 values"),
+        ("granitemoehybrid_mamba", {"mamba_d_conv": 1}, "mamba_d_conv = 1"),
+        ("granitemoehybrid_mamba", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("granitemoehybrid_mamba", {"time_step_limit": [0.1]}, "time_step_limit must be"),
+        ("granitemoehybrid_mamba", {"time_step_limit": [0.2, 0.1]}, "time_step_limit must be"),
         ("granite", {"logits_scaling": 0.0}, "'logits_scaling' must be positive"),
         ("granite", {"residual_multiplier": "1"}, "'residual_multiplier' must be of type float"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv for each of 3 layers"),
@@ -88,6 +97,19 @@ def test_any_name_may_be_a_key() -> None:
         ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert = 2"),
         ("llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1"),
         ("llama", {"no_rope_layer_interval": 4}, "no_rope_layer_interval = 4"),
+        ("llama", {"hybrid_override_pattern": "M*"}, 'hybrid_override_pattern = "M'),
+        ("nemotron_h", {"hybrid_override_pattern": "M-M?"}, "pattern must name M, [*], -, E"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "for each of 4 layers"),
+        ("nemotron_h", {"hybrid_override_pattern": None}, "for each of 4 layers"),
+        ("nemotron_h", {"layers_block_type": ["mlp", "conv"]}, "layers_block_type must name"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias = True"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
+        ("nemotron_h", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
+        ("nemotron_h", {"sliding_window": 16}, "sliding_window = 16"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ("nemotron_h_experts", {"n_group": 2}, "n_group = 2"),
+        ("nemotron_h_experts", {"n_shared_experts": 2}, "n_shared_experts = 2"),
+        ("nemotron_h_experts", {"num_experts_per_tok": 7}, "7 experts cannot be chosen of 6"),
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim = 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True"),
@@ -105,6 +127,27 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
     build_model(RawConfig(values))
     with pytest.raises(UnsupportedError, match=message):
         build_model(RawConfig(values | change))
+
+
+def test_time_steps_have_a_limit_or_not() -> None:
+    """And layers are all Mamba where nothing is said of them, as wide as that makes them."""
+    values = json.loads((DATA / "granitemoehybrid_mamba" / CONFIG_FILES["published"]).read_text())
+    for given in (None, [0.0, math.inf], [0.1, 1]):
+        raw = RawConfig(values | {"time_step_limit": given})
+        assert build_model(raw).config.time_step_limit == tuple(given or (0.0, math.inf))
+    config = build_model(RawConfig(values | {"layer_types": None, "mamba_d_head": "auto"})).config
+    assert [state and (state.heads, state.value_dim) for state in config.states] == [(8, 16)] * 2
+
+
+def test_what_nemotron_calls_its_keys() -> None:
+    """By other names in some files; a list of layers counts before a pattern."""
+    values = json.loads((DATA / "nemotron_h" / CONFIG_FILES["published"]).read_text())
+    expected = build_model(RawConfig(values)).config
+    values |= {"attention_head_dim": values.pop("head_dim"), "mamba_d_conv": 4, "conv_kernel": 9}
+    kinds = ["mamba", "mlp", "attention", "mlp"]
+    values |= {"layers_block_type": kinds, "hybrid_override_pattern": "MMMM"}
+    values |= {"auto_map": {"AutoConfig": "configuration.Config"}, "n_routed_experts": None}
+    assert build_model(RawConfig(values)).config == expected
 
 
 def test_gpt2_says_the_width_of_its_mlp_or_not() -> None:

@@ -26,7 +26,7 @@ from infer.kernels.step import NO_TOKEN
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
-CASES = ["llama", "mistral_sliding", "qwen3", "lfm2", "qwen3_5_text"]
+CASES = ["llama", "mistral_sliding", "qwen3", "lfm2", "qwen3_5_text", "nemotron_h_experts"]
 STEPS = 32
 
 Build = Callable[..., Engine]

@@ -140,22 +140,24 @@ def gate_up_error(
 ) -> float:
     (slots, n_experts), (k, n) = experts, shape
     x, exact = activations(rng, dtype, rows, k, tiled or rows > 8)
-    weight = exact_weight(rng, n_experts * 2 * n, k, dtype).reshape(n_experts, 2 * n, k)
-    added = 5 * rng.standard_normal((n_experts, 2 * n), np.float32) if bias else None
+    gated = function != "relu2"
+    weight_rows = (1 + gated) * n
+    weight = exact_weight(rng, n_experts * weight_rows, k, dtype).reshape(n_experts, -1, k)
+    added = 5 * rng.standard_normal((n_experts, weight_rows), np.float32) if bias else None
     logits = logits_of(rng, rows, n_experts, kind)
     if norm:
         options["norm"] = rng.standard_normal(k, np.float32), EPS
         exact = reference.rmsnorm(x, *options["norm"])
     options |= {"slots": slots, "dtype": dtype, "tiled": tiled}
-    options |= {"bias": added, "function": function}
+    options |= {"bias": added, "function": function, "gated": gated}
     y = functions.expert_gate_up(device, x, logits, weight, **options)
     ids, _ = reference.route(logits, slots, False)
-    expected = reference.expert_gate_up(exact, ids, weight, added, function)
+    expected = reference.expert_gate_up(exact, ids, weight, added, function, gated)
     # Beside one: of a single output that gelu makes nearly nothing, f32 leaves no bit right.
     return nmse(1 + y, 1 + expected)
 
 
-@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu")})
+@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu", "relu2")})
 def test_expert_gate_up(
     open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
 ) -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,7 @@ ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
     "llama": "llama",
     "ministral3": "mistral3",
     "granitemoehybrid": "granite",
+    "granitemoehybrid_mamba": "granitehybrid",
     "granitemoeshared": "granitemoe",
     "mistral": "llama",
     "mixtral": "llama",
@@ -515,6 +517,23 @@ def add_hunyuan_moe(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     writer.add_expert_shared_feed_forward_length(raw["intermediate_size"])
 
 
+def add_granite_hybrid(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
+    add_granite(writer, raw)
+    add_experts(writer, raw)
+    for key in ("feed_forward_length", "attention.head_count_kv"):
+        writer.kv_data[0].pop(f"{writer.arch}.{key}")
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(raw["shared_intermediate_size"])
+    attends = [kind == "attention" for kind in raw["layer_types"]]
+    writer.add_head_count_kv([raw["num_key_value_heads"] * int(having) for having in attends])
+    writer.add_ssm_conv_kernel(raw["mamba_d_conv"])
+    writer.add_ssm_state_size(raw["mamba_d_state"])
+    writer.add_ssm_group_count(raw["mamba_n_groups"])
+    writer.add_ssm_time_step_rank(raw["mamba_n_heads"])
+    writer.add_ssm_inner_size(raw["mamba_expand"] * raw["hidden_size"])
+    writer.add_rope_scaling_finetuned(False)
+
+
 # What the converter writes besides what it writes for all, by model_type.
 ADD: dict[str, Add] = {
     "apertus": add_apertus,
@@ -534,6 +553,7 @@ ADD: dict[str, Add] = {
     "granite": add_granite,
     "granitemoe": add_granite_experts,
     "granitemoehybrid": add_granite4,
+    "granitemoehybrid_mamba": add_granite_hybrid,
     "granitemoeshared": add_granite_experts,
     "hunyuan_v1_dense": add_hunyuan,
     "hunyuan_v1_moe": add_hunyuan_moe,
@@ -584,6 +604,11 @@ def stored(name: str) -> dict[str, TensorInfo]:
     return text_tensors(Checkpoint.open(DATA / "models" / name).tensors)
 
 
+def written_as(name: str) -> str:
+    """What ARCHITECTURE and ADD say of a case: by its own name, or else by its model_type."""
+    return name if name in ARCHITECTURE else str(published(name).values["model_type"])
+
+
 def of_delta_net(key: str, array: Array, raw: Mapping[str, Any]) -> dict[str, Array]:
     """A tensor of linear attention as the converter has it (modify_tensors of Qwen3NextModel and,
     for Qwen3.5, of _LinearAttentionVReorderBase). Qwen3-Next's in_proj_qkvz stays whole in layer 0,
@@ -609,6 +634,18 @@ def of_delta_net(key: str, array: Array, raw: Mapping[str, Any]) -> dict[str, Ar
         array = -np.exp(array)
     part = "dt_proj.bias" if part == "dt_bias" else part
     return {f"{layer}.linear_attn.{part}": array[:, 0] if part.startswith("conv1d") else array}
+
+
+def of_mamba(key: str, array: Array, raw: Mapping[str, Any]) -> tuple[str, Array]:
+    """A tensor of Mamba as the converter has it (modify_tensors of Mamba2Model)."""
+    if key.endswith("A_log"):
+        return key, -np.exp(array[:, None])
+    if key.endswith("mamba.D"):
+        return key, array[:, None]
+    if key.endswith("norm.weight"):
+        return key, array.reshape(raw["mamba_n_groups"], -1)
+    key = key.replace("dt_bias", "dt_proj.bias")
+    return key, array[:, 0] if key.endswith("conv1d.weight") else array
 
 
 def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
@@ -638,6 +675,9 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
         if ".linear_attn." in key:
             made |= of_delta_net(key, array, raw.values)
             continue
+        if ".mamba." in key:
+            key, made[key] = of_mamba(key, array, raw.values)
+            continue
         if key.endswith("block_sparse_moe.input_linear.weight"):
             layer = key.partition(".block_sparse_moe")[0]
             for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
@@ -645,13 +685,14 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
             continue
         if key.endswith("shared_mlp.input_linear.weight"):
             layer, block = key.partition(".shared_mlp")[0], "mlp"
-            if kind == "granitemoeshared":
+            if config.experts is not None:
                 block = "mlp.shared_expert"
             for part, rows in zip(("gate", "up"), np.split(array, 2), strict=True):
                 made[f"{layer}.{block}.{part}_proj.weight"] = rows
             continue
         if kind == "granitemoehybrid":
-            key = key.replace("shared_mlp.output_linear", "mlp.down_proj")
+            block = "mlp" if config.experts is None else "mlp.shared_expert"
+            key = key.replace("shared_mlp.output_linear", f"{block}.down_proj")
         if kind == "gpt2" and ".c_" in key:
             array = np.ascontiguousarray(array.T)
         if ".kv_b_proj." in key and kind == "deepseek_v2":
@@ -702,7 +743,7 @@ def converted(
     """A stored model, written as the converter of llama.cpp does it, matrices in this dtype, or
     quantised if `kind` says so. arch: another architecture than the usual. given: other tensors."""
     raw = published(name)
-    config, arch = build_model(raw).config, arch or ARCHITECTURE[raw.values["model_type"]]
+    config, arch = build_model(raw).config, arch or ARCHITECTURE[written_as(name)]
     names = library.get_tensor_name_map(
         {value: key for key, value in library.MODEL_ARCH_NAMES.items()}[arch],
         config.num_hidden_layers,
@@ -719,7 +760,7 @@ def converted(
     for key, array in hub.items():
         own = key if key.startswith("blk.") else names.get_name(key, (".weight", ".bias"))
         assert own is not None
-        vector = array.ndim == 1 or own.endswith(".bias")
+        vector = array.ndim == 1 or not own.endswith(".weight") or own.endswith("_norm.weight")
         tensors[own] = array if vector else array.astype(dtype)
         exact = vector or "ffn_gate_inp" in own or "conv1d" in own
         if kind is not None and not exact:
@@ -749,7 +790,7 @@ def converted(
             writer.add_rope_scaling_orig_ctx_len(original)
         for part, values in numbers.items():
             writer.add_array(f"xielu.{part}", values)
-        ADD.get(raw.values["model_type"], lambda writer, raw: None)(writer, raw.values)
+        ADD.get(written_as(name), lambda writer, raw: None)(writer, raw.values)
         more(writer)
 
     return write(file, given or tensors, kinds, arch=arch, add=add)
@@ -788,8 +829,8 @@ SAME = [
     "olmo",
     "olmo3",
 ]
-# Those with a window, a rope or biases that llama.cpp's files do not know.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid_")
+# Those with a window, a rope or biases that llama.cpp's files do not know, or with other names.
+UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid_e")
 CONVERTED = [
     case
     for case in cases()
@@ -798,7 +839,7 @@ CONVERTED = [
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {published(case).values["model_type"] for case in CONVERTED} == set(ARCHITECTURE)
+    assert {written_as(case) for case in CONVERTED} == set(ARCHITECTURE)
     assert set(ARCHITECTURES) <= set(library.MODEL_ARCH_NAMES.values())
 
 
@@ -831,6 +872,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "granitemoeshared": "_linear.",
         "gpt_oss": ".experts.",
         "granitemoe": "_linear.",
+        "granitemoehybrid_mamba": "_linear.",
         "qwen3_next": "1.linear_attn.in_proj_qkvz",
     }
     for key, info in stored(name).items():
@@ -862,6 +904,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
         "gpt_neox",
         "gpt_oss",
         "granitemoe",
+        "granitemoehybrid_mamba",
         "granitemoeshared",
         "lfm2",
         "lfm2_moe",
@@ -882,6 +925,25 @@ def test_a_converted_model_computes_what_transformers_does(
     with device.scope():
         logits = scores(build_engine(device, tmp_path / "m.gguf"), ids)
     assert relative_error(logits, reference.logits) <= 1e-4
+
+
+def test_a_hybrid_without_experts_or_with_positions(tmp_path: Path) -> None:
+    """As Granite 4.0 H micro, whose MLP is the only one; Bamba is not implemented."""
+    gguf = converted(tmp_path / "m.gguf", "granitemoehybrid_mamba")
+    gguf.metadata.update({f"granitehybrid.expert_{key}": 0 for key in ("count", "used_count")})
+    for name in [name for name in gguf.tensors if "_exps" in name or "_inp" in name]:
+        del gguf.tensors[name]
+    for name in [name for name in gguf.tensors if "_shexp" in name]:
+        plain = name.replace("_shexp", "")
+        gguf.tensors[plain] = replace(gguf.tensors.pop(name), name=plain)
+    config = gguf_config(gguf)
+    assert find_format(config) is not None
+    model = build_model(config)
+    assert (model.config.experts, model.config.intermediate_size) == (None, 40)
+    check_checkpoint(list(model.weights()), gguf_checkpoint(gguf, config), model.ignorable)
+    gguf.metadata["granitehybrid.rope.scaling.finetuned"] = True
+    with pytest.raises(UnsupportedError, match="finetuned = True"):
+        gguf_config(gguf)
 
 
 @pytest.mark.parametrize(

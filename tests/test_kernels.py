@@ -491,14 +491,18 @@ def test_position_embedding(open_device: OpenDevice, rng: np.random.Generator) -
 
 
 @covering(
-    SETTINGS | {"rows": (1, 5, 9), "parts": (1, 3), "width": (1, 7, 24, 128, 331, 1024, 4100)}
+    SETTINGS
+    | {"rows": (1, 5, 9), "parts": (1, 3), "width": (1, 7, 24, 128, 331, 1024, 4100)}
+    | {"groups": (1, 2)}
 )
 def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
-        x = normal(rng, case["rows"], case["parts"] * case["width"])
-        weight = normal(rng, case["width"])
-        y = functions.rmsnorm(open_device(settings_of(case)), x, weight, eps=1e-3)
-        assert nmse(y, reference.rmsnorm(x, weight, 1e-3)) <= LIMIT, case
+        groups = case["groups"]
+        x = normal(rng, case["rows"], case["parts"] * groups * case["width"])
+        weight = normal(rng, groups * case["width"])
+        device = open_device(settings_of(case))
+        y = functions.rmsnorm(device, x, weight, eps=1e-3, groups=groups)
+        assert nmse(y, reference.rmsnorm(x, weight, 1e-3, groups)) <= LIMIT, case
 
 
 @covering(

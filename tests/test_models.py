@@ -99,10 +99,12 @@ WEAK = ["ernie4_5_moe", "gemma2", "gemma4", "gemma4_text_experts", "glm4", "gpt_
 WEAK += [
     "deepseek_v2_groups",
     "deepseek_v3",
+    "granitemoehybrid_mamba",
     "lfm2",
     "llama",
     "ministral3",
     "mistral_sliding",
+    "nemotron_h_experts",
     "olmo",
     "olmo2",
     "qwen2_moe",

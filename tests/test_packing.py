@@ -414,6 +414,8 @@ def test_gpt_oss_as_mlx_has_it(tmp_path: Path) -> None:
 def stacked(name: str, pack: Callable[[Array], dict[str, Array]]) -> dict[str, Array]:
     """The tensors of a stored model, experts of a layer stacked as in MLX, and packed."""
     part_of = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    if name.startswith("nemotron_h"):
+        part_of = {"up_proj": "fc1", "down_proj": "fc2"}
     made: dict[str, Array] = {}
     experts: dict[str, list[Array]] = {}
     for key, info in Checkpoint.open(LLAMA.parent / name).tensors.items():
@@ -499,8 +501,10 @@ MLX_KEYS: dict[str, dict[str, Any]] = {
     "granitemoe": {"rope_theta": 1e4},
     "granitemoehybrid": {"layer_types": ["attention"] * 2},
     "granitemoehybrid_experts": {"layer_types": ["attention"] * 2},
+    "granitemoehybrid_mamba": {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"rope_theta": 1e6},
     "lfm2": {"block_dim": 64, "conv_dim": 64, "block_ff_dim": 96, "rope_theta": 1e6},
+    "nemotron_h_experts": {},
     "qwen3_next": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
     "qwen3_5": {},
     "qwen3_5_moe": {},
@@ -546,7 +550,8 @@ def renamed_by_mlx(name: str, key: str, values: Array) -> tuple[list[str], list[
 
 def by_mlx_lm(name: str) -> dict[str, Array]:
     mx = pytest.importorskip("mlx.core")
-    module = pytest.importorskip(f"mlx_lm.models.{name.removesuffix('_experts')}")
+    module = name.removesuffix("_experts").removesuffix("_mamba")
+    module = pytest.importorskip(f"mlx_lm.models.{module}")
     mx.set_default_device(mx.cpu)
     config = json.loads((LLAMA.parent / name / "config.json").read_text()) | MLX_KEYS[name]
     hub = Checkpoint.open(LLAMA.parent / name).tensors
@@ -565,7 +570,7 @@ def test_models_as_mlx_has_them(
     config, tensors = json.loads((source / "config.json").read_text()), convert(name)
     packed: dict[str, Array] = {}
     for key, values in tensors.items():
-        module = re.fullmatch(r"(.*(?:_proj(?:_\w+)?|embed_q|unembed_out))\.weight", key)
+        module = re.fullmatch(r"(.*(?:_proj(?:_\w+)?|embed_q|unembed_out|fc[12]))\.weight", key)
         pack = mlx_packed if values.ndim == 2 else packed_one_by_one
         parts = {key: values}
         if module is not None and values.shape[-1] % 32 == 0:

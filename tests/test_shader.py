@@ -360,7 +360,10 @@ def model_specs(
     for none."""
     raw = shape_config(shape)
     kinds = build_model(raw).config.states
-    raw.values["num_hidden_layers"] = kinds.index(None) + 1  # attention, and what comes before
+    few = kinds.index(None) + 1  # attention, and what comes before
+    raw.values["num_hidden_layers"] = few
+    for key in raw.values.keys() & {"layer_types", "hybrid_override_pattern"}:
+        raw.values[key] = raw.values[key][:few]
     if "num_kv_shared_layers" in raw.values:
         types = ["sliding_attention", "full_attention"] * 2
         raw.values |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": types}

@@ -79,6 +79,26 @@ def test_delta_rule(open_device: OpenDevice, rng: np.random.Generator, cases: li
         assert nmse(left, expected_left) <= LIMIT, case
 
 
+@covering(
+    ROWS
+    | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 4), (40, 36), (128, 64), (256, 40))}
+    | {"dt_limit": ((0.0, np.inf), (0.5, 1.5))}
+)
+def test_ssm_scan(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        rows, (groups, heads), (state_dim, head_dim) = case["rows"], case["heads"], case["dims"]
+        x, z = rng.standard_normal((2, rows, heads, head_dim), np.float32)
+        b, c = rng.standard_normal((2, rows, groups, state_dim), np.float32)
+        dt = 5 * rng.standard_normal((rows, heads), np.float32)
+        own = rng.uniform(-4, 2, (3, heads)).astype(np.float32)
+        state = rng.standard_normal((heads, state_dim, head_dim)) if case["goes_on"] else None
+        inputs, options = (x, b, c, 20 * z, dt, own), {"dt_limit": case["dt_limit"], "state": state}
+        y, left = functions.ssm_scan(open_device(settings_of(case)), *inputs, **options)
+        expected, expected_left = reference.ssm_scan(*inputs, **options)
+        assert nmse(y, expected) <= LIMIT, case
+        assert nmse(left, expected_left) <= LIMIT, case
+
+
 @pytest.mark.parametrize(("rows", "heads", "width"), [(1, 1, 331), (3, 5, 24), (9, 4, 128)])
 def test_gated_rmsnorm(
     least_device: Device, rng: np.random.Generator, rows: int, heads: int, width: int
@@ -120,7 +140,7 @@ def test_a_gate_for_every_value(device: Device, rng: np.random.Generator) -> Non
 # What an engine reuses. test_engine.py compares the ways of running these models.
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_next"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_next", "granitemoehybrid_mamba"])
 def case(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -11,6 +11,7 @@
 //
 //   k (decay S) = decay (k S);  q S' = decay (q S) + (q k) delta
 #include "step.wgsl"
+#include "softplus.wgsl"
 // @param KEY_HEADS u32   neighbouring heads share a query and a key
 // @param HEADS u32
 // @param KEY_DIM u32     a multiple of 4 * SPLIT
@@ -35,10 +36,6 @@ const EPS = 1e-6;
 // Those of two rows, so that a row may be written while the one before is still read.
 var<workgroup> column_sums: array<vec2<f32>, 2u * WG>;     // k S, q S
 var<workgroup> row_sums: array<vec3<f32>, 2u * SPLIT>;     // k k, q q, q k
-
-fn softplus(x: f32) -> f32 {
-  return max(x, 0.0) + log(1.0 + exp(-abs(x)));
-}
 
 // grid (VALUE_DIM / COLUMNS, HEADS)
 @compute @workgroup_size(WG)

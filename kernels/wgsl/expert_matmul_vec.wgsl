@@ -1,8 +1,9 @@
 // Projections of a few rows by the experts that each is routed to, built like matmul_vec.wgsl. W
 // holds the experts one below the other.
 //
-// Without COMBINE a workgroup has a row and one of its experts, whose part of W is gate rows and
-// then up rows, and y[row][slot] = gated(gate, up); with NORM x is normed as in matmul_vec.wgsl.
+// Without COMBINE a workgroup has a row and one of its experts, and y[row][slot] = activate(W x), or,
+// GATED, its part of W is gate rows and then up rows, and y[row][slot] = gated(gate, up); with NORM x
+// is normed as in matmul_vec.wgsl.
 // With ROUTE every workgroup chooses the experts by itself, and one of them writes what was chosen.
 // With COMBINE x has the rows [row][slot], and y[row] is the sum of W x over the slots, each times
 // the expert's weight: one long dot product. RESIDUAL is added to it.
@@ -24,6 +25,7 @@
 // @param FIRST_EXPERT u32        of this shard of W
 // @param SHARD_EXPERTS u32
 // @param COMBINE bool
+// @param GATED bool              not with COMBINE
 // @param BIAS bool
 // @param RESIDUAL bool
 // @param KEEP bool
@@ -75,7 +77,7 @@
 @group(0) @binding($(NEXT + 2 * QUANTIZE)) var<storage, read_write> routing: array<f32>;
 #endif
 
-#let W_ROWS = OUTPUTS * (2 - COMBINE)
+#let W_ROWS = OUTPUTS * (1 + GATED)
 #let ROWS_OF_X = 1 + COMBINE * (SLOTS - 1)
 const VALUES = $(W_ROWS + NORM)u;      // sums per team
 const STEPS = BLOCKS * $(ROWS_OF_X)u;
@@ -92,7 +94,7 @@ fn in_shard(expert: u32) -> bool {
 
 // The first row of W that an expert has; of one that is not in this shard, any.
 fn row_of(expert: u32) -> u32 {
-  return select(0u, expert - FIRST_EXPERT, in_shard(expert)) * N * $(2 - COMBINE)u;
+  return select(0u, expert - FIRST_EXPERT, in_shard(expert)) * N * $(1 + GATED)u;
 }
 
 // grid (N / (TEAMS * OUTPUTS), rows * SLOTS); COMBINE: rows
@@ -159,25 +161,26 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #else
   let writes = own_output && in_shard(expert);
 #if BIAS
-  var own_gate_bias = 0.0;
-  var own_up_bias = 0.0;
+#for p in 0..1 + GATED
+  var own_bias$p = 0.0;
   if (writes) {
-    own_gate_bias = bias[2u * expert * N + n];
-    own_up_bias = bias[(2u * expert + 1u) * N + n];
+    own_bias$p = bias[($(1 + GATED)u * expert + $pu) * N + n];
   }
+#endfor
 #endif
   let expert_row = row_of(expert);
 #endif
 #for o in 0..OUTPUTS
   let output$o = min(first + team * OUTPUTS + $ou, N - 1u);
-#if COMBINE
-  var sum$o = 0.0;
-#else
+#if GATED
   let row$(2 * $o) = expert_row + output$o;
   let row$(2 * $o + 1) = expert_row + output$o + N;
-  var sum$(2 * $o) = 0.0;
-  var sum$(2 * $o + 1) = 0.0;
+#elif not COMBINE
+  let row$o = expert_row + output$o;
 #endif
+#endfor
+#for r in 0..W_ROWS
+  var sum$r = 0.0;
 #endfor
 #if NORM
   var squares = 0.0;
@@ -251,14 +254,20 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     value += select(0.0, weight_of(id.y, $su), in_shard(expert_of(id.y, $su))) * own_bias$s;
 #endfor
 #endif
-#else
+#elif GATED
     var gate = scale * total(owner, 2u * place, parts);
     var up = scale * total(owner, 2u * place + 1u, parts);
 #if BIAS
-    gate += own_gate_bias;
-    up += own_up_bias;
+    gate += own_bias0;
+    up += own_bias1;
 #endif
     var value = gated(gate, up);
+#else
+    var value = scale * total(owner, place, parts);
+#if BIAS
+    value += own_bias0;
+#endif
+    value = activate(value);
 #endif
 #if RESIDUAL
     value += own_residual;

@@ -1,5 +1,5 @@
 // y = x / sqrt(mean(x^2) + EPS) * weight over each part of WIDTH values of a row. One part: the norm
-// of a layer. Several: the norm of each head.
+// of a layer. Several: the norm of each head, or of each of GROUPS, which have weights of their own.
 //
 // GATED: y is multiplied by silu(gate). RESIDUAL is added to y, and FACTOR, one number, multiplies
 // the sum. What the next projection wants to read goes out too: y times the weights of its norm
@@ -8,6 +8,7 @@
 #include "reduce.wgsl"
 #include "quantize_block.wgsl"
 // @param WIDTH u32
+// @param GROUPS u32
 // @param EPS f32
 // @param LANES u32               of a vector: 4, or 1 where something is not a multiple of 4
 // @param X_STRIDE u32
@@ -86,7 +87,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endif
   if (i$j < VECTORS) {
     value$j = x[x_row + i$j];
-    weight$j = weight[i$j];
+    weight$j = weight[id.x % GROUPS * VECTORS + i$j];
 #if GATED
     gate$j = gate[(id.y * GATE_STRIDE + GATE_OFFSET) / LANES + id.x * VECTORS + i$j];
 #endif

@@ -1,5 +1,6 @@
 // xIELU (Huang & Schlag 2024): a parabola above zero and an integrated exponential below, whose bends
 // alpha_p and alpha_n, before softplus, a layer has learned.
+#include "softplus.wgsl"
 // @param WIDTH u32
 // @param X_STRIDE u32
 // @param X_OFFSET u32
@@ -7,10 +8,6 @@
 @group(0) @binding(0) var<storage, read> shape: array<f32>;  // alpha_p, alpha_n, beta, eps
 @group(0) @binding(1) var<storage, read> x: array<f32>;
 @group(0) @binding(2) var<storage, read_write> y: array<f32>;
-
-fn softplus(a: f32) -> f32 {
-  return max(a, 0.0) + log(1.0 + exp(-abs(a)));
-}
 
 // grid (WIDTH / 64, rows)
 @compute @workgroup_size(64)

@@ -4,7 +4,8 @@ called on the hub, and what no file says because llama.cpp knows it.
 | general.architecture                | what is peculiar                                           |
 | ----------------------------------- | ---------------------------------------------------------- |
 | llama, arcee, granite, granitemoe,  | rows of q and k are turned: see gguf_config.py             |
-| mistral3, olmo, smollm3             |                                                            |
+| granitehybrid, mistral3, olmo,      |                                                            |
+| smollm3                             |                                                            |
 | gemma, gemma2, gemma3, nemotron     | one was added to the weights of norms                      |
 | gemma2, gemma3                      | the largest model has another scale of attention           |
 | gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
@@ -31,9 +32,11 @@ called on the hub, and what no file says because llama.cpp knows it.
 | apertus                             | xIELU's numbers are metadata                               |
 | mistral3                            | only those of Ministral 3 have a scale of temperature      |
 | olmo2 with a window (OLMo 3)        | layers with a window have the rope without its scaling     |
-| granitemoe                          | gate and up, which are one tensor on the hub, are apart    |
+| granitemoe, granitehybrid           | gate and up, which are one tensor on the hub, are apart    |
 | granite                             | Granite 4's files have sizes of Mamba layers where there   |
 |                                     | are none, and what their heads are for each layer          |
+| granitehybrid                       | layers without heads of keys are Mamba; ssm_a is           |
+|                                     | -exp(A_log), and in a column like ssm_d                    |
 | gpt2                                | matrices are not transposed                                |
 | deepseek2                           | DeepSeek-V2, V3 and GLM-4.7-Flash; kv_b_proj is in two     |
 |                                     | parts as MLX has them, but not in the first files          |
@@ -74,7 +77,7 @@ class Architecture:
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
     latent: whether attention is multi-head latent attention.
-    convolves: whether layers without heads of keys and values have a short convolution.
+    stateful: what layers without heads of keys and values are called in layer_types.
     by_layer: keys whose values may differ from layer to layer, which `more` reads. read: other keys
         that only `more` reads.
     tiled: of a gated delta net's heads, the first of each key come first, then the second.
@@ -97,7 +100,7 @@ class Architecture:
     experts: bool = False
     gating: tuple[int, ...] = (1, 0)
     latent: bool = False
-    convolves: bool = False
+    stateful: str = ""
     by_layer: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     tiled: bool = False
@@ -242,6 +245,15 @@ _GRANITE_MOE = {
 _GRANITE_SHARED = _GRANITE_MOE | {
     f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")
 }
+_GRANITE_HYBRID = _GRANITE_SHARED | {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A_log",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
 _SSM = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -296,6 +308,14 @@ _GRANITE = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+}
+_GRANITE_HYBRID_KEYS = _GRANITE | {
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.inner_size": "mamba_d_head",  # of all heads: see _granite_hybrid
 }
 
 
@@ -383,6 +403,24 @@ def _delta_net(gguf: Gguf, config: Config) -> Config:
     sizes = {name: raw.size(name) for name in _SSM.values()}
     heads = sizes["linear_num_value_heads"]
     return {"linear_value_head_dim": sizes["linear_value_head_dim"] // heads}
+
+
+def _granite_hybrid(gguf: Gguf, config: Config) -> Config:
+    """The width that is stated is of all heads together. Biases are where there are some."""
+    if gguf.metadata.get("granitehybrid.rope.scaling.finetuned"):
+        raise UnsupportedError(
+            f"{gguf.file}: granitehybrid.rope.scaling.finetuned = True is not implemented (only "
+            "models without positions, as Granite 4.0 H)."
+        )
+    raw = RawConfig(config, str(gguf.file))
+    heads, inner = raw.size("mamba_n_heads"), raw.size("mamba_d_head")
+    return {
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // config["hidden_size"],
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in gguf.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in gguf.tensors),
+        "num_local_experts": None,  # num_experts counts
+    }
 
 
 def _dots1(gguf: Gguf, config: Config) -> Config:
@@ -474,6 +512,14 @@ def _ungated(gguf: Gguf, config: Config) -> Config:
     return {"mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors}
 
 
+_HYBRID = Architecture(
+    "granitemoehybrid",
+    _GRANITE_HYBRID,
+    keys=_GRANITE_HYBRID_KEYS,
+    more=_granite_hybrid,
+    turned=True,
+    stateful="mamba",
+)
 _GEMMA4_TEXT = Architecture(
     "gemma4_text",
     _GEMMA4,
@@ -502,6 +548,7 @@ VARIANTS = {
             experts=True,
         ),
     ),
+    "granitehybrid": ("expert_count", replace(_HYBRID, experts=True)),
     "granitemoe": (
         "expert_shared_feed_forward_length",
         Architecture(
@@ -647,6 +694,7 @@ ARCHITECTURES = {
         read=("expert_shared_feed_forward_length",),
         ignored=tuple(_SSM),
     ),
+    "granitehybrid": _HYBRID,
     "granitemoe": Architecture(
         "granitemoe", _GRANITE_MOE, keys=_GRANITE, more=_granite, turned=True, experts=True
     ),
@@ -665,7 +713,7 @@ ARCHITECTURES = {
         keys={"shortconv.l_cache": "conv_L_cache"},
         values={"block_auto_adjust_ff_dim": False},  # it was adjusted
         eps="norm_eps",
-        convolves=True,
+        stateful="conv",
     ),
     "lfm2moe": Architecture(
         "lfm2_moe",
@@ -678,7 +726,7 @@ ARCHITECTURES = {
         eps="norm_eps",
         experts=True,
         gating=(2,),
-        convolves=True,
+        stateful="conv",
     ),
     "llama": Architecture("llama", turned=True),
     "mistral3": Architecture("llama", turned=True),

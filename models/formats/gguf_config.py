@@ -34,7 +34,7 @@ _STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down
 }
 
 # Whose names end on the hub without ".weight" or ".bias".
-_BARE = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_dt")
+_BARE = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 
 # What config.json calls the number of experts.
 _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts")
@@ -119,8 +119,9 @@ def gguf_config(gguf: Gguf) -> RawConfig:
         )
     raw = RawConfig(values, f"{gguf.file}: {architecture}")
     layer_types: dict[str, Any] = {}
-    if how.convolves and not np.isscalar(values.get(_KV_HEADS, 0)):
-        values[_KV_HEADS], layer_types["layer_types"] = _attending(gguf, values[_KV_HEADS])
+    if how.stateful and not np.isscalar(values.get(_KV_HEADS, 0)):
+        heads, layer_types["layer_types"] = _attending(gguf, values[_KV_HEADS], how.stateful)
+        values[_KV_HEADS] = heads
     if how.experts:  # a model without another MLP does not state its width
         values.setdefault("feed_forward_length", values.get("expert_feed_forward_length"))
     by_layer = {key for key, value in values.items() if not np.isscalar(value)}
@@ -207,15 +208,15 @@ def _has_bias(gguf: Gguf, part: str) -> bool:
     return f"blk.0.{part}.bias" in gguf.tensors
 
 
-def _attending(gguf: Gguf, by_layer: Any) -> tuple[Any, list[str]]:
-    """The heads of keys in layers that have any, and the types of all layers."""
+def _attending(gguf: Gguf, by_layer: Any, other: str) -> tuple[Any, list[str]]:
+    """The heads of keys in layers that have any, and the types of all layers; other: without."""
     heads = np.asarray(by_layer).tolist()
     counts = set(heads) - {0}
     if len(counts) != 1:
         raise UnsupportedError(
             f"{gguf.file}: {_KV_HEADS} = {heads} is not implemented (only 0 and one other number)."
         )
-    return counts.pop(), ["full_attention" if count else "conv" for count in heads]
+    return counts.pop(), ["full_attention" if count else other for count in heads]
 
 
 def _windows(raw: RawConfig, how: Architecture) -> dict[str, Any]:
@@ -429,6 +430,8 @@ def _parts(
         yield own, names.get(own, own), replace(info, shape=(rows, 1, info.shape[1]))
     elif own in ("attn_k_b", "attn_v_b") and len(info.shape) == 3:  # a matrix for each head
         yield own, names.get(own, own), replace(info, shape=(rows * info.shape[1], info.shape[2]))
+    elif own in ("ssm_a", "ssm_d", "ssm_norm"):  # of Mamba in columns, or rows for groups
+        yield own, names.get(own, own), replace(info, shape=(math.prod(info.shape),))
     elif own == "exp_probs_b" and "moe_statics" in names.get(own, ""):
         yield own, names[own], replace(info, shape=(1, math.prod(info.shape)))
     else:

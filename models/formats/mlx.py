@@ -17,10 +17,11 @@ The key `quantization` of the config has one size and mode for all modules, and 
 of others.
 
 Experts of a layer are stacked, quantised or not: each of these tensors of `switch_mlp.gate_proj`,
-`up_proj` and `down_proj`, in gpt-oss of `experts.gate_proj` and so on, has one dimension more, the
-experts. So have the two halves of DeepSeek's kv_b_proj, `embed_q` (W_UK, as queries are multiplied
-by it) and `unembed_out` (W_UV): the heads. See `unstacked`. The taps of short convolutions are
-[channels, taps, 1], and the weights of norms that the hub has less one are whole. See `turned`.
+`up_proj` and `down_proj`, in gpt-oss of `experts.gate_proj` and so on, in Nemotron of
+`switch_mlp.fc1` and `fc2`, has one dimension more, the experts. So have the two halves of
+DeepSeek's kv_b_proj, `embed_q` (W_UK, as queries are multiplied by it) and `unembed_out` (W_UV):
+the heads. See `unstacked`. The taps of short convolutions are [channels, taps, 1], and the weights
+of norms that the hub has less one are whole. See `turned`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from infer.models.formats.grouped import Grouped, Scheme, from_e8m0, unpack
 from infer.models.formats.packed import FLOATS, Format, Packed, matrix_shape, part, read_rows
 
 _STACKED = re.compile(
-    r"(.*)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj)\.(weight|scales|biases|bias)"
+    r"(.*)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj|fc[12])\.(weight|scales|biases|bias)"
 )
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
 _HEADS = re.compile(r".*\.self_attn\.(?:embed_q|unembed_out)\.(?:weight|scales|biases)")
@@ -48,6 +49,7 @@ _CONV = re.compile(r".*\.conv(?:1d)?\.weight")
 # What the projections of an expert are called on the hub in Mixtral, and in which blocks.
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LIKE_MIXTRAL = (".block_sparse_moe", ".feed_forward")
+_UNGATED = {"fc1": "up_proj", "fc2": "down_proj"}
 _MOST_EXPERTS = 10_000  # more would be damage
 
 # mode -> bits, group, kind
@@ -139,7 +141,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
             tensors[name] = info
             continue
         block, part, kind = match.groups()
-        part = _MIXTRAL[part] if block.endswith(_LIKE_MIXTRAL) else part
+        part = _MIXTRAL[part] if block.endswith(_LIKE_MIXTRAL) else _UNGATED.get(part, part)
         count, *shape = info.shape
         for expert in range(count):
             own = f"{block}.experts.{expert}.{part}.{kind}"
@@ -153,7 +155,8 @@ def _names(module: str) -> list[str]:
     if match is None:
         return [module]
     part = {theirs: own for own, theirs in _MIXTRAL.items()}.get(match[2], match[2])
-    return [f"{match[1]}.{stack}.{part}" for stack in ("switch_mlp", "experts")]
+    names = [f"{match[1]}.{stack}.{part}" for stack in ("switch_mlp", "experts")]
+    return names + [f"{match[1]}.switch_mlp.{fc}" for fc, own in _UNGATED.items() if own == part]
 
 
 class _Matrix(Packed):
