@@ -65,9 +65,12 @@ class Fusion:
             if self._whole_row(value) and self._is_projected(value):
                 self.absorbed.add(value)
         elif value.op == "route" and self.vec:
-            readers = [user.op for user in self.consumers[value]]
+            users, attrs = self.consumers[value], value.attrs
+            readers = [user.op for user in users]
             alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
-            if alone and value.attrs["correction"] is value.attrs["expert_scales"] is None:
+            plain = attrs["expert_scales"] is None and attrs["groups"] == (1, 1)
+            # Eight bindings have room for a correction or biases.
+            if alone and plain and None in (attrs["correction"], users[0].attrs["bias"]):
                 self.absorbed.add(value)
         elif value.op == "add":
             linear, both, norm = self._residual_of(value), self._sum_in(value), self._norm_in(value)

@@ -76,7 +76,7 @@ def lower_gate_up(low: Lowering, value: Value) -> None:
     params |= _choice(low, routing) if routing in low.absorbed else _CHOSEN_BEFORE
     outputs = value.attrs["outputs"]
     form = low.fusion.next_form(value) if low.fusion else None
-    bindings = len(inputs) + len(_bias(value)) + 4
+    bindings = len(inputs) + len(_bias(value)) + 4 + params["CORRECTION"]
     fits = form is not None and form.bindings + bindings <= low.device.limits.storage_buffers
     if not (form and form.int8 and fits and outputs % BLOCK == 0 and low.tuning.subgroup_size):
         form = None
@@ -169,6 +169,8 @@ def _matmul_vec(
     if params["ROUTE"]:
         first = low.source(routing.inputs[0])[0]
         outputs.append(routing)
+        correction: GpuTensor | None = routing.attrs["correction"]
+        outputs += [] if correction is None else [correction.buffer]
     x = -(-n // variant.per_workgroup)
     y = 1 if combine else slots
     for shard in weight.shards:

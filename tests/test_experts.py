@@ -245,8 +245,9 @@ def layer_error(
     bias: bool,
     shared: str,
 ) -> float:
-    """Of a whole layer: residual, norm, router, experts, a projection beside them, perhaps with a
-    gate, and one that reads the result; against the same in kernels of their own."""
+    """Of a whole layer: residual, norm, router, experts with biases or a correction of the choice,
+    a projection beside them, perhaps with a gate, and one that reads the result; against the same
+    in kernels of their own."""
     width, inner, experts, slots = 96, 64, 5, 2
     gates = int(shared == "gated")
     shapes = {"router": (experts + gates, width), "gate_up": (experts * 2 * inner, width)}
@@ -257,6 +258,7 @@ def layer_error(
         rng.standard_normal(shape, np.float32) for shape in ((rows, 72), (rows, width), (2, width))
     )
     biases = [rng.standard_normal(len(values[name]), np.float32) for name in ("gate_up", "down")]
+    corrections = rng.standard_normal(experts, np.float32)
 
     def output(**own: Any) -> Array:
         forward = Forward(device, rows, plan_rows=plan_rows, **own)
@@ -267,7 +269,8 @@ def layer_error(
         h = forward.input(added) + ops.linear(forward.input(x), w["first"])
         normed = ops.rmsnorm(h, first, EPS)
         logits, *gate = ops.split(ops.linear(normed, w["router"]), experts, *[1] * gates)
-        routing = ops.route(logits, slots, normalize=True)
+        correction = None if bias else to_gpu(device, corrections)
+        routing = ops.route(logits, slots, normalize=True, sigmoid=not bias, correction=correction)
         y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
         y = ops.expert_down(y, routing, w["down"], back)
         if shared:
@@ -276,7 +279,7 @@ def layer_error(
         result = ops.linear(ops.rmsnorm(h + y, second, EPS), w["next"])
         if plan_rows == 1 and not own:  # what is added costs no kernel
             kernels = {kernel.spec.name for kernel in forward.lower(result)[0].kernels}
-            assert not kernels & {"sigmoid_gate", "elementwise_add"}
+            assert not kernels & {"sigmoid_gate", "elementwise_add", "route"}
         return forward.run(result)
 
     return nmse(output(), output(fuse=False).astype(np.float64))

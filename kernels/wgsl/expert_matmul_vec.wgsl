@@ -75,6 +75,9 @@
 #endif
 #if ROUTE
 @group(0) @binding($(NEXT + 2 * QUANTIZE)) var<storage, read_write> routing: array<f32>;
+#if CORRECTION
+@group(0) @binding($(NEXT + 2 * QUANTIZE + 1)) var<storage, read> correction: array<f32>;
+#endif
 #endif
 
 #let W_ROWS = OUTPUTS * (1 + GATED)
