@@ -58,64 +58,75 @@ class Fusion:
             for source in value.inputs:
                 self.consumers[source].append(value)
         for value in values:
-            self._absorb(value)
+            absorb = getattr(self, f"_absorb_{value.op}", None)
+            if absorb is not None:
+                absorb(value)
 
-    def _absorb(self, value: Value) -> None:
-        if value.op == "rmsnorm" and self.vec:
-            if self._whole_row(value) and self._is_projected(value):
-                self.absorbed.add(value)
-        elif value.op == "route" and self.vec:
-            users, attrs = self.consumers[value], value.attrs
-            readers = [user.op for user in users]
-            alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
-            plain = attrs["expert_scales"] is None and attrs["groups"] == (1, 1)
-            # Eight bindings have room for a correction or biases.
-            if alone and plain and None in (attrs["correction"], users[0].attrs["bias"]):
-                self.absorbed.add(value)
-        elif value.op == "add":
-            linear, both, norm = self._residual_of(value), self._sum_in(value), self._norm_in(value)
-            if linear is not None:
-                self.absorbed.add(linear)
-            elif norm is not None:
-                self.absorbed.add(norm)
-            elif both is not None:
-                first = both.inputs[0]
-                self.absorbed.update((both, first, self._ungated(first)))
-        elif value.op == "scale":
-            (total,) = value.inputs
-            normed = total.op == "add" and any(
-                part.op == "rmsnorm" and part in self.absorbed for part in total.inputs
-            )
-            if normed and self.consumers[total] == [value]:
-                self.absorbed.add(total)
-        elif value.op == "activation":
-            (source,) = value.inputs
-            if source.op == "linear" and self.consumers[source] == [value]:
-                self.absorbed.add(source)
-        elif value.op == "mul":
-            halves = self._gated(value)
-            if halves is not None:
-                self.absorbed.update(value.inputs)
-                if _is_whole(halves):
-                    self.absorbed.add(halves)
-            elif self.vec and self._is_activated_alone(value.inputs[0], value):
-                self.absorbed.add(value.inputs[0])
-        elif value.op == "attention" and self.projection(value) is not None:
+    # What each op absorbs, or is absorbed by
+
+    def _absorb_rmsnorm(self, value: Value) -> None:
+        if self.vec and self._whole_row(value) and self._is_projected(value):
+            self.absorbed.add(value)
+
+    def _absorb_route(self, value: Value) -> None:
+        users, attrs = self.consumers[value], value.attrs
+        readers = [user.op for user in users]
+        alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
+        plain = attrs["expert_scales"] is None and attrs["groups"] == (1, 1)
+        # Eight bindings have room for a correction or biases.
+        if self.vec and alone and plain and None in (attrs["correction"], users[0].attrs["bias"]):
+            self.absorbed.add(value)
+
+    def _absorb_add(self, value: Value) -> None:
+        one = self._residual_of(value) or self._norm_in(value)
+        both = self._sum_in(value)
+        if one is not None:
+            self.absorbed.add(one)
+        elif both is not None:
+            first = both.inputs[0]
+            self.absorbed.update((both, first, self._ungated(first)))
+
+    def _absorb_scale(self, value: Value) -> None:
+        (total,) = value.inputs
+        norms = (part.op == "rmsnorm" and part in self.absorbed for part in total.inputs)
+        if total.op == "add" and any(norms) and self.consumers[total] == [value]:
+            self.absorbed.add(total)
+
+    def _absorb_activation(self, value: Value) -> None:
+        (source,) = value.inputs
+        if source.op == "linear" and self.consumers[source] == [value]:
+            self.absorbed.add(source)
+
+    def _absorb_mul(self, value: Value) -> None:
+        halves = self._gated(value)
+        if halves is not None:
+            self.absorbed.update(value.inputs)
+            if _is_whole(halves):
+                self.absorbed.add(halves)
+        elif self.vec and self._is_activated_alone(value.inputs[0], value):
+            self.absorbed.add(value.inputs[0])
+
+    def _absorb_attention(self, value: Value) -> None:
+        if self.projection(value) is not None:
             self.absorbed.update(self._turned(value))
-        elif value.op == "sigmoid_gate" and self.vec:
-            attention, gates = value.inputs
-            alone = self.consumers[attention] == [value] and gates.width == value.width
-            if attention.op == "attention" and alone and _is_aligned(gates):
-                self.absorbed.add(attention)
-        elif value.op == "attention" and self.latent(value) is not None:
+        elif self.latent(value) is not None:
             self.absorbed.update(value.inputs[1:])
-        elif value.op == "head_linear":
-            (source,) = value.inputs
-            if source.op == "rope" and self.consumers[source] == [value]:
-                whole = source.attrs["rope"].rotary_dim == value.attrs["kept"]
-                own = source.attrs["head_dim"] * value.attrs["heads"] == source.width
-                if whole and own:
-                    self.absorbed.add(source)
+
+    def _absorb_sigmoid_gate(self, value: Value) -> None:
+        attention, gates = value.inputs
+        alone = self.consumers[attention] == [value] and gates.width == value.width
+        if self.vec and attention.op == "attention" and alone and _is_aligned(gates):
+            self.absorbed.add(attention)
+
+    def _absorb_head_linear(self, value: Value) -> None:
+        (source,) = value.inputs
+        if source.op == "rope" and self.consumers[source] == [value]:
+            whole = source.attrs["rope"].rotary_dim == value.attrs["kept"]
+            own = source.attrs["head_dim"] * value.attrs["heads"] == source.width
+            if whole and own:
+                self.absorbed.add(source)
+
+    # What they ask for
 
     def _whole_row(self, norm: Value) -> bool:
         whole = norm.attrs["weight"].shape[0] == norm.width and norm.attrs["groups"] == 1
