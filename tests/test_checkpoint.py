@@ -372,7 +372,7 @@ def test_shards_are_read(device: Device, tmp_path: Path, sharded: dict[str, Arra
 @pytest.mark.parametrize("name", sorted(path.name for path in MODELS.iterdir()))
 def test_checkpoints_that_transformers_wrote_are_read(name: str) -> None:
     tensors = Checkpoint.open(MODELS / name).tensors
-    embeddings = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
+    embeddings = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "embeddings.weight")
     assert any(key.endswith(embeddings) for key in tensors)
     outputs = ("o_proj.weight", "dense.weight", "out_proj.weight", "attn.c_proj.weight")
     assert any(key.endswith(outputs) for key in tensors)
