@@ -168,6 +168,8 @@ class Engine:
             widest = max(widest, c.num_attention_heads * positions)
         if c.experts is not None:  # each of a row's experts makes a row of its own
             widest = max(widest, c.experts.per_token * stride(max(c.experts.inner, c.hidden_size)))
+        # Queries of latents are wider than what they are made of.
+        widest = max(widest, c.num_attention_heads * c.head_dim)
         # In front of a convolution there are gates as well.
         widest = max([widest, *(3 * state.channels for state in c.states if state is not None)])
         rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128

@@ -871,7 +871,8 @@ def rope_attention(
     already, and x follows them. Without values in x they are the keys before their norm; without
     keys too, k and v have those of x's rows. v_norm: the weight of a norm of values, beside norms;
     turn_first: norms are of what was turned. One row is what attention does by itself; more rows go
-    through rope_kv_write, or, for what that does not know, through a kernel for each step."""
+    through rope_kv_write, or, where nothing turns (table None) or bindings are too few for that,
+    through a kernel for each step."""
     kv_parts = (x.shape[1] * n_kv_heads // k.shape[1] - n_heads) // n_kv_heads
     past = len(k) if kv_parts else len(k) - len(x)
     cache = _cache(device, k, v, n_kv_heads, kv_dtype, past + len(x))

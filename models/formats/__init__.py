@@ -91,7 +91,7 @@ FORMATS = {  # by quant_method
         "GgufBlocks",
         "GGUF",
         "2 to 8",
-        "a `.gguf` file as the model, of those architectures that llama.cpp has too: "
+        "a `.gguf` file as the model, of almost all architectures that llama.cpp has too: "
         "F32, F16, BF16, Q8_0, Q4_0 to Q5_1, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4",
     ),
 }
