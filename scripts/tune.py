@@ -74,6 +74,8 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     },
 }
 PREFILL = ("matmul", "matmul_int8")  # the others are decode's
+# Kernels that the rule of another is for as well.
+ALIKE = {"expert_matmul_vec": "matmul_vec"}
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
@@ -178,7 +180,7 @@ class ForcedLowering(Lowering):
 
     def emit(self, name: str, *args: Any, **options: Any) -> None:
         super().emit(name, *args, **options)
-        if name == self.forced.kernel:
+        if ALIKE.get(name, name) == self.forced.kernel:
             self.variants[self.kernels[-1].spec] = self.forced.last
 
 
@@ -212,7 +214,7 @@ class Sweep:
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
-            labels = {kernel_label(k.spec) for k in lowering.kernels if k.spec.name == kernel}
+            labels = {kernel_label(spec) for spec in lowering.variants}
             raise RequestError(f"No shape matches --only. There are: {'; '.join(sorted(labels))}.")
         self.chosen = {group.label: group.specs for group in self.groups}
         self.variants = list(dict.fromkeys([*rules, *self._candidates(rules[0])]))
@@ -260,7 +262,7 @@ class Sweep:
         label = ""
         for item in (*plan.body, *plan.head):
             spec = item.pipeline.spec
-            if spec.name == self.kernel:
+            if ALIKE.get(spec.name, spec.name) == self.kernel:
                 label = kernel_label(spec)
                 calls[label] = calls.get(label, 0) + 1
                 variants[label] = lowering.variants[spec]
@@ -284,7 +286,7 @@ class Sweep:
         for variant, low in lowered.items():
             bad = [k.spec for k in low.kernels if k.spec in errors]
             low.kernels = [k for k in low.kernels if k.spec not in errors]
-            left = any(k.spec.name == self.kernel for k in low.kernels)
+            left = any(k.spec in low.variants for k in low.kernels)
             results[variant] = low if left else errors[bad[0]] if bad else "does not run"
         return results
 

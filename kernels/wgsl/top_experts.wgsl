@@ -23,14 +23,14 @@
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
-const GROUP = max(32u, SLOTS);
+const GROUP = max(32u, (SLOTS + 15u) / 16u * 16u);
 const GROUPS_OF_EXPERTS = (EXPERTS + GROUP - 1u) / GROUP;
 const PADDED = GROUPS_OF_EXPERTS * GROUP;
-const FINALISTS = GROUPS_OF_EXPERTS * SLOTS;
+const FINALISTS = (GROUPS_OF_EXPERTS * SLOTS + 15u) / 16u * 16u;
 var<workgroup> expert_logits: array<f32, EXPERTS>;
-var<workgroup> places: array<u32, PADDED>;  // in the order of preference
+// In the order of preference: of the experts, and behind them of the best of each group.
+var<workgroup> places: array<vec4<u32>, (PADDED + FINALISTS) / 4u>;
 var<workgroup> finalists: array<u32, FINALISTS>;
-var<workgroup> finalist_places: array<u32, FINALISTS>;
 var<workgroup> chosen: array<u32, SLOTS>;
 #if ROUTE_GROUPS > 1
 const GROUP_EXPERTS = EXPERTS / ROUTE_GROUPS;
@@ -108,8 +108,24 @@ fn preference(e: u32) -> f32 {
 #endif
 }
 
-// Fills `chosen`, in two rounds: the best SLOTS of each group of experts, then the best of these. How
-// many come before one, of equals those with lower numbers, says which of them it is.
+// How many of the `count` places from `first` on come before the one at `own`: larger ones, and of equals
+// those in front of it. Sixteen loads are under way at a time: a chain of single ones took longest of all.
+fn before(first: u32, count: u32, own: u32) -> u32 {
+  let place = places[own / 4u][own % 4u];
+  var larger = vec4<u32>();
+  for (var i = first / 4u; i < (first + count) / 4u; i += 4u) {
+#for j in 0..4
+    let others$j = places[i + $ju];
+#endfor
+#for j in 0..4
+    let in_front$j = vec4<u32>(4u * (i + $ju)) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(own);
+    larger += vec4<u32>(others$j > vec4<u32>(place) - vec4<u32>(in_front$j));
+#endfor
+  }
+  return larger.x + larger.y + larger.z + larger.w;
+}
+
+// Fills `chosen`, in two rounds: the best SLOTS of each group of experts, then the best of these.
 fn choose_experts(row: u32, me: Invocation) {
   for (var e = me.index; e < EXPERTS; e += WG) {
     expert_logits[e] = logits[row * LOGITS_STRIDE + LOGITS_OFFSET + e];
@@ -122,42 +138,41 @@ fn choose_experts(row: u32, me: Invocation) {
   workgroupBarrier();
   place_groups(me);
 #endif
-  for (var e = me.index; e < PADDED; e += WG) {
+  for (var e = me.index; e < PADDED + FINALISTS; e += WG) {
+    var place = u32(e < PADDED);  // padding: the last
 #if ROUTE_GROUPS > 1
     if (e < EXPERTS && is_open(min(e, EXPERTS - 1u))) {
 #else
     if (e < EXPERTS) {
 #endif
-      places[e] = order(preference(e));
-    } else {
-      places[e] = 1u;  // padding: the last
+      place = order(preference(e));
     }
+    places[e / 4u][e % 4u] = place;
   }
   workgroupBarrier();
   for (var e = me.index; e < PADDED; e += WG) {
-    let first = e / GROUP * GROUP;
-    let own = places[e];
-    var before = 0u;
-    for (var other = 0u; other < GROUP; other++) {
-      before += u32(places[first + other] > own - u32(first + other < e));
-    }
-    if (before < SLOTS) {
-      finalists[e / GROUP * SLOTS + before] = e;
-      finalist_places[e / GROUP * SLOTS + before] = own;
-    }
-  }
-  workgroupBarrier();
-  for (var f = me.index; f < FINALISTS; f += WG) {
-    let own = finalist_places[f];
-    var before = 0u;
-    for (var other = 0u; other < FINALISTS; other++) {
-      before += u32(finalist_places[other] > own - u32(other < f));
-    }
-    if (before < SLOTS) {
-      chosen[before] = finalists[f];
+    let group = e / GROUP;
+    let rank = before(group * GROUP, GROUP, e);
+    if (rank < SLOTS) {
+#if EXPERTS <= 32
+      chosen[rank] = e;
+#else
+      let f = group * SLOTS + rank;
+      finalists[f] = e;
+      places[(PADDED + f) / 4u][(PADDED + f) % 4u] = places[e / 4u][e % 4u];
+#endif
     }
   }
   workgroupBarrier();
+#if EXPERTS > 32
+  for (var f = me.index; f < GROUPS_OF_EXPERTS * SLOTS; f += WG) {
+    let rank = before(PADDED, FINALISTS, PADDED + f);
+    if (rank < SLOTS) {
+      chosen[rank] = finalists[f];
+    }
+  }
+  workgroupBarrier();
+#endif
 }
 
 // An integer above 1 that is larger for a larger number.
