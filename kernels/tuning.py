@@ -175,12 +175,18 @@ class TiledVariant:
 
 _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
-_SMALL = 1 << 26  # values of a matrix
+_SMALL = 1 << 25  # values of a matrix
 _FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
+_FEW_PLAIN = 8192  # the same of those that are no pairs
 _FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its own
 
 
 Tile = TypeVar("Tile", bound=TileVariant)
+
+
+def _overflows(invocations: int) -> bool:
+    """Whether a large GPU needs a second round of workgroups for them, which is mostly empty."""
+    return _THREADS < invocations <= _THREADS * 3 // 2
 
 
 def power_of_two(value: int) -> int:
@@ -201,10 +207,8 @@ class Tuning:
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
     def matmul_vec(self, shape: VecShape) -> VecVariant:
-        """Outputs that go out as int8: a workgroup has a block of them, or half a block where there
-        are few (those that are not gated) or a product takes many registers. A CPU wants many rows
-        for each subgroup, a GPU few, and in a large matrix many invocations for a row, so that what
-        is read at one time lies close together in memory."""
+        """A CPU wants many rows for each subgroup, a GPU few, and in a large matrix many
+        invocations for a row, so that what is read at one time lies close together in memory."""
         lanes = self.subgroup_size
         most = power_of_two(self.limits.max_invocations + 1) // 2  # some GPUs have 384
         if shape.dtype == "iq4nl" and self.limits.workgroup_storage < 32768:
@@ -220,14 +224,7 @@ class Tuning:
             return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
         least = max(32, self.largest_subgroup)  # a team is whole subgroups
         if shape.quantize:
-            tight = shape.gated and shape.dtype in ("q5", "mxfp4")  # registers are
-            many = shape.gated and shape.n > _FEW_GATED
-            block = BLOCK if many and not tight else HALF
-            workgroup = min(512 if tight else 1024, most, (HALF if tight else BLOCK) * least)
-            team = max(least, workgroup // block)
-            outputs = block * team // workgroup
-            ahead = shape.gated and outputs == 1 and shape.dtype in ("q4", "iq4nl")
-            return VecVariant(workgroup, team, outputs, 2 if ahead and blocks >= 2 * team else 1)
+            return self._to_int8(shape, blocks, most, least)
         rows_of_weights = shape.n * (1 + shape.gated)
         if shape.dtype in CODED and not int8:
             # Arithmetic bounds them: what is read of x serves many rows of W.
@@ -243,9 +240,35 @@ class Tuning:
             team, outputs = blocks // 2, 1 if shape.gated else 2
         workgroup = min(256, most)
         team = min(workgroup, max(least, 1 << team.bit_length() >> 1))
+        if _overflows(rows_of_weights // outputs * team):
+            team = max(least, team // 2)
         while team > max(least, blocks):
             team //= 2
         return VecVariant(workgroup, team, outputs, 1)
+
+    def _to_int8(self, shape: VecShape, blocks: int, most: int, least: int) -> VecVariant:
+        """Of outputs that go out as int8: a workgroup has a block of them, or half a block where
+        there are few or a product takes many registers."""
+        workgroup, outputs, block = 1024, 1 if shape.dtype in INTEGERS else 2, HALF
+        if shape.gated and shape.dtype == "mxfp4":
+            workgroup, outputs, block = 256, 4, BLOCK
+        elif shape.gated and shape.dtype in ("q4", "q5"):
+            workgroup = 512
+        elif shape.gated and shape.n > _FEW_GATED:
+            block = BLOCK
+        elif not shape.gated and shape.n > _FEW_PLAIN:
+            workgroup, outputs, block = 512, 2, BLOCK
+        if _overflows(shape.n // block * workgroup):
+            workgroup, outputs = workgroup // 2, 2 * outputs
+        workgroup = min(workgroup * least // 32, most)  # the sweeps had subgroups of 32
+        team = max(least, workgroup * outputs // block)
+        outputs = block * team // workgroup
+        ahead = shape.gated and outputs == 1
+        if shape.dtype == "iq4nl":
+            ahead = ahead and blocks >= 2 * team
+        else:
+            ahead = ahead and shape.dtype == "q4" and blocks == 2 * team  # all of a row at once
+        return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
 
     def matmul(self, rows: int, n: int) -> TileVariant:
         """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time."""
