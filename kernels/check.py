@@ -203,6 +203,10 @@ def cases() -> Iterator[Case]:
     ):
         run = partial(_linear, functions.matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
         yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
+    for dtype in ("bf16", "q4"):  # workgroups share so many columns
+        form = "gelu bias residual"
+        run = partial(_linear, functions.matmul, dtype=dtype, rows=9, k=1024, n=37, form=form)
+        yield Case("matmul_combine", f"{dtype}, {form}", run)
     for normalize, sigmoid, corrected in product((False, True), repeat=3):
         name = f"{'sigmoid' if sigmoid else 'softmax'}, {'normalized' if normalize else 'plain'}"
         run = partial(_route, normalize=normalize, sigmoid=sigmoid, corrected=corrected)

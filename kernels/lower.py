@@ -8,7 +8,7 @@ lower_state.py), and so has where activations lie (arena.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.kernels.arena import Arena, Kernel, Operand, Scratch, colour
@@ -311,22 +311,43 @@ class Lowering:
         int8 = weight.dtype in INTEGERS
         for shard in weight.shards:
             n = shard.rows
-            tile = self.tuning.matmul_int8(rows, n) if int8 else self.tuning.matmul(rows, n)
+            rule = self.tuning.matmul_int8 if int8 else self.tuning.matmul
+            tile = rule(rows, n, k)
+            if gated:
+                tile = replace(tile, splits=1)
             operands = [shard.buffer, inputs[0]]
             if shard.scales is not None:
                 operands.append(shard.scales)
+            outputs = {"N": n // 2 if gated else n, "START": shard.start}
+            after, written = params, list(rest)
+            if tile.splits > 1:
+                after = params | {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none"}
+                after["SCALE"] = 1.0
+                written = [Scratch(4 * tile.splits * padded_rows(rows) * params["Y_STRIDE"])]
             self.emit(
                 "matmul_int8" if int8 else "matmul",
-                [*operands, *inputs[1:], *rest],
-                tile_grid(-(-n // tile.columns), tile.rows),
-                params
+                [*operands, *inputs[1:], *written],
+                tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
+                after
                 | weight.grouping.params
-                | {"N": n // 2 if gated else n, "START": shard.start, "GATED": gated}
+                | outputs
                 | {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+                | {"GATED": gated, "SPLIT_ROWS": padded_rows(rows)}
                 | tile.params,
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
             )
+            if tile.splits > 1:
+                names = ("Y_STRIDE", "SCALE", "BIAS", "RESIDUAL", "ACTIVATION")
+                self.emit(
+                    "matmul_combine",
+                    [*written, *rest],
+                    tile_grid(-(-n // 64), 1),
+                    {name: params[name] for name in names}
+                    | outputs
+                    | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},
+                    moved=per_row(4 * n * (tile.splits + 1)),
+                )
 
     def _matmul_vec(
         self,
@@ -721,8 +742,8 @@ def padded_rows(rows: int) -> int:
     return rows if rows <= MAX_VEC_ROWS else -(-rows // 128) * 128
 
 
-def tile_grid(x: int, rows_per_tile: int) -> Grid:
-    return lambda rows, kv_len: (x, -(-rows // rows_per_tile), 1)
+def tile_grid(x: int, rows_per_tile: int, z: int = 1) -> Grid:
+    return lambda rows, kv_len: (x, -(-rows // rows_per_tile), z)
 
 
 def head_grid(x: int, heads: int, rows_per_tile: int) -> Grid:

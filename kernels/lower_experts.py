@@ -233,6 +233,7 @@ def _matmul(
             | _shard(shard, value)
             | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated}
             | {"BIAS": bool(_bias(value)), "RESIDUAL": False, "START": 0, "SCALE": 1.0}
+            | {"SPLIT_ROWS": 0}
             | {"ACTIVATION": value.attrs["function"]}
             | weight.grouping.params
             | {"WEIGHT": weight.dtype, "K": k, "N": n, "Y_STRIDE": stride(n)},

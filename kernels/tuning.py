@@ -6,6 +6,7 @@ docs/decisions.md has the measurements behind them. Nothing here changes a resul
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeVar
 
 from infer.kernels.device import Device
@@ -45,13 +46,14 @@ class VecVariant:
 @dataclass(frozen=True)
 class TileVariant:
     """matmul: rows and outputs per invocation, double buffer, invocations of a workgroup along the
-    rows and along the outputs."""
+    rows and along the outputs, workgroups that share the columns."""
 
     m_tile: int
     n_tile: int
     double: bool
     m_size: int = 16
     n_size: int = 16
+    splits: int = 1
 
     @property
     def rows(self) -> int:
@@ -77,6 +79,7 @@ class TileVariant:
             "M_TILE": self.m_tile,
             "N_TILE": self.n_tile,
             "DOUBLE": self.double,
+            "SPLITS": self.splits,
         }
 
 
@@ -178,6 +181,9 @@ _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 25  # values of a matrix
 _FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
 _FEW_PLAIN = 8192  # the same of those that are no pairs
+_SPLIT_COLUMNS = 256  # at the least
+_START = 64  # columns: what a workgroup waits for before its first product
+_COMBINE = 6e5  # what a launch of matmul_combine costs, in products of a multiprocessor
 _FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its own
 
 
@@ -270,22 +276,23 @@ class Tuning:
             ahead = ahead and shape.dtype == "q4" and blocks == 2 * team  # all of a row at once
         return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
 
-    def matmul(self, rows: int, n: int) -> TileVariant:
-        """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time."""
+    def matmul(self, rows: int, n: int, k: int) -> TileVariant:
+        """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time, with
+        columns that are shared where there are too few."""
         tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
         choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
         if self.software:
             choice = {TileVariant(8, 8, True, 8, 8): 1.0}
-        return self._fastest(choice, rows, n)
+        return self._fastest(choice, rows, n, k, least_rounds=1.0)
 
-    def matmul_int8(self, rows: int, n: int) -> Int8TileVariant:
+    def matmul_int8(self, rows: int, n: int, k: int) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
-        share a multiprocessor."""
-        choice = {Int8TileVariant(8, 8, True, 8, 16): 1.0}
+        share a multiprocessor, which one alone does not keep busy."""
+        choice = {Int8TileVariant(8, 8, True, 8, 16): 1.9}
         if not self.software:
-            choice[Int8TileVariant(4, 8, True, 16, 8)] = 0.9
-            choice[Int8TileVariant(4, 4, True, 8, 16)] = 0.75
-        return self._fastest(choice, rows, n)
+            choice[Int8TileVariant(4, 8, True, 16, 8)] = 1.7
+            choice[Int8TileVariant(4, 4, True, 8, 16)] = 1.4
+        return self._fastest(choice, rows, n, k, least_rounds=1.4)
 
     def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
         """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
@@ -294,19 +301,28 @@ class Tuning:
         fits = tile.storage <= self.limits.workgroup_storage
         return tile if fits else replace(tile, double=False)
 
-    def _fastest(self, tiles: dict[Tile, float], rows: int, n: int) -> Tile:
+    def _fastest(
+        self, tiles: dict[Tile, float], rows: int, n: int, k: int, least_rounds: float
+    ) -> Tile:
         """Of tiles and their speeds where there are many. WebGPU does not say how many
         multiprocessors there are: the tiles go in rounds of as many as a large GPU has."""
 
         def cost(tile: Tile) -> float:
-            count = -(-rows // tile.rows) * -(-n // tile.columns)
-            rounds = -(-count // _MULTIPROCESSORS)
-            return rounds * tile.rows * tile.columns / tiles[tile]
+            count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
+            rounds = max(least_rounds, -(-count // _MULTIPROCESSORS))
+            columns = k / tile.splits + _START
+            time = rounds * tile.rows * tile.columns * columns / speeds[tile]
+            return time + (_COMBINE + rows * n * (tile.splits + 1) / 4) * (tile.splits > 1)
 
         storage = self.limits.workgroup_storage
-        fitting = [*tiles, *(replace(tile, double=False) for tile in tiles)]
-        tiles |= {replace(tile, double=False): 0.88 * speed for tile, speed in tiles.items()}
-        return min((tile for tile in fitting if tile.storage <= storage), key=cost)
+        most = 1 if self.software else min(8, k // _SPLIT_COLUMNS)
+        speeds = {
+            replace(tile, double=double, splits=splits): speed * (1.0 if double else 0.88)
+            for double, splits in product((True, False), (1, 2, 4, 8))
+            for tile, speed in tiles.items()
+            if splits <= max(1, most)
+        }
+        return min((tile for tile in speeds if tile.storage <= storage), key=cost)
 
     def head_linear(self, rows: int, k: int) -> HeadVariant:
         """As many rows as there are, up to 8, and as memory has room for."""

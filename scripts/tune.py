@@ -52,6 +52,7 @@ TILES: dict[str, tuple[int, ...]] = {
     "double": (0, 1),
     "m_size": (8, 16),
     "n_size": (8, 16),
+    "splits": (1, 2, 4, 8),
 }
 GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "matmul_vec": {
@@ -74,8 +75,9 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     },
 }
 PREFILL = ("matmul", "matmul_int8")  # the others are decode's
-# Kernels that the rule of another is for as well.
+# Kernels that the rule of another is for as well, and those that finish the work of another.
 ALIKE = {"expert_matmul_vec": "matmul_vec"}
+SECOND = ("attention_combine", "matmul_combine")
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
@@ -214,7 +216,7 @@ class Sweep:
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
-            labels = {kernel_label(spec) for spec in lowering.variants}
+            labels = {self._label(spec) for spec in lowering.variants}
             raise RequestError(f"No shape matches --only. There are: {'; '.join(sorted(labels))}.")
         self.chosen = {group.label: group.specs for group in self.groups}
         self.variants = list(dict.fromkeys([*rules, *self._candidates(rules[0])]))
@@ -254,7 +256,7 @@ class Sweep:
         )
 
     def _groups(self, lowering: ForcedLowering) -> list[Group]:
-        """The dispatches of each shape in order; attention's include attention_combine's."""
+        """The dispatches of each shape in order, with those that finish their work."""
         plan = lowering.place(self.engine.arena)
         found: dict[str, list[Dispatch]] = {}
         calls: dict[str, int] = {}
@@ -263,10 +265,10 @@ class Sweep:
         for item in (*plan.body, *plan.head):
             spec = item.pipeline.spec
             if ALIKE.get(spec.name, spec.name) == self.kernel:
-                label = kernel_label(spec)
+                label = self._label(spec)
                 calls[label] = calls.get(label, 0) + 1
                 variants[label] = lowering.variants[spec]
-            elif spec.name != "attention_combine" or not label:
+            elif spec.name not in SECOND or not label:
                 continue
             found.setdefault(label, []).append(item)
         return [
@@ -274,6 +276,11 @@ class Sweep:
             for label, items in found.items()
             if self.only <= set(label.split())
         ]
+
+    def _label(self, spec: KernelSpec) -> str:
+        """Of its shape. What matmul_combine may do instead is not part of that."""
+        words = kernel_label(spec).split()
+        return " ".join(w for w in words if not self.prefill or w not in ("bias", "residual"))
 
     def compile(self, variants: Sequence[Any]) -> dict[Any, ForcedLowering | str]:
         """The model for each of the variants, without the kernels that cannot be compiled: the

@@ -602,9 +602,9 @@ def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> N
     assert "101 positions" in out
     assert "21 positions" in out
     tiles = ["--m-tile", "4", "--n-tile", "4", "--m-size", "16", "--n-size", "16"]
-    tiles += ["--only", "K=48"]
+    tiles += ["--splits", "1,2", "--only", "K=48"]
     assert sweep("--kernel", "matmul", *tiles) == 0
-    assert "matmul K=48 N=32 residual: 512 positions, 3 variants" in capsys.readouterr().out
+    assert "matmul K=48 N=32: 512 positions, 5 variants" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short")
@@ -614,11 +614,11 @@ def test_sweep_goes_on_after_a_variant_that_fails(
     tune = script("tune")
     monkeypatch.setattr(tune, "valid", lambda *arguments: True)
     tiles = ["--m-tile", "0,8", "--n-tile", "4", "--double", "1", "--m-size", "16"]
-    tiles += ["--n-size", "16", "--only", "K=48", "--repeats", "1"]
+    tiles += ["--n-size", "16", "--splits", "1", "--only", "K=48", "--repeats", "1"]
     assert tune.main(["--shape", "tiny", "--kernel", "matmul", *tiles]) == 0
     out = capsys.readouterr().out
     assert any("m_tile=0" in line and "does not compile" in line for line in out.splitlines())
-    assert "K=48 N=32 residual: 512 positions, 2 variants" in out
+    assert "K=48 N=32: 512 positions, 2 variants" in out
 
 
 @pytest.mark.usefixtures("short")

@@ -1298,9 +1298,9 @@ def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
 
 def test_every_variant_of_matmul(device: Device, rng: np.random.Generator) -> None:
     variants = {
-        tuning.matmul(rows, n)
+        tuning.matmul(rows, n, k)
         for tuning in rules(device)
-        for rows, n in product((9, 33, 65, 512, 2048), (16, 1024, 30000))
+        for rows, n, k in product((9, 33, 65, 512, 2048), (16, 1024, 30000), (128, 2048))
     }
     assert len(variants) > 1
     for variant, shape in product(sorted(variants, key=repr), ((37, 150), (64, 16))):
@@ -1309,13 +1309,20 @@ def test_every_variant_of_matmul(device: Device, rng: np.random.Generator) -> No
         assert error <= LIMIT, (variant, shape)
 
 
+@pytest.mark.parametrize("form", ["bias scale gelu residual", "gated"])
+def test_workgroups_that_share_columns(device: Device, rng: np.random.Generator, form: str) -> None:
+    tuning = Forced(device, TileVariant(4, 4, True, 8, 8, splits=3))
+    assert linear_error(device, rng, 140, (100, 70), "bf16", form, tuning=tuning) <= LIMIT
+
+
 def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator) -> None:
     variants = {
-        tuning.matmul_int8(rows, n)
+        tuning.matmul_int8(rows, n, k)
         for tuning in rules(device)
-        for rows, n in product((9, 33, 65, 512, 2048), (16, 1024, 30000))
+        for rows, n, k in product((9, 33, 65, 512, 2048), (16, 1024, 30000), (128, 2048))
     }
     assert len(variants) > 1
+    variants.add(Int8TileVariant(4, 4, double=True, m_size=8, n_size=8, splits=2))
     cases = product(sorted(variants, key=repr), (("q8", (37, 150)), ("q4", (328, 16))))
     for variant, (dtype, shape) in cases:
         tuning = Forced(device, variant)

@@ -5,6 +5,8 @@
 // added multiplied by SCALE, then activated where there is an ACTIVATION. RESIDUAL is added to y.
 // GROUPED: W holds experts one below the other, of N outputs each, and a tile has rows that are
 // routed to the same one; so does BIAS.
+// SPLITS workgroups share the columns of their rows: each writes its sums below those of the one
+// before, and matmul_combine.wgsl does the rest.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
@@ -21,6 +23,8 @@
 // @param M_TILE u32              rows per invocation, a multiple of N_SIZE / 4
 // @param N_TILE u32              rows of W per invocation, even with GATED
 // @param DOUBLE bool             two buffers of workgroup memory: one barrier per tile, not two
+// @param SPLITS u32
+// @param SPLIT_ROWS u32          rows that each split has in y
 // @param GATED bool
 // @param BIAS bool
 // @param RESIDUAL bool
@@ -48,6 +52,7 @@ const COLUMNS = N_SIZE * N_TILE;
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 5u;  // 16 columns are 4 elements, one more against bank conflicts
 const TILES = (EIGHTS + 1u) / 2u;
+const SPLIT_TILES = (TILES + SPLITS - 1u) / SPLITS;
 const BUFFERS = $(1 + DOUBLE)u;
 // What an invocation loads of each tile: elements of x, groups of W (where all have some).
 #let X_LOADS = (4 * M_TILE + N_SIZE - 1) / N_SIZE
@@ -80,7 +85,7 @@ fn group_of(tile: u32, eight: u32) -> u32 {
 }
 #endif
 
-// grid (N / OUTPUTS, rows / ROWS); GROUPED: (N / OUTPUTS, tiles)
+// grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
 #if WEIGHT == nf4
@@ -133,9 +138,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
 #endfor
 
-  for (var t = 0u; t <= TILES; t++) {
+  let start = id.z * SPLIT_TILES;
+  let end = min(start + SPLIT_TILES, TILES);
+  for (var t = start; t <= end; t++) {
     // Load tile t while tile t - 1 is in use.
-    if (t < TILES) {
+    if (t < end) {
 #for l in 0..X_LOADS
 #if K % 16 != 0
       x_next$l = masked(
@@ -157,7 +164,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
 #endfor
     }
-    if (t > 0u) {
+    if (t > start) {
 #if DOUBLE
       let x_base = ((t - 1u) % 2u * ROWS + ty) * STRIDE;
       let w_base = ((t - 1u) % 2u * COLUMNS + tx) * STRIDE;
@@ -183,7 +190,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       workgroupBarrier();
 #endif
     }
-    if (t < TILES) {
+    if (t < end) {
 #if DOUBLE
       let x_store = t % 2u * ROWS;
       let w_store = t % 2u * COLUMNS;
@@ -220,7 +227,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..N_TILE / (1 + GATED)
   if (first_output + tx + $ju * N_SIZE < N && is_written(y_row$i)) {
     let n = START + first_output + tx + $ju * N_SIZE;
-    let out = y_row$i * Y_STRIDE + n;
+    let out = (id.z * SPLIT_ROWS + y_row$i) * Y_STRIDE + n;
 #if GATED
     var gate = c$i_$j;
     var up = c$i_$($j + N_TILE / 2);

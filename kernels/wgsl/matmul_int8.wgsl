@@ -4,7 +4,7 @@
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
 // workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS, SCALE,
-// ACTIVATION, RESIDUAL and GROUPED are as in matmul.wgsl.
+// ACTIVATION, RESIDUAL, GROUPED and SPLITS are as in matmul.wgsl.
 #include "activate.wgsl"
 #let COPIES = 1
 #include "weight.wgsl"
@@ -19,6 +19,8 @@
 // @param M_TILE u32              rows per invocation, N_SIZE at most
 // @param N_TILE u32              rows of W per invocation, M_SIZE at most; even with GATED
 // @param DOUBLE bool             two buffers of workgroup memory: one barrier per tile, not two
+// @param SPLITS u32
+// @param SPLIT_ROWS u32          rows that each split has in y
 // @param GATED bool
 // @param BIAS bool
 // @param RESIDUAL bool
@@ -44,6 +46,7 @@ const COLUMNS = N_SIZE * N_TILE;
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 3u;  // 32 columns are 2 elements, one more against bank conflicts
 const BUFFERS = $(1 + DOUBLE)u;
+const SPLIT_BLOCKS = (BLOCKS + SPLITS - 1u) / SPLITS;
 #let UNITS = 1 + (WEIGHT == q8)
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
 // Elements of 16 bytes that an invocation loads of each tile, where all have some.
@@ -78,7 +81,7 @@ fn group_of(block: u32, p: u32) -> u32 {
 #endif
 }
 
-// grid (N / OUTPUTS, rows / ROWS); GROUPED: (N / OUTPUTS, tiles)
+// grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
 #if WEIGHT == iq4nl
@@ -135,9 +138,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   var w_scale_next$p = RawScale();
 #endfor
 
-  for (var t = 0u; t <= BLOCKS; t++) {
+  let start = id.z * SPLIT_BLOCKS;
+  let end = min(start + SPLIT_BLOCKS, BLOCKS);
+  for (var t = start; t <= end; t++) {
     // Load tile t while tile t - 1 is in use.
-    if (t < BLOCKS) {
+    if (t < end) {
 #for l in 0..X_LOADS
 #if 2 * M_TILE % N_SIZE != 0
       if (x_half$l < 2u) {
@@ -169,7 +174,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
       }
     }
-    if (t > 0u) {
+    if (t > start) {
 #if DOUBLE
       let x_base = (t - 1u) % 2u * ROWS + ty;
       let w_base = (t - 1u) % 2u * COLUMNS + tx;
@@ -221,7 +226,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       workgroupBarrier();
 #endif
     }
-    if (t < BLOCKS) {
+    if (t < end) {
 #if DOUBLE
       let x_store = t % 2u * ROWS;
       let w_store = t % 2u * COLUMNS;
@@ -280,7 +285,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..N_TILE / (1 + GATED)
   if (first_output + tx + $ju * N_SIZE < N && is_written(y_row$i)) {
     let n = START + first_output + tx + $ju * N_SIZE;
-    let out = y_row$i * Y_STRIDE + n;
+    let out = (id.z * SPLIT_ROWS + y_row$i) * Y_STRIDE + n;
 #if GATED
     var gate = INT8_UNIT * c$i_$j;
     var up = INT8_UNIT * c$i_$($j + N_TILE / 2);
