@@ -24,6 +24,8 @@ from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor
 from infer.kernels.tuning import Tuning, VecShape
 
 MAX_VEC_ROWS = 8
+# Rows of a tile are those of the step (wgsl/tile_rows.wgsl).
+_UNGROUPED = {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
 
 
 @dataclass(frozen=True)
@@ -322,11 +324,19 @@ class Lowering:
                 params
                 | weight.grouping.params
                 | {"N": n // 2 if gated else n, "START": shard.start, "GATED": gated}
-                | {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+                | _UNGROUPED
+                | self.whole_rows(weight)
                 | tile.params,
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
             )
+
+    @staticmethod
+    def whole_rows(weight: GpuTensor) -> dict[str, int]:
+        """What matmul, which f32 activations go through, has to know to read whole rows."""
+        if weight.dtype in INTEGERS:
+            return {}
+        return {"X_STRIDE": stride(weight.shape[1]), "X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
 
     def _matmul_vec(
         self,
@@ -386,11 +396,25 @@ class Lowering:
 
     def _lower_head_linear(self, value: Value) -> None:
         weight: GpuTensor = value.attrs["weight"]
-        heads, k = value.attrs["heads"], weight.shape[1]
-        n = weight.shape[0] // heads
+        k, kept = weight.shape[1], value.attrs["kept"]
         source, rope = value.inputs[0], None
         if source in self.absorbed:
             rope, source = source.attrs["rope"], source.inputs[0]
+        head = value.inputs[0].width // value.attrs["heads"]
+        vectors = not any(n % 4 for n in (k, head, self.source(source)[2]))
+        if not self.kind.vec and vectors and (rope is not None or not kept):
+            if rope is not None:
+                self._rope(source, value, rope, kept, head)
+            self._head_matmul(value, source)
+        else:
+            self._head_linear(value, source, rope)
+
+    def _head_linear(self, value: Value, source: Value, rope: Rope | None) -> None:
+        """For a few rows, and for what no other kernel does: value = the op of that name, perhaps
+        after a turn."""
+        weight: GpuTensor = value.attrs["weight"]
+        heads, k = value.attrs["heads"], weight.shape[1]
+        n = weight.shape[0] // heads
         x, x_stride, offset = self.source(source)
         tables = [] if rope is None else [rope.table]
         variant = self.tuning.head_linear(self.kind.rows, k)
@@ -398,7 +422,7 @@ class Lowering:
             self.emit(
                 "head_linear",
                 (self.step, *shard.buffers, x, value, *tables),
-                head_grid(-(-n // variant.outputs), shard.rows // n, variant.rows),
+                head_grid(-(-n // variant.outputs), variant.rows, shard.rows // n),
                 weight.grouping.params
                 | {
                     "WEIGHT": weight.dtype,
@@ -417,6 +441,43 @@ class Lowering:
                     "TEAM": variant.team,
                     "OUTPUTS": variant.outputs,
                 },
+                moved=shard.nbytes,
+                flops=per_row(2 * shard.rows * k),
+            )
+
+    def _head_matmul(self, value: Value, source: Value) -> None:
+        """The same for many rows, but for what is kept: a product of each head in one dispatch."""
+        weight: GpuTensor = value.attrs["weight"]
+        heads, k = value.attrs["heads"], weight.shape[1]
+        n, x_head, y_head = weight.shape[0] // heads, source.width // heads, value.width // heads
+        x, x_stride, offset = self.source(source)
+        for shard in weight.shards:
+            first, count = shard.start // n, shard.rows // n
+            tile = self.tuning.matmul(self.kind.rows, n, count)
+            scales = [] if shard.scales is None else [shard.scales]
+            self.emit(
+                "matmul",
+                [shard.buffer, x, *scales, value],
+                head_grid(-(-n // tile.columns), tile.rows, count),
+                weight.grouping.params
+                | {
+                    "WEIGHT": weight.dtype,
+                    "K": k,
+                    "N": n,
+                    "START": first * y_head + value.attrs["kept"],
+                    "X_STRIDE": x_stride,
+                    "X_OFFSET": offset + first * x_head + x_head - k,
+                    "X_HEAD": x_head,
+                    "Y_HEAD": y_head,
+                    "Y_STRIDE": stride(value.width),
+                    "SCALE": 1.0,
+                    "ACTIVATION": "none",
+                    "GATED": False,
+                    "BIAS": False,
+                    "RESIDUAL": False,
+                }
+                | _UNGROUPED
+                | tile.params,
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
             )
@@ -603,19 +664,27 @@ class Lowering:
         )
 
     def _lower_rope(self, value: Value) -> None:
-        rope: Rope = value.attrs["rope"]
-        x, x_stride, offset = self.source(value.inputs[0])
+        head = value.attrs["head_dim"]
+        self._rope(value.inputs[0], value, value.attrs["rope"], head, head)
+
+    def _rope(self, source: Value, result: Value, rope: Rope, width: int, head: int) -> None:
+        """The first `width` of the `head` values of each head turned, to where the heads of the
+        result begin."""
+        x, x_stride, offset = self.source(source)
+        heads = source.width // head
         self.emit(
             "rope",
-            (self.step, rope.table, x, value),
-            self.row_grid(value, value.width // value.attrs["head_dim"]),
+            (self.step, rope.table, x, result),
+            self.row_grid(result, heads),
             {
-                "HEAD_DIM": value.attrs["head_dim"],
+                "HEAD_DIM": width,
                 "ROTARY_DIM": rope.rotary_dim,
                 "INTERLEAVED": rope.interleaved,
+                "X_HEAD": head,
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,
-                "Y_STRIDE": stride(value.width),
+                "Y_HEAD": result.width // heads,
+                "Y_STRIDE": stride(result.width),
             },
         )
 
@@ -725,8 +794,8 @@ def tile_grid(x: int, rows_per_tile: int) -> Grid:
     return lambda rows, kv_len: (x, -(-rows // rows_per_tile), 1)
 
 
-def head_grid(x: int, heads: int, rows_per_tile: int) -> Grid:
-    return lambda rows, kv_len: (x, heads, -(-rows // rows_per_tile))
+def head_grid(x: int, rows_per_tile: int, heads: int) -> Grid:
+    return lambda rows, kv_len: (x, -(-rows // rows_per_tile), heads)
 
 
 def per_row(count: int) -> Count:

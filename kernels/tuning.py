@@ -270,13 +270,14 @@ class Tuning:
             ahead = ahead and shape.dtype == "q4" and blocks == 2 * team  # all of a row at once
         return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
 
-    def matmul(self, rows: int, n: int) -> TileVariant:
-        """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time."""
+    def matmul(self, rows: int, n: int, heads: int = 1) -> TileVariant:
+        """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time, for so
+        many products at once."""
         tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
         choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
         if self.software:
             choice = {TileVariant(8, 8, True, 8, 8): 1.0}
-        return self._fastest(choice, rows, n)
+        return self._fastest(choice, rows, n, heads)
 
     def matmul_int8(self, rows: int, n: int) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
@@ -294,12 +295,12 @@ class Tuning:
         fits = tile.storage <= self.limits.workgroup_storage
         return tile if fits else replace(tile, double=False)
 
-    def _fastest(self, tiles: dict[Tile, float], rows: int, n: int) -> Tile:
+    def _fastest(self, tiles: dict[Tile, float], rows: int, n: int, heads: int = 1) -> Tile:
         """Of tiles and their speeds where there are many. WebGPU does not say how many
         multiprocessors there are: the tiles go in rounds of as many as a large GPU has."""
 
         def cost(tile: Tile) -> float:
-            count = -(-rows // tile.rows) * -(-n // tile.columns)
+            count = heads * -(-rows // tile.rows) * -(-n // tile.columns)
             rounds = -(-count // _MULTIPROCESSORS)
             return rounds * tile.rows * tile.columns / tiles[tile]
 

@@ -1,5 +1,5 @@
 // y = W_h x_h for each head h, where x_h is the last K of its X_HEAD values. KEPT of those before them go
-// in front of the result as they are or, with ROPE, turned.
+// in front of the result as they are or, with ROPE, turned. For a few rows; matmul.wgsl does many.
 //
 // A workgroup has OUTPUTS outputs of a head, for ROWS rows, so that weights are read once for all of
 // these; TEAM invocations share an output.
@@ -36,12 +36,12 @@ const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
 var<workgroup> inputs: array<vec4<f32>, ROWS * EIGHTS * 2u>;
 var<workgroup> partial: array<f32, ROWS * WG>;
 
-// grid (N / OUTPUTS, heads of the shard, rows / ROWS)
+// grid (N / OUTPUTS, rows / ROWS, heads of the shard)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   fill_tables(tid, WG);
-  let first_row = id.z * ROWS;
-  let head = FIRST_HEAD + id.y;
+  let first_row = id.y * ROWS;
+  let head = FIRST_HEAD + id.z;
   let x_head = X_OFFSET + head * X_HEAD;
   let y_head = head * (KEPT + N);
   for (var i = tid; i < ROWS * EIGHTS * 8u; i += WG) {
@@ -66,7 +66,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   }
 #endif
   workgroupBarrier();
-  let w_row = id.y * N + min(id.x * OUTPUTS + tid / TEAM, N - 1u);
+  let w_row = id.z * N + min(id.x * OUTPUTS + tid / TEAM, N - 1u);
 #for r in 0..ROWS
   var sum$r = 0.0;
 #endfor
