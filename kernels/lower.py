@@ -416,21 +416,29 @@ class Lowering:
         heads, k = value.attrs["heads"], weight.shape[1]
         n = weight.shape[0] // heads
         x, x_stride, offset = self.source(source)
+        kept = value.attrs["kept"]
+        outputs: list[Operand] = [value]
+        form = self.next_form(value, self.device.limits.storage_buffers - 4)
+        if kept or n % HALF or (form is not None and (form.norm is not None or form.keep)):
+            form = None
+        if form is not None:
+            outputs = self.prepare(value, form, self.kind.rows)
         tables = [] if rope is None else [rope.table]
         variant = self.tuning.head_linear(self.kind.rows, k)
+        tiles = -(-n // variant.outputs) + (kept > 0)
         for shard in weight.shards:
             self.emit(
                 "head_linear",
-                (self.step, *shard.buffers, x, value, *tables),
-                head_grid(-(-n // variant.outputs), variant.rows, shard.rows // n),
+                (self.step, *shard.buffers, x, *outputs, *tables),
+                head_grid(tiles, variant.rows, shard.rows // n),
                 weight.grouping.params
                 | {
                     "WEIGHT": weight.dtype,
                     "K": k,
                     "N": n,
-                    "KEPT": value.attrs["kept"],
+                    "KEPT": kept,
                     "ROPE": rope is not None,
-                    "ROTARY_DIM": value.attrs["kept"] if rope is not None else 0,
+                    "ROTARY_DIM": kept if rope is not None else 0,
                     "INTERLEAVED": rope is not None and rope.interleaved,
                     "X_HEAD": value.inputs[0].width // heads,
                     "X_STRIDE": x_stride,
@@ -440,6 +448,7 @@ class Lowering:
                     "ROWS": variant.rows,
                     "TEAM": variant.team,
                     "OUTPUTS": variant.outputs,
+                    "QUANTIZE": form is not None,
                 },
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),

@@ -100,7 +100,8 @@ class HeadVariant:
 
     def storage(self, k: int) -> int:
         """Bytes of workgroup memory, a table of codes among them."""
-        return 4 * self.rows * (-(-k // 8) * 8 + self.team * self.outputs) + 1024
+        sums = (self.team + 1) * self.outputs
+        return 4 * (self.rows * (-(-k // 8) * 8 + sums) + self.outputs) + 1024
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ class Tuning:
     def head_linear(self, rows: int, k: int) -> HeadVariant:
         """As many rows as there are, up to 8, and as memory has room for."""
         for count in (8, 4, 2, 1):
-            variant = HeadVariant(count, 16, 8)
+            variant = HeadVariant(count, 16, HALF)
             fits = variant.storage(k) <= self.limits.workgroup_storage
             if count < 2 * rows and fits:
                 return variant

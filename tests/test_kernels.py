@@ -466,6 +466,24 @@ def test_heads_in_several_shards(
         functions.head_linear(device, x, weight[:570], 3)
 
 
+@pytest.mark.parametrize("settings", [Settings(), LEAST])
+@pytest.mark.parametrize(("rows", "n"), [(1, 48), (1, 24), (2, 48)])  # halves of blocks, or not
+def test_heads_before_a_quantized_projection(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, n: int, settings: Settings
+) -> None:
+    device, x, first = open_device(settings), normal(rng, rows, 4 * 44), normal(rng, 4 * n, 40)
+    second = exact_weight(rng, 40, 4 * n, "q8")
+    with device.scope():
+        forward = Forward(device, rows)
+        y = forward.ops.head_linear(forward.input(x), to_gpu(device, first), 4)
+        output = forward.ops.linear(y, to_gpu(device, second, "q8"))
+        kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
+        assert ("quantize" in kernels) == ((rows, n) != (1, 48))
+        y = forward.run(output)
+    expected = prepared(reference.head_linear(x, first.reshape(4, n, 40)), "q8")
+    assert nmse(y, reference.matmul(expected, second)) <= LIMIT
+
+
 # Embedding, norms, activations
 
 
