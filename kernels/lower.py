@@ -14,7 +14,7 @@ from typing import Any
 from infer.kernels.arena import Arena, Kernel, Operand, Scratch, colour
 from infer.kernels.device import Buffer, Device
 from infer.kernels.fuse import Form, Fusion
-from infer.kernels.lower_attention import lower_attention
+from infer.kernels.lower_attention import NO_KEY, LatentKey, lower_attention
 from infer.kernels.lower_experts import lower_down, lower_gate_up, lower_route
 from infer.kernels.lower_state import lower_delta_rule, lower_short_conv, lower_ssm_scan
 from infer.kernels.ops import Ops, Rope, Value, stride
@@ -395,6 +395,11 @@ class Lowering:
             )
 
     def _lower_head_linear(self, value: Value) -> None:
+        self.head_linear(value)
+
+    def head_linear(self, value: Value, key: LatentKey | None = None) -> bool:
+        """Emit the kernels of the op `value`. key: what is to be written beside it. Returns whether
+        it is."""
         weight: GpuTensor = value.attrs["weight"]
         k, kept = weight.shape[1], value.attrs["kept"]
         source, rope = value.inputs[0], None
@@ -406,10 +411,12 @@ class Lowering:
             if rope is not None:
                 self._rope(source, value, rope, kept, head)
             self._head_matmul(value, source)
-        else:
-            self._head_linear(value, source, rope)
+            return False
+        return self._head_linear(value, source, rope, key)
 
-    def _head_linear(self, value: Value, source: Value, rope: Rope | None) -> None:
+    def _head_linear(
+        self, value: Value, source: Value, rope: Rope | None, key: LatentKey | None
+    ) -> bool:
         """For a few rows, and for what no other kernel does: value = the op of that name, perhaps
         after a turn."""
         weight: GpuTensor = value.attrs["weight"]
@@ -417,19 +424,32 @@ class Lowering:
         n = weight.shape[0] // heads
         x, x_stride, offset = self.source(source)
         kept = value.attrs["kept"]
+        variant = self.tuning.head_linear(self.kind.rows, k)
         outputs: list[Operand] = [value]
         form = self.next_form(value, self.device.limits.storage_buffers - 4)
-        if kept or n % HALF or (form is not None and (form.norm is not None or form.keep)):
+        whole_halves = variant.outputs % HALF == 0 and n % variant.outputs == 0
+        if kept or not whole_halves or (form and (form.norm is not None or form.keep)):
             form = None
         if form is not None:
             outputs = self.prepare(value, form, self.kind.rows)
-        tables = [] if rope is None else [rope.table]
-        variant = self.tuning.head_linear(self.kind.rows, k)
-        tiles = -(-n // variant.outputs) + (kept > 0)
+        last: list[Operand] = [] if rope is None else [rope.table]
+        bindings = 4 + len(weight.shards[0].buffers)
+        if (
+            key is None
+            or key.rope is not rope
+            or self.kind.rows > 1
+            or len(weight.shards) > 1
+            or bindings + len(key.operands) > self.device.limits.storage_buffers
+            or variant.storage(k) + key.storage > self.device.limits.workgroup_storage
+        ):
+            key = None
+        if key is not None:
+            last += key.operands
+        tiles = -(-n // variant.outputs) + (kept > 0) + (key is not None)
         for shard in weight.shards:
             self.emit(
                 "head_linear",
-                (self.step, *shard.buffers, x, *outputs, *tables),
+                (self.step, *shard.buffers, x, *outputs, *last),
                 head_grid(tiles, variant.rows, shard.rows // n),
                 weight.grouping.params
                 | {
@@ -446,13 +466,17 @@ class Lowering:
                     "Y_STRIDE": stride(value.width),
                     "FIRST_HEAD": shard.start // n,
                     "ROWS": variant.rows,
+                    "WG": variant.workgroup,
                     "TEAM": variant.team,
-                    "OUTPUTS": variant.outputs,
+                    "SUBGROUPS": self.device.subgroups,
                     "QUANTIZE": form is not None,
-                },
+                    "LATENT": key is not None,
+                }
+                | (key.params if key is not None else NO_KEY),
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
             )
+        return key is not None
 
     def _head_matmul(self, value: Value, source: Value) -> None:
         """The same for many rows, but for what is kept: a product of each head in one dispatch."""

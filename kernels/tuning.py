@@ -98,10 +98,16 @@ class HeadVariant:
     team: int
     outputs: int
 
+    @property
+    def workgroup(self) -> int:
+        """Invocations."""
+        return self.team * self.outputs
+
     def storage(self, k: int) -> int:
-        """Bytes of workgroup memory, a table of codes among them."""
+        """Bytes of workgroup memory, a table of codes and another sum's values among them."""
         sums = (self.team + 1) * self.outputs
-        return 4 * (self.rows * (-(-k // 8) * 8 + sums) + self.outputs) + 1024
+        own = self.rows * (-(-k // 8) * 8 + sums) + self.outputs
+        return 4 * (own + self.workgroup) + 1024
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,8 @@ def test_fusing_what_goes_into_a_latent_cache(
             if fuse:
                 found = {kernel.spec.name for kernel in lowering.kernels}
                 heads = {"matmul", "rope"} if rows == 20 and turned == 16 else {"head_linear"}
-                assert {name for name in found if "attention" not in name} == names | heads
+                own = names - {"latent_write"} if rows == 1 else names  # head_linear does that too
+                assert {name for name in found if "attention" not in name} == own | heads
             results.append(forward.run(y))
     assert nmse(*results) <= 1e-10
 

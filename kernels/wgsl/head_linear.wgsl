@@ -1,16 +1,22 @@
 // y = W_h x_h for each head h, where x_h is the last K of its X_HEAD values. KEPT of those before them go
 // in front of the result as they are or, with ROPE, turned: workgroups of their own do that. QUANTIZE: the
-// result goes out as int8. For a few rows; matmul.wgsl does many.
+// result goes out as int8. LATENT: one workgroup more writes a key that has nothing to do with these. For a
+// few rows; matmul.wgsl does many.
 //
 // A workgroup has OUTPUTS outputs of a head, for ROWS rows, so that weights are read once for all of
 // these; TEAM invocations share an output.
 #include "step.wgsl"
 #include "weight_group.wgsl"
 #include "quantize_block.wgsl"
+#include "reduce.wgsl"
 #if ROPE
 #include "turn.wgsl"
 #endif
+#if LATENT
+#include "latent.wgsl"
+#endif
 // @param ROPE bool
+// @param LATENT bool             with ROPE, for one row
 // @param N u32                   outputs of a head
 // @param KEPT u32                all values before the last K, or 0
 // @param X_HEAD u32
@@ -19,9 +25,9 @@
 // @param Y_STRIDE u32
 // @param FIRST_HEAD u32          of the shard
 // @param ROWS u32
+// @param WG u32
 // @param TEAM u32
-// @param OUTPUTS u32
-// @param QUANTIZE bool           for one row, KEPT = 0, and OUTPUTS and N multiples of 16
+// @param QUANTIZE bool           for one row, KEPT = 0, and OUTPUTS a multiple of 16 that divides N
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> weight: array<vec4<u32>>;
 #if SCALES_BOUND
@@ -39,8 +45,21 @@ var<workgroup> outputs: array<vec4<f32>, OUTPUTS / 4u>;
 #if ROPE
 @group(0) @binding($(4 + SCALES_BOUND)) var<storage, read> table: array<vec2<f32>>;
 #endif
+#if LATENT
+@group(0) @binding($(5 + SCALES_BOUND)) var<storage, read> latent: array<f32>;
+@group(0) @binding($(6 + SCALES_BOUND)) var<storage, read> latent_norm: array<f32>;
+#if KV == f32
+@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<vec2<f32>>;
+#else
+@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<u32>;
+#endif
+#if PAGED
+@group(0) @binding($(8 + SCALES_BOUND)) var<storage, read> pages: array<u32>;
+#endif
+#endif
 
-const WG = TEAM * OUTPUTS;
+const OUTPUTS = WG / TEAM;
+const TILES = (N + OUTPUTS - 1u) / OUTPUTS;  // of a head
 const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
 const STRIDE = TEAM + 1u;  // one more against bank conflicts
 #let ROUNDS = (K + 8 * TEAM - 1) / (8 * TEAM)
@@ -48,15 +67,24 @@ const STRIDE = TEAM + 1u;  // one more against bank conflicts
 var<workgroup> inputs: array<vec4<f32>, ROWS * EIGHTS * 2u>;
 var<workgroup> partial: array<f32, ROWS * OUTPUTS * STRIDE>;
 
-// grid (N / OUTPUTS, and one more where something is kept; rows / ROWS, heads of the shard)
+// grid (TILES + (KEPT > 0) + LATENT, rows / ROWS, heads of the shard)
 @compute @workgroup_size(WG)
-fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
+  let tid = me.index;
+#if LATENT
+  if (id.x > TILES) {
+    if (id.z == 0u) {
+      write_latent(0u, me);
+    }
+    return;
+  }
+#endif
   let first_row = id.y * ROWS;
-  let head = FIRST_HEAD + id.z;
-  let x_head = X_OFFSET + head * X_HEAD;
-  let y_head = head * (KEPT + N);
+  let number = FIRST_HEAD + id.z;
+  let x_head = X_OFFSET + number * X_HEAD;
+  let y_head = number * (KEPT + N);
 #if KEPT > 0
-  if (id.x == (N + OUTPUTS - 1u) / OUTPUTS) {
+  if (id.x == TILES) {
     for (var i = tid; i < ROWS * KEPT; i += WG) {
       let row = first_row + i / KEPT;
       let d = i % KEPT;
