@@ -12,7 +12,7 @@ activation(linear) * factors          the product goes into the projection (deco
 norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
 attention * sigmoid(gates)            the gates go into attention (decode)
 rope -> head_linear                   what it keeps is turned there
-rope, norm, write of a latent         latent_write
+rope, norm, write of a latent         latent_write, or head_linear of the queries (decode)
 activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
 """
 
@@ -111,6 +111,9 @@ class Fusion:
             self.absorbed.update(self._turned(value))
         elif self.latent(value) is not None:
             self.absorbed.update(value.inputs[1:])
+            query = value.inputs[0]
+            if query.op == "head_linear" and self.consumers[query] == [value]:
+                self.absorbed.add(query)
 
     def _absorb_sigmoid_gate(self, value: Value) -> None:
         attention, gates = value.inputs

@@ -14,7 +14,7 @@ from typing import Any
 from infer.kernels.arena import Arena, Kernel, Operand, Scratch, colour
 from infer.kernels.device import Buffer, Device
 from infer.kernels.fuse import Form, Fusion
-from infer.kernels.lower_attention import lower_attention
+from infer.kernels.lower_attention import NO_KEY, LatentKey, lower_attention
 from infer.kernels.lower_experts import lower_down, lower_gate_up, lower_route
 from infer.kernels.lower_state import lower_delta_rule, lower_short_conv, lower_ssm_scan
 from infer.kernels.ops import Ops, Rope, Value, stride
@@ -24,6 +24,8 @@ from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor
 from infer.kernels.tuning import Tuning, VecShape
 
 MAX_VEC_ROWS = 8
+# Rows of a tile are those of the step (wgsl/tile_rows.wgsl).
+_UNGROUPED = {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,8 @@ class Lowering:
                 after
                 | weight.grouping.params
                 | outputs
-                | {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+                | _UNGROUPED
+                | self.whole_rows(weight)
                 | {"GATED": gated, "SPLIT_ROWS": padded_rows(rows)}
                 | tile.params,
                 moved=shard.nbytes,
@@ -348,6 +351,13 @@ class Lowering:
                     | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},
                     moved=per_row(4 * n * (tile.splits + 1)),
                 )
+
+    @staticmethod
+    def whole_rows(weight: GpuTensor) -> dict[str, int]:
+        """What matmul, which f32 activations go through, has to know to read whole rows."""
+        if weight.dtype in INTEGERS:
+            return {}
+        return {"X_STRIDE": stride(weight.shape[1]), "X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
 
     def _matmul_vec(
         self,
@@ -406,28 +416,70 @@ class Lowering:
             )
 
     def _lower_head_linear(self, value: Value) -> None:
+        self.head_linear(value)
+
+    def head_linear(self, value: Value, key: LatentKey | None = None) -> bool:
+        """Emit the kernels of the op `value`. key: what is to be written beside it. Returns whether
+        it is."""
         weight: GpuTensor = value.attrs["weight"]
-        heads, k = value.attrs["heads"], weight.shape[1]
-        n = weight.shape[0] // heads
+        k, kept = weight.shape[1], value.attrs["kept"]
         source, rope = value.inputs[0], None
         if source in self.absorbed:
             rope, source = source.attrs["rope"], source.inputs[0]
+        head = value.inputs[0].width // value.attrs["heads"]
+        vectors = not any(n % 4 for n in (k, head, self.source(source)[2]))
+        if not self.kind.vec and vectors and (rope is not None or not kept):
+            if rope is not None:
+                self._rope(source, value, rope, kept, head)
+            self._head_matmul(value, source)
+            return False
+        return self._head_linear(value, source, rope, key)
+
+    def _head_linear(
+        self, value: Value, source: Value, rope: Rope | None, key: LatentKey | None
+    ) -> bool:
+        """For a few rows, and for what no other kernel does: value = the op of that name, perhaps
+        after a turn."""
+        weight: GpuTensor = value.attrs["weight"]
+        heads, k = value.attrs["heads"], weight.shape[1]
+        n = weight.shape[0] // heads
         x, x_stride, offset = self.source(source)
-        tables = [] if rope is None else [rope.table]
+        kept = value.attrs["kept"]
         variant = self.tuning.head_linear(self.kind.rows, k)
+        outputs: list[Operand] = [value]
+        form = self.next_form(value, self.device.limits.storage_buffers - 4)
+        whole_halves = variant.outputs % HALF == 0 and n % variant.outputs == 0
+        if kept or not whole_halves or (form and (form.norm is not None or form.keep)):
+            form = None
+        if form is not None:
+            outputs = self.prepare(value, form, self.kind.rows)
+        last: list[Operand] = [] if rope is None else [rope.table]
+        bindings = 4 + len(weight.shards[0].buffers)
+        if (
+            key is None
+            or key.rope is not rope
+            or self.kind.rows > 1
+            or len(weight.shards) > 1
+            or bindings + len(key.operands) > self.device.limits.storage_buffers
+            or variant.storage(k) + key.storage > self.device.limits.workgroup_storage
+        ):
+            key = None
+        if key is not None:
+            last += key.operands
+        tiles = -(-n // variant.outputs) + (kept > 0) + (key is not None)
         for shard in weight.shards:
             self.emit(
                 "head_linear",
-                (self.step, *shard.buffers, x, value, *tables),
-                head_grid(-(-n // variant.outputs), shard.rows // n, variant.rows),
+                (self.step, *shard.buffers, x, *outputs, *last),
+                head_grid(tiles, variant.rows, shard.rows // n),
                 weight.grouping.params
                 | {
                     "WEIGHT": weight.dtype,
                     "K": k,
                     "N": n,
-                    "KEPT": value.attrs["kept"],
+                    "KEPT": kept,
                     "ROPE": rope is not None,
-                    "ROTARY_DIM": value.attrs["kept"] if rope is not None else 0,
+                    "ROTARY_DIM": kept if rope is not None else 0,
                     "INTERLEAVED": rope is not None and rope.interleaved,
                     "X_HEAD": value.inputs[0].width // heads,
                     "X_STRIDE": x_stride,
@@ -435,9 +487,52 @@ class Lowering:
                     "Y_STRIDE": stride(value.width),
                     "FIRST_HEAD": shard.start // n,
                     "ROWS": variant.rows,
+                    "WG": variant.workgroup,
                     "TEAM": variant.team,
-                    "OUTPUTS": variant.outputs,
-                },
+                    "SUBGROUPS": self.device.subgroups,
+                    "QUANTIZE": form is not None,
+                    "LATENT": key is not None,
+                }
+                | (key.params if key is not None else NO_KEY),
+                moved=shard.nbytes,
+                flops=per_row(2 * shard.rows * k),
+            )
+        return key is not None
+
+    def _head_matmul(self, value: Value, source: Value) -> None:
+        """The same for many rows, but for what is kept: a product of each head in one dispatch."""
+        weight: GpuTensor = value.attrs["weight"]
+        heads, k = value.attrs["heads"], weight.shape[1]
+        n, x_head, y_head = weight.shape[0] // heads, source.width // heads, value.width // heads
+        x, x_stride, offset = self.source(source)
+        for shard in weight.shards:
+            first, count = shard.start // n, shard.rows // n
+            tile = replace(self.tuning.matmul(self.kind.rows, n, k, count), splits=1)
+            scales = [] if shard.scales is None else [shard.scales]
+            self.emit(
+                "matmul",
+                [shard.buffer, x, *scales, value],
+                head_grid(-(-n // tile.columns), tile.rows, count),
+                weight.grouping.params
+                | {
+                    "WEIGHT": weight.dtype,
+                    "K": k,
+                    "N": n,
+                    "START": first * y_head + value.attrs["kept"],
+                    "X_STRIDE": x_stride,
+                    "X_OFFSET": offset + first * x_head + x_head - k,
+                    "X_HEAD": x_head,
+                    "Y_HEAD": y_head,
+                    "Y_STRIDE": stride(value.width),
+                    "SCALE": 1.0,
+                    "ACTIVATION": "none",
+                    "GATED": False,
+                    "BIAS": False,
+                    "RESIDUAL": False,
+                    "SPLIT_ROWS": 0,
+                }
+                | _UNGROUPED
+                | tile.params,
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
             )
@@ -624,19 +719,27 @@ class Lowering:
         )
 
     def _lower_rope(self, value: Value) -> None:
-        rope: Rope = value.attrs["rope"]
-        x, x_stride, offset = self.source(value.inputs[0])
+        head = value.attrs["head_dim"]
+        self._rope(value.inputs[0], value, value.attrs["rope"], head, head)
+
+    def _rope(self, source: Value, result: Value, rope: Rope, width: int, head: int) -> None:
+        """The first `width` of the `head` values of each head turned, to where the heads of the
+        result begin."""
+        x, x_stride, offset = self.source(source)
+        heads = source.width // head
         self.emit(
             "rope",
-            (self.step, rope.table, x, value),
-            self.row_grid(value, value.width // value.attrs["head_dim"]),
+            (self.step, rope.table, x, result),
+            self.row_grid(result, heads),
             {
-                "HEAD_DIM": value.attrs["head_dim"],
+                "HEAD_DIM": width,
                 "ROTARY_DIM": rope.rotary_dim,
                 "INTERLEAVED": rope.interleaved,
+                "X_HEAD": head,
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,
-                "Y_STRIDE": stride(value.width),
+                "Y_HEAD": result.width // heads,
+                "Y_STRIDE": stride(result.width),
             },
         )
 
@@ -746,8 +849,8 @@ def tile_grid(x: int, rows_per_tile: int, z: int = 1) -> Grid:
     return lambda rows, kv_len: (x, -(-rows // rows_per_tile), z)
 
 
-def head_grid(x: int, heads: int, rows_per_tile: int) -> Grid:
-    return lambda rows, kv_len: (x, heads, -(-rows // rows_per_tile))
+def head_grid(x: int, rows_per_tile: int, heads: int) -> Grid:
+    return lambda rows, kv_len: (x, -(-rows // rows_per_tile), heads)
 
 
 def per_row(count: int) -> Count:

@@ -52,7 +52,9 @@ def lower_attention(low: Lowering, value: Value, result: Value) -> None:
         query = value.inputs[0]
         latent = low.fusion.latent(value) if low.fusion else None
         if latent is not None:
-            _latent_write(low, value, latent)
+            key = LatentKey.of(low, value, latent)
+            if query not in low.absorbed or not low.head_linear(query, key):
+                _latent_write(low, value, key)
         elif len(value.inputs) > 1:
             _kv_write(low, value)
     if low.fusion and not low.kind.vec:
@@ -191,24 +193,64 @@ def _kv_write(low: Lowering, value: Value) -> None:
     )
 
 
-def _latent_write(low: Lowering, value: Value, latent: Value) -> None:
-    """The key that turns and the latent that is normed, from a projection into the cache."""
-    cache: LayerCache = value.attrs["cache"]
-    rope, norm = value.inputs[1].attrs["rope"], value.inputs[2]
-    x, x_stride, offset = low.source(latent)
+@dataclass(frozen=True)
+class LatentKey:
+    """The key of a latent cache that turns, and the latent that is normed, as a kernel writes them
+    (wgsl/latent.wgsl): how the key turns, what is bound behind its table, and parameters."""
+
+    rope: Rope
+    operands: tuple[Operand, ...]
+    params: dict[str, Any]
+
+    @classmethod
+    def of(cls, low: Lowering, value: Value, latent: Value) -> LatentKey:
+        cache: LayerCache = value.attrs["cache"]
+        norm = value.inputs[2]
+        x, x_stride, offset = low.source(latent)
+        pages = [cache.pages] if cache.paged else []
+        return cls(
+            value.inputs[1].attrs["rope"],
+            (x, norm.attrs["weight"].buffer, cache.keys, *pages),
+            {
+                **_kv_params(cache),
+                "EPS": float(norm.attrs["eps"]),
+                "LATENT_STRIDE": x_stride,
+                "LATENT_OFFSET": offset,
+            },
+        )
+
+    @property
+    def storage(self) -> int:
+        """Bytes of workgroup memory, but for a sum's."""
+        return 8 * int(self.params["HEAD_DIM"])
+
+
+NO_KEY: dict[str, Any] = {
+    "KV": "f32",
+    "HEAD_DIM": 0,
+    "KV_HEADS": 0,
+    "PAGE": 0,
+    "PAGES_PER_SEQUENCE": 0,
+    "PAGED": False,
+    "SLOTS": 0,
+    "EPS": 0.0,
+    "LATENT_STRIDE": 0,
+    "LATENT_OFFSET": 0,
+}
+
+
+def _latent_write(low: Lowering, value: Value, key: LatentKey) -> None:
+    """The key from a projection into the cache."""
     low.emit(
         "latent_write",
-        (low.step, cache.pages, rope.table, x, norm.attrs["weight"].buffer, cache.keys),
+        (low.step, key.rope.table, *key.operands),
         low.row_grid(value, 1),
         {
-            **_kv_params(cache),
-            "WG": low.tuning.workgroup(cache.head_dim),
+            **key.params,
+            "WG": low.tuning.workgroup(key.params["HEAD_DIM"]),
             "SUBGROUPS": low.device.subgroups,
-            "ROTARY_DIM": rope.rotary_dim,
-            "INTERLEAVED": rope.interleaved,
-            "EPS": float(norm.attrs["eps"]),
-            "X_STRIDE": x_stride,
-            "X_OFFSET": offset,
+            "ROTARY_DIM": key.rope.rotary_dim,
+            "INTERLEAVED": key.rope.interleaved,
         },
     )
 

@@ -230,6 +230,7 @@ def _matmul(
             [*operands, *inputs[1:], result, *_bias(value), *low.tiles[routing]],
             lambda rows, kv_len: (x, _tiles(routing, tile.rows, rows), 1),
             tile.params
+            | low.whole_rows(weight)
             | _shard(shard, value)
             | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated}
             | {"BIAS": bool(_bias(value)), "RESIDUAL": False, "START": 0, "SCALE": 1.0}

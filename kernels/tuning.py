@@ -101,9 +101,16 @@ class HeadVariant:
     team: int
     outputs: int
 
+    @property
+    def workgroup(self) -> int:
+        """Invocations."""
+        return self.team * self.outputs
+
     def storage(self, k: int) -> int:
-        """Bytes of workgroup memory, a table of codes among them."""
-        return 4 * self.rows * (-(-k // 8) * 8 + self.team * self.outputs) + 1024
+        """Bytes of workgroup memory, a table of codes and another sum's values among them."""
+        sums = (self.team + 1) * self.outputs
+        own = self.rows * (-(-k // 8) * 8 + sums) + self.outputs
+        return 4 * (own + self.workgroup) + 1024
 
 
 @dataclass(frozen=True)
@@ -276,14 +283,14 @@ class Tuning:
             ahead = ahead and shape.dtype == "q4" and blocks == 2 * team  # all of a row at once
         return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
 
-    def matmul(self, rows: int, n: int, k: int) -> TileVariant:
-        """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time, with
-        columns that are shared where there are too few."""
+    def matmul(self, rows: int, n: int, k: int, heads: int = 1) -> TileVariant:
+        """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time, for so
+        many products at once, with columns that are shared where there are too few."""
         tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
         choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
         if self.software:
             choice = {TileVariant(8, 8, True, 8, 8): 1.0}
-        return self._fastest(choice, rows, n, k, least_rounds=1.0)
+        return self._fastest(choice, rows, n, k, heads, least_rounds=1.0)
 
     def matmul_int8(self, rows: int, n: int, k: int) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
@@ -292,7 +299,7 @@ class Tuning:
         if not self.software:
             choice[Int8TileVariant(4, 8, True, 16, 8)] = 1.7
             choice[Int8TileVariant(4, 4, True, 8, 16)] = 1.4
-        return self._fastest(choice, rows, n, k, least_rounds=1.4)
+        return self._fastest(choice, rows, n, k, 1, least_rounds=1.4)
 
     def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
         """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
@@ -302,20 +309,20 @@ class Tuning:
         return tile if fits else replace(tile, double=False)
 
     def _fastest(
-        self, tiles: dict[Tile, float], rows: int, n: int, k: int, least_rounds: float
+        self, tiles: dict[Tile, float], rows: int, n: int, k: int, heads: int, least_rounds: float
     ) -> Tile:
         """Of tiles and their speeds where there are many. WebGPU does not say how many
         multiprocessors there are: the tiles go in rounds of as many as a large GPU has."""
 
         def cost(tile: Tile) -> float:
-            count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
+            count = heads * -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
             rounds = max(least_rounds, -(-count // _MULTIPROCESSORS))
             columns = k / tile.splits + _START
             time = rounds * tile.rows * tile.columns * columns / speeds[tile]
             return time + (_COMBINE + rows * n * (tile.splits + 1) / 4) * (tile.splits > 1)
 
         storage = self.limits.workgroup_storage
-        most = 1 if self.software else min(8, k // _SPLIT_COLUMNS)
+        most = 1 if self.software or heads > 1 else min(8, k // _SPLIT_COLUMNS)
         speeds = {
             replace(tile, double=double, splits=splits): speed * (1.0 if double else 0.88)
             for double, splits in product((True, False), (1, 2, 4, 8))
@@ -327,7 +334,7 @@ class Tuning:
     def head_linear(self, rows: int, k: int) -> HeadVariant:
         """As many rows as there are, up to 8, and as memory has room for."""
         for count in (8, 4, 2, 1):
-            variant = HeadVariant(count, 16, 8)
+            variant = HeadVariant(count, 16, HALF)
             fits = variant.storage(k) <= self.limits.workgroup_storage
             if count < 2 * rows and fits:
                 return variant

@@ -61,6 +61,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "outputs": (1, 2, 4, 8),
         "unroll": (1, 2, 4),
     },
+    "head_linear": {"team": (8, 16, 32, 64), "outputs": (8, 16, 32)},
     "matmul": TILES,
     "matmul_int8": TILES,
     "attention": {
@@ -91,6 +92,8 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
             and (variant.team == variant.workgroup or split)
             and variant.outputs * variant.unroll <= 8  # registers
         )
+    if kernel == "head_linear":
+        return bool(variant.workgroup <= limits.max_invocations)
     if kernel == "attention":
         c = engine.model.config
         return bool(

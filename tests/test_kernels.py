@@ -428,8 +428,8 @@ def test_a_norm_before_projections_of_both_kinds(
 
 HEADS: Factors = SETTINGS | {
     "rows": (1, 3, 8, 9, 40),
-    "shape": ((1, 1, 1), (3, 7, 44), (2, 20, 130), (2, 512, 128), (2, 256, 512)),
-    "before": (0, 6, 64),
+    "shape": ((1, 1, 1), (3, 7, 36), (2, 20, 130), (2, 512, 128), (2, 256, 512)),
+    "before": (0, 6, 64),  # many rows of whole vectors go through matmul
     "form": ("alone", "kept", "half-split", "interleaved"),
     "dtype": ("f32", "f16", "bf16", "q8", "q4"),
 }
@@ -453,14 +453,35 @@ def test_head_linear(open_device: OpenDevice, rng: np.random.Generator, cases: l
         assert nmse(y, expected) <= LIMIT, case
 
 
-def test_heads_in_several_shards(open_device: OpenDevice, rng: np.random.Generator) -> None:
-    """Of 625 rows."""
-    device = open_device(Settings(max_binding=160_000))
-    x, weight = normal(rng, 5, 12 * 67), normal(rng, 12 * 125, 64)
-    y = functions.head_linear(device, x, weight, 12, keep=True)
-    assert nmse(y, reference.head_linear(x, weight.reshape(12, 125, 64), True)) <= LIMIT
+@pytest.mark.parametrize(("rows", "keep"), [(5, True), (20, False)])
+def test_heads_in_several_shards(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, keep: bool
+) -> None:
+    """Of two heads and of one."""
+    device = open_device(Settings(max_binding=320_000))
+    x, weight = normal(rng, rows, 3 * 204), normal(rng, 3 * 200, 200)
+    y = functions.head_linear(device, x, weight, 3, keep=keep)
+    assert nmse(y, reference.head_linear(x, weight.reshape(3, 200, 200), keep)) <= LIMIT
     with pytest.raises(ValueError, match="inside of a head"):
-        functions.head_linear(device, x, weight[:1200], 12)
+        functions.head_linear(device, x, weight[:570], 3)
+
+
+@pytest.mark.parametrize("settings", [Settings(), LEAST])
+@pytest.mark.parametrize(("rows", "n"), [(1, 48), (1, 24), (2, 48)])  # halves of blocks, or not
+def test_heads_before_a_quantized_projection(
+    open_device: OpenDevice, rng: np.random.Generator, rows: int, n: int, settings: Settings
+) -> None:
+    device, x, first = open_device(settings), normal(rng, rows, 4 * 44), normal(rng, 4 * n, 40)
+    second = exact_weight(rng, 40, 4 * n, "q8")
+    with device.scope():
+        forward = Forward(device, rows)
+        y = forward.ops.head_linear(forward.input(x), to_gpu(device, first), 4)
+        output = forward.ops.linear(y, to_gpu(device, second, "q8"))
+        kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
+        assert ("quantize" in kernels) == ((rows, n) != (1, 48))
+        y = forward.run(output)
+    expected = prepared(reference.head_linear(x, first.reshape(4, n, 40)), "q8")
+    assert nmse(y, reference.matmul(expected, second)) <= LIMIT
 
 
 # Embedding, norms, activations

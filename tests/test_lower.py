@@ -142,9 +142,9 @@ def test_a_norm_over_all_heads_is_not_taken_for_one_of_each(
 @pytest.mark.parametrize(
     ("turned", "normed", "names"),
     [
-        (16, 48, {"head_linear", "latent_write"}),
-        (8, 48, {"head_linear", "rope", "rmsnorm", "kv_write"}),  # half of the key
-        (16, 24, {"head_linear", "rope", "rmsnorm", "kv_write"}),  # the latent in two parts
+        (16, 48, {"latent_write"}),
+        (8, 48, {"rope", "rmsnorm", "kv_write"}),  # half of the key
+        (16, 24, {"rope", "rmsnorm", "kv_write"}),  # the latent in two parts
     ],
 )
 def test_fusing_what_goes_into_a_latent_cache(
@@ -166,7 +166,9 @@ def test_fusing_what_goes_into_a_latent_cache(
             lowering, _ = forward.lower(y)
             if fuse:
                 found = {kernel.spec.name for kernel in lowering.kernels}
-                assert {name for name in found if "attention" not in name} == names
+                heads = {"matmul", "rope"} if rows == 20 and turned == 16 else {"head_linear"}
+                own = names - {"latent_write"} if rows == 1 else names  # head_linear does that too
+                assert {name for name in found if "attention" not in name} == own | heads
             results.append(forward.run(y))
     assert nmse(*results) <= 1e-10
 

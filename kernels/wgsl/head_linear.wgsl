@@ -1,14 +1,22 @@
 // y = W_h x_h for each head h, where x_h is the last K of its X_HEAD values. KEPT of those before them go
-// in front of the result as they are or, with ROPE, turned.
+// in front of the result as they are or, with ROPE, turned: workgroups of their own do that. QUANTIZE: the
+// result goes out as int8. LATENT: one workgroup more writes a key that has nothing to do with these. For a
+// few rows; matmul.wgsl does many.
 //
 // A workgroup has OUTPUTS outputs of a head, for ROWS rows, so that weights are read once for all of
 // these; TEAM invocations share an output.
 #include "step.wgsl"
 #include "weight_group.wgsl"
+#include "quantize_block.wgsl"
+#include "reduce.wgsl"
 #if ROPE
 #include "turn.wgsl"
 #endif
+#if LATENT
+#include "latent.wgsl"
+#endif
 // @param ROPE bool
+// @param LATENT bool             with ROPE, for one row
 // @param N u32                   outputs of a head
 // @param KEPT u32                all values before the last K, or 0
 // @param X_HEAD u32
@@ -17,79 +25,139 @@
 // @param Y_STRIDE u32
 // @param FIRST_HEAD u32          of the shard
 // @param ROWS u32
+// @param WG u32
 // @param TEAM u32
-// @param OUTPUTS u32
+// @param QUANTIZE bool           for one row, KEPT = 0, and OUTPUTS a multiple of 16 that divides N
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> weight: array<vec4<u32>>;
 #if SCALES_BOUND
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 #endif
 @group(0) @binding($(2 + SCALES_BOUND)) var<storage, read> x: array<f32>;
+#if QUANTIZE
+@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> x_int8: array<u32>;
+@group(0) @binding($(4 + SCALES_BOUND)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+
+var<workgroup> outputs: array<vec4<f32>, OUTPUTS / 4u>;
+#else
 @group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
+#endif
 #if ROPE
 @group(0) @binding($(4 + SCALES_BOUND)) var<storage, read> table: array<vec2<f32>>;
 #endif
+#if LATENT
+@group(0) @binding($(5 + SCALES_BOUND)) var<storage, read> latent: array<f32>;
+@group(0) @binding($(6 + SCALES_BOUND)) var<storage, read> latent_norm: array<f32>;
+#if KV == f32
+@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<vec2<f32>>;
+#else
+@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<u32>;
+#endif
+#if PAGED
+@group(0) @binding($(8 + SCALES_BOUND)) var<storage, read> pages: array<u32>;
+#endif
+#endif
 
-const WG = TEAM * OUTPUTS;
+const OUTPUTS = WG / TEAM;
+const TILES = (N + OUTPUTS - 1u) / OUTPUTS;  // of a head
 const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
+const STRIDE = TEAM + 1u;  // one more against bank conflicts
+#let ROUNDS = (K + 8 * TEAM - 1) / (8 * TEAM)
 
 var<workgroup> inputs: array<vec4<f32>, ROWS * EIGHTS * 2u>;
-var<workgroup> partial: array<f32, ROWS * WG>;
+var<workgroup> partial: array<f32, ROWS * OUTPUTS * STRIDE>;
 
-// grid (N / OUTPUTS, heads of the shard, rows / ROWS)
+// grid (TILES + (KEPT > 0) + LATENT, rows / ROWS, heads of the shard)
 @compute @workgroup_size(WG)
-fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
+  let tid = me.index;
+#if LATENT
+  if (id.x > TILES) {
+    if (id.z == 0u) {
+      write_latent(0u, me);
+    }
+    return;
+  }
+#endif
+  let first_row = id.y * ROWS;
+  let number = FIRST_HEAD + id.z;
+  let x_head = X_OFFSET + number * X_HEAD;
+  let y_head = number * (KEPT + N);
+#if KEPT > 0
+  if (id.x == TILES) {
+    for (var i = tid; i < ROWS * KEPT; i += WG) {
+      let row = first_row + i / KEPT;
+      let d = i % KEPT;
+      if (row < step.n_rows) {
+        let first = row * X_STRIDE + x_head;
+#if ROPE
+        let value = turned(d, x[first + d], x[first + partner(d)], step.rows[row].position);
+#else
+        let value = x[first + d];
+#endif
+        y[row * Y_STRIDE + y_head + d] = value;
+      }
+    }
+    return;
+  }
+#endif
+  // Weights are on their way while x is.
+  let w_row = id.z * N + min(id.x * OUTPUTS + tid / TEAM, N - 1u);
+#for i in 0..ROUNDS
+  let group$i = tid % TEAM + $iu * TEAM;
+  let w$i = load_stored(w_row, min(group$i, EIGHTS - 1u));
+#endfor
   fill_tables(tid, WG);
-  let first_row = id.z * ROWS;
-  let head = FIRST_HEAD + id.y;
-  let x_head = X_OFFSET + head * X_HEAD;
-  let y_head = head * (KEPT + N);
   for (var i = tid; i < ROWS * EIGHTS * 8u; i += WG) {
     let row = min(first_row + i / (EIGHTS * 8u), step.n_rows - 1u);
     let k = i % (EIGHTS * 8u);
     let at = row * X_STRIDE + x_head + X_HEAD - K + min(k, K - 1u);
     inputs[i / 4u][i % 4u] = select(0.0, x[at], k < K);
   }
-#if KEPT > 0
-  for (var i = tid; id.x == 0u && i < ROWS * KEPT; i += WG) {
-    let row = first_row + i / KEPT;
-    let d = i % KEPT;
-    if (row < step.n_rows) {
-      let first = row * X_STRIDE + x_head;
-#if ROPE
-      let value = turned(d, x[first + d], x[first + partner(d)], step.rows[row].position);
-#else
-      let value = x[first + d];
-#endif
-      y[row * Y_STRIDE + y_head + d] = value;
-    }
-  }
-#endif
   workgroupBarrier();
-  let w_row = id.y * N + min(id.x * OUTPUTS + tid / TEAM, N - 1u);
 #for r in 0..ROWS
   var sum$r = 0.0;
 #endfor
-  for (var i = tid % TEAM; i < EIGHTS; i += TEAM) {
-    let w = load_group(w_row, i);
+#for i in 0..ROUNDS
+  if (group$i < EIGHTS) {
+    let wide$i = widen_group(w$i, group$i);
 #for r in 0..ROWS
-    sum$r += dot(w[0], inputs[2u * ($ru * EIGHTS + i)]);
-    sum$r += dot(w[1], inputs[2u * ($ru * EIGHTS + i) + 1u]);
+    sum$r += dot(wide$i[0], inputs[2u * ($ru * EIGHTS + group$i)]);
+    sum$r += dot(wide$i[1], inputs[2u * ($ru * EIGHTS + group$i) + 1u]);
 #endfor
   }
+#endfor
 #for r in 0..ROWS
-  partial[$ru * WG + tid] = sum$r;
+  partial[($ru * OUTPUTS + tid / TEAM) * STRIDE + tid % TEAM] = sum$r;
 #endfor
   workgroupBarrier();
   for (var i = tid; i < ROWS * OUTPUTS; i += WG) {
     let row = first_row + i / OUTPUTS;
     let n = id.x * OUTPUTS + i % OUTPUTS;
     var sum = 0.0;
-    for (var j = 0u; j < TEAM; j++) {
-      sum += partial[i * TEAM + j];
-    }
+#for j in 0..TEAM
+    sum += partial[i * STRIDE + $ju];
+#endfor
+#if QUANTIZE
+    outputs[i / 4u][i % 4u] = sum;
+#else
     if (row < step.n_rows && n < N) {
       y[row * Y_STRIDE + y_head + KEPT + n] = sum;
     }
+#endif
   }
+#if QUANTIZE
+  workgroupBarrier();
+  if (tid < OUTPUTS / 4u) {
+    var most = 0u;
+#for i in 0..4
+    most = max(most, magnitude(outputs[tid / 4u * 4u + $iu]));
+#endfor
+    let at = half_at(0u, Y_STRIDE / 32u, (y_head + id.x * OUTPUTS) / 16u + tid / 4u);
+    store_int8(at, tid % 4u, outputs[tid], most);
+    if (tid % 4u == 0u) {
+      store_scale(at, most, 0.0);
+    }
+  }
+#endif
 }

@@ -5,17 +5,22 @@
 // added multiplied by SCALE, then activated where there is an ACTIVATION. RESIDUAL is added to y.
 // GROUPED: W holds experts one below the other, of N outputs each, and a tile has rows that are
 // routed to the same one; so does BIAS.
+// X_HEAD, Y_HEAD: W holds heads one below the other, of N outputs each, and every head has columns of
+// its own of x and of y.
 // SPLITS workgroups share the columns of their rows: each writes its sums below those of the one
 // before, and matmul_combine.wgsl does the rest.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
-#include "weight.wgsl"
+#include "weight_group.wgsl"
 #include "activate.wgsl"
-#include "scales.wgsl"
 #include "tile_rows.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
 // @param START u32               the first output that this shard holds
+// @param X_STRIDE u32            this and the next two are multiples of 4
+// @param X_OFFSET u32
+// @param X_HEAD u32              columns of x from one head to the next; 0 where there are no heads
+// @param Y_HEAD u32              and of y
 // @param Y_STRIDE u32
 // @param SCALE f32
 // @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
@@ -30,19 +35,19 @@
 // @param RESIDUAL bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // rows up to a multiple of the tile
-#if CODES
+#if SCALES_BOUND
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 #endif
-@group(0) @binding($(2 + CODES)) var<storage, read_write> y: array<f32>;
+@group(0) @binding($(2 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
 #if BIAS
-@group(0) @binding($(3 + CODES)) var<storage, read> bias: array<f32>;
+@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read> bias: array<f32>;
 #endif
 #if RESIDUAL
-@group(0) @binding($(3 + CODES + BIAS)) var<storage, read> residual: array<f32>;
+@group(0) @binding($(3 + SCALES_BOUND + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 #if GROUPED
-@group(0) @binding($(3 + CODES + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
-@group(0) @binding($(4 + CODES + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
+@group(0) @binding($(3 + SCALES_BOUND + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
+@group(0) @binding($(4 + SCALES_BOUND + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
 #endif
 
 const EIGHTS = (K + 7u) / 8u;
@@ -77,32 +82,33 @@ fn weight_row(first_output: u32, r: u32) -> u32 {
 #endif
 }
 
-#if CODES
-
-// The group of eight columns of a tile.
+// The groups of eight columns of a tile; again the last one beyond it, where x is masked.
 fn group_of(tile: u32, eight: u32) -> u32 {
-  return (2u * tile + eight) / (GROUP_SIZE / 8u);
-}
+#if (K + 7) / 8 % 2 != 0
+  return min(2u * tile + eight, EIGHTS - 1u);
+#else
+  return 2u * tile + eight;
 #endif
+}
 
-// grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
+// grid (N / OUTPUTS, rows / ROWS, heads of the shard or SPLITS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-#if WEIGHT == nf4
-  fill_codes(tid);
-#endif
+  fill_tables(tid, SIZE);
   let first_row = id.y * ROWS;
   let first_output = id.x * OUTPUTS;
+  let head = id.z / SPLITS;
+  let split = id.z % SPLITS;
 #if GROUPED
   if (!in_shard(tile_experts[id.y])) {
     return;
   }
-  let expert_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
+  let own_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
 #else
-  let expert_row = 0u;
+  let own_row = head * N;
 #endif
 #if BIAS
-  let first_bias = expert_row + FIRST_EXPERT * N * $(1 + GATED)u;  // all shards share one
+  let first_bias = own_row + FIRST_EXPERT * N * $(1 + GATED)u;  // all shards share one
 #endif
 
   // Neighbouring invocations go along a Z curve, so that they share what they load.
@@ -120,25 +126,17 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
   let x_row$l = (tid + $lu * SIZE) / 4u;
   let x_column$l = tid % 4u;
-  let x_at$l = x_row(first_row + x_row$l);
-  let x_from$l = x_at$l * EIGHTS * 2u + x_column$l;
+  let x_from$l = (x_row(first_row + x_row$l) * X_STRIDE + X_OFFSET + head * X_HEAD) / 4u;
   var x_next$l = vec4<f32>();
 #endfor
 #for l in 0..W_LOADS
   let w_row$l = (tid + $lu * SIZE) / 2u;
   let w_column$l = tid % 2u;
-  let w_from$l = (expert_row + weight_row(first_output, w_row$l)) * W_EIGHTS + w_column$l;
-  var w_next$l = load8(w_from$l);
-#if CODES
-  let w_scale_row$l = expert_row + weight_row(first_output, w_row$l);
-  var w_scale_next$l = RawScale();
-#endif
-#if (K + 7) / 8 % 2 != 0
-  var w_valid$l = true;
-#endif
+  let w_from$l = own_row + weight_row(first_output, w_row$l);
+  var w_next$l = Stored();
 #endfor
 
-  let start = id.z * SPLIT_TILES;
+  let start = split * SPLIT_TILES;
   let end = min(start + SPLIT_TILES, TILES);
   for (var t = start; t <= end; t++) {
     // Load tile t while tile t - 1 is in use.
@@ -146,22 +144,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for l in 0..X_LOADS
 #if K % 16 != 0
       x_next$l = masked(
-        x[min(x_from$l + t * 4u, (x_at$l + 1u) * EIGHTS * 2u - 1u)],
+        x[x_from$l + min(t * 4u + x_column$l, (K + 3u) / 4u - 1u)],
         t * 16u + x_column$l * 4u);
 #else
-      x_next$l = x[x_from$l + t * 4u];
+      x_next$l = x[x_from$l + t * 4u + x_column$l];
 #endif
 #endfor
 #for l in 0..W_LOADS
-#if (K + 7) / 8 % 2 != 0
-      w_valid$l = 2u * t + w_column$l < EIGHTS;
-      w_next$l = load8(select(0u, w_from$l + 2u * t, w_valid$l));
-#else
-      w_next$l = load8(w_from$l + 2u * t);
-#endif
-#if CODES
-      w_scale_next$l = load_scale(w_scale_row$l, min(group_of(t, w_column$l), GROUPS - 1u));
-#endif
+      w_next$l = load_stored(w_from$l, group_of(t, w_column$l));
 #endfor
     }
     if (t > start) {
@@ -203,19 +193,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
 #for l in 0..W_LOADS
       if (w_row$l < COLUMNS) {
-        var w_low$l = low4(w_next$l);
-        var w_high$l = high4(w_next$l);
-#if CODES
-        let w_scale$l = CODE * widen_scale(w_scale_next$l, group_of(t, w_column$l)).x;
-        w_low$l *= w_scale$l;
-        w_high$l *= w_scale$l;
-#endif
-#if (K + 7) / 8 % 2 != 0
-        w_low$l = select(vec4<f32>(), w_low$l, w_valid$l);
-        w_high$l = select(vec4<f32>(), w_high$l, w_valid$l);
-#endif
-        w_tile[(w_store + w_row$l) * STRIDE + 2u * w_column$l] = w_low$l;
-        w_tile[(w_store + w_row$l) * STRIDE + 2u * w_column$l + 1u] = w_high$l;
+        let w_wide$l = widen_group(w_next$l, group_of(t, w_column$l));
+        w_tile[(w_store + w_row$l) * STRIDE + 2u * w_column$l] = w_wide$l[0];
+        w_tile[(w_store + w_row$l) * STRIDE + 2u * w_column$l + 1u] = w_wide$l[1];
       }
 #endfor
     }
@@ -227,7 +207,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..N_TILE / (1 + GATED)
   if (first_output + tx + $ju * N_SIZE < N && is_written(y_row$i)) {
     let n = START + first_output + tx + $ju * N_SIZE;
-    let out = (id.z * SPLIT_ROWS + y_row$i) * Y_STRIDE + n;
+    let out = (split * SPLIT_ROWS + y_row$i) * Y_STRIDE + head * Y_HEAD + n;
 #if GATED
     var gate = c$i_$j;
     var up = c$i_$($j + N_TILE / 2);

@@ -1,8 +1,11 @@
-// y = the heads of x, turned by their row's position (see rotate.wgsl).
+// The first HEAD_DIM values of each head of y = those of x, turned by their row's position (see
+// rotate.wgsl).
 #include "step.wgsl"
 #include "rotate.wgsl"
+// @param X_HEAD u32              from one head to the next
 // @param X_STRIDE u32
 // @param X_OFFSET u32
+// @param Y_HEAD u32
 // @param Y_STRIDE u32
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> table: array<vec2<f32>>;
@@ -13,10 +16,10 @@
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   for (var d = tid; d < HEAD_DIM; d += 64u) {
-    head[d] = x[id.y * X_STRIDE + X_OFFSET + id.x * HEAD_DIM + d];
+    head[d] = x[id.y * X_STRIDE + X_OFFSET + id.x * X_HEAD + d];
   }
   workgroupBarrier();
   for (var d = tid; d < HEAD_DIM; d += 64u) {
-    y[id.y * Y_STRIDE + id.x * HEAD_DIM + d] = rotated(d, step.rows[id.y].position);
+    y[id.y * Y_STRIDE + id.x * Y_HEAD + d] = rotated(d, step.rows[id.y].position);
   }
 }

@@ -1,45 +1,59 @@
-// Eight values of a row of the binding `weight: array<vec4<u32>>`, as f32. Quantised weights need the
-// binding `scales: array<u32>`, and some of them a table in workgroup memory: fill_tables, called by all
-// invocations of a workgroup, before anything is loaded.
+// Eight values of a row of the binding `weight: array<vec4<u32>>`, as f32: load_group, or load_stored and
+// widen_group, where they are to wait in fewer registers. Quantised weights need the binding
+// `scales: array<u32>`, and some of them a table in workgroup memory: fill_tables, called by all
+// invocations of a workgroup, before anything is widened.
 #include "weight.wgsl"
 #let COPIES = 1
 #include "integers.wgsl"
 // @param K u32                   columns of W
+#if SCALES_BOUND
+struct Stored {
 #if INTEGERS
+  values: Integers,  // of the block
+#else
+  values: Packed8,
+#endif
+  scale: RawScale,
+}
 
-// Eight values of a row.
-fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
-  let block = group / 4u;
-  let half = group % 4u / 2u;  // of the block
-  let integers = load_integers(row, block);
-  var sixteen = low_int8(integers);
-  if (half == 1u) {
-    sixteen = high_int8(integers);
+fn load_stored(row: u32, group: u32) -> Stored {
+#if INTEGERS
+  return Stored(load_integers(row, group / 4u), load_scale(row, group / (GROUP_SIZE / 8u)));
+#else
+  return Stored(load8(row * W_EIGHTS + group), load_scale(row, group / (GROUP_SIZE / 8u)));
+#endif
+}
+
+fn widen_group(w: Stored, group: u32) -> array<vec4<f32>, 2> {
+  let scale = widen_scale(w.scale, group / (GROUP_SIZE / 8u));
+#if INTEGERS
+  var sixteen = low_int8(w.values);
+  if (group % 4u >= 2u) {
+    sixteen = high_int8(w.values);
   }
   let first = group % 2u * 2u;
-#if GROUP_SIZE == 16
-  let of_columns = min(2u * block + half, GROUPS - 1u);
-#else
-  let of_columns = block / (GROUP_SIZE / 32u);
-#endif
-  let scale = widen_scale(load_scale(row, of_columns), of_columns);
   return array<vec4<f32>, 2>(
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(sixteen[first])) + scale.y,
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(sixteen[first + 1u])) + scale.y);
+#else
+  return array<vec4<f32>, 2>(CODE * scale.x * low4(w.values), CODE * scale.x * high4(w.values));
+#endif
 }
 #else
+alias Stored = Packed8;
+
+fn load_stored(row: u32, group: u32) -> Stored {
+  return load8(row * W_EIGHTS + group);
+}
+
+fn widen_group(w: Stored, group: u32) -> array<vec4<f32>, 2> {
+  return array<vec4<f32>, 2>(low4(w), high4(w));
+}
+#endif
 
 fn load_group(row: u32, group: u32) -> array<vec4<f32>, 2> {
-  let w = load8(row * W_EIGHTS + group);
-#if CODES
-  let of_columns = group / (GROUP_SIZE / 8u);
-  let scale = CODE * widen_scale(load_scale(row, of_columns), of_columns).x;
-  return array<vec4<f32>, 2>(scale * low4(w), scale * high4(w));
-#else
-  return array<vec4<f32>, 2>(low4(w), high4(w));
-#endif
+  return widen_group(load_stored(row, group), group);
 }
-#endif
 
 fn fill_tables(i: u32, size: u32) {
 #if WEIGHT == iq4nl
