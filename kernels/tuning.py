@@ -173,6 +173,61 @@ class TiledVariant:
         return 4 * ((1 + self.double) * slices + exchange)
 
 
+@dataclass(frozen=True)
+class ScanVariant:
+    """ssm_scan: rows whose inputs are in workgroup memory at once, and of the loop's body, columns
+    of a matrix in a workgroup and in an invocation (tile: 2 or 4), invocations that share a
+    column."""
+
+    rows: int
+    unroll: int
+    columns: int
+    split: int
+    tile: int
+
+    @property
+    def invocations(self) -> int:
+        """Of a workgroup."""
+        return self.columns // self.tile * self.split
+
+    def storage(self, key_dim: int) -> int:
+        """Bytes of workgroup memory."""
+        return 4 * self.rows * (2 * key_dim + self.columns + 2 + self.columns * self.split)
+
+    def serves(self, key_dim: int) -> bool:
+        """Whether a matrix with so many rows can be split like that."""
+        return key_dim % (4 * self.split) == 0 and self.rows % self.unroll == 0
+
+    @property
+    def params(self) -> dict[str, int]:
+        """The kernel's."""
+        return {
+            "ROWS": self.rows,
+            "UNROLL": self.unroll,
+            "COLUMNS": self.columns,
+            "SPLIT": self.split,
+            "TILE": self.tile,
+        }
+
+
+@dataclass(frozen=True)
+class DeltaVariant(ScanVariant):
+    """The same of delta_rule, and invocations that load a row's query and key."""
+
+    lanes: int
+
+    def storage(self, key_dim: int) -> int:
+        sums = 16 * self.columns * self.split
+        return 4 * self.rows * (2 * key_dim + self.columns + 3 + 4 * self.lanes) + sums
+
+    def serves(self, key_dim: int) -> bool:
+        return super().serves(key_dim) and self.rows * self.lanes <= self.invocations
+
+    @property
+    def params(self) -> dict[str, int]:
+        return super().params | {"LANES": self.lanes}
+
+
 _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 26  # values of a matrix
@@ -181,6 +236,7 @@ _FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its
 
 
 Tile = TypeVar("Tile", bound=TileVariant)
+Scan = TypeVar("Scan", bound=ScanVariant)
 
 
 def power_of_two(value: int) -> int:
@@ -347,6 +403,26 @@ class Tuning:
             if small and fits and head_dim % depth == 0:
                 return variant
         raise ShaderError(f"attention_tiled has no variant for heads of {head_dim} dimensions.")
+
+    def ssm_scan(self, rows: int, key_dim: int) -> ScanVariant:
+        """An invocation has 32 values of a matrix where it can be split so."""
+        split = next(n for n in (16, 8, 4, 2, 1) if key_dim % (4 * n) == 0)
+        return self._scan(ScanVariant(4, 4, 32, split, 4), rows, key_dim)
+
+    def delta_rule(self, rows: int, key_dim: int) -> DeltaVariant:
+        """The same, but with fewer invocations for a column, all of which wait for each other."""
+        split = next(n for n in (8, 4, 2, 1) if key_dim % (4 * n) == 0)
+        return self._scan(DeltaVariant(8, 4, 32, split, 2, 8), rows, key_dim)
+
+    def _scan(self, variant: Scan, rows: int, key_dim: int) -> Scan:
+        """The variant with as many rows as there are, up to its own, and memory has room for."""
+        storage = self.limits.workgroup_storage
+        fewer = variant.rows > rows or variant.storage(key_dim) > storage
+        if fewer or not variant.serves(key_dim):
+            half = variant.rows // 2
+            fewer_rows = replace(variant, rows=half, unroll=min(variant.unroll, half))
+            return self._scan(fewer_rows, rows, key_dim)
+        return replace(variant, unroll=1) if self.software else variant
 
     def lanes(self, head_dim: int) -> int:
         """weighted_sum: positions that a workgroup adds up at once."""

@@ -40,7 +40,7 @@ from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import BLOCK, HALF, QUANTIZED
-from infer.kernels.tuning import Tuning, VecShape
+from infer.kernels.tuning import ScanVariant, Tuning, VecShape
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.shapes import PUBLISHED, SHAPES
@@ -53,6 +53,13 @@ TILES: dict[str, tuple[int, ...]] = {
     "m_size": (8, 16),
     "n_size": (8, 16),
 }
+SCAN: dict[str, tuple[int, ...]] = {
+    "rows": (2, 4, 8, 16),
+    "unroll": (1, 2, 4, 8),
+    "columns": (8, 16, 32, 64),
+    "split": (4, 8, 16, 32),
+    "tile": (2, 4),
+}
 GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "matmul_vec": {
         "workgroup": (32, 64, 128, 256, 512, 1024),
@@ -62,6 +69,8 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "matmul": TILES,
     "matmul_int8": TILES,
+    "ssm_scan": SCAN,
+    "delta_rule": SCAN | {"lanes": (8, 16)},
     "attention": {
         "workgroup": (64, 128, 256),
         "heads": (1, 2, 4, 8),
@@ -73,7 +82,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "max_split": (256, 1024),
     },
 }
-PREFILL = ("matmul", "matmul_int8")  # the others are decode's
+PREFILL = ("matmul", "matmul_int8", "ssm_scan", "delta_rule")  # the others are decode's
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
@@ -97,6 +106,13 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
             and variant.heads * variant.per_lane <= 8  # registers
             and variant.min_split <= variant.max_split
             and variant.workgroup * variant.per_lane * 32 + 2048 <= limits.workgroup_storage
+        )
+    if isinstance(variant, ScanVariant):
+        key_dim = max(state.shape.key_dim for state in engine.states)
+        return bool(
+            variant.serves(key_dim)
+            and variant.invocations <= limits.max_invocations
+            and variant.storage(key_dim) <= limits.workgroup_storage
         )
     loads = (
         variant.m_tile <= variant.n_size and variant.n_tile <= variant.m_size

@@ -62,7 +62,7 @@ def test_short_conv(open_device: OpenDevice, rng: np.random.Generator, cases: li
         assert nmse(left, inputs) <= LIMIT, case
 
 
-@covering(ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 1), (40, 37), (128, 40))})
+@covering(ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 4), (40, 36), (128, 40))})
 def test_delta_rule(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         rows, (key_heads, heads), (key_dim, value_dim) = case["rows"], case["heads"], case["dims"]
