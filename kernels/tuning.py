@@ -212,12 +212,14 @@ class ScanVariant:
 
 @dataclass(frozen=True)
 class DeltaVariant(ScanVariant):
-    """The same of delta_rule, and invocations that load a row's query and key."""
+    """The same of delta_rule, invocations that load a row's query and key, and whether those that
+    share a column are lanes of a subgroup."""
 
     lanes: int
+    subgroups: bool
 
     def storage(self, key_dim: int) -> int:
-        sums = 16 * self.columns * self.split
+        sums = 0 if self.subgroups else 16 * self.columns * self.split
         return 4 * self.rows * (2 * key_dim + self.columns + 3 + 4 * self.lanes) + sums
 
     def serves(self, key_dim: int) -> bool:
@@ -225,7 +227,7 @@ class DeltaVariant(ScanVariant):
 
     @property
     def params(self) -> dict[str, int]:
-        return super().params | {"LANES": self.lanes}
+        return super().params | {"LANES": self.lanes, "SUBGROUPS": self.subgroups}
 
 
 _MULTIPROCESSORS = 132
@@ -410,9 +412,17 @@ class Tuning:
         return self._scan(ScanVariant(4, 4, 32, split, 4), rows, key_dim)
 
     def delta_rule(self, rows: int, key_dim: int) -> DeltaVariant:
-        """The same, but with fewer invocations for a column, all of which wait for each other."""
+        """The same, but with fewer invocations for a column, all of which wait for each other. A
+        single row waits for its matrices, whose columns workgroups without subgroups read in one
+        go."""
         split = next(n for n in (8, 4, 2, 1) if key_dim % (4 * n) == 0)
-        return self._scan(DeltaVariant(8, 4, 32, split, 2, 8), rows, key_dim)
+        variant = DeltaVariant(8, 4, 32, split, 2, 8, subgroups=rows > 1)
+        return self._scan(replace(variant, subgroups=self.shares(variant)), rows, key_dim)
+
+    def shares(self, variant: DeltaVariant) -> bool:
+        """Whether those that share a column can be lanes of a subgroup, if they are to be."""
+        fits = variant.split <= self.subgroup_size and self.largest_subgroup > 0
+        return variant.subgroups and fits and variant.invocations % self.largest_subgroup == 0
 
     def _scan(self, variant: Scan, rows: int, key_dim: int) -> Scan:
         """The variant with as many rows as there are, up to its own, and memory has room for."""

@@ -7,8 +7,8 @@
 //
 // S stays in registers through all rows: SPLIT invocations share TILE columns. What ROWS rows need is
 // put into workgroup memory, while the loads of the next ROWS are in flight. What q and k have to do
-// with a column is summed from S as it was before the row, so that there is one sum over the SPLIT,
-// and one barrier, for a row:
+// with a column is summed from S as it was before the row, so that there is one sum over the SPLIT for
+// a row: with SUBGROUPS over neighbouring lanes, otherwise behind a barrier.
 //
 //   k (decay S) = decay (k S);  q S' = decay (q S) + (q k) delta
 #include "step.wgsl"
@@ -23,6 +23,7 @@
 // @param COLUMNS u32     of a workgroup: a multiple of TILE
 // @param SPLIT u32
 // @param LANES u32       invocations that load a row's q and k: ROWS * LANES are at most a workgroup
+// @param SUBGROUPS bool   SPLIT is a power of two and at most a subgroup, and that divides a workgroup
 // @param X_STRIDE u32
 // @param GATES_STRIDE u32
 // @param Y_STRIDE u32
@@ -53,9 +54,11 @@ var<workgroup> keys: array<vec4<f32>, ROWS * QUADS>;
 var<workgroup> values: array<Columns, ROWS * TILES>;
 var<workgroup> factors: array<Factors, ROWS>;
 var<workgroup> row_sums: array<vec3<f32>, ROWS * LANES>;  // k k, q q, q k
+#if not SUBGROUPS
 // k S and q S, of two rows, so that a row may be written while the one before is still read.
 var<workgroup> key_sums: array<Columns, 2u * WG>;
 var<workgroup> query_sums: array<Columns, 2u * WG>;
+#endif
 
 struct Rows {  // what an invocation loads of them
 #for l in 0..LOADS
@@ -153,22 +156,37 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
 
 // grid (VALUE_DIM / COLUMNS, HEADS)
 @compute @workgroup_size(WG)
-fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+fn main(
+  @builtin(workgroup_id) id: vec3<u32>,
+#if SUBGROUPS
+  @builtin(subgroup_id) subgroup: u32,
+  @builtin(subgroup_size) subgroup_size: u32,
+  @builtin(subgroup_invocation_id) lane: u32,
+#else
+  @builtin(local_invocation_index) tid: u32,
+#endif
+) {
   if (step.rows[0].alive == 0u) {
     return;
   }
   let task = Task(id.y, id.x * COLUMNS, step.n_rows - 1u);
+#if SUBGROUPS
+  let tid = subgroup * subgroup_size + lane;
+  let tile = tid / SPLIT;
+  let part = tid % SPLIT;
+#else
   let tile = tid % TILES;
   let part = tid / TILES;
+#endif
   let column = task.first_column + tile * TILE;
   // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
-  let own = (task.head * KEY_DIM + 4u * part) * VALUE_DIM + min(column, VALUE_DIM - TILE);
+  let origin = (task.head * KEY_DIM + 4u * part) * VALUE_DIM + min(column, VALUE_DIM - TILE);
   let goes_on = step.rows[0].position > 0u;
 #for j in 0..KEY_DIM / (4 * SPLIT)
   var s$j = Block();
   if (goes_on) {
 #for i in 0..4
-    s$j[$i] = state[(own + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE];
+    s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE];
 #endfor
   }
 #endfor
@@ -182,38 +200,45 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for u in 0..UNROLL
       {
         let row = block_row + $uu;
-        let own_factors = factors[row];
+        let own = factors[row];
         let value = values[row * TILES + tile];
         var of_key = Columns();
         var of_query = Columns();
 #for j in 0..KEY_DIM / (4 * SPLIT)
         let k$j = keys[row * QUADS + part + $ju * SPLIT];
-        of_key += s$j * k$j;
-        of_query += s$j * queries[row * QUADS + part + $ju * SPLIT];
+        of_key = add_product(of_key, k$j, s$j);
+        of_query = add_product(of_query, queries[row * QUADS + part + $ju * SPLIT], s$j);
 #endfor
+#if SUBGROUPS
+#for b in 0..5
+#if 1 << $b < SPLIT
+        of_key += subgroupShuffleXor(of_key, $(1 << $b)u);
+        of_query += subgroupShuffleXor(of_query, $(1 << $b)u);
+#endif
+#endfor
+#else
         let half = row % 2u * WG;
         key_sums[half + tid] = of_key;
         query_sums[half + tid] = of_query;
         workgroupBarrier();
-        // Before the sums are there.
-#for j in 0..KEY_DIM / (4 * SPLIT)
-        s$j *= own_factors.decay;
-#endfor
         of_key = Columns();
         for (var i = 0u; i < SPLIT; i++) {
           of_key += key_sums[half + i * TILES + tile];
         }
-        let delta = own_factors.beta * (value - own_factors.decay * of_key);
+#endif
+        let delta = own.beta * (value - own.decay * of_key);
 #for j in 0..KEY_DIM / (4 * SPLIT)
-        s$j += outer(k$j, delta);
+        s$j = add_outer(own.decay * s$j, k$j, delta);
 #endfor
         if (part == 0u && column < VALUE_DIM && first + row <= task.last_row) {
+#if not SUBGROUPS
           of_query = Columns();
           for (var i = 0u; i < SPLIT; i++) {
             of_query += query_sums[half + i * TILES + tile];
           }
+#endif
           y[((first + row) * Y_STRIDE + task.head * VALUE_DIM + column) / TILE] =
-            own_factors.decay * of_query + own_factors.qk * delta;
+            own.decay * of_query + own.qk * delta;
         }
       }
 #endfor
@@ -222,7 +247,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   if (column < VALUE_DIM) {
 #for j in 0..KEY_DIM / (4 * SPLIT)
 #for i in 0..4
-    state[(own + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE] = s$j[$i];
+    state[(origin + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE] = s$j[$i];
 #endfor
 #endfor
   }

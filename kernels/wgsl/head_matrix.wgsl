@@ -1,10 +1,21 @@
-// A matrix S [keys][values] that the invocations of a workgroup keep in registers: of TILE neighbouring
-// columns and four neighbouring rows at a time, so that `S * k` is what those rows add to the product
-// of a vector k and S, and `outer(k, v)` is what k^T v adds to them.
+// A matrix S [keys][values] that the invocations of a workgroup keep in registers, in blocks of four
+// neighbouring keys and TILE neighbouring values.
 // @param TILE u32   2 or 4
 alias Columns = vec$(TILE)<f32>;
 alias Block = mat4x$(TILE)<f32>;
 
-fn outer(k: vec4<f32>, v: Columns) -> Block {
-  return Block(k.x * v, k.y * v, k.z * v, k.w * v);
+// sum + k S
+fn add_product(sum: Columns, k: vec4<f32>, s: Block) -> Columns {
+  let first = fma(Columns(k.y), s[1], fma(Columns(k.x), s[0], sum));
+  return fma(Columns(k.w), s[3], fma(Columns(k.z), s[2], first));
+}
+
+// S + k^T v
+fn add_outer(s: Block, k: vec4<f32>, v: Columns) -> Block {
+  return Block(
+    fma(Columns(k.x), v, s[0]),
+    fma(Columns(k.y), v, s[1]),
+    fma(Columns(k.z), v, s[2]),
+    fma(Columns(k.w), v, s[3]),
+  );
 }

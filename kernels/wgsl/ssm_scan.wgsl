@@ -124,13 +124,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let part = tid / TILES;
   let column = task.first_column + tile * TILE;
   // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
-  let own = (task.head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
+  let origin = (task.head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
   let goes_on = step.rows[0].position > 0u;
 #for j in 0..STATE_DIM / (4 * SPLIT)
   var s$j = Block();
   if (goes_on) {
 #for i in 0..4
-    s$j[$i] = state[(own + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE];
+    s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE];
 #endfor
   }
 #endfor
@@ -158,8 +158,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..STATE_DIM / (4 * SPLIT)
         let b$j = quads[row * 2u * QUADS + part + $ju * SPLIT];
         let c$j = quads[row * 2u * QUADS + QUADS + part + $ju * SPLIT];
-        s$j = decay * s$j + outer(b$j, value);
-        sum += s$j * c$j;
+        s$j = add_outer(decay * s$j, b$j, value);
+        sum = add_product(sum, c$j, s$j);
 #endfor
         sums[row * WG + tid] = sum;
       }
@@ -183,7 +183,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   if (column < HEAD_DIM) {
 #for j in 0..STATE_DIM / (4 * SPLIT)
 #for i in 0..4
-    state[(own + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE] = s$j[$i];
+    state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE] = s$j[$i];
 #endfor
 #endfor
   }
