@@ -5,6 +5,7 @@ docs/decisions.md has the measurements behind them. Nothing here changes a resul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -190,6 +191,11 @@ class ScanVariant:
         """Of a workgroup."""
         return self.columns // self.tile * self.split
 
+    @property
+    def cluster(self) -> int:
+        """Neighbouring invocations that must be in one subgroup; 0: none."""
+        return 0
+
     def storage(self, key_dim: int) -> int:
         """Bytes of workgroup memory."""
         return 4 * self.rows * (2 * key_dim + self.columns + 2 + self.columns * self.split)
@@ -213,21 +219,25 @@ class ScanVariant:
 @dataclass(frozen=True)
 class DeltaVariant(ScanVariant):
     """The same of delta_rule, invocations that load a row's query and key, and whether those that
-    share a column are lanes of a subgroup."""
+    share a column (a power of two) are lanes of a subgroup."""
 
-    lanes: int
+    loaders: int
     subgroups: bool
+
+    @property
+    def cluster(self) -> int:
+        return self.split if self.subgroups else 0
 
     def storage(self, key_dim: int) -> int:
         sums = 0 if self.subgroups else 16 * self.columns * self.split
-        return 4 * self.rows * (2 * key_dim + self.columns + 3 + 4 * self.lanes) + sums
+        return 4 * self.rows * (2 * key_dim + self.columns + 3 + 4 * self.loaders) + sums
 
     def serves(self, key_dim: int) -> bool:
-        return super().serves(key_dim) and self.rows * self.lanes <= self.invocations
+        return super().serves(key_dim) and self.rows * self.loaders <= self.invocations
 
     @property
     def params(self) -> dict[str, int]:
-        return super().params | {"LANES": self.lanes, "SUBGROUPS": self.subgroups}
+        return super().params | {"LOADERS": self.loaders, "SUBGROUPS": self.subgroups}
 
 
 _MULTIPROCESSORS = 132
@@ -409,30 +419,37 @@ class Tuning:
     def ssm_scan(self, rows: int, key_dim: int) -> ScanVariant:
         """An invocation has 32 values of a matrix where it can be split so."""
         split = next(n for n in (16, 8, 4, 2, 1) if key_dim % (4 * n) == 0)
-        return self._scan(ScanVariant(4, 4, 32, split, 4), rows, key_dim)
+        variants = (ScanVariant(n, self._unroll(n), 32, split, 4) for n in (4, 2, 1))
+        return self._first(variants, rows, key_dim)
 
     def delta_rule(self, rows: int, key_dim: int) -> DeltaVariant:
-        """The same, but with fewer invocations for a column, all of which wait for each other. A
-        single row waits for its matrices, whose columns workgroups without subgroups read in one
-        go."""
+        """The same, but with fewer invocations for a column, as all of them need its sums. Lanes of
+        a subgroup have them sooner, but read a matrix in smaller pieces, which a single row waits
+        for."""
         split = next(n for n in (8, 4, 2, 1) if key_dim % (4 * n) == 0)
-        variant = DeltaVariant(8, 4, 32, split, 2, 8, subgroups=rows > 1)
-        return self._scan(replace(variant, subgroups=self.shares(variant)), rows, key_dim)
+        variants = (
+            DeltaVariant(n, self._unroll(n), 32, split, 2, 8, subgroups)
+            for subgroups in ((True, False) if rows > 1 else (False,))
+            for n in (8, 4, 2, 1)
+        )
+        return self._first(variants, rows, key_dim)
 
-    def shares(self, variant: DeltaVariant) -> bool:
-        """Whether those that share a column can be lanes of a subgroup, if they are to be."""
-        fits = variant.split <= self.subgroup_size and self.largest_subgroup > 0
-        return variant.subgroups and fits and variant.invocations % self.largest_subgroup == 0
+    def runs(self, variant: ScanVariant, key_dim: int) -> bool:
+        """Whether a scan can be of that variant, for matrices with so many rows."""
+        whole = self.largest_subgroup and variant.invocations % self.largest_subgroup == 0
+        return bool(
+            variant.serves(key_dim)
+            and variant.invocations <= self.limits.max_invocations
+            and variant.storage(key_dim) <= self.limits.workgroup_storage
+            and (variant.cluster == 0 or (whole and variant.cluster <= self.subgroup_size))
+        )
 
-    def _scan(self, variant: Scan, rows: int, key_dim: int) -> Scan:
-        """The variant with as many rows as there are, up to its own, and memory has room for."""
-        storage = self.limits.workgroup_storage
-        fewer = variant.rows > rows or variant.storage(key_dim) > storage
-        if fewer or not variant.serves(key_dim):
-            half = variant.rows // 2
-            fewer_rows = replace(variant, rows=half, unroll=min(variant.unroll, half))
-            return self._scan(fewer_rows, rows, key_dim)
-        return replace(variant, unroll=1) if self.software else variant
+    def _unroll(self, rows: int) -> int:
+        return 1 if self.software else min(4, rows)
+
+    def _first(self, variants: Iterable[Scan], rows: int, key_dim: int) -> Scan:
+        """The first that runs and has no more rows than there are."""
+        return next(v for v in variants if v.rows <= rows and self.runs(v, key_dim))
 
     def lanes(self, head_dim: int) -> int:
         """weighted_sum: positions that a workgroup adds up at once."""

@@ -70,7 +70,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "matmul": TILES,
     "matmul_int8": TILES,
     "ssm_scan": SCAN,
-    "delta_rule": SCAN | {"lanes": (8, 16)},
+    "delta_rule": SCAN | {"loaders": (8, 16), "subgroups": (0, 1)},
     "attention": {
         "workgroup": (64, 128, 256),
         "heads": (1, 2, 4, 8),
@@ -109,11 +109,7 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
         )
     if isinstance(variant, ScanVariant):
         key_dim = max(state.shape.key_dim for state in engine.states)
-        return bool(
-            variant.serves(key_dim)
-            and variant.invocations <= limits.max_invocations
-            and variant.storage(key_dim) <= limits.workgroup_storage
-        )
+        return Tuning(engine.device).runs(variant, key_dim)
     loads = (
         variant.m_tile <= variant.n_size and variant.n_tile <= variant.m_size
         if kernel == "matmul_int8"

@@ -22,7 +22,7 @@
 // @param UNROLL u32      rows of the loop's body
 // @param COLUMNS u32     of a workgroup: a multiple of TILE
 // @param SPLIT u32
-// @param LANES u32       invocations that load a row's q and k: ROWS * LANES are at most a workgroup
+// @param LOADERS u32       invocations that load a row's q and k: ROWS * LOADERS are at most a workgroup
 // @param SUBGROUPS bool   SPLIT is a power of two and at most a subgroup, and that divides a workgroup
 // @param X_STRIDE u32
 // @param GATES_STRIDE u32
@@ -40,7 +40,7 @@ const WG = TILES * SPLIT;
 const QUADS = KEY_DIM / 4u;
 const EPS = 1e-6;
 // What an invocation loads of the rows: vec4 of q and of k, values of v.
-#let LOADS = (KEY_DIM / 4 + LANES - 1) / LANES
+#let LOADS = (KEY_DIM / 4 + LOADERS - 1) / LOADERS
 #let VALUES = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
 struct Factors {  // of a row
@@ -53,7 +53,7 @@ var<workgroup> queries: array<vec4<f32>, ROWS * QUADS>;
 var<workgroup> keys: array<vec4<f32>, ROWS * QUADS>;
 var<workgroup> values: array<Columns, ROWS * TILES>;
 var<workgroup> factors: array<Factors, ROWS>;
-var<workgroup> row_sums: array<vec3<f32>, ROWS * LANES>;  // k k, q q, q k
+var<workgroup> row_sums: array<vec3<f32>, ROWS * LOADERS>;  // k k, q q, q k
 #if not SUBGROUPS
 // k S and q S, of two rows, so that a row may be written while the one before is still read.
 var<workgroup> key_sums: array<Columns, 2u * WG>;
@@ -81,11 +81,11 @@ struct Task {  // of a workgroup
 // Rows behind the last one are the last one.
 fn load(task: Task, first: u32, tid: u32) -> Rows {
   var rows: Rows;
-  if (tid < ROWS * LANES) {
-    let row = min(first + tid / LANES, task.last_row);
+  if (tid < ROWS * LOADERS) {
+    let row = min(first + tid / LOADERS, task.last_row);
     let q_at = (row * X_STRIDE + task.head / (HEADS / KEY_HEADS) * KEY_DIM) / 4u;
 #for l in 0..LOADS
-    let quad$l = min(tid % LANES + $lu * LANES, QUADS - 1u);
+    let quad$l = min(tid % LOADERS + $lu * LOADERS, QUADS - 1u);
     rows.q$l = x[q_at + quad$l];
     rows.k$l = x[q_at + KEY_HEADS * QUADS + quad$l];
 #endfor
@@ -104,12 +104,12 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
 // Those behind the last row leave S as it is. With two barriers: the rows before have been used, and
 // these are there.
 fn store(task: Task, first: u32, rows: Rows, tid: u32) {
-  let row = tid / LANES;
-  let lane = tid % LANES;
+  let row = tid / LOADERS;
+  let loader = tid % LOADERS;
   var sums = vec3<f32>();
 #for l in 0..LOADS
-#if ($l + 1) * LANES > KEY_DIM / 4
-  if (lane + $lu * LANES < QUADS)
+#if ($l + 1) * LOADERS > KEY_DIM / 4
+  if (loader + $lu * LOADERS < QUADS)
 #endif
   {
     sums += vec3<f32>(dot(rows.k$l, rows.k$l), dot(rows.q$l, rows.q$l), dot(rows.q$l, rows.k$l));
@@ -121,23 +121,23 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
   workgroupBarrier();
   if (row < ROWS) {
     sums = vec3<f32>();
-    for (var i = 0u; i < LANES; i++) {
-      sums += row_sums[row * LANES + i];
+    for (var i = 0u; i < LOADERS; i++) {
+      sums += row_sums[row * LOADERS + i];
     }
     let k_scale = inverseSqrt(sums.x + EPS);
     let q_scale = inverseSqrt((sums.y + EPS) * f32(KEY_DIM));
 #for l in 0..LOADS
-#if ($l + 1) * LANES > KEY_DIM / 4
-    if (lane + $lu * LANES < QUADS)
+#if ($l + 1) * LOADERS > KEY_DIM / 4
+    if (loader + $lu * LOADERS < QUADS)
 #endif
     {
-      queries[row * QUADS + lane + $lu * LANES] = q_scale * rows.q$l;
-      keys[row * QUADS + lane + $lu * LANES] = k_scale * rows.k$l;
+      queries[row * QUADS + loader + $lu * LOADERS] = q_scale * rows.q$l;
+      keys[row * QUADS + loader + $lu * LOADERS] = k_scale * rows.k$l;
     }
 #endfor
     let beta = 1.0 / (1.0 + exp(-rows.b));
     let decay = exp(-exp(a_log[task.head]) * softplus(rows.a + dt_bias[task.head]));
-    if (lane == 0u) {
+    if (loader == 0u) {
       let behind = first + row > task.last_row;
       factors[row] = Factors(
         select(beta, 0.0, behind), select(decay, 1.0, behind), q_scale * k_scale * sums.z);
