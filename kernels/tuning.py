@@ -198,7 +198,7 @@ class ScanVariant:
 
     def storage(self, key_dim: int) -> int:
         """Bytes of workgroup memory."""
-        return 4 * self.rows * (2 * key_dim + self.columns + 2 + self.columns * self.split)
+        return 4 * self.rows * (2 * key_dim + 4 + self.columns * (1 + self.split))
 
     def serves(self, key_dim: int) -> bool:
         """Whether a matrix with so many rows can be split like that."""
@@ -230,7 +230,7 @@ class DeltaVariant(ScanVariant):
 
     def storage(self, key_dim: int) -> int:
         sums = 0 if self.subgroups else 16 * self.columns * self.split
-        return 4 * self.rows * (2 * key_dim + self.columns + 3 + 4 * self.loaders) + sums
+        return 4 * self.rows * (2 * key_dim + 4 + self.columns + 4 * self.loaders) + sums
 
     def serves(self, key_dim: int) -> bool:
         return super().serves(key_dim) and self.rows * self.loaders <= self.invocations

@@ -125,15 +125,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let column = task.first_column + tile * TILE;
   // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
   let origin = (task.head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
-  let goes_on = step.rows[0].position > 0u;
 #for j in 0..STATE_DIM / (4 * SPLIT)
   var s$j = Block();
-  if (goes_on) {
+#endfor
+  if (step.rows[0].position > 0u) {
+#for j in 0..STATE_DIM / (4 * SPLIT)
 #for i in 0..4
     s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE];
 #endfor
-  }
 #endfor
+  }
   var rows = load(task, 0u, tid);
   for (var first = 0u; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
