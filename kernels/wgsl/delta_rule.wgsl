@@ -22,8 +22,8 @@
 // @param UNROLL u32      rows of the loop's body
 // @param COLUMNS u32     of a workgroup: a multiple of TILE
 // @param SPLIT u32
-// @param LOADERS u32       invocations that load a row's q and k: ROWS * LOADERS are at most a workgroup
-// @param SUBGROUPS bool   SPLIT is a power of two and at most a subgroup, and that divides a workgroup
+// @param LOADERS u32     invocations that load a row's q and k: ROWS * LOADERS are at most a workgroup
+// @param SUBGROUPS bool  SPLIT is a power of two and at most a subgroup, and that divides a workgroup
 // @param X_STRIDE u32
 // @param GATES_STRIDE u32
 // @param Y_STRIDE u32
@@ -76,6 +76,8 @@ struct Task {  // of a workgroup
   head: u32,
   first_column: u32,
   last_row: u32,
+  rate: f32,
+  bias: f32,
 }
 
 // Rows behind the last one are the last one.
@@ -83,7 +85,7 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
   var rows: Rows;
   if (tid < ROWS * LOADERS) {
     let row = min(first + tid / LOADERS, task.last_row);
-    let q_at = (row * X_STRIDE + task.head / (HEADS / KEY_HEADS) * KEY_DIM) / 4u;
+    let q_at = row * X_STRIDE / 4u + task.head / (HEADS / KEY_HEADS) * QUADS;
 #for l in 0..LOADS
     let quad$l = min(tid % LOADERS + $lu * LOADERS, QUADS - 1u);
     rows.q$l = x[q_at + quad$l];
@@ -93,10 +95,13 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
     rows.a = gates[row * GATES_STRIDE + task.head + HEADS];
   }
 #for l in 0..VALUES
-  let row$l = min(first + (tid + $lu * WG) / COLUMNS, task.last_row);
-  let column$l = min(task.first_column + (tid + $lu * WG) % COLUMNS, VALUE_DIM - 1u);
-  let at$l = row$l * X_STRIDE + 2u * KEY_HEADS * KEY_DIM + task.head * VALUE_DIM + column$l;
-  rows.value$l = x[at$l / 4u][at$l % 4u];
+  {
+    let i = tid + $lu * WG;
+    let column = min(task.first_column + i % COLUMNS, VALUE_DIM - 1u);
+    let at = min(first + i / COLUMNS, task.last_row) * X_STRIDE
+      + 2u * KEY_HEADS * KEY_DIM + task.head * VALUE_DIM + column;
+    rows.value$l = x[at / 4u][at % 4u];
+  }
 #endfor
   return rows;
 }
@@ -108,10 +113,7 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
   let loader = tid % LOADERS;
   var sums = vec3<f32>();
 #for l in 0..LOADS
-#if ($l + 1) * LOADERS > KEY_DIM / 4
-  if (loader + $lu * LOADERS < QUADS)
-#endif
-  {
+  if (loader + $lu * LOADERS < QUADS) {
     sums += vec3<f32>(dot(rows.k$l, rows.k$l), dot(rows.q$l, rows.q$l), dot(rows.q$l, rows.k$l));
   }
 #endfor
@@ -127,27 +129,21 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
     let k_scale = inverseSqrt(sums.x + EPS);
     let q_scale = inverseSqrt((sums.y + EPS) * f32(KEY_DIM));
 #for l in 0..LOADS
-#if ($l + 1) * LOADERS > KEY_DIM / 4
-    if (loader + $lu * LOADERS < QUADS)
-#endif
-    {
+    if (loader + $lu * LOADERS < QUADS) {
       queries[row * QUADS + loader + $lu * LOADERS] = q_scale * rows.q$l;
       keys[row * QUADS + loader + $lu * LOADERS] = k_scale * rows.k$l;
     }
 #endfor
     let beta = 1.0 / (1.0 + exp(-rows.b));
-    let decay = exp(-exp(a_log[task.head]) * softplus(rows.a + dt_bias[task.head]));
+    let decay = exp(-task.rate * softplus(rows.a + task.bias));
+    let there = first + row <= task.last_row;
     if (loader == 0u) {
-      let behind = first + row > task.last_row;
-      factors[row] = Factors(
-        select(beta, 0.0, behind), select(decay, 1.0, behind), q_scale * k_scale * sums.z);
+      factors[row] =
+        Factors(select(0.0, beta, there), select(1.0, decay, there), q_scale * k_scale * sums.z);
     }
   }
 #for l in 0..VALUES
-#if ($l + 1) * COLUMNS / TILE * SPLIT > ROWS * COLUMNS
-  if (tid + $lu * WG < ROWS * COLUMNS)
-#endif
-  {
+  if (tid + $lu * WG < ROWS * COLUMNS) {
     values[(tid + $lu * WG) / TILE][(tid + $lu * WG) % TILE] = rows.value$l;
   }
 #endfor
@@ -169,7 +165,9 @@ fn main(
   if (step.rows[0].alive == 0u) {
     return;
   }
-  let task = Task(id.y, id.x * COLUMNS, step.n_rows - 1u);
+  let head = id.y;
+  let task =
+    Task(head, id.x * COLUMNS, step.n_rows - 1u, exp(a_log[head]), dt_bias[head]);
 #if SUBGROUPS
   let tid = subgroup * subgroup_size + lane;
   let tile = tid / SPLIT;
@@ -180,7 +178,7 @@ fn main(
 #endif
   let column = task.first_column + tile * TILE;
   // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
-  let origin = (task.head * KEY_DIM + 4u * part) * VALUE_DIM + min(column, VALUE_DIM - TILE);
+  let origin = (head * KEY_DIM + 4u * part) * VALUE_DIM + min(column, VALUE_DIM - TILE);
 #for j in 0..KEY_DIM / (4 * SPLIT)
   var s$j = Block();
 #endfor
@@ -238,7 +236,7 @@ fn main(
             of_query += query_sums[half + i * TILES + tile];
           }
 #endif
-          y[((first + row) * Y_STRIDE + task.head * VALUE_DIM + column) / TILE] =
+          y[((first + row) * Y_STRIDE + head * VALUE_DIM + column) / TILE] =
             own.decay * of_query + own.qk * delta;
         }
       }

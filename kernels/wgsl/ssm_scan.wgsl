@@ -61,6 +61,8 @@ struct Task {  // of a workgroup
   head: u32,
   first_column: u32,
   last_row: u32,
+  rate: f32,
+  bias: f32,
 }
 
 // The column of x, y and z that belongs to the i-th of [ROWS][COLUMNS].
@@ -71,45 +73,41 @@ fn column_of(task: Task, i: u32) -> u32 {
 // Rows behind the last one are the last one.
 fn load(task: Task, first: u32, tid: u32) -> Rows {
   var rows: Rows;
-  let group = task.head / (HEADS / GROUPS);
 #for l in 0..LOADS
-  let row_$l = min(first + (tid + $lu * WG) / (2u * QUADS), task.last_row);
-  let quad_$l = (tid + $lu * WG) % (2u * QUADS);
-  let at_$l = HEADS * HEAD_DIM + (quad_$l / QUADS * GROUPS + group) * STATE_DIM;
-  rows.quad$l = x[(row_$l * X_STRIDE + at_$l) / 4u + quad_$l % QUADS];
+  {
+    let i = tid + $lu * WG;
+    let row = min(first + i / (2u * QUADS), task.last_row);
+    let group = i / QUADS % 2u * GROUPS + task.head / (HEADS / GROUPS);  // those of B, then of C
+    rows.quad$l = x[(row * X_STRIDE + HEADS * HEAD_DIM) / 4u + group * QUADS + i % QUADS];
+  }
 #endfor
 #for l in 0..VALUES
-  let value_row_$l = min(first + (tid + $lu * WG) / COLUMNS, task.last_row);
-  let value_$l = value_row_$l * X_STRIDE + column_of(task, tid + $lu * WG);
-  rows.value$l = x[value_$l / 4u][value_$l % 4u];
+  {
+    let i = tid + $lu * WG;
+    let at = min(first + i / COLUMNS, task.last_row) * X_STRIDE + column_of(task, i);
+    rows.value$l = x[at / 4u][at % 4u];
+  }
 #endfor
-  let dt_row = min(first + tid % ROWS, task.last_row);
-  rows.dt = dt[dt_row * DT_STRIDE + DT_OFFSET + task.head];
+  rows.dt = dt[min(first + tid % ROWS, task.last_row) * DT_STRIDE + DT_OFFSET + task.head];
   return rows;
 }
 
 // Those behind the last row leave S as it is.
 fn store(task: Task, first: u32, rows: Rows, tid: u32) {
 #for l in 0..LOADS
-#if ($l + 1) * COLUMNS / TILE * SPLIT > ROWS * STATE_DIM / 2
-  if (tid + $lu * WG < ROWS * 2u * QUADS)
-#endif
-  {
+  if (tid + $lu * WG < ROWS * 2u * QUADS) {
     quads[tid + $lu * WG] = rows.quad$l;
   }
 #endfor
 #for l in 0..VALUES
-#if ($l + 1) * COLUMNS / TILE * SPLIT > ROWS * COLUMNS
-  if (tid + $lu * WG < ROWS * COLUMNS)
-#endif
-  {
+  if (tid + $lu * WG < ROWS * COLUMNS) {
     values[(tid + $lu * WG) / TILE][(tid + $lu * WG) % TILE] = rows.value$l;
   }
 #endfor
-  let delta = clamp(softplus(rows.dt + heads[HEADS + task.head]), DT_MIN, DT_MAX);
-  let decay = exp(-delta * exp(heads[task.head]));
+  let delta = clamp(softplus(rows.dt + task.bias), DT_MIN, DT_MAX);
+  let own = vec2<f32>(delta, exp(-delta * task.rate));
   if (tid < ROWS) {
-    steps[tid] = select(vec2<f32>(0.0, 1.0), vec2<f32>(delta, decay), first + tid <= task.last_row);
+    steps[tid] = select(vec2<f32>(0.0, 1.0), own, first + tid <= task.last_row);
   }
 }
 
@@ -119,12 +117,15 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   if (step.rows[0].alive == 0u) {
     return;
   }
-  let task = Task(id.y, id.x * COLUMNS, step.n_rows - 1u);
+  let head = id.y;
+  let rate = exp(heads[head]);
+  let skip = heads[2u * HEADS + head];
+  let task = Task(head, id.x * COLUMNS, step.n_rows - 1u, rate, heads[HEADS + head]);
   let tile = tid % TILES;
   let part = tid / TILES;
   let column = task.first_column + tile * TILE;
   // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
-  let origin = (task.head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
+  let origin = (head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
 #for j in 0..STATE_DIM / (4 * SPLIT)
   var s$j = Block();
 #endfor
@@ -168,7 +169,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     }
     workgroupBarrier();
 #for l in 0..VALUES
-    var sum$l = heads[2u * HEADS + task.head] * value$l;
+    var sum$l = skip * value$l;
     let sums$l = min(i$l / COLUMNS, ROWS - 1u) * WG + i$l % COLUMNS / TILE;
     for (var i = 0u; i < SPLIT; i++) {
       sum$l += sums[sums$l + i * TILES][i$l % TILE];
