@@ -53,10 +53,10 @@ TILES: dict[str, tuple[int, ...]] = {
     "m_size": (8, 16),
     "n_size": (8, 16),
 }
-SCAN: dict[str, tuple[int, ...]] = {
-    "rows": (2, 4, 8, 16),
-    "unroll": (1, 2, 4, 8),
-    "columns": (8, 16, 32, 64),
+SCANS: dict[str, tuple[int, ...]] = {
+    "rows": (4, 8, 16),
+    "unroll": (1, 4, 8),
+    "columns": (16, 32, 64),
     "split": (4, 8, 16, 32),
     "tile": (2, 4),
 }
@@ -69,8 +69,8 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "matmul": TILES,
     "matmul_int8": TILES,
-    "ssm_scan": SCAN,
-    "delta_rule": SCAN | {"loaders": (8, 16), "subgroups": (0, 1)},
+    "ssm_scan": SCANS,
+    "delta_rule": SCANS | {"loaders": (8, 16), "subgroups": (0, 1)},
     "attention": {
         "workgroup": (64, 128, 256),
         "heads": (1, 2, 4, 8),

@@ -127,9 +127,8 @@ class Forced(Tuning):
 @pytest.mark.parametrize(
     "variant",
     [
-        DeltaVariant(8, 8, 16, 4, 4, 2, subgroups=True),
-        DeltaVariant(2, 1, 8, 8, 2, 16, subgroups=False),
-        DeltaVariant(16, 2, 40, 2, 2, 1, subgroups=False),
+        DeltaVariant(4, 2, 16, 4, 4, 2, subgroups=True),
+        DeltaVariant(2, 2, 8, 8, 2, 16, subgroups=False),
     ],
 )
 def test_variants_of_scans(device: Device, rng: np.random.Generator, variant: DeltaVariant) -> None:
