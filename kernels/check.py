@@ -470,9 +470,9 @@ def _short_conv(device: Device, inputs: Inputs, rows: int, goes_on: bool, gated:
 
 
 def _delta_rule(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Outcome:
-    q, k, v = inputs(rows, 2, 24), inputs(rows, 2, 24), inputs(rows, 4, 37)
+    q, k, v = inputs(rows, 2, 24), inputs(rows, 2, 24), inputs(rows, 4, 36)
     own = inputs(rows, 8), inputs(4) - 1, inputs(4)
-    state = inputs(4, 24, 37) if goes_on else None
+    state = inputs(4, 24, 36) if goes_on else None
     y, left = functions.delta_rule(device, q, k, v, *own, state=state)
     expected, expected_left = reference.delta_rule(q, k, v, *own, state)
     return (
@@ -482,9 +482,9 @@ def _delta_rule(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Out
 
 
 def _ssm_scan(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Outcome:
-    b, c, x, z = inputs(rows, 2, 24), inputs(rows, 2, 24), inputs(rows, 4, 37), inputs(rows, 4, 37)
+    b, c, x, z = inputs(rows, 2, 24), inputs(rows, 2, 24), inputs(rows, 4, 36), inputs(rows, 4, 36)
     own = x, b, c, z, inputs(rows, 4), inputs(3, 4) - 1
-    state = inputs(4, 24, 37) if goes_on else None
+    state = inputs(4, 24, 36) if goes_on else None
     y, left = functions.ssm_scan(device, *own, state=state)
     expected, expected_left = reference.ssm_scan(*own, state=state)
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from infer.kernels.arena import Operand
-from infer.kernels.layer_state import LayerState, StateShape
+from infer.kernels.layer_state import LayerState
 from infer.kernels.ops import Value, stride
 from infer.kernels.tensor import GpuTensor
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from infer.kernels.lower import Lowering
 
 _CONV_ROWS = 16  # of a workgroup
-_COLUMNS = 32  # of a workgroup, so that its loads of the matrices are whole cache lines
 _LARGEST = 3e38  # WGSL has no infinity
 
 
@@ -48,6 +47,7 @@ def lower_delta_rule(low: Lowering, value: Value) -> None:
     """Emit the kernel of the delta_rule op `value`."""
     state: LayerState = value.attrs["state"]
     shape = state.shape
+    variant = low.tuning.delta_rule(low.kind.rows, shape.key_dim)
     (x, x_stride, _), (gates, gates_stride, _) = map(low.source, value.inputs)
     low.emit(
         "delta_rule",
@@ -60,14 +60,13 @@ def lower_delta_rule(low: Lowering, value: Value) -> None:
             state.matrices,
             value,
         ),
-        (-(-shape.value_dim // _COLUMNS), shape.heads, 1),
-        {
+        (-(-shape.value_dim // variant.columns), shape.heads, 1),
+        variant.params
+        | {
             "KEY_HEADS": shape.key_heads,
             "HEADS": shape.heads,
             "KEY_DIM": shape.key_dim,
             "VALUE_DIM": shape.value_dim,
-            "COLUMNS": _COLUMNS,
-            "SPLIT": _split(shape),
             "X_STRIDE": x_stride,
             "GATES_STRIDE": gates_stride,
             "Y_STRIDE": stride(value.width),
@@ -81,22 +80,22 @@ def lower_ssm_scan(low: Lowering, value: Value) -> None:
     """Emit the kernel of the ssm_scan op `value`."""
     state: LayerState = value.attrs["state"]
     shape, (dt_min, dt_max) = state.shape, value.attrs["dt_limit"]
+    variant = low.tuning.ssm_scan(low.kind.rows, shape.key_dim)
     (x, x_stride, _), (z, z_stride, z_offset), (dt, dt_stride, dt_offset) = map(
         low.source, value.inputs
     )
     low.emit(
         "ssm_scan",
         (low.step, x, z, dt, value.attrs["heads"].buffer, state.matrices, value),
-        (-(-shape.value_dim // _COLUMNS), shape.heads, 1),
-        {
+        (-(-shape.value_dim // variant.columns), shape.heads, 1),
+        variant.params
+        | {
             "GROUPS": shape.key_heads,
             "HEADS": shape.heads,
             "STATE_DIM": shape.key_dim,
             "HEAD_DIM": shape.value_dim,
             "DT_MIN": float(dt_min),
             "DT_MAX": min(float(dt_max), _LARGEST),
-            "COLUMNS": _COLUMNS,
-            "SPLIT": _split(shape),
             "X_STRIDE": x_stride,
             "Z_STRIDE": z_stride,
             "Z_OFFSET": z_offset,
@@ -107,8 +106,3 @@ def lower_ssm_scan(low: Lowering, value: Value) -> None:
         moved=lambda rows, kv_len: 2 * state.matrices.nbytes + 4 * rows * (x_stride + value.width),
         flops=lambda rows, kv_len: 6 * rows * shape.key_dim * value.width,
     )
-
-
-def _split(shape: StateShape) -> int:
-    """Invocations that share a column of a matrix."""
-    return next(n for n in (4, 2, 1) if shape.key_dim % (4 * n) == 0)

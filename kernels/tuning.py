@@ -5,6 +5,7 @@ docs/decisions.md has the measurements behind them. Nothing here changes a resul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
@@ -183,6 +184,72 @@ class TiledVariant:
         return 4 * ((1 + self.double) * slices + exchange)
 
 
+@dataclass(frozen=True)
+class ScanVariant:
+    """ssm_scan: rows whose inputs are in workgroup memory at once, and of the loop's body, columns
+    of a matrix in a workgroup and in an invocation (tile: 2 or 4), invocations that share a
+    column."""
+
+    rows: int
+    unroll: int
+    columns: int
+    split: int
+    tile: int
+
+    @property
+    def invocations(self) -> int:
+        """Of a workgroup."""
+        return self.columns // self.tile * self.split
+
+    @property
+    def cluster(self) -> int:
+        """Neighbouring invocations that must be in one subgroup; 0: none."""
+        return 0
+
+    def storage(self, key_dim: int) -> int:
+        """Bytes of workgroup memory."""
+        return 4 * self.rows * (2 * key_dim + 4 + self.columns * (1 + self.split))
+
+    def serves(self, key_dim: int) -> bool:
+        """Whether a matrix with so many rows can be split like that."""
+        return key_dim % (4 * self.split) == 0 and self.rows % self.unroll == 0
+
+    @property
+    def params(self) -> dict[str, int]:
+        """The kernel's."""
+        return {
+            "ROWS": self.rows,
+            "UNROLL": self.unroll,
+            "COLUMNS": self.columns,
+            "SPLIT": self.split,
+            "TILE": self.tile,
+        }
+
+
+@dataclass(frozen=True)
+class DeltaVariant(ScanVariant):
+    """The same of delta_rule, invocations that load a row's query and key, and whether those that
+    share a column (a power of two) are lanes of a subgroup."""
+
+    loaders: int
+    subgroups: bool
+
+    @property
+    def cluster(self) -> int:
+        return self.split if self.subgroups else 0
+
+    def storage(self, key_dim: int) -> int:
+        sums = 0 if self.subgroups else 16 * self.columns * self.split
+        return 4 * self.rows * (2 * key_dim + 4 + self.columns + 4 * self.loaders) + sums
+
+    def serves(self, key_dim: int) -> bool:
+        return super().serves(key_dim) and self.rows * self.loaders <= self.invocations
+
+    @property
+    def params(self) -> dict[str, int]:
+        return super().params | {"LOADERS": self.loaders, "SUBGROUPS": self.subgroups}
+
+
 _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 25  # values of a matrix
@@ -195,6 +262,7 @@ _FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its
 
 
 Tile = TypeVar("Tile", bound=TileVariant)
+Scan = TypeVar("Scan", bound=ScanVariant)
 
 
 def _overflows(invocations: int) -> bool:
@@ -393,6 +461,41 @@ class Tuning:
             if small and fits and head_dim % depth == 0:
                 return variant
         raise ShaderError(f"attention_tiled has no variant for heads of {head_dim} dimensions.")
+
+    def ssm_scan(self, rows: int, key_dim: int) -> ScanVariant:
+        """An invocation has 32 values of a matrix where it can be split so."""
+        split = next(n for n in (16, 8, 4, 2, 1) if key_dim % (4 * n) == 0)
+        variants = (ScanVariant(n, self._unroll(n), 32, split, 4) for n in (4, 2, 1))
+        return self._first(variants, rows, key_dim)
+
+    def delta_rule(self, rows: int, key_dim: int) -> DeltaVariant:
+        """The same, but with fewer invocations for a column, as all of them need its sums. Lanes of
+        a subgroup have them sooner, but read a matrix in smaller pieces, which a single row waits
+        for."""
+        split = next(n for n in (8, 4, 2, 1) if key_dim % (4 * n) == 0)
+        variants = (
+            DeltaVariant(n, self._unroll(n), 32, split, 2, 8, subgroups)
+            for subgroups in ((True, False) if rows > 1 else (False,))
+            for n in (8, 4, 2, 1)
+        )
+        return self._first(variants, rows, key_dim)
+
+    def runs(self, variant: ScanVariant, key_dim: int) -> bool:
+        """Whether a scan can be of that variant, for matrices with so many rows."""
+        whole = self.largest_subgroup and variant.invocations % self.largest_subgroup == 0
+        return bool(
+            variant.serves(key_dim)
+            and variant.invocations <= self.limits.max_invocations
+            and variant.storage(key_dim) <= self.limits.workgroup_storage
+            and (variant.cluster == 0 or (whole and variant.cluster <= self.subgroup_size))
+        )
+
+    def _unroll(self, rows: int) -> int:
+        return 1 if self.software else min(4, rows)
+
+    def _first(self, variants: Iterable[Scan], rows: int, key_dim: int) -> Scan:
+        """The first that runs and has no more rows than there are."""
+        return next(v for v in variants if v.rows <= rows and self.runs(v, key_dim))
 
     def lanes(self, head_dim: int) -> int:
         """weighted_sum: positions that a workgroup adds up at once."""

@@ -41,11 +41,11 @@ class GatedDeltaNet(Llama):
         )
         key_heads, heads = raw.size("linear_num_key_heads"), raw.size("linear_num_value_heads")
         key_dim, value_dim = raw.size("linear_key_head_dim"), raw.size("linear_value_head_dim")
-        if heads % key_heads or key_dim % 4 or key_dim > 256:
+        if heads % key_heads or key_dim % 4 or key_dim > 256 or value_dim % 4:
             raise UnsupportedError(
                 f"{raw.place}: linear attention of {heads} heads, {key_heads} keys, {key_dim} "
-                "dimensions is not implemented (only as many heads for each key, and a multiple "
-                "of 4 dimensions up to 256)."
+                f"dimensions, and values of {value_dim}, is not implemented (only as many heads "
+                "for each key, and multiples of 4 dimensions, up to 256 of keys)."
             )
         shape = StateShape(
             channels=2 * key_heads * key_dim + heads * value_dim,

@@ -87,11 +87,11 @@ def read_shape(
 ) -> StateShape:
     """The state of a layer with so many heads; those of a group share B and C. taps: what the
     config calls them. Raises UnsupportedError."""
-    if heads % groups or heads * head_dim % 4 or state_dim % 4 or state_dim > 256:
+    if heads % groups or head_dim % 4 or state_dim % 4 or state_dim > 256:
         raise UnsupportedError(
             f"{raw.place}: Mamba layers of {heads} heads of {head_dim} in {groups} groups, with "
             f"{state_dim} states, are not implemented (only equal groups, a multiple of 4 states "
-            "up to 256, and heads whose widths add up to a multiple of 4)."
+            "up to 256, and heads of a multiple of 4)."
         )
     return StateShape(
         channels=heads * head_dim + 2 * groups * state_dim,

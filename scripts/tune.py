@@ -40,7 +40,7 @@ from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import BLOCK, HALF, QUANTIZED
-from infer.kernels.tuning import Tuning, VecShape
+from infer.kernels.tuning import ScanVariant, Tuning, VecShape
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.shapes import PUBLISHED, SHAPES
@@ -54,6 +54,13 @@ TILES: dict[str, tuple[int, ...]] = {
     "n_size": (8, 16),
     "splits": (1, 2, 4, 8),
 }
+SCANS: dict[str, tuple[int, ...]] = {
+    "rows": (4, 8, 16),
+    "unroll": (1, 4, 8),
+    "columns": (16, 32, 64),
+    "split": (4, 8, 16, 32),
+    "tile": (2, 4),
+}
 GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "matmul_vec": {
         "workgroup": (32, 64, 128, 256, 512, 1024),
@@ -64,6 +71,8 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "head_linear": {"team": (8, 16, 32, 64), "outputs": (8, 16, 32)},
     "matmul": TILES,
     "matmul_int8": TILES,
+    "ssm_scan": SCANS,
+    "delta_rule": SCANS | {"loaders": (8, 16), "subgroups": (0, 1)},
     "attention": {
         "workgroup": (64, 128, 256),
         "heads": (1, 2, 4, 8),
@@ -75,7 +84,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "max_split": (256, 1024),
     },
 }
-PREFILL = ("matmul", "matmul_int8")  # the others are decode's
+PREFILL = ("matmul", "matmul_int8", "ssm_scan", "delta_rule")  # the others are decode's
 # Kernels that the rule of another is for as well, and those that finish the work of another.
 ALIKE = {"expert_matmul_vec": "matmul_vec"}
 SECOND = ("attention_combine", "matmul_combine")
@@ -105,6 +114,9 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
             and variant.min_split <= variant.max_split
             and variant.workgroup * variant.per_lane * 32 + 2048 <= limits.workgroup_storage
         )
+    if isinstance(variant, ScanVariant):
+        key_dim = max(state.shape.key_dim for state in engine.states)
+        return Tuning(engine.device).runs(variant, key_dim)
     loads = (
         variant.m_tile <= variant.n_size and variant.n_tile <= variant.m_size
         if kernel == "matmul_int8"

@@ -477,6 +477,8 @@ def number(expression: str, constants: dict[str, int]) -> int:
 def workgroup_memory(code: str) -> tuple[int, int]:
     """Bytes of workgroup memory and invocations of a workgroup."""
     code = re.sub(r"//.*", "", code)
+    for name, kind in re.findall(r"^alias (\w+) = ([^;]+);", code, re.M):
+        code = re.sub(rf"\b{name}\b", kind, code)
     constants: dict[str, int] = {}
     for name, kind, value in re.findall(r"^const (\w+)(?:: (\w+))? = ([^;]+);", code, re.M):
         if kind in ("", "u32", "i32") and "." not in value:
@@ -490,7 +492,8 @@ def workgroup_memory(code: str) -> tuple[int, int]:
 
 
 def test_workgroup_memory_is_counted() -> None:
-    code = """const A: u32 = 6u;
+    code = """alias Two = vec2<f32>;
+const A: u32 = 6u;
 const B = A / 4u;  // 1
 const C: f32 = 0.5f;
 var<workgroup> x: array<vec4<f32>, 2u * A>;
@@ -498,7 +501,7 @@ var<workgroup> y: array<array<f32, max(A, 3u)>, B + 1u>;
 var<workgroup> z: Both;
 struct Both {
   a: atomic<u32>,
-  b: vec2<f32>,
+  b: Two,
 }
 @compute @workgroup_size(A, 4)
 fn main() {}

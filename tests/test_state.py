@@ -19,6 +19,7 @@ from infer.kernels.arrays import to_gpu
 from infer.kernels.device import Device, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
+from infer.kernels.tuning import DeltaVariant, ScanVariant, Tuning
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
@@ -62,21 +63,40 @@ def test_short_conv(open_device: OpenDevice, rng: np.random.Generator, cases: li
         assert nmse(left, inputs) <= LIMIT, case
 
 
-@covering(ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 1), (40, 37), (128, 40))})
+def delta_rule_error(
+    device: Device, rng: np.random.Generator, case: Case, tuning: Tuning | None = None
+) -> float:
+    """The larger error of what comes out and of what is left."""
+    rows, (key_heads, heads), (key_dim, value_dim) = case["rows"], case["heads"], case["dims"]
+    q, k = rng.standard_normal((2, rows, key_heads, key_dim), np.float32)
+    v = rng.standard_normal((rows, heads, value_dim), np.float32)
+    gates = 5 * rng.standard_normal((rows, 2 * heads), np.float32)
+    a_log, dt_bias = rng.uniform(-4, 2, heads), rng.standard_normal(heads)
+    state = rng.standard_normal((heads, key_dim, value_dim)) if case["goes_on"] else None
+    inputs = q, k, v, gates, a_log.astype(np.float32), dt_bias.astype(np.float32)
+    results = functions.delta_rule(device, *inputs, state=state, tuning=tuning or Tuning(device))
+    return max(map(nmse, results, reference.delta_rule(*inputs, state)))
+
+
+@covering(ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 4), (40, 36), (128, 40))})
 def test_delta_rule(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
-        rows, (key_heads, heads), (key_dim, value_dim) = case["rows"], case["heads"], case["dims"]
-        q, k = rng.standard_normal((2, rows, key_heads, key_dim), np.float32)
-        v = rng.standard_normal((rows, heads, value_dim), np.float32)
-        gates = 5 * rng.standard_normal((rows, 2 * heads), np.float32)
-        a_log, dt_bias = rng.uniform(-4, 2, heads), rng.standard_normal(heads)
-        state = rng.standard_normal((heads, key_dim, value_dim)) if case["goes_on"] else None
-        inputs = q, k, v, gates, a_log.astype(np.float32), dt_bias.astype(np.float32)
-        device = open_device(settings_of(case))
-        y, left = functions.delta_rule(device, *inputs, state=state)
-        expected, expected_left = reference.delta_rule(*inputs, state)
-        assert nmse(y, expected) <= LIMIT, case
-        assert nmse(left, expected_left) <= LIMIT, case
+        assert delta_rule_error(open_device(settings_of(case)), rng, case) <= LIMIT, case
+
+
+def ssm_scan_error(
+    device: Device, rng: np.random.Generator, case: Case, tuning: Tuning | None = None
+) -> float:
+    """The same."""
+    rows, (groups, heads), (state_dim, head_dim) = case["rows"], case["heads"], case["dims"]
+    x, z = rng.standard_normal((2, rows, heads, head_dim), np.float32)
+    b, c = rng.standard_normal((2, rows, groups, state_dim), np.float32)
+    dt = 5 * rng.standard_normal((rows, heads), np.float32)
+    own = rng.uniform(-4, 2, (3, heads)).astype(np.float32)
+    state = rng.standard_normal((heads, state_dim, head_dim)) if case["goes_on"] else None
+    inputs, options = (x, b, c, 20 * z, dt, own), {"dt_limit": case["dt_limit"], "state": state}
+    results = functions.ssm_scan(device, *inputs, **options, tuning=tuning or Tuning(device))
+    return max(map(nmse, results, reference.ssm_scan(*inputs, **options)))
 
 
 @covering(
@@ -86,17 +106,36 @@ def test_delta_rule(open_device: OpenDevice, rng: np.random.Generator, cases: li
 )
 def test_ssm_scan(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
-        rows, (groups, heads), (state_dim, head_dim) = case["rows"], case["heads"], case["dims"]
-        x, z = rng.standard_normal((2, rows, heads, head_dim), np.float32)
-        b, c = rng.standard_normal((2, rows, groups, state_dim), np.float32)
-        dt = 5 * rng.standard_normal((rows, heads), np.float32)
-        own = rng.uniform(-4, 2, (3, heads)).astype(np.float32)
-        state = rng.standard_normal((heads, state_dim, head_dim)) if case["goes_on"] else None
-        inputs, options = (x, b, c, 20 * z, dt, own), {"dt_limit": case["dt_limit"], "state": state}
-        y, left = functions.ssm_scan(open_device(settings_of(case)), *inputs, **options)
-        expected, expected_left = reference.ssm_scan(*inputs, **options)
-        assert nmse(y, expected) <= LIMIT, case
-        assert nmse(left, expected_left) <= LIMIT, case
+        assert ssm_scan_error(open_device(settings_of(case)), rng, case) <= LIMIT, case
+
+
+class Forced(Tuning):
+    """Always the same variant of scans."""
+
+    def __init__(self, device: Device, variant: DeltaVariant) -> None:
+        super().__init__(device)
+        self.variant = variant
+
+    def ssm_scan(self, rows: int, key_dim: int) -> ScanVariant:
+        own = self.variant
+        return ScanVariant(own.rows, own.unroll, own.columns, own.split, own.tile)
+
+    def delta_rule(self, rows: int, key_dim: int) -> DeltaVariant:
+        return self.variant
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        DeltaVariant(4, 2, 16, 4, 4, 2, subgroups=True),
+        DeltaVariant(2, 2, 8, 8, 2, 16, subgroups=False),
+    ],
+)
+def test_variants_of_scans(device: Device, rng: np.random.Generator, variant: DeltaVariant) -> None:
+    """More than one block of rows, and a part of one."""
+    case = {"rows": 19, "goes_on": True, "heads": (1, 2), "dims": (32, 20), "dt_limit": (0, np.inf)}
+    assert delta_rule_error(device, rng, case, Forced(device, variant)) <= LIMIT
+    assert ssm_scan_error(device, rng, case, Forced(device, variant)) <= LIMIT
 
 
 @pytest.mark.parametrize(("rows", "heads", "width"), [(1, 1, 331), (3, 5, 24), (9, 4, 128)])

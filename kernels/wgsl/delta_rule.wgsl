@@ -5,104 +5,249 @@
 // where k and q have length 1, q / sqrt(KEY_DIM) is taken for q, beta = sigmoid(b), and
 // decay = exp(-exp(a_log) * softplus(a + dt_bias)). S goes on from the state and is left there.
 //
-// An invocation keeps KEY_DIM / SPLIT values of a column of S in registers through all rows. What q
-// and k have to do with a column is summed from S as it was before the row, so that there is one
-// sum over the SPLIT invocations of a column, and one barrier, for a row:
+// S stays in registers through all rows: SPLIT invocations share TILE columns. What ROWS rows need is
+// put into workgroup memory, while the loads of the next ROWS are in flight. What q and k have to do
+// with a column is summed from S as it was before the row, so that there is one sum over the SPLIT for
+// a row: with SUBGROUPS over neighbouring lanes, otherwise behind a barrier.
 //
 //   k (decay S) = decay (k S);  q S' = decay (q S) + (q k) delta
 #include "step.wgsl"
 #include "softplus.wgsl"
+#include "head_matrix.wgsl"
 // @param KEY_HEADS u32   neighbouring heads share a query and a key
 // @param HEADS u32
 // @param KEY_DIM u32     a multiple of 4 * SPLIT
-// @param VALUE_DIM u32
-// @param COLUMNS u32     of a workgroup
+// @param VALUE_DIM u32   a multiple of 4
+// @param ROWS u32        a multiple of UNROLL
+// @param UNROLL u32      rows of the loop's body
+// @param COLUMNS u32     of a workgroup: a multiple of TILE
 // @param SPLIT u32
+// @param LOADERS u32     invocations that load a row's q and k: ROWS * LOADERS are at most a workgroup
+// @param SUBGROUPS bool  SPLIT is a power of two and at most a subgroup, and that divides a workgroup
 // @param X_STRIDE u32
 // @param GATES_STRIDE u32
 // @param Y_STRIDE u32
 @group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;       // [rows][q, k: KEY_HEADS; v: HEADS]
-@group(0) @binding(2) var<storage, read> gates: array<f32>;         // [rows][b, a: HEADS]
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;          // [rows][q, k: KEY_HEADS; v: HEADS]
+@group(0) @binding(2) var<storage, read> gates: array<f32>;            // [rows][b, a: HEADS]
 @group(0) @binding(3) var<storage, read> a_log: array<f32>;
 @group(0) @binding(4) var<storage, read> dt_bias: array<f32>;
-@group(0) @binding(5) var<storage, read_write> state: array<f32>;   // [HEADS][KEY_DIM][VALUE_DIM]
-@group(0) @binding(6) var<storage, read_write> y: array<f32>;       // [rows][HEADS][VALUE_DIM]
+@group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [HEADS][KEY_DIM][VALUE_DIM]
+@group(0) @binding(6) var<storage, read_write> y: array<Columns>;      // [rows][HEADS][VALUE_DIM]
 
-const WG = COLUMNS * SPLIT;
-const KEYS = KEY_DIM / SPLIT;  // of an invocation
+const TILES = COLUMNS / TILE;
+const WG = TILES * SPLIT;
+const QUADS = KEY_DIM / 4u;
 const EPS = 1e-6;
+// What an invocation loads of the rows: vec4 of q and of k, values of v.
+#let LOADS = (KEY_DIM / 4 + LOADERS - 1) / LOADERS
+#let VALUES = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
-// Those of two rows, so that a row may be written while the one before is still read.
-var<workgroup> column_sums: array<vec2<f32>, 2u * WG>;     // k S, q S
-var<workgroup> row_sums: array<vec3<f32>, 2u * SPLIT>;     // k k, q q, q k
+struct Factors {  // of a row
+  beta: f32,
+  decay: f32,
+  qk: f32,
+}
+
+var<workgroup> queries: array<vec4<f32>, ROWS * QUADS>;
+var<workgroup> keys: array<vec4<f32>, ROWS * QUADS>;
+var<workgroup> values: array<Columns, ROWS * TILES>;
+var<workgroup> factors: array<Factors, ROWS>;
+var<workgroup> row_sums: array<vec3<f32>, ROWS * LOADERS>;  // k k, q q, q k
+#if not SUBGROUPS
+// k S and q S, of two rows, so that a row may be written while the one before is still read.
+var<workgroup> key_sums: array<Columns, 2u * WG>;
+var<workgroup> query_sums: array<Columns, 2u * WG>;
+#endif
+
+struct Rows {  // what an invocation loads of them
+#for l in 0..LOADS
+  q$l: vec4<f32>,
+  k$l: vec4<f32>,
+#endfor
+#for l in 0..VALUES
+  value$l: f32,
+#endfor
+  b: f32,
+  a: f32,
+}
+
+struct Task {  // of a workgroup
+  head: u32,
+  first_column: u32,
+  last_row: u32,
+  rate: f32,
+  bias: f32,
+}
+
+// Rows behind the last one are the last one.
+fn load(task: Task, first: u32, tid: u32) -> Rows {
+  var rows: Rows;
+  if (tid < ROWS * LOADERS) {
+    let row = min(first + tid / LOADERS, task.last_row);
+    let q_at = row * X_STRIDE / 4u + task.head / (HEADS / KEY_HEADS) * QUADS;
+#for l in 0..LOADS
+    let quad$l = min(tid % LOADERS + $lu * LOADERS, QUADS - 1u);
+    rows.q$l = x[q_at + quad$l];
+    rows.k$l = x[q_at + KEY_HEADS * QUADS + quad$l];
+#endfor
+    rows.b = gates[row * GATES_STRIDE + task.head];
+    rows.a = gates[row * GATES_STRIDE + task.head + HEADS];
+  }
+#for l in 0..VALUES
+  {
+    let i = tid + $lu * WG;
+    let column = min(task.first_column + i % COLUMNS, VALUE_DIM - 1u);
+    let at = min(first + i / COLUMNS, task.last_row) * X_STRIDE
+      + 2u * KEY_HEADS * KEY_DIM + task.head * VALUE_DIM + column;
+    rows.value$l = x[at / 4u][at % 4u];
+  }
+#endfor
+  return rows;
+}
+
+// Those behind the last row leave S as it is. With two barriers: the rows before have been used, and
+// these are there.
+fn store(task: Task, first: u32, rows: Rows, tid: u32) {
+  let row = tid / LOADERS;
+  let loader = tid % LOADERS;
+  var sums = vec3<f32>();
+#for l in 0..LOADS
+  if (loader + $lu * LOADERS < QUADS) {
+    sums += vec3<f32>(dot(rows.k$l, rows.k$l), dot(rows.q$l, rows.q$l), dot(rows.q$l, rows.k$l));
+  }
+#endfor
+  if (row < ROWS) {
+    row_sums[tid] = sums;
+  }
+  workgroupBarrier();
+  if (row < ROWS) {
+    sums = vec3<f32>();
+    for (var i = 0u; i < LOADERS; i++) {
+      sums += row_sums[row * LOADERS + i];
+    }
+    let k_scale = inverseSqrt(sums.x + EPS);
+    let q_scale = inverseSqrt((sums.y + EPS) * f32(KEY_DIM));
+#for l in 0..LOADS
+    if (loader + $lu * LOADERS < QUADS) {
+      queries[row * QUADS + loader + $lu * LOADERS] = q_scale * rows.q$l;
+      keys[row * QUADS + loader + $lu * LOADERS] = k_scale * rows.k$l;
+    }
+#endfor
+    let beta = 1.0 / (1.0 + exp(-rows.b));
+    let decay = exp(-task.rate * softplus(rows.a + task.bias));
+    let there = first + row <= task.last_row;
+    if (loader == 0u) {
+      factors[row] =
+        Factors(select(0.0, beta, there), select(1.0, decay, there), q_scale * k_scale * sums.z);
+    }
+  }
+#for l in 0..VALUES
+  if (tid + $lu * WG < ROWS * COLUMNS) {
+    values[(tid + $lu * WG) / TILE][(tid + $lu * WG) % TILE] = rows.value$l;
+  }
+#endfor
+  workgroupBarrier();
+}
 
 // grid (VALUE_DIM / COLUMNS, HEADS)
 @compute @workgroup_size(WG)
-fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+fn main(
+  @builtin(workgroup_id) id: vec3<u32>,
+#if SUBGROUPS
+  @builtin(subgroup_id) subgroup: u32,
+  @builtin(subgroup_size) subgroup_size: u32,
+  @builtin(subgroup_invocation_id) lane: u32,
+#else
+  @builtin(local_invocation_index) tid: u32,
+#endif
+) {
   if (step.rows[0].alive == 0u) {
     return;
   }
   let head = id.y;
-  let column = id.x * COLUMNS + tid % COLUMNS;
-  let inside = column < VALUE_DIM;
-  let part = tid / COLUMNS;
-  let own = (head * KEY_DIM + part * KEYS) * VALUE_DIM + column;
-  let goes_on = inside && step.rows[0].position > 0u;
+  let task =
+    Task(head, id.x * COLUMNS, step.n_rows - 1u, exp(a_log[head]), dt_bias[head]);
+#if SUBGROUPS
+  let tid = subgroup * subgroup_size + lane;
+  let tile = tid / SPLIT;
+  let part = tid % SPLIT;
+#else
+  let tile = tid % TILES;
+  let part = tid / TILES;
+#endif
+  let column = task.first_column + tile * TILE;
+  // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
+  let origin = (head * KEY_DIM + 4u * part) * VALUE_DIM + min(column, VALUE_DIM - TILE);
 #for j in 0..KEY_DIM / (4 * SPLIT)
-  var s$j = vec4<f32>();
-  if (goes_on) {
-    s$j = vec4<f32>(
-      state[own + $(4 * $j)u * VALUE_DIM],
-      state[own + $(4 * $j + 1)u * VALUE_DIM],
-      state[own + $(4 * $j + 2)u * VALUE_DIM],
-      state[own + $(4 * $j + 3)u * VALUE_DIM],
-    );
-  }
+  var s$j = Block();
 #endfor
-  let rate = exp(a_log[head]);
-  for (var row = 0u; row < step.n_rows; row++) {
-    let q_at = (row * X_STRIDE + head / (HEADS / KEY_HEADS) * KEY_DIM + part * KEYS) / 4u;
-    let k_at = q_at + KEY_HEADS * KEY_DIM / 4u;
-    var of_column = vec2<f32>();
-    var of_row = vec3<f32>();
+  if (step.rows[0].position > 0u) {
 #for j in 0..KEY_DIM / (4 * SPLIT)
-    let q$j = x[q_at + $ju];
-    let k$j = x[k_at + $ju];
-    of_column += vec2<f32>(dot(k$j, s$j), dot(q$j, s$j));
-    of_row += vec3<f32>(dot(k$j, k$j), dot(q$j, q$j), dot(q$j, k$j));
+#for i in 0..4
+    s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE];
 #endfor
-    let half = row % 2u;
-    column_sums[half * WG + tid] = of_column;
-    if (tid % COLUMNS == 0u) {
-      row_sums[half * SPLIT + part] = of_row;
-    }
-    workgroupBarrier();
-    of_column = vec2<f32>();
-    of_row = vec3<f32>();
-    for (var i = 0u; i < SPLIT; i++) {
-      of_column += column_sums[half * WG + i * COLUMNS + tid % COLUMNS];
-      of_row += row_sums[half * SPLIT + i];
-    }
-    let k_scale = inverseSqrt(of_row.x + EPS);
-    let q_scale = inverseSqrt((of_row.y + EPS) * f32(KEY_DIM));
-    let gate = row * GATES_STRIDE + head;
-    let beta = 1.0 / (1.0 + exp(-gates[gate]));
-    let decay = exp(-rate * softplus(gates[gate + HEADS] + dt_bias[head]));
-    let value_at = row * X_STRIDE + 2u * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column;
-    let value = x[value_at / 4u][value_at % 4u];
-    let delta = beta * (value - decay * k_scale * of_column.x);
-    if (inside && part == 0u) {
-      y[row * Y_STRIDE + head * VALUE_DIM + column] =
-        q_scale * (decay * of_column.y + k_scale * of_row.z * delta);
-    }
-#for j in 0..KEY_DIM / (4 * SPLIT)
-    s$j = decay * s$j + k_scale * delta * k$j;
 #endfor
   }
-  if (inside) {
-#for j in 0..KEY_DIM / SPLIT
-    state[own + $ju * VALUE_DIM] = s$($j / 4)[$($j % 4)];
+  var rows = load(task, 0u, tid);
+  for (var first = 0u; first <= task.last_row; first += ROWS) {
+    store(task, first, rows, tid);
+    if (first + ROWS <= task.last_row) {
+      rows = load(task, first + ROWS, tid);
+    }
+    for (var block_row = 0u; block_row < ROWS; block_row += UNROLL) {
+#for u in 0..UNROLL
+      {
+        let row = block_row + $uu;
+        let own = factors[row];
+        let value = values[row * TILES + tile];
+        var of_key = Columns();
+        var of_query = Columns();
+#for j in 0..KEY_DIM / (4 * SPLIT)
+        let k$j = keys[row * QUADS + part + $ju * SPLIT];
+        of_key = add_product(of_key, k$j, s$j);
+        of_query = add_product(of_query, queries[row * QUADS + part + $ju * SPLIT], s$j);
+#endfor
+#if SUBGROUPS
+#for b in 0..5
+#if 1 << $b < SPLIT
+        of_key += subgroupShuffleXor(of_key, $(1 << $b)u);
+        of_query += subgroupShuffleXor(of_query, $(1 << $b)u);
+#endif
+#endfor
+#else
+        let half = row % 2u * WG;
+        key_sums[half + tid] = of_key;
+        query_sums[half + tid] = of_query;
+        workgroupBarrier();
+        of_key = Columns();
+        for (var i = 0u; i < SPLIT; i++) {
+          of_key += key_sums[half + i * TILES + tile];
+        }
+#endif
+        let delta = own.beta * (value - own.decay * of_key);
+#for j in 0..KEY_DIM / (4 * SPLIT)
+        s$j = add_outer(own.decay * s$j, k$j, delta);
+#endfor
+        if (part == 0u && column < VALUE_DIM && first + row <= task.last_row) {
+#if not SUBGROUPS
+          of_query = Columns();
+          for (var i = 0u; i < SPLIT; i++) {
+            of_query += query_sums[half + i * TILES + tile];
+          }
+#endif
+          y[((first + row) * Y_STRIDE + head * VALUE_DIM + column) / TILE] =
+            own.decay * of_query + own.qk * delta;
+        }
+      }
+#endfor
+    }
+  }
+  if (column < VALUE_DIM) {
+#for j in 0..KEY_DIM / (4 * SPLIT)
+#for i in 0..4
+    state[(origin + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE] = s$j[$i];
+#endfor
 #endfor
   }
 }

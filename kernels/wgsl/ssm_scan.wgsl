@@ -3,17 +3,23 @@
 //   S = exp(-dt exp(a_log)) S + B^T (dt x);  y = (C S + D x) silu(z)
 //
 // where softplus(dt + dt_bias), from DT_MIN to DT_MAX, is taken for dt. S goes on from the state and
-// is left there. An invocation keeps STATE_DIM / SPLIT values of a column of S in registers through
-// all rows.
+// is left there.
+//
+// S stays in registers through all rows: SPLIT invocations share TILE columns. What ROWS rows need is
+// put into workgroup memory, while the loads of the next ROWS are in flight. Nobody needs C S but y, so
+// it is summed over the SPLIT once for all of these rows.
 #include "step.wgsl"
 #include "softplus.wgsl"
+#include "head_matrix.wgsl"
 // @param GROUPS u32      neighbouring heads share B and C
 // @param HEADS u32
 // @param STATE_DIM u32   a multiple of 4 * SPLIT
-// @param HEAD_DIM u32    HEADS * HEAD_DIM is a multiple of 4
+// @param HEAD_DIM u32    a multiple of 4
 // @param DT_MIN f32
 // @param DT_MAX f32
-// @param COLUMNS u32     of a workgroup
+// @param ROWS u32        a multiple of UNROLL
+// @param UNROLL u32      rows of the loop's body
+// @param COLUMNS u32     of a workgroup: a multiple of TILE
 // @param SPLIT u32
 // @param X_STRIDE u32
 // @param Z_STRIDE u32
@@ -22,18 +28,88 @@
 // @param DT_OFFSET u32
 // @param Y_STRIDE u32
 @group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;       // [rows][x: HEADS; B, C: GROUPS]
-@group(0) @binding(2) var<storage, read> z: array<f32>;             // [rows][HEADS][HEAD_DIM]
-@group(0) @binding(3) var<storage, read> dt: array<f32>;            // [rows][HEADS]
-@group(0) @binding(4) var<storage, read> heads: array<f32>;         // [a_log, dt_bias, D][HEADS]
-@group(0) @binding(5) var<storage, read_write> state: array<f32>;   // [HEADS][STATE_DIM][HEAD_DIM]
-@group(0) @binding(6) var<storage, read_write> y: array<f32>;       // [rows][HEADS][HEAD_DIM]
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;          // [rows][x: HEADS; B, C: GROUPS]
+@group(0) @binding(2) var<storage, read> z: array<f32>;                // [rows][HEADS][HEAD_DIM]
+@group(0) @binding(3) var<storage, read> dt: array<f32>;               // [rows][HEADS]
+@group(0) @binding(4) var<storage, read> heads: array<f32>;            // [a_log, dt_bias, D][HEADS]
+@group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [HEADS][STATE_DIM][HEAD_DIM]
+@group(0) @binding(6) var<storage, read_write> y: array<f32>;          // [rows][HEADS][HEAD_DIM]
 
-const WG = COLUMNS * SPLIT;
-const OWN = STATE_DIM / SPLIT;  // of an invocation
+const TILES = COLUMNS / TILE;
+const WG = TILES * SPLIT;
+const QUADS = STATE_DIM / 4u;
+// What an invocation loads of the rows: vec4 of B and C, values of x or z.
+#let LOADS = (ROWS * STATE_DIM / 2 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
+#let VALUES = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
-// Those of two rows, so that a row may be written while the one before is still read.
-var<workgroup> sums: array<f32, 2u * WG>;
+var<workgroup> quads: array<vec4<f32>, ROWS * 2u * QUADS>;  // [ROWS][B, C]
+var<workgroup> values: array<Columns, ROWS * TILES>;        // x
+var<workgroup> steps: array<vec2<f32>, ROWS>;               // dt, exp(-dt exp(a_log))
+var<workgroup> sums: array<Columns, ROWS * WG>;             // C S, [ROWS][SPLIT][TILES]
+
+struct Rows {  // what an invocation loads of them
+#for l in 0..LOADS
+  quad$l: vec4<f32>,
+#endfor
+#for l in 0..VALUES
+  value$l: f32,
+#endfor
+  dt: f32,
+}
+
+struct Task {  // of a workgroup
+  head: u32,
+  first_column: u32,
+  last_row: u32,
+  rate: f32,
+  bias: f32,
+}
+
+// The column of x, y and z that belongs to the i-th of [ROWS][COLUMNS].
+fn column_of(task: Task, i: u32) -> u32 {
+  return task.head * HEAD_DIM + min(task.first_column + i % COLUMNS, HEAD_DIM - 1u);
+}
+
+// Rows behind the last one are the last one.
+fn load(task: Task, first: u32, tid: u32) -> Rows {
+  var rows: Rows;
+#for l in 0..LOADS
+  {
+    let i = tid + $lu * WG;
+    let row = min(first + i / (2u * QUADS), task.last_row);
+    let group = i / QUADS % 2u * GROUPS + task.head / (HEADS / GROUPS);  // those of B, then of C
+    rows.quad$l = x[(row * X_STRIDE + HEADS * HEAD_DIM) / 4u + group * QUADS + i % QUADS];
+  }
+#endfor
+#for l in 0..VALUES
+  {
+    let i = tid + $lu * WG;
+    let at = min(first + i / COLUMNS, task.last_row) * X_STRIDE + column_of(task, i);
+    rows.value$l = x[at / 4u][at % 4u];
+  }
+#endfor
+  rows.dt = dt[min(first + tid % ROWS, task.last_row) * DT_STRIDE + DT_OFFSET + task.head];
+  return rows;
+}
+
+// Those behind the last row leave S as it is.
+fn store(task: Task, first: u32, rows: Rows, tid: u32) {
+#for l in 0..LOADS
+  if (tid + $lu * WG < ROWS * 2u * QUADS) {
+    quads[tid + $lu * WG] = rows.quad$l;
+  }
+#endfor
+#for l in 0..VALUES
+  if (tid + $lu * WG < ROWS * COLUMNS) {
+    values[(tid + $lu * WG) / TILE][(tid + $lu * WG) % TILE] = rows.value$l;
+  }
+#endfor
+  let delta = clamp(softplus(rows.dt + task.bias), DT_MIN, DT_MAX);
+  let own = vec2<f32>(delta, exp(-delta * task.rate));
+  if (tid < ROWS) {
+    steps[tid] = select(vec2<f32>(0.0, 1.0), own, first + tid <= task.last_row);
+  }
+}
 
 // grid (HEAD_DIM / COLUMNS, HEADS)
 @compute @workgroup_size(WG)
@@ -42,53 +118,75 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     return;
   }
   let head = id.y;
-  let inside = id.x * COLUMNS + tid % COLUMNS < HEAD_DIM;
-  let column = min(id.x * COLUMNS + tid % COLUMNS, HEAD_DIM - 1u);
-  let part = tid / COLUMNS;
-  let own = (head * STATE_DIM + part * OWN) * HEAD_DIM + column;
-  let goes_on = step.rows[0].position > 0u;
-#for j in 0..STATE_DIM / (4 * SPLIT)
-  var s$j = vec4<f32>();
-  if (goes_on) {
-    s$j = vec4<f32>(
-      state[own + $(4 * $j)u * HEAD_DIM],
-      state[own + $(4 * $j + 1)u * HEAD_DIM],
-      state[own + $(4 * $j + 2)u * HEAD_DIM],
-      state[own + $(4 * $j + 3)u * HEAD_DIM],
-    );
-  }
-#endfor
   let rate = exp(heads[head]);
-  let bias = heads[HEADS + head];
   let skip = heads[2u * HEADS + head];
-  for (var row = 0u; row < step.n_rows; row++) {
-    let x_at = row * X_STRIDE + head * HEAD_DIM + column;
-    let value = x[x_at / 4u][x_at % 4u];
-    let group = head / (HEADS / GROUPS);
-    let b_at = (row * X_STRIDE + HEADS * HEAD_DIM + group * STATE_DIM + part * OWN) / 4u;
-    let c_at = b_at + GROUPS * STATE_DIM / 4u;
-    let delta = clamp(softplus(dt[row * DT_STRIDE + DT_OFFSET + head] + bias), DT_MIN, DT_MAX);
-    let decay = exp(-delta * rate);
-    var sum = 0.0;
+  let task = Task(head, id.x * COLUMNS, step.n_rows - 1u, rate, heads[HEADS + head]);
+  let tile = tid % TILES;
+  let part = tid / TILES;
+  let column = task.first_column + tile * TILE;
+  // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
+  let origin = (head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
 #for j in 0..STATE_DIM / (4 * SPLIT)
-    s$j = decay * s$j + delta * value * x[b_at + $ju];
-    sum += dot(x[c_at + $ju], s$j);
+  var s$j = Block();
 #endfor
-    let half = row % 2u;
-    sums[half * WG + tid] = sum;
-    workgroupBarrier();
-    if (inside && part == 0u) {
-      for (var i = 1u; i < SPLIT; i++) {
-        sum += sums[half * WG + i * COLUMNS + tid];
-      }
-      let gate = z[row * Z_STRIDE + Z_OFFSET + head * HEAD_DIM + column];
-      y[row * Y_STRIDE + head * HEAD_DIM + column] =
-        (sum + skip * value) * gate / (1.0 + exp(-gate));
-    }
+  if (step.rows[0].position > 0u) {
+#for j in 0..STATE_DIM / (4 * SPLIT)
+#for i in 0..4
+    s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE];
+#endfor
+#endfor
   }
-  if (inside) {
-#for j in 0..STATE_DIM / SPLIT
-    state[own + $ju * HEAD_DIM] = s$($j / 4)[$($j % 4)];
+  var rows = load(task, 0u, tid);
+  for (var first = 0u; first <= task.last_row; first += ROWS) {
+    store(task, first, rows, tid);
+    workgroupBarrier();
+    if (first + ROWS <= task.last_row) {
+      rows = load(task, first + ROWS, tid);
+    }
+#for l in 0..VALUES
+    let i$l = tid + $lu * WG;
+    let row$l = min(first + i$l / COLUMNS, task.last_row);
+    let gate$l = z[row$l * Z_STRIDE + Z_OFFSET + column_of(task, i$l)];
+    let value$l = values[min(i$l / TILE, ROWS * TILES - 1u)][i$l % TILE];
+#endfor
+    for (var block_row = 0u; block_row < ROWS; block_row += UNROLL) {
+#for u in 0..UNROLL
+      {
+        let row = block_row + $uu;
+        let delta = steps[row].x;
+        let decay = steps[row].y;
+        let value = delta * values[row * TILES + tile];
+        var sum = Columns();
+#for j in 0..STATE_DIM / (4 * SPLIT)
+        let b$j = quads[row * 2u * QUADS + part + $ju * SPLIT];
+        let c$j = quads[row * 2u * QUADS + QUADS + part + $ju * SPLIT];
+        s$j = add_outer(decay * s$j, b$j, value);
+        sum = add_product(sum, c$j, s$j);
+#endfor
+        sums[row * WG + tid] = sum;
+      }
+#endfor
+    }
+    workgroupBarrier();
+#for l in 0..VALUES
+    var sum$l = skip * value$l;
+    let sums$l = min(i$l / COLUMNS, ROWS - 1u) * WG + i$l % COLUMNS / TILE;
+    for (var i = 0u; i < SPLIT; i++) {
+      sum$l += sums[sums$l + i * TILES][i$l % TILE];
+    }
+    if (
+      i$l < ROWS * COLUMNS && first + i$l / COLUMNS <= task.last_row
+      && task.first_column + i$l % COLUMNS < HEAD_DIM
+    ) {
+      y[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l * gate$l / (1.0 + exp(-gate$l));
+    }
+#endfor
+  }
+  if (column < HEAD_DIM) {
+#for j in 0..STATE_DIM / (4 * SPLIT)
+#for i in 0..4
+    state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE] = s$j[$i];
+#endfor
 #endfor
   }
 }
