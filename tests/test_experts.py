@@ -34,6 +34,7 @@ ROUTE: Factors = SETTINGS | {
     "corrected": (False, True),
     "scaled": (False, True),
     "groups": ((1, 1), (2, 1), (5, 3)),
+    "shared": ((0, False), (1, False), (1, True), (3, True)),  # how many, and whether gated
 }
 
 
@@ -50,8 +51,10 @@ def logits_of(rng: np.random.Generator, rows: int, experts: int, kind: str = "")
 def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         slots, experts = case["choice"]
-        logits = logits_of(rng, case["rows"], experts)
+        shared, gated = case["shared"]
+        logits = logits_of(rng, case["rows"], experts + gated)
         options: dict[str, Any] = {"slots": slots, "scale": 2.5}
+        options |= {"shared": shared, "shared_scale": 0.7, "gated": gated}
         options |= {name: case[name] for name in ("normalize", "sigmoid")}
         count, chosen = case["groups"]
         if experts % count == 0 and slots <= experts // count * chosen:
@@ -229,6 +232,30 @@ def test_expert_down(open_device: OpenDevice, rng: np.random.Generator, cases: l
         assert error <= limit_of(case["dtype"]), case
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_shared_experts_are_the_last_of_a_stack(
+    device: Device, rng: np.random.Generator, rows: int, gated: bool
+) -> None:
+    """In decode the choice is a part of the first kernel, of which theirs is no part."""
+    width, inner = 64, 32
+    own: dict[str, Any] = {"slots": 3, "normalize": True, "scale": 2.5}
+    own |= {"shared": 2, "shared_scale": 0.7, "gated": gated}
+    x, logits = rng.standard_normal((rows, width), np.float32), logits_of(rng, rows, 40 + gated)
+    into, back = (exact_weight(rng, 42 * n, k, "bf16") for n, k in ((64, width), (width, inner)))
+    with device.scope():
+        forward = Forward(device, rows)
+        ops = forward.ops
+        routing = ops.route(forward.input(logits), **own)
+        y = ops.expert_gate_up(forward.input(x), routing, to_gpu(device, into, "bf16"))
+        y = ops.expert_down(y, routing, to_gpu(device, back, "bf16"))
+        result = forward.run(y)
+    ids, weights = reference.route(logits, **own)
+    expected = reference.expert_gate_up(x, ids, into.reshape(42, 64, -1))
+    expected = reference.expert_down(expected, ids, weights, back.reshape(42, width, -1))
+    assert nmse(result, expected) <= LIMIT
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_sigmoid_gate(least_device: Device, rng: np.random.Generator, rows: int) -> None:
     x, gate = rng.standard_normal((rows, 67), np.float32), 20 * rng.standard_normal((rows, 1))
@@ -246,12 +273,13 @@ def layer_error(
     shared: str,
 ) -> float:
     """Of a whole layer: residual, norm, router, experts with biases or a correction of the choice,
-    a projection beside them, perhaps with a gate, and one that reads the result; against the same
-    in kernels of their own."""
+    a projection beside them or a shared expert among them, perhaps with a gate, and one that reads
+    the result; against the same in kernels of their own."""
     width, inner, experts, slots = 96, 64, 5, 2
-    gates = int(shared == "gated")
-    shapes = {"router": (experts + gates, width), "gate_up": (experts * 2 * inner, width)}
-    shapes |= {"down": (experts * width, inner), "next": (70, width), "first": (width, 72)}
+    gates, stacked = int("gated" in shared), int("stacked" in shared)
+    every = experts + stacked
+    shapes = {"router": (experts + gates, width), "gate_up": (every * 2 * inner, width)}
+    shapes |= {"down": (every * width, inner), "next": (70, width), "first": (width, 72)}
     shapes |= {"shared": (width, 72)}
     values = {name: exact_weight(rng, *shape, "bf16") for name, shape in shapes.items()}
     x, added, norms = (
@@ -268,12 +296,15 @@ def layer_error(
         into, back = (to_gpu(device, b) if bias else None for b in biases)
         h = forward.input(added) + ops.linear(forward.input(x), w["first"])
         normed = ops.rmsnorm(h, first, EPS)
-        logits, *gate = ops.split(ops.linear(normed, w["router"]), experts, *[1] * gates)
-        correction = None if bias else to_gpu(device, corrections)
-        routing = ops.route(logits, slots, normalize=True, sigmoid=not bias, correction=correction)
+        logits, gate = ops.linear(normed, w["router"]), []
+        if not stacked:
+            logits, *gate = ops.split(logits, experts, *[1] * gates)
+        own_route: dict[str, Any] = {"shared": stacked, "gated": logits.width > experts}
+        own_route["correction"] = None if bias else to_gpu(device, corrections)
+        routing = ops.route(logits, slots, normalize=True, sigmoid=not bias, **own_route)
         y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
         y = ops.expert_down(y, routing, w["down"], back)
-        if shared:
+        if shared and not stacked:
             beside = ops.linear(forward.input(x[:, ::-1]), w["shared"])
             y = (ops.sigmoid_gate(beside, *gate) if gate else beside) + y
         result = ops.linear(ops.rmsnorm(h + y, second, EPS), w["next"])
@@ -295,7 +326,8 @@ def test_a_layer_of_experts(
     for i, settings in enumerate(own if rows < 10 else own[:1]):
         device = open_device(settings)
         with device.scope():
-            shared = ("", "plain", "gated")[(i + rows) % 3]
+            kinds = "stacked gated", "plain", "gated", "stacked", ""
+            shared = kinds[(i + rows) % 5]
             error = layer_error(device, rng, dtype, rows, plan_rows, i % 2 == 0, shared)
             # A sum that rounds otherwise may round another way to int8: 2e-6 for one of 96 values.
             assert error <= (1e-5 if dtype in QUANTIZED else LIMIT), settings
