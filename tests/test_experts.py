@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
-from reference_models import load
+from engines import answer, scores
+from reference_models import DATA, load, relative_error
+from safetensors.numpy import save_file
 from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, covering, settings_of
 
+from infer.bench_measure import weight_bytes_per_token
+from infer.engine import Engine, EngineOptions
 from infer.kernels import functions, reference
 from infer.kernels.arrays import Array, to_gpu
 from infer.kernels.check import exact_weight, grouped, int8_rows
-from infer.kernels.device import Device, Settings
+from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
-from infer.kernels.tensor import QUANTIZED, Grouping
-from infer.models import build_model
+from infer.kernels.tensor import QUANTIZED, Grouping, allocate
+from infer.models import build_model, open_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
+from infer.models.formats.packed import read_rows
 from infer.models.shapes import SHAPES
-from infer.models.weights import load_weights
+from infer.models.weights import joined, load_weights, stored
 
 ROUTE: Factors = SETTINGS | {
     "rows": (1, 3, 8, 40),
@@ -455,6 +461,60 @@ def test_experts_in_one_tensor(
             assert ours.dtype == theirs.dtype
             for a, b in zip(ours.shards[0].buffers, theirs.shards[0].buffers, strict=True):
                 np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
+
+
+JOINED = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe"]
+JOINED += ["glm4_moe_lite", "granitemoeshared", "hunyuan_v1_moe", "qwen3_5_moe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_a_shared_expert_takes_no_kernels_of_its_own(case: str) -> None:
+    """In decode, where it would take two beside the others, and reads no more than there."""
+    model, checkpoint = open_model(DATA / case)
+    together = joined(model.weights(), lambda spec: stored(spec, checkpoint))
+    kernels: list[Counter[str]] = []
+    moved: list[int] = []
+    for specs in (list(model.weights()), together):
+        dry = DryDevice(Limits())
+        dry.subgroups, dry.subgroup_size = True, 32
+        weights = {spec.name: allocate(dry, spec.shape, "bf16", unit=spec.unit) for spec in specs}
+        engine = Engine(dry, model, weights, EngineOptions(context=128))
+        lowering = engine._lowered["decode", None]
+        kernels.append(Counter(kernel.spec.name for kernel in lowering.kernels))
+        moved.append(weight_bytes_per_token(engine))
+    assert not any("shared_expert" in spec.name for spec in together)
+    experts = model.config.experts
+    assert experts is not None
+    assert kernels[0] - kernels[1] == {"matmul_vec": 2 * sum(experts.layers)}
+    assert kernels[0] >= kernels[1]
+    assert moved[0] == moved[1]
+
+
+@pytest.mark.parametrize("dtype", [None, "q4"])
+def test_a_shared_expert_is_the_same_alone(
+    device: Device, rng: np.random.Generator, tmp_path: Path, dtype: str | None
+) -> None:
+    """MLPs without gates, one as wide as two of the others, cut while it is read, or quantised."""
+    source = DATA / "nemotron_h_experts"
+    config = json.loads((source / "config.json").read_text())
+    config["moe_shared_expert_intermediate_size"] = 2 * config["moe_intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, Array] = {}
+    for key, info in Checkpoint.open(source).tensors.items():
+        shared = ".shared_experts." in key
+        tensors[key] = rng.standard_normal((64, 64), np.float32) / 8 if shared else read_rows(info)
+    save_file(tensors, tmp_path / SINGLE)
+    model, checkpoint = open_model(tmp_path)
+    together = joined(model.weights(), lambda spec: stored(spec, checkpoint, dtype))
+    assert not any("shared_expert" in spec.name for spec in together)
+    logits: list[Array] = []
+    with device.scope():
+        for specs in (list(model.weights()), together):
+            weights = load_weights(device, specs, checkpoint, dtype=dtype)
+            engine = Engine(device, model, weights, EngineOptions(context=64, kv_dtype="f32"))
+            engine.compile()
+            logits.append(np.append(scores(engine, range(3, 30)), answer(engine, [5], 4).logits, 0))
+    assert relative_error(logits[1], logits[0]) <= 1e-5
 
 
 def save_bf16(tensors: dict[str, Array], file: Path) -> None:
