@@ -45,8 +45,9 @@ from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
 from infer.models import build_model
 from infer.models.llama import Llama
+from infer.models.packing import Stored
 from infer.models.shapes import PUBLISHED, SHAPES, Published, shape_config
-from infer.models.weights import random_storage, random_weights
+from infer.models.weights import WeightSpec, joined, random_storage, random_weights
 from infer.report import inspect_model
 
 
@@ -359,29 +360,35 @@ def _random(
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
     adapter = choose_adapter(selector)
+
+    def stored(spec: WeightSpec) -> Stored:
+        return random_storage(spec, dtype, published)
+
     options = fitting_options(
         model,
-        lambda spec: random_storage(spec, dtype, published),
+        stored,
         EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
         Limits.of(adapter.limits),
         adapter,
         may_shrink=context is None,
     )
     _check_positions(options.context, needed)
-    return _on_random(shape, model, adapter, dtype, published, options)
+    specs = joined(model.weights(), stored)
+    return _on_random(shape, model, specs, adapter, dtype, published, options)
 
 
 @contextmanager
 def _on_random(
     shape: str,
     model: Llama,
+    specs: Sequence[WeightSpec],
     adapter: AdapterInfo,
     dtype: str,
     published: Published | None,
     options: EngineOptions,
 ) -> Iterator[tuple[str, Engine]]:
     with Device(adapter) as device:
-        weights = random_weights(device, list(model.weights()), dtype, published=published)
+        weights = random_weights(device, specs, dtype, published=published)
         engine = Engine(device, model, weights, options)
         engine.compile()
         device.wait()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 
 import numpy as np
 
@@ -53,7 +52,7 @@ def weight_bytes_per_token(engine: Engine) -> int:
     tied = engine.model.config.tie_word_embeddings
     beside = engine.adapters[None].values()
     return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
-        engine.model.active(name, weight.nbytes)
+        weight.nbytes * engine.model.active(name, weight.shape[0]) // weight.shape[0]
         for name, weight in engine.weights.items()
         if len(weight.shape) == 2
         and (not name.startswith("embed_") or (tied and name == "embed_tokens"))
@@ -88,7 +87,7 @@ def prefill_flops(model: Llama, tokens: int) -> int:
     c = model.config
     head = c.vocab_size * c.hidden_size
     layers = sum(
-        model.active(spec.name, prod(spec.shape))
+        model.active(spec.name, spec.shape[0]) * spec.shape[1]
         for spec in model.weights()
         if len(spec.shape) == 2 and not spec.name.startswith(("embed_", "lm_head"))
     )

@@ -167,7 +167,8 @@ class Engine:
             positions = -(-self.context // PAGE) * PAGE
             widest = max(widest, c.num_attention_heads * positions)
         if c.experts is not None:  # each of a row's experts makes a row of its own
-            widest = max(widest, c.experts.per_token * stride(max(c.experts.inner, c.hidden_size)))
+            slots = c.experts.per_token + c.experts.shared_inner // c.experts.inner
+            widest = max(widest, slots * stride(max(c.experts.inner, c.hidden_size)))
         # Queries of latents are wider than what they are made of.
         widest = max(widest, c.num_attention_heads * c.head_dim)
         # In front of a convolution there are gates as well.

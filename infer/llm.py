@@ -24,7 +24,8 @@ from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.memory import checked_context, fitting_options
 from infer.models import open_model
 from infer.models.lora import Lora, Loras
-from infer.models.weights import check_checkpoint, load_weights, stored
+from infer.models.packing import Stored
+from infer.models.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
 from infer.sampling import LogitsProcessor, SamplingParams, logprobs
 from infer.tokenizer import Tokenizer, read_json
 
@@ -433,9 +434,13 @@ def _load(
         positions = checked_context(model, resolved.name, context)
 
         loras = Loras.fit(model, checkpoint, always=always, named=named)
+
+        def stored_as(spec: WeightSpec) -> Stored:
+            return stored(spec, checkpoint, dtype)
+
         options = fitting_options(
             model,
-            lambda spec: stored(spec, checkpoint, dtype),
+            stored_as,
             EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
             device.limits,
             device.adapter,
@@ -454,7 +459,7 @@ def _load(
 
             load_weights(
                 device,
-                list(model.weights()),
+                joined(model.weights(), stored_as, loras.names),
                 checkpoint,
                 ignorable=model.ignorable,
                 dtype=dtype,

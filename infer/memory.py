@@ -15,7 +15,7 @@ from infer.kernels.tensor import QUANTIZED, allocate
 from infer.models.llama import Llama
 from infer.models.lora import NO_LORAS, Loras
 from infer.models.packing import Stored
-from infer.models.weights import WeightSpec
+from infer.models.weights import WeightSpec, joined
 
 DEFAULT_CONTEXT = 8192
 _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
@@ -46,7 +46,7 @@ def memory_needed(
     """What loading would allocate: the engine is built on a device that only counts."""
     device = DryDevice(limits, adapter)
     weights, quantized = {}, []
-    for spec in model.weights():
+    for spec in joined(model.weights(), stored, loras.names):
         how = stored(spec)
         weights[spec.name] = allocate(
             device, spec.shape, how.dtype, spec.name, how.grouping, how.order, spec.unit

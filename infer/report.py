@@ -288,11 +288,10 @@ def inspect_model(
     specs = list(llama.weights())
     check_checkpoint(specs, checkpoint, llama.ignorable)
 
-    storage = {spec.name: stored(spec, checkpoint, converted) for spec in specs}
-
     def stored_as(spec: WeightSpec) -> Stored:
-        return storage[spec.name]
+        return stored(spec, checkpoint, converted)
 
+    storage = [stored_as(spec) for spec in specs]
     loras = Loras.fit(llama, checkpoint, always=always)
     options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
     gpu = choose_adapter(device) if device is not None or list_adapters() else None
@@ -325,8 +324,10 @@ def inspect_model(
         architecture=llama.config.model_type,
         part_of=checkpoint.part_of,
         parameters=sum(prod(spec.shape) for spec in specs if spec.sources),
-        dtypes=sorted({stored_as(spec).dtype for spec in specs if len(spec.shape) > 1}),
-        widened=sum(how is WIDENED for how in storage.values()),
+        dtypes=sorted(
+            {how.dtype for how, spec in zip(storage, specs, strict=True) if len(spec.shape) > 1}
+        ),
+        widened=storage.count(WIDENED),
         format=checkpoint.format,
         ignored=list(checkpoint.ignored),
         lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",

@@ -212,6 +212,7 @@ def cases() -> Iterator[Case]:
         run = partial(_route, normalize=normalize, sigmoid=sigmoid, corrected=corrected)
         yield Case("route", f"{name}, corrected" if corrected else name, run)
     yield Case("route", "300 experts", partial(_route, experts=300))
+    yield Case("route", "shared experts", partial(_route, shared=2))
     for sigmoid in (False, True):  # as DeepSeek-V2 and V3 do
         run = partial(_route, sigmoid=sigmoid, corrected=sigmoid, experts=48, groups=(8, 3))
         yield Case("route", f"{'sigmoid' if sigmoid else 'softmax'}, groups", run)
@@ -378,11 +379,13 @@ def _route(
     corrected: bool = False,
     experts: int = 37,
     groups: tuple[int, int] = (1, 1),
+    shared: int = 0,
 ) -> Outcome:
-    logits = inputs(3, experts)
+    """shared: behind a gate."""
+    logits = inputs(3, experts + (shared > 0))
     logits[1] = 0.0  # of equals the first
     options: dict[str, Any] = {"slots": 5, "normalize": normalize, "sigmoid": sigmoid, "scale": 2.5}
-    options["groups"] = groups
+    options |= {"groups": groups, "shared": shared, "gated": shared > 0}
     if sigmoid and normalize:
         options["epsilon"] = 0.5
     if corrected:

@@ -385,13 +385,17 @@ def route(
     scale: float = 1.0,
     epsilon: float = 0.0,
     groups: tuple[int, int] = (1, 1),
+    shared: int = 0,
+    shared_scale: float = 1.0,
+    gated: bool = False,
     **options: Unpack[Options],
 ) -> tuple[NDArray[np.int64], Floats]:
     """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
     first: their softmax over all experts, normalize: over those chosen; times scale. sigmoid: in
     place of softmax; epsilon: is added to what they are divided by. correction [experts] is added
     to the scores for the choice alone; the weights are multiplied by expert_scales [experts].
-    groups: as in `Ops.route`."""
+    groups: as in `Ops.route`, and so are shared (slots in the result), shared_scale and gated
+    (logits [rows, experts + 1])."""
     forward = Forward(device, len(logits), **options)
     y = forward.run(
         forward.ops.route(
@@ -404,9 +408,13 @@ def route(
             scale=scale,
             epsilon=epsilon,
             groups=groups,
+            shared=shared,
+            shared_scale=shared_scale,
+            gated=gated,
         )
     )
-    return y[:, :slots].astype(np.int64), y[:, slots:]
+    ids, weights = np.split(y, 2, axis=1)
+    return ids.astype(np.int64), weights
 
 
 @scoped_function

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 def lower_route(low: Lowering, value: Value) -> None:
     """Emit the kernel of the route op `value`, and in prefill the one that sorts rows by expert."""
-    experts = value.attrs["experts"]
     params = _routing(value) | {"SUBGROUPS": low.device.subgroups}
     own: list[GpuTensor | None] = [value.attrs["correction"], value.attrs["expert_scales"]]
     added: list[Operand] = [vector.buffer for vector in own if vector is not None]
@@ -31,7 +30,7 @@ def lower_route(low: Lowering, value: Value) -> None:
         "route",
         (low.source(value.inputs[0])[0], value, *added),
         low.row_grid(value, 1),
-        params | {"WG": low.tuning.workgroup(4 * experts)} | _choice(low, value),
+        params | {"WG": low.tuning.workgroup(4 * params["EXPERTS"])} | _choice(low, value),
     )
     if low.kind.vec:
         return
@@ -41,7 +40,7 @@ def lower_route(low: Lowering, value: Value) -> None:
     low.emit(
         "expert_sort",
         (low.step, value, *low.tiles[value]),
-        (experts, 1, 1),
+        (value.attrs["experts"], 1, 1),
         params | {"WG": low.tuning.workgroup(1024), "TILE": tile, "TILES": tiles},
     )
 
@@ -258,8 +257,13 @@ def _shard(shard: Shard, value: Value) -> dict[str, Any]:
 def _routing(routing: Value) -> dict[str, Any]:
     """The parameters of routing.wgsl."""
     attrs = routing.attrs
-    strides = {"ROUTING_STRIDE": stride(routing.width)}
-    return {"EXPERTS": attrs["experts"], "SLOTS": attrs["slots"]} | strides
+    shared = attrs["shared"]
+    return {
+        "EXPERTS": attrs["experts"] - shared,
+        "SLOTS": attrs["slots"] - shared,
+        "SHARED": shared,
+        "ROUTING_STRIDE": stride(routing.width),
+    }
 
 
 def _choice(low: Lowering, routing: Value) -> dict[str, Any]:
@@ -276,6 +280,8 @@ def _choice(low: Lowering, routing: Value) -> dict[str, Any]:
         "ROUTE_EPS": float(attrs["epsilon"]),
         "ROUTE_GROUPS": attrs["groups"][0],
         "CHOSEN_GROUPS": attrs["groups"][1],
+        "SHARED_SCALE": float(attrs["shared_scale"]),
+        "SHARED_GATED": attrs["gated"],
         "LOGITS_STRIDE": logits_stride,
         "LOGITS_OFFSET": offset,
     }
@@ -291,6 +297,8 @@ _CHOSEN_BEFORE = {
     "ROUTE_EPS": 0.0,
     "ROUTE_GROUPS": 1,
     "CHOSEN_GROUPS": 1,
+    "SHARED_SCALE": 1.0,
+    "SHARED_GATED": False,
     "LOGITS_STRIDE": 0,
     "LOGITS_OFFSET": 0,
 }
@@ -298,8 +306,8 @@ _CHOSEN_BEFORE = {
 
 def _tile(low: Lowering, routing: Value, dtype: str) -> TileVariant:
     """The tile of prefill: its rows are the same for all of a layer's projections."""
-    pairs = low.kind.rows * routing.attrs["slots"]
-    return low.tuning.expert_matmul(pairs // routing.attrs["experts"], dtype)
+    chosen = _routing(routing)
+    return low.tuning.expert_matmul(low.kind.rows * chosen["SLOTS"] // chosen["EXPERTS"], dtype)
 
 
 def _tiles(routing: Value, tile: int, rows: int) -> int:
@@ -309,6 +317,7 @@ def _tiles(routing: Value, tile: int, rows: int) -> int:
 
 
 def _chosen(routing: Value, count: int) -> Count:
-    """What all experts count, for those that the rows choose."""
-    experts, slots = routing.attrs["experts"], routing.attrs["slots"]
-    return lambda rows, kv_len: min(rows * slots, experts) * count // experts
+    """What all experts count, for those that the rows choose and share."""
+    params, every = _routing(routing), routing.attrs["experts"]
+    experts, slots, shared = (params[name] for name in ("EXPERTS", "SLOTS", "SHARED"))
+    return lambda rows, kv_len: (min(rows * slots, experts) + shared) * count // every

@@ -304,6 +304,9 @@ class Ops:
         scale: float = 1.0,
         epsilon: float = 0.0,
         groups: tuple[int, int] = (1, 1),
+        shared: int = 0,
+        shared_scale: float = 1.0,
+        gated: bool = False,
     ) -> Value:
         """The experts of each row: those with the `slots` largest logits, and their softmax over
         all experts; normalize: over those chosen. Rows are ids, best first, then weights, times
@@ -311,21 +314,24 @@ class Ops:
         are divided by. correction [experts]: is added to the scores for the choice, and not for the
         weights (DeepSeek-AI 2024). expert_scales [experts]: the weights are multiplied by
         them. groups: that many of equal size, and how many of them the choice is limited to: those
-        whose best expert, or with a correction whose best two together, have the largest score."""
-        count, chosen = groups
-        if not 0 < chosen <= count or logits.width % count:
-            raise ValueError(f"{logits.width} experts cannot be chosen of {groups} groups")
-        if not 0 < slots <= logits.width // count * chosen:
-            raise ValueError(f"{slots} experts cannot be chosen of {logits.width}")
+        whose best expert, or with a correction whose best two together, have the largest score.
+        shared: so many experts behind those come last in all rows, with the weight shared_scale;
+        gated: times the sigmoid of one more logit, the last."""
+        (count, chosen), experts = groups, logits.width - gated
+        if not 0 < chosen <= count or experts % count:
+            raise ValueError(f"{experts} experts cannot be chosen of {groups} groups")
+        if not 0 < slots <= experts // count * chosen:
+            raise ValueError(f"{slots} experts cannot be chosen of {experts}")
         if epsilon and not (sigmoid and normalize):
             raise ValueError("only sigmoids are divided by their sum and an epsilon")
-        experts = logits.width
+        if gated and not shared:
+            raise ValueError("there is no shared expert for the gate")
         return self._value(
             "route",
-            2 * slots,
+            2 * (slots + shared),
             logits,
-            slots=slots,
-            experts=experts,
+            slots=slots + shared,
+            experts=experts + shared,
             normalize=normalize,
             sigmoid=sigmoid,
             correction=correction,
@@ -333,6 +339,9 @@ class Ops:
             scale=scale,
             epsilon=epsilon,
             groups=groups,
+            shared=shared,
+            shared_scale=shared_scale,
+            gated=gated,
         )
 
     def expert_gate_up(

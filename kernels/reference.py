@@ -127,13 +127,21 @@ def route(
     scale: float = 1.0,
     epsilon: float = 0.0,
     groups: tuple[int, int] = (1, 1),
+    shared: int = 0,
+    shared_scale: float = 1.0,
+    gated: bool = False,
 ) -> tuple[NDArray[np.int64], Array]:
     """logits [rows, experts] -> ids and weights [rows, slots] of the largest, the first of equals:
     softmax over all experts, normalize: over those chosen; times scale. sigmoid: in place of
     softmax; epsilon: is added to what they are divided by. correction [experts] is added to the
     scores for the choice alone; expert_scales [experts]: the weights are multiplied by them.
     groups: how many there are, and of how many, those of the best or of the two best together
-    (correction), experts are chosen."""
+    (correction), experts are chosen. shared: so many more come last in each row, with the weight
+    shared_scale, gated: times the sigmoid of one more logit."""
+    factor = shared_scale * np.ones((len(logits), 1))
+    if gated:
+        logits, gate = logits[:, :-1], logits[:, -1:].astype(np.float64)
+        factor = factor / (1.0 + np.exp(-gate))
     scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64))) if sigmoid else softmax(logits)
     preferences = logits if correction is None else scores + correction
     if groups[0] > 1:
@@ -149,7 +157,9 @@ def route(
         chosen = chosen / (chosen.sum(-1, keepdims=True) + epsilon)
     if expert_scales is not None:
         chosen = chosen * expert_scales[ids]
-    return ids, scale * chosen
+    last = np.broadcast_to(logits.shape[1] + np.arange(shared), (len(ids), shared))
+    weights = np.append(scale * chosen, np.repeat(factor, shared, axis=1), axis=1)
+    return np.append(ids, last, axis=1), weights
 
 
 def expert_gate_up(

@@ -143,9 +143,9 @@ class Gemma4Text(MixtureOfExperts):
         own = wide if c.double_wide_mlp and self.shares(layer) else c
         return layers.mlp_weights(own, name, f"{prefix}.mlp")
 
-    def active(self, name: str, count: int) -> int:
+    def active(self, name: str, rows: int) -> int:
         """Of the inputs of layers a token looks up one row."""
-        return 0 if name == "embed_tokens_per_layer" else super().active(name, count)
+        return 0 if name == "embed_tokens_per_layer" else super().active(name, rows)
 
     def ignorable(self, key: str) -> bool:
         """Layers that share keys and values are published with what would make them."""

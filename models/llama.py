@@ -63,9 +63,9 @@ class Llama:
     def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
         return layers.mlp(ops, x, w, self.config)
 
-    def active(self, name: str, count: int) -> int:
-        """Of so many values or bytes of a matrix, those that one token multiplies with."""
-        return count
+    def active(self, name: str, rows: int) -> int:
+        """Of so many rows of a matrix, those that one token multiplies with."""
+        return rows
 
     def ignorable(self, key: str) -> bool:
         """Whether a surplus tensor of a checkpoint says nothing new."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -369,11 +369,12 @@ class _Beside:
 class Loras:
     """The adapters of a model that is loaded. merged: what goes into its tensors. beside: what lies
     beside its weights, by name of the adapter (None: the one that is always on) and of weight.
-    copies: what must be the model's own."""
+    copies: what must be the model's own. names: of all weights that are changed."""
 
     merged: Mapping[str, Change]
     beside: Mapping[str | None, Mapping[str, _Beside]]
     copies: Sequence[Copy] = ()
+    names: Container[str] = ()
 
     @classmethod
     def fit(
@@ -397,7 +398,8 @@ class Loras:
 
         merged: dict[str, Change] = {}
         kept = {}
-        for name, pairs in always.targets(model, checkpoint).items() if always else ():
+        of_always = always.targets(model, checkpoint) if always else {}
+        for name, pairs in of_always.items():
             quantised = any(s.key in checkpoint.packed for s in specs[name].found(checkpoint))
             if quantised or name == "embed_tokens":
                 kept[name] = pairs
@@ -408,7 +410,8 @@ class Loras:
             found[adapter] = beside(lora.targets(model, checkpoint))
         loras = [*([always] if always else []), *(named or {}).values()]
         copies = [copy for lora in loras for copy in lora.copied(model, checkpoint)]
-        return cls(merged, found, copies)
+        names = {*of_always, *(name for of_weights in found.values() for name in of_weights)}
+        return cls(merged, found, copies, names)
 
     def allocate(
         self, device: Device, weights: Mapping[str, GpuTensor]

@@ -31,6 +31,11 @@ class MixtureOfExperts(Llama):
         return self.config.experts
 
     @property
+    def width(self) -> int:
+        """What experts read and write."""
+        return self.experts.latent or self.config.hidden_size
+
+    @property
     def first_experts(self) -> str:
         """The experts' first matrices."""
         return "gate_up_proj" if self.config.gated else "up_proj"
@@ -60,7 +65,7 @@ class MixtureOfExperts(Llama):
     def expert_weights(self, name: str, prefix: str, fused: str) -> Iterator[WeightSpec]:
         """experts.gate_up_proj or up_proj, and experts.down_proj, of a tensor for each matrix of an
         expert, or, under `fused`, of two for all experts."""
-        experts, width = self.experts, self.experts.latent or self.config.hidden_size
+        experts, width = self.experts, self.width
         first, parts = self.first_experts, (self.gate, self.up) if self.config.gated else (self.up,)
         into, back = (experts.inner, width), (width, experts.inner)
         gate_up, down = (
@@ -86,21 +91,26 @@ class MixtureOfExperts(Llama):
     def correction_weight(self, name: str, key: str) -> WeightSpec:
         return WeightSpec(name, (Source(key, (self.experts.count,)),))
 
-    def active(self, name: str, count: int) -> int:
-        """The experts that are chosen, of all."""
+    def active(self, name: str, rows: int) -> int:
+        """But for the experts that are not chosen."""
         if ".experts." not in name:
-            return count
-        return count * self.experts.per_token // self.experts.count
+            return rows
+        idle = self.experts.count - self.experts.per_token
+        if name.endswith(".down_proj"):
+            return rows - idle * self.width
+        return rows - idle * (1 + self.config.gated) * self.experts.inner
 
     def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
-        """The sum of what the chosen experts make of x, each times its weight."""
+        """The sum of what the chosen experts make of x, each times its weight, and the shared one,
+        which may be the last of their stacks (weights.joined)."""
         if "router" not in w:
             return super().mlp(ops, x, w)
-        experts = self.experts
+        experts, c = self.experts, self.config
         both = ops.linear(x, w["router"])
         logits, *gates = ops.split(both, experts.count, *[1] * (both.width - experts.count))
+        stacked = w["experts.down_proj"].shape[0] // self.width - experts.count
         routing = ops.route(
-            logits,
+            both if stacked else logits,
             experts.per_token,
             normalize=experts.normalize,
             sigmoid=experts.sigmoid,
@@ -108,10 +118,13 @@ class MixtureOfExperts(Llama):
             scale=experts.scale,
             epsilon=experts.epsilon,
             groups=experts.groups,
+            shared=stacked,
+            shared_scale=c.residual_multiplier,
+            gated=bool(stacked and gates),
         )
         y = self.chosen(ops, x, routing, w)
-        if experts.shared_inner:
-            shared = layers.mlp(ops, x, Scope(w, "shared_expert"), self.config)
+        if experts.shared_inner and not stacked:
+            shared = layers.mlp(ops, x, Scope(w, "shared_expert"), c)
             y = (ops.sigmoid_gate(shared, *gates) if gates else shared) + y
         return y
 

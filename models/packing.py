@@ -139,13 +139,20 @@ def codes(grouped: Grouped, stored: Stored) -> Codes:
 
 class PackedRows:
     """`rows` rows of a matrix, every `step`-th from `first` on, on their way to the GPU: what fills
-    the staging memory of blocks and then of scales. A row is unpacked once, in any thread."""
+    the staging memory of blocks and then of scales. across: those of its columns. A row is
+    unpacked once, in any thread."""
 
     def __init__(
-        self, matrix: Packed, first: int, rows: int, stored: Stored, step: int = 1
+        self,
+        matrix: Packed,
+        first: int,
+        rows: int,
+        stored: Stored,
+        step: int = 1,
+        across: range | None = None,
     ) -> None:
-        columns = matrix.shape[1]
-        self._first, self._stored, self._step = first, stored, step
+        columns = matrix.shape[1] if across is None else len(across)
+        self._first, self._stored, self._step, self._across = first, stored, step, across
         self._matrix = self._files = matrix
         self._stride = row_bytes(columns, stored.dtype)
         self._scales = np.empty((rows, stored.grouping.row_bytes(columns)), np.uint8)
@@ -163,6 +170,8 @@ class PackedRows:
                 part = slice(i, min(i + at_once, count))
                 first = self._first + (row + i) * self._step
                 grouped = matrix.every(self._step, first, part.stop - i)
+                if self._across is not None:
+                    grouped = grouped.across(self._across)
                 filled[part], scales[part] = codes(grouped, self._stored).pack()
         except BaseException:
             self._done.set()  # nobody shall wait for what will not come
@@ -180,18 +189,23 @@ class PackedRows:
 
 
 class WidenedRows:
-    """Rows of a matrix, every `step`-th from `first` on, as f32, on their way to the GPU."""
+    """Rows of a matrix, every `step`-th from `first` on, as f32, on their way to the GPU. across:
+    those of its columns."""
 
-    def __init__(self, matrix: Packed, first: int, step: int = 1) -> None:
+    def __init__(
+        self, matrix: Packed, first: int, step: int = 1, across: range | None = None
+    ) -> None:
         self._matrix, self._first, self._step = matrix, first, step
-        self._stride = row_bytes(matrix.shape[1], "f32")
+        self._across = range(matrix.shape[1]) if across is None else across
+        self._stride = row_bytes(len(self._across), "f32")
 
     def fill(self, view: memoryview, start: int) -> None:
         """Write the rows from byte `start` on, as many as `view` holds."""
         first, count = self._first + start // self._stride * self._step, len(view) // self._stride
-        values, columns = np.frombuffer(view, np.float32).reshape(count, -1), self._matrix.shape[1]
-        values[:, :columns] = self._matrix.every(self._step, first, count).dequantize()
-        values[:, columns:] = 0
+        values, own = np.frombuffer(view, np.float32).reshape(count, -1), self._across
+        whole = self._matrix.every(self._step, first, count).dequantize()
+        values[:, : len(own)] = whole[:, own.start : own.stop]
+        values[:, len(own) :] = 0
 
 
 class TurnedRows:

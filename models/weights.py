@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -78,15 +78,17 @@ _FILL = np.dtype(
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint and the shape it must have; of it, all rows or those of `part`.
-    transposed: where it is of floats, each of its matrices has columns for rows in the file; `part`
-    lies in one of them. turned: the rows of `part` become the columns of the weight."""
+    """A tensor of the checkpoint and the shape it must have; of it, all rows or those of `part`,
+    and all columns or those of `across`. transposed: where it is of floats, each of its matrices
+    has columns for rows in the file; `part` lies in one of them. turned: the rows of `part` become
+    the columns of the weight."""
 
     key: str
     shape: tuple[int, ...]
     part: range | None = None
     transposed: bool = False
     turned: bool = False
+    across: range | None = None
 
     @property
     def file_shape(self) -> tuple[int, ...]:
@@ -116,6 +118,8 @@ class Source:
         if self.turned:
             assert self.part is not None
             return (len(self.part),)
+        if self.across is not None:
+            return (len(self.across),)
         return self.shape[1:][-1:]
 
     @property
@@ -135,7 +139,8 @@ class WeightSpec:
     `others` instead, with the same rows. No shard ends inside of `unit` rows. added: to every value
     of a vector, as some checkpoints hold a norm's weights less one. Without sources it is a vector
     of `ones`. vector: it is one even where the sources are matrices, whose values follow each
-    other; a `part` is of these. heads: it is what `Ops.head_linear` multiplies by."""
+    other; a `part` is of these. heads: it is what `Ops.head_linear` multiplies by. last: what its
+    last rows are made of, where two weights are `joined`."""
 
     name: str
     sources: tuple[Source, ...]
@@ -145,12 +150,14 @@ class WeightSpec:
     ones: int = 0
     vector: bool = False
     heads: bool = False
+    last: WeightSpec | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         if not self.sources:
             return (self.ones,)
         first = sum(source.rows for source in self.sources)
+        first += self.last.shape[0] if self.last else 0
         return (first,) if self.vector else (first, *self.sources[0].columns)
 
     def found(self, checkpoint: Checkpoint) -> tuple[Source, ...]:
@@ -158,16 +165,17 @@ class WeightSpec:
         known = checkpoint.tensors, checkpoint.packed
         has_others = any(source.key in those for source in self.others for those in known)
         found = self.others if has_others else self.sources
+        last = self.last.found(checkpoint) if self.last else ()
         if checkpoint.upright:
-            return tuple(replace(source, transposed=False) for source in found)
-        return tuple(source.in_file(checkpoint.tensors.get(source.key)) for source in found)
+            return *(replace(source, transposed=False) for source in found), *last
+        return *(source.in_file(checkpoint.tensors.get(source.key)) for source in found), *last
 
 
 def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -> Stored:
     """How a weight lies on the GPU: f32 for a vector, else in `converted_dtype`, else as its
     sources are. Sources of different dtypes are widened to f32, which holds each of them exactly;
     so are quantised ones beside others that are not, or that have no form in common with them,
-    those of a router, and those that are turned.
+    those of a router, those that are turned, and parts of groups of columns.
 
     Raises UnsupportedError for a conversion of what is quantised already.
     """
@@ -178,7 +186,9 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
             f"{checkpoint.folder} is quantised already ({checkpoint.format}): its weights are not "
             f"converted to {dtype}. Leave out --dtype and --quantize."
         )
-    exact = spec.name.endswith(_ROUTER) or any(source.turned for source in sources)
+    exact = spec.name.endswith(_ROUTER) or any(
+        source.turned or _cuts_groups(source, checkpoint) for source in sources
+    )
     if packed and (len(packed) < len(sources) or exact):
         return WIDENED
     if packed:
@@ -190,6 +200,11 @@ def stored(spec: WeightSpec, checkpoint: Checkpoint, dtype: str | None = None) -
     return Stored(dtypes.pop() if len(dtypes) == 1 else "f32")
 
 
+def _cuts_groups(source: Source, checkpoint: Checkpoint) -> bool:
+    matrix = checkpoint.packed.get(source.key)
+    return bool(matrix and source.across and not matrix.divides(len(source.across)))
+
+
 def converted_dtype(spec: WeightSpec, dtype: str) -> str:
     """The dtype of a weight in a model that is converted to `dtype`. Routers are not quantised:
     they are small, and what they choose must not change. Nor are the gates of a state, where an
@@ -198,6 +213,58 @@ def converted_dtype(spec: WeightSpec, dtype: str) -> str:
     if len(spec.shape) == 1 or exact:
         return "f32"
     return EMBEDDING_DTYPE if dtype == "q4" and spec.name in _EMBEDDINGS else dtype
+
+
+def joined(
+    specs: Iterable[WeightSpec],
+    stored: Callable[[WeightSpec], Stored],
+    apart: Container[str] = (),
+) -> list[WeightSpec]:
+    """The weights, with the expert that all tokens share as the last of its layer's, or as several
+    where it is as wide as these: if it has no biases, is not among those named `apart`, and lies
+    on the GPU as the others do (`stored`), so that nothing is widened for that."""
+    found, end = {spec.name: spec for spec in specs}, "shared_expert.down_proj"
+    for layer in [name.removesuffix(end) for name in found if name.endswith(f".{end}")]:
+        names = [name for name in found if name.startswith(f"{layer}shared_expert.")]
+        width, inner = (found[f"{layer}{own}"].shape[1] for own in (end, "experts.down_proj"))
+        stacks: dict[str, WeightSpec] = {}
+        for shared in (found[name] for name in names if name not in apart):
+            stack = found.get(shared.name.replace(".shared_expert.", ".experts."))
+            if stack is None or width % inner:
+                break
+            last = _as_experts(shared, width, inner)
+            whole = replace(stack, last=last)
+            hows = [stored(spec) for spec in (stack, shared, whole)]
+            alike = len({(how.dtype, how.grouping, how.packed) for how in hows}) == 1
+            fits = last.shape == (width // inner * stack.unit, stack.shape[1])
+            if alike and fits and WIDENED not in hows:
+                stacks[stack.name] = whole
+        if len(stacks) == len(names):
+            found |= stacks
+            for name in names:
+                del found[name]
+    return list(found.values())
+
+
+def _as_experts(shared: WeightSpec, width: int, inner: int) -> WeightSpec:
+    """A weight of an MLP of that width as those of several that are `inner` wide, which add up to
+    it, one below the other."""
+    if width == inner:
+        return shared
+    starts, down = range(0, width, inner), shared.name.endswith(".down_proj")
+
+    def cut(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        if down:
+            parts = (range(start, start + inner) for start in starts)
+            return tuple(replace(source, across=part) for part in parts for source in sources)
+        tops = [(source, top) for source in sources for top in range(0, source.rows, width)]
+        return tuple(
+            replace(source, part=range(top + start, top + start + inner))
+            for start in starts
+            for source, top in tops  # gate and up, whether or not they are one tensor
+        )
+
+    return replace(shared, sources=cut(shared.sources), others=cut(shared.others))
 
 
 def random_storage(spec: WeightSpec, dtype: str, published: Published | None) -> Stored:
@@ -487,7 +554,10 @@ class _Rows:
         change: Change | None = None,
     ) -> _Rows:
         """From a row of the source on."""
-        first, row_step, height = row * columns, source.step * columns, 0
+        width = columns if source.across is None else source.shape[-1]
+        first, row_step, height = row * width, source.step * width, 0
+        if source.across is not None:
+            first += source.across.start
         if source.turned and source.part is not None:
             height = source.rows
             info = info.part(info.name, source.part.start, (columns, height))
@@ -585,7 +655,8 @@ def _transfers(
         matrix = checkpoint.packed.get(source.key)
         if matrix is not None:
             info, at = matrix.tensors[0], (start - shard.start) * stride
-            fill, nbytes = WidenedRows(matrix, row, source.step).fill, (end - start) * stride
+            fill = WidenedRows(matrix, row, source.step, source.across).fill
+            nbytes = (end - start) * stride
             if source.turned and source.part is not None:
                 fill = TurnedRows(matrix, source.part, row).fill
             yield _Transfer((info.file, info.offset), shard.buffer, at, nbytes, stride, fill)
@@ -617,7 +688,7 @@ def _packed_transfers(
     columns = tensor.shape[1]
     for source, shard, start, end, row in _placed(spec.found(checkpoint), tensor):
         matrix = checkpoint.packed[source.key]
-        rows = PackedRows(matrix, row, end - start, how, source.step)
+        rows = PackedRows(matrix, row, end - start, how, source.step, source.across)
         info = matrix.tensors[0]
         strides = row_bytes(columns, how.dtype), how.grouping.row_bytes(columns)
         fills = rows.fill_blocks, rows.fill_scales

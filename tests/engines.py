@@ -14,7 +14,7 @@ from infer.engine import Engine, EngineOptions
 from infer.kernels.device import Device
 from infer.models import open_model
 from infer.models.lora import Lora, Loras
-from infer.models.weights import load_weights
+from infer.models.weights import joined, load_weights, stored
 from infer.sampling import SamplingParams
 
 
@@ -38,7 +38,7 @@ def build_engine(
     )
     weights = load_weights(
         device,
-        list(model.weights()),
+        joined(model.weights(), lambda spec: stored(spec, checkpoint, dtype), loras.names),
         checkpoint,
         ignorable=model.ignorable,
         dtype=dtype,

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
-from reference_models import load
+from engines import answer, scores
+from reference_models import DATA, load, relative_error
+from safetensors.numpy import save_file
 from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, covering, settings_of
 
+from infer.bench_measure import weight_bytes_per_token
+from infer.engine import Engine, EngineOptions
 from infer.kernels import functions, reference
 from infer.kernels.arrays import Array, to_gpu
 from infer.kernels.check import exact_weight, grouped, int8_rows
-from infer.kernels.device import Device, Settings
+from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
-from infer.kernels.tensor import QUANTIZED, Grouping
-from infer.models import build_model
+from infer.kernels.tensor import QUANTIZED, Grouping, allocate
+from infer.models import build_model, open_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
+from infer.models.formats.packed import read_rows
 from infer.models.shapes import SHAPES
-from infer.models.weights import load_weights
+from infer.models.weights import joined, load_weights, stored
 
 ROUTE: Factors = SETTINGS | {
     "rows": (1, 3, 8, 40),
@@ -34,6 +40,7 @@ ROUTE: Factors = SETTINGS | {
     "corrected": (False, True),
     "scaled": (False, True),
     "groups": ((1, 1), (2, 1), (5, 3)),
+    "shared": ((0, False), (1, False), (1, True), (3, True)),  # how many, and whether gated
 }
 
 
@@ -50,8 +57,10 @@ def logits_of(rng: np.random.Generator, rows: int, experts: int, kind: str = "")
 def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         slots, experts = case["choice"]
-        logits = logits_of(rng, case["rows"], experts)
+        shared, gated = case["shared"]
+        logits = logits_of(rng, case["rows"], experts + gated)
         options: dict[str, Any] = {"slots": slots, "scale": 2.5}
+        options |= {"shared": shared, "shared_scale": 0.7, "gated": gated}
         options |= {name: case[name] for name in ("normalize", "sigmoid")}
         count, chosen = case["groups"]
         if experts % count == 0 and slots <= experts // count * chosen:
@@ -229,6 +238,30 @@ def test_expert_down(open_device: OpenDevice, rng: np.random.Generator, cases: l
         assert error <= limit_of(case["dtype"]), case
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_shared_experts_are_the_last_of_a_stack(
+    device: Device, rng: np.random.Generator, rows: int, gated: bool
+) -> None:
+    """In decode the choice is a part of the first kernel, of which theirs is no part."""
+    width, inner = 64, 32
+    own: dict[str, Any] = {"slots": 3, "normalize": True, "scale": 2.5}
+    own |= {"shared": 2, "shared_scale": 0.7, "gated": gated}
+    x, logits = rng.standard_normal((rows, width), np.float32), logits_of(rng, rows, 40 + gated)
+    into, back = (exact_weight(rng, 42 * n, k, "bf16") for n, k in ((64, width), (width, inner)))
+    with device.scope():
+        forward = Forward(device, rows)
+        ops = forward.ops
+        routing = ops.route(forward.input(logits), **own)
+        y = ops.expert_gate_up(forward.input(x), routing, to_gpu(device, into, "bf16"))
+        y = ops.expert_down(y, routing, to_gpu(device, back, "bf16"))
+        result = forward.run(y)
+    ids, weights = reference.route(logits, **own)
+    expected = reference.expert_gate_up(x, ids, into.reshape(42, 64, -1))
+    expected = reference.expert_down(expected, ids, weights, back.reshape(42, width, -1))
+    assert nmse(result, expected) <= LIMIT
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_sigmoid_gate(least_device: Device, rng: np.random.Generator, rows: int) -> None:
     x, gate = rng.standard_normal((rows, 67), np.float32), 20 * rng.standard_normal((rows, 1))
@@ -246,12 +279,13 @@ def layer_error(
     shared: str,
 ) -> float:
     """Of a whole layer: residual, norm, router, experts with biases or a correction of the choice,
-    a projection beside them, perhaps with a gate, and one that reads the result; against the same
-    in kernels of their own."""
+    a projection beside them or a shared expert among them, perhaps with a gate, and one that reads
+    the result; against the same in kernels of their own."""
     width, inner, experts, slots = 96, 64, 5, 2
-    gates = int(shared == "gated")
-    shapes = {"router": (experts + gates, width), "gate_up": (experts * 2 * inner, width)}
-    shapes |= {"down": (experts * width, inner), "next": (70, width), "first": (width, 72)}
+    gates, stacked = int("gated" in shared), int("stacked" in shared)
+    every = experts + stacked
+    shapes = {"router": (experts + gates, width), "gate_up": (every * 2 * inner, width)}
+    shapes |= {"down": (every * width, inner), "next": (70, width), "first": (width, 72)}
     shapes |= {"shared": (width, 72)}
     values = {name: exact_weight(rng, *shape, "bf16") for name, shape in shapes.items()}
     x, added, norms = (
@@ -268,12 +302,15 @@ def layer_error(
         into, back = (to_gpu(device, b) if bias else None for b in biases)
         h = forward.input(added) + ops.linear(forward.input(x), w["first"])
         normed = ops.rmsnorm(h, first, EPS)
-        logits, *gate = ops.split(ops.linear(normed, w["router"]), experts, *[1] * gates)
-        correction = None if bias else to_gpu(device, corrections)
-        routing = ops.route(logits, slots, normalize=True, sigmoid=not bias, correction=correction)
+        logits, gate = ops.linear(normed, w["router"]), []
+        if not stacked:
+            logits, *gate = ops.split(logits, experts, *[1] * gates)
+        own_route: dict[str, Any] = {"shared": stacked, "gated": logits.width > experts}
+        own_route["correction"] = None if bias else to_gpu(device, corrections)
+        routing = ops.route(logits, slots, normalize=True, sigmoid=not bias, **own_route)
         y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
         y = ops.expert_down(y, routing, w["down"], back)
-        if shared:
+        if shared and not stacked:
             beside = ops.linear(forward.input(x[:, ::-1]), w["shared"])
             y = (ops.sigmoid_gate(beside, *gate) if gate else beside) + y
         result = ops.linear(ops.rmsnorm(h + y, second, EPS), w["next"])
@@ -295,7 +332,8 @@ def test_a_layer_of_experts(
     for i, settings in enumerate(own if rows < 10 else own[:1]):
         device = open_device(settings)
         with device.scope():
-            shared = ("", "plain", "gated")[(i + rows) % 3]
+            kinds = "stacked gated", "plain", "gated", "stacked", ""
+            shared = kinds[(i + rows) % 5]
             error = layer_error(device, rng, dtype, rows, plan_rows, i % 2 == 0, shared)
             # A sum that rounds otherwise may round another way to int8: 2e-6 for one of 96 values.
             assert error <= (1e-5 if dtype in QUANTIZED else LIMIT), settings
@@ -423,6 +461,60 @@ def test_experts_in_one_tensor(
             assert ours.dtype == theirs.dtype
             for a, b in zip(ours.shards[0].buffers, theirs.shards[0].buffers, strict=True):
                 np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
+
+
+JOINED = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe"]
+JOINED += ["glm4_moe_lite", "granitemoeshared", "hunyuan_v1_moe", "qwen3_5_moe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("case", JOINED)
+def test_a_shared_expert_takes_no_kernels_of_its_own(case: str) -> None:
+    """In decode, where it would take two beside the others, and reads no more than there."""
+    model, checkpoint = open_model(DATA / case)
+    together = joined(model.weights(), lambda spec: stored(spec, checkpoint))
+    kernels: list[Counter[str]] = []
+    moved: list[int] = []
+    for specs in (list(model.weights()), together):
+        dry = DryDevice(Limits())
+        dry.subgroups, dry.subgroup_size = True, 32
+        weights = {spec.name: allocate(dry, spec.shape, "bf16", unit=spec.unit) for spec in specs}
+        engine = Engine(dry, model, weights, EngineOptions(context=128))
+        lowering = engine._lowered["decode", None]
+        kernels.append(Counter(kernel.spec.name for kernel in lowering.kernels))
+        moved.append(weight_bytes_per_token(engine))
+    assert not any("shared_expert" in spec.name for spec in together)
+    experts = model.config.experts
+    assert experts is not None
+    assert kernels[0] - kernels[1] == {"matmul_vec": 2 * sum(experts.layers)}
+    assert kernels[0] >= kernels[1]
+    assert moved[0] == moved[1]
+
+
+@pytest.mark.parametrize("dtype", [None, "q4"])
+def test_a_shared_expert_is_the_same_alone(
+    device: Device, rng: np.random.Generator, tmp_path: Path, dtype: str | None
+) -> None:
+    """MLPs without gates, one as wide as two of the others, cut while it is read, or quantised."""
+    source = DATA / "nemotron_h_experts"
+    config = json.loads((source / "config.json").read_text())
+    config["moe_shared_expert_intermediate_size"] = 2 * config["moe_intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, Array] = {}
+    for key, info in Checkpoint.open(source).tensors.items():
+        shared = ".shared_experts." in key
+        tensors[key] = rng.standard_normal((64, 64), np.float32) / 8 if shared else read_rows(info)
+    save_file(tensors, tmp_path / SINGLE)
+    model, checkpoint = open_model(tmp_path)
+    together = joined(model.weights(), lambda spec: stored(spec, checkpoint, dtype))
+    assert not any("shared_expert" in spec.name for spec in together)
+    logits: list[Array] = []
+    with device.scope():
+        for specs in (list(model.weights()), together):
+            weights = load_weights(device, specs, checkpoint, dtype=dtype)
+            engine = Engine(device, model, weights, EngineOptions(context=64, kv_dtype="f32"))
+            engine.compile()
+            logits.append(np.append(scores(engine, range(3, 30)), answer(engine, [5], 4).logits, 0))
+    assert relative_error(logits[1], logits[0]) <= 1e-5
 
 
 def save_bf16(tensors: dict[str, Array], file: Path) -> None:

@@ -336,6 +336,35 @@ def test_memory_is_counted_before(device: Device) -> None:
     assert dry.allocated == used > sum(pair.a.nbytes for pair in lora.pairs.values())
 
 
+def test_a_shared_expert_that_is_changed_stays_alone(device: Device, tmp_path: Path) -> None:
+    """In the first layer; in the second it is one of the experts."""
+    folder, rng = MODELS / "qwen3_next", np.random.default_rng(0)
+
+    def change(tensors: Tensors) -> None:
+        tensors.clear()
+        for part, (rows, columns) in {"up": (32, 64), "down": (64, 32)}.items():
+            module = f"base_model.model.model.layers.0.mlp.shared_expert.{part}_proj"
+            for half, shape in (("A", (4, columns)), ("B", (rows, 4))):
+                values = rng.standard_normal(shape, np.float32) / 4
+                tensors[f"{module}.lora_{half}.weight"] = values
+
+    adapter = adapter_with(tmp_path / "adapter", change=change)
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file(merged_tensors(folder, adapter), tmp_path / "model.safetensors")
+    ids = list(range(3, 30))
+    with device.scope():
+        merged = build_engine(device, tmp_path)
+        expected, tokens = scores(merged, ids), answer(merged, ids, 8).token_ids
+        assert relative_error(scores(build_engine(device, folder), ids), expected) > 1e-1
+        for name in (None, "own"):
+            own: dict[str, Any] = {"adapters": {name: adapter}} if name else {"adapter": adapter}
+            engine = build_engine(device, folder, dtype="f32", **own)
+            apart = [name for name in engine.weights if "shared_expert" in name]
+            assert {name.split(".")[1] for name in apart} == {"0"}
+            assert relative_error(scores(engine, ids, name), expected) <= TOLERANCE
+            assert answer(engine, ids, 8, adapter=name).token_ids == tokens
+
+
 # What is refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,15 @@ def test_blocks_and_stacks_of_them_keep_their_values(
     checkpoint = find_packed(Checkpoint(tmp_path, gguf.tensors), GgufBlocks(RawConfig({})), [spec])
     values = np.concatenate(expected)
     with device.scope():
-        weight = load_weights(device, [spec], checkpoint)["w"]
-        assert weight.dtype == dtype
-        forward = Forward(device, len(values))
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(len(values))))
-        assert nmse(y, values) <= 1e-14
+        halves = replace(
+            spec, sources=tuple(replace(s, across=range(256, 512)) for s in spec.sources)
+        )
+        for own, exact in ((halves, values[:, 256:]), (spec, values)):
+            weight = load_weights(device, [own], checkpoint)["w"]
+            assert weight.dtype == dtype
+            forward = Forward(device, len(values))
+            y = forward.run(forward.ops.embedding(weight), tokens=list(range(len(values))))
+            assert nmse(y, exact) <= 1e-14
         x, exact = int8_rows(rng, 3, columns)
         forward = Forward(device, 3)
         y = forward.run(forward.ops.linear(forward.input(x), weight))
@@ -245,6 +250,23 @@ def test_parts_of_a_packed_source(
         y = forward.run(forward.ops.embedding(weight), tokens=list(range(48)))
     assert nmse(y, expected[np.concatenate([np.array(part) for part in parts])]) <= 1e-14
     assert sum(rows) == 48
+
+
+@pytest.mark.parametrize("case", CASES_2D)
+def test_columns_of_a_packed_source(device: Device, case: str) -> None:
+    """Its right half above its left one: widened where these have not groups of their own."""
+    (found, checkpoint), expected = opened(DATA / case), values_of(case)
+    (rows, columns), half = expected.shape, expected.shape[1] // 2
+    halves = range(half, columns), range(half)
+    spec = WeightSpec("w", tuple(Source(KEY, expected.shape, across=own) for own in halves))
+    checkpoint = find_packed(checkpoint, found, [spec])
+    with device.scope():
+        weight = load_weights(device, [spec], checkpoint)["w"]
+        forward = Forward(device, 2 * rows)
+        y = forward.run(forward.ops.embedding(weight), tokens=list(range(2 * rows)))
+    assert nmse(y, np.concatenate([expected[:, half:], expected[:, :half]])) <= 1e-14
+    odd = case in ("compressed_fp8_block", "gptq_4bit_act_order", "gptq_4bit_zeros")
+    assert stored(spec, checkpoint).packed == (not odd)
 
 
 def test_rows_of_a_packed_source_that_become_columns(
@@ -568,17 +590,10 @@ def test_models_as_mlx_has_them(
     """Floats answer as on the hub, and what is quantised as floats of its values."""
     source = LLAMA.parent / name
     config, tensors = json.loads((source / "config.json").read_text()), convert(name)
-    packed: dict[str, Array] = {}
-    for key, values in tensors.items():
-        module = re.fullmatch(r"(.*(?:_proj(?:_\w+)?|embed_q|unembed_out|fc[12]))\.weight", key)
-        pack = mlx_packed if values.ndim == 2 else packed_one_by_one
-        parts = {key: values}
-        if module is not None and values.shape[-1] % 32 == 0:
-            parts = {f"{module[1]}.{kind}": part for kind, part in pack(values).items()}
-        packed |= parts
     quantized = {"quantization": {"group_size": 32, "bits": 4}}
     folders = tmp_path / "as_floats", tmp_path / "packed"
-    for folder, made, own in zip(folders, (tensors, packed), ({}, quantized), strict=True):
+    both = tensors, packed_in_part(tensors)
+    for folder, made, own in zip(folders, both, ({}, quantized), strict=True):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config | own))
         save_file(made, folder / "model.safetensors", metadata={"format": "mlx"})
@@ -595,6 +610,57 @@ def test_models_as_mlx_has_them(
     errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
     assert np.median(errors) <= 1e-1  # activations are rounded to int8
     assert relative_error(expected, reference.logits) > 1e-2  # it was quantised
+
+
+def packed_in_part(tensors: dict[str, Array], kept: str = "^$") -> dict[str, Array]:
+    """The same as MLX quantises it, but for keys that match."""
+    packed: dict[str, Array] = {}
+    for key, values in tensors.items():
+        module = re.fullmatch(r"(.*(?:_proj(?:_\w+)?|embed_q|unembed_out|fc[12]))\.weight", key)
+        pack = mlx_packed if values.ndim == 2 else packed_one_by_one
+        parts = {key: values}
+        if module is not None and values.shape[-1] % 32 == 0 and not re.search(kept, key):
+            parts = {f"{module[1]}.{kind}": part for kind, part in pack(values).items()}
+        packed |= parts
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "forms"),
+    [
+        ("qwen3_next", "^$", {"experts": "q4"}),
+        ("qwen3_5_moe", "^$", {"experts": "q4"}),
+        ("qwen3_next", r"shared_expert\.up", {"experts": "q4", "shared_expert": "q4 f32"}),
+        ("qwen3_5_moe", r"shared_expert\.down", {"experts": "q4", "shared_expert": "q4 f32"}),
+        ("qwen3_5_moe", "switch_mlp", {"experts": "f32", "shared_expert": "q4"}),
+    ],
+)
+def test_a_shared_expert_of_another_form_stays_alone(
+    device: Device, tmp_path: Path, name: str, kept: str, forms: dict[str, str]
+) -> None:
+    """It is one of the experts where it lies as they do; nothing is widened for that."""
+    config = json.loads((LLAMA.parent / name / "config.json").read_text())
+    config["quantization"] = {"group_size": 32, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = packed_in_part(as_mlx(name), kept)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "mlx"})
+    checkpoint = open_model(tmp_path)[1]
+    floats = {key: read_rows(info) for key, info in checkpoint.tensors.items()}
+    own = open_model(LLAMA.parent / name)[1].tensors  # norms and convolutions as on the hub
+    floats = {key: read_rows(own[key]) if key in own else floats[key] for key in floats}
+    ids = load(name).prompt_ids.tolist()
+    with device.scope():
+        engine = build_engine(device, tmp_path)
+        found: dict[str, set[str]] = {}
+        for weight, tensor in engine.weights.items():
+            match = re.search(r"\.(experts|shared_expert)\.", weight)
+            if match is not None:
+                found.setdefault(match[1], set()).add(tensor.dtype)
+        assert found == {kind: set(dtypes.split()) for kind, dtypes in forms.items()}
+        same = as_floats(checkpoint, floats, tmp_path, name)
+        expected, actual = (scores(e, ids) for e in (build_engine(device, same), engine))
+    errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
+    assert np.median(errors) <= 1e-1  # activations are rounded to int8
 
 
 @pytest.mark.parametrize("part", ["layers.1.linear_attn.conv1d.weight", "conv1d.weight"])

@@ -31,7 +31,9 @@ from infer.kernels.shader import (
 )
 from infer.kernels.tensor import allocate
 from infer.models import build_model
+from infer.models.packing import Stored
 from infer.models.shapes import SHAPES, shape_config
+from infer.models.weights import joined
 
 
 def rendered(text: str, **params: Value) -> str:
@@ -371,9 +373,8 @@ def model_specs(
     c = model.config
     dry = DryDevice(limits)
     dry.subgroups, dry.subgroup_size = lanes > 0, lanes
-    weights = {
-        spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in model.weights()
-    }
+    specs = joined(model.weights(), lambda spec: Stored(dtype))
+    weights = {spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in specs}
     for kv_dtype, fuse, (rows, logits) in steps:
         ops = Ops()
         caches: list[Cache] = []

@@ -81,7 +81,7 @@
 #endif
 
 #let W_ROWS = OUTPUTS * (1 + GATED)
-#let ROWS_OF_X = 1 + COMBINE * (SLOTS - 1)
+#let ROWS_OF_X = 1 + COMBINE * (SLOTS + SHARED - 1)
 const VALUES = $(W_ROWS + NORM)u;      // sums per team
 const STEPS = BLOCKS * $(ROWS_OF_X)u;
 
@@ -100,7 +100,7 @@ fn row_of(expert: u32) -> u32 {
   return select(0u, expert - FIRST_EXPERT, in_shard(expert)) * N * $(1 + GATED)u;
 }
 
-// grid (N / (TEAMS * OUTPUTS), rows * SLOTS); COMBINE: rows
+// grid (N / (TEAMS * OUTPUTS), rows * ALL_SLOTS); COMBINE: rows
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if WEIGHT == iq4nl
@@ -146,15 +146,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 
 #if ROUTE
-  choose_experts(id.y / SLOTS, me);
-  let expert = chosen[id.y % SLOTS];
+  let expert = choose_expert(id.y / ALL_SLOTS, id.y % ALL_SLOTS, me);
 #elif not COMBINE
-  let expert = expert_of(id.y / SLOTS, id.y % SLOTS);
+  let expert = expert_of(id.y / ALL_SLOTS, id.y % ALL_SLOTS);
 #endif
 #if COMBINE
   let writes = own_output;
 #if BIAS
-#for s in 0..SLOTS
+#for s in 0..SLOTS + SHARED
   var own_bias$s = 0.0;
   if (writes) {
     own_bias$s = bias[expert_of(id.y, $su) * N + n];
@@ -209,9 +208,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endfor
 #for u in 0..UNROLL
 #if COMBINE
-    let x$u = load_activations(id.y * SLOTS + slot$u, i$u, base + $uu * TEAM < STEPS);
+    let x$u = load_activations(id.y * ALL_SLOTS + slot$u, i$u, base + $uu * TEAM < STEPS);
 #else
-    let x$u = load_activations(id.y / SLOTS, i$u, base + $uu * TEAM < STEPS);
+    let x$u = load_activations(id.y / ALL_SLOTS, i$u, base + $uu * TEAM < STEPS);
 #endif
 #endfor
 #for u in 0..UNROLL
@@ -253,7 +252,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if COMBINE
     var value = scale * total(owner, place, parts);
 #if BIAS
-#for s in 0..SLOTS
+#for s in 0..SLOTS + SHARED
     value += select(0.0, weight_of(id.y, $su), in_shard(expert_of(id.y, $su))) * own_bias$s;
 #endfor
 #endif
@@ -312,7 +311,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endif
 #if ROUTE
   if (id.x == 0u) {
-    write_routing(id.y / SLOTS, id.y % SLOTS, id.y % SLOTS + 1u, me);
+    write_routing(id.y / ALL_SLOTS, id.y % ALL_SLOTS, id.y % ALL_SLOTS + 1u, me);
   }
 #endif
 }

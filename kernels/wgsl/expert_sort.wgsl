@@ -12,23 +12,23 @@
 
 const NONE = 0xffffffffu;
 
-var<workgroup> counts: array<atomic<u32>, EXPERTS>;
+var<workgroup> counts: array<atomic<u32>, ALL_EXPERTS>;
 var<workgroup> before: array<u32, WG>;  // pairs of this expert that earlier invocations have
 
 // grid (experts)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
-  let pairs = step.n_rows * SLOTS;
+  let pairs = step.n_rows * ALL_SLOTS;
   let share = (pairs + WG - 1u) / WG;
   let first = min(me.index * share, pairs);
   let end = min(first + share, pairs);
-  for (var e = me.index; e < EXPERTS; e += WG) {
+  for (var e = me.index; e < ALL_EXPERTS; e += WG) {
     atomicStore(&counts[e], 0u);
   }
   workgroupBarrier();
   var own = 0u;
   for (var pair = first; pair < end; pair++) {
-    let expert = expert_of(pair / SLOTS, pair % SLOTS);
+    let expert = expert_of(pair / ALL_SLOTS, pair % ALL_SLOTS);
     atomicAdd(&counts[expert], 1u);
     own += u32(expert == id.x);
   }
@@ -52,7 +52,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
   var place = first_tile * TILE + before[me.index] - own;
   for (var pair = first; pair < end; pair++) {
-    if (expert_of(pair / SLOTS, pair % SLOTS) == id.x) {
+    if (expert_of(pair / ALL_SLOTS, pair % ALL_SLOTS) == id.x) {
       tile_pairs[place] = pair;
       place++;
     }
@@ -63,7 +63,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   for (var tile = first_tile + me.index; tile < end_tile; tile += WG) {
     tile_experts[tile] = id.x;
   }
-  if (id.x == EXPERTS - 1u) {
+  if (id.x == ALL_EXPERTS - 1u) {
     for (var tile = end_tile + me.index; tile < TILES; tile += WG) {
       tile_experts[tile] = NONE;
     }

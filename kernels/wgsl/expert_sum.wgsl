@@ -17,8 +17,8 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     return;
   }
   var sum = 0.0;
-  for (var slot = 0u; slot < SLOTS; slot++) {
-    sum += weight_of(id.y, slot) * x[(id.y * SLOTS + slot) * STRIDE + id.x];
+  for (var slot = 0u; slot < ALL_SLOTS; slot++) {
+    sum += weight_of(id.y, slot) * x[(id.y * ALL_SLOTS + slot) * STRIDE + id.x];
   }
 #if RESIDUAL
   sum += residual[id.y * STRIDE + id.x];

@@ -2,7 +2,7 @@
 #include "reduce.wgsl"
 #include "top_experts.wgsl"
 @group(0) @binding(0) var<storage, read> logits: array<f32>;
-@group(0) @binding(1) var<storage, read_write> routing: array<f32>;  // [row][SLOTS ids, SLOTS weights]
+@group(0) @binding(1) var<storage, read_write> routing: array<f32>;  // see routing.wgsl
 #if CORRECTION
 @group(0) @binding(2) var<storage, read> correction: array<f32>;
 #endif
@@ -14,5 +14,5 @@
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   choose_experts(id.y, me);
-  write_routing(id.y, 0u, SLOTS, me);
+  write_routing(id.y, 0u, ALL_SLOTS, me);
 }

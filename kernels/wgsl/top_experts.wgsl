@@ -5,13 +5,12 @@
 // chosen by its score plus a value of its own, which its weight ignores. With EXPERT_SCALES its weight
 // is multiplied by a factor of its own, after all that. With ROUTE_GROUPS above 1 experts are chosen of
 // the CHOSEN_GROUPS groups whose best expert (with CORRECTION, whose best two together) have the largest
-// score.
+// score. The weight of the SHARED experts, which are not chosen, is SHARED_SCALE, with SHARED_GATED times
+// the sigmoid of one more logit.
 // Needs reduce.wgsl, and the bindings `logits: array<f32>`, `routing: array<f32>` to write to, and
 // perhaps `correction: array<f32>` and `expert_scales: array<f32>`.
+#include "routing.wgsl"
 // @param ROUTE bool
-// @param EXPERTS u32
-// @param SLOTS u32               experts per row
-// @param ROUTING_STRIDE u32
 // @param NORMALIZE bool
 // @param SIGMOID bool
 // @param CORRECTION bool
@@ -20,6 +19,8 @@
 // @param ROUTE_EPS f32
 // @param ROUTE_GROUPS u32
 // @param CHOSEN_GROUPS u32
+// @param SHARED_SCALE f32
+// @param SHARED_GATED bool
 // @param LOGITS_STRIDE u32
 // @param LOGITS_OFFSET u32
 #if ROUTE
@@ -181,8 +182,32 @@ fn order(x: f32) -> u32 {
   return max(2u, bits ^ select(0x80000000u, 0xffffffffu, bits >> 31u == 1u));
 }
 
+// The expert of a slot.
+fn choose_expert(row: u32, slot: u32, me: Invocation) -> u32 {
+#if SHARED > 0
+  if (slot >= SLOTS) {
+    return EXPERTS + slot - SLOTS;
+  }
+#endif
+  choose_experts(row, me);
+  return chosen[slot];
+}
+
 // Writes the ids and weights of slots [first, end).
 fn write_routing(row: u32, first: u32, end: u32, me: Invocation) {
+#if SHARED > 0
+  for (var slot = max(first, SLOTS) + me.index; slot < end; slot += WG) {
+    routing[row * ROUTING_STRIDE + slot] = f32(EXPERTS + slot - SLOTS);
+    var weight = SHARED_SCALE;
+#if SHARED_GATED
+    weight /= 1.0 + exp(-logits[row * LOGITS_STRIDE + LOGITS_OFFSET + EXPERTS]);
+#endif
+    routing[row * ROUTING_STRIDE + ALL_SLOTS + slot] = weight;
+  }
+  if (first >= SLOTS) {
+    return;
+  }
+#endif
   var most = expert_logits[chosen[0]];
 #if CORRECTION
   for (var slot = 1u; slot < SLOTS; slot++) {
@@ -203,14 +228,14 @@ fn write_routing(row: u32, first: u32, end: u32, me: Invocation) {
   }
   sum = workgroup_add(sum, me);
 #endif
-  for (var slot = first + me.index; slot < end; slot += WG) {
+  for (var slot = first + me.index; slot < min(end, SLOTS); slot += WG) {
     let e = chosen[slot];
     routing[row * ROUTING_STRIDE + slot] = f32(e);
     var weight = score(expert_logits[e], most) / sum;
 #if EXPERT_SCALES
     weight *= expert_scales[e];
 #endif
-    routing[row * ROUTING_STRIDE + SLOTS + slot] = ROUTE_SCALE * weight;
+    routing[row * ROUTING_STRIDE + ALL_SLOTS + slot] = ROUTE_SCALE * weight;
   }
 }
 #endif

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.codes import TABLES
+from infer.kernels.tensor import SUPERBLOCK
 
 Floats = NDArray[np.float32]
 _E8M0: Floats = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
@@ -78,6 +79,18 @@ class Grouped:
         names = ("codes", "scales", "zeros", "biases", "units")
         parts = {name: getattr(self, name) for name in names}
         return replace(self, **{n: p[::step] for n, p in parts.items() if p is not None})
+
+    def across(self, columns: range) -> Grouped:
+        """These columns of each row, which are whole groups, or some of the only one."""
+
+        def cut(parts: NDArray[Any] | None, size: int) -> Any:
+            first, end = columns.start // size, -(-columns.stop // size)
+            return None if parts is None else parts[:, first:end]
+
+        names = ("scales", "zeros", "biases")
+        own = {name: cut(getattr(self, name), self.scheme.group) for name in names}
+        units = cut(self.units, SUPERBLOCK)
+        return replace(self, codes=cut(self.codes, 1), units=units, **own)
 
     def dequantize(self) -> Floats:
         """The values, float32 [rows, columns], in the matrix's own order of columns."""

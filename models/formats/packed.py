@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from infer.kernels.arrays import from_bf16
 from infer.kernels.errors import CheckpointError, UnsupportedError
+from infer.kernels.tensor import SUPERBLOCK
 from infer.models.checkpoint import Checkpoint, HeldTensor, TensorInfo, listed
 from infer.models.config import RawConfig
 from infer.models.formats.grouped import Floats, Grouped, Scheme, from_e8m0
@@ -72,6 +73,11 @@ class Packed(ABC):
         """The same of `count` rows, every `step`-th from `start` on."""
         grouped = self.read(start, start + (count - 1) * step + 1)
         return grouped if step == 1 else grouped.every(step)
+
+    def divides(self, columns: int) -> bool:
+        """Whether every so many columns have groups of their own, or all columns are one."""
+        group = SUPERBLOCK if self.scheme.scale_dtype == "int8" else self.scheme.group
+        return self.order is None and (columns % group == 0 or group >= self.shape[1])
 
     def held(self) -> Packed:
         """The same for reading many of its rows: with its tensors in memory if it is by columns.
