@@ -45,8 +45,8 @@ def profile_passes(
 
     A pass runs its dispatches one after another, as a step does, with a timestamp at either end. In
     one that takes less than least_seconds they run several times over, and one round's share is
-    returned. Every run begins with the copies `before`: to restore what dispatches (a sampler's)
-    change for the next run. All runs are queued at once, behind others that bring the clock up.
+    returned. In front of every pass are the copies `before`: to restore what dispatches (a
+    sampler's) change. All runs are queued at once, behind others that bring the clock up.
 
     Raises DeviceError where the adapter has no timestamps.
     """
@@ -99,9 +99,6 @@ class _Run:
         times = []
         for start in range(0, len(self.passes), PASSES):
             encoder = self.device.handle.create_command_encoder()
-            if start == 0:
-                for source, target, nbytes in self.before:
-                    encoder.copy_buffer_to_buffer(source.handle, 0, target.handle, 0, nbytes)
             count = 2 * len(self.passes[start : start + PASSES])
             queries = self.device.handle.create_query_set(
                 type=wgpu.QueryType.timestamp, count=count
@@ -114,6 +111,8 @@ class _Run:
         return times
 
     def _record_pass(self, encoder: Any, index: int, queries: Any, query: int) -> None:
+        for source, target, nbytes in self.before:
+            encoder.copy_buffer_to_buffer(source.handle, 0, target.handle, 0, nbytes)
         timed = encoder.begin_compute_pass(
             timestamp_writes={
                 "query_set": queries,

@@ -465,7 +465,7 @@ class Tuning:
     def ssm_scan(self, rows: int, key_dim: int) -> ScanVariant:
         """An invocation has 32 values of a matrix where it can be split so."""
         split = next(n for n in (16, 8, 4, 2, 1) if key_dim % (4 * n) == 0)
-        variants = (ScanVariant(n, self._unroll(n), 32, split, 4) for n in (4, 2, 1))
+        variants = (ScanVariant(n, self._unroll(n), 32, split, 4) for n in (8, 4, 2, 1))
         return self._first(variants, rows, key_dim)
 
     def delta_rule(self, rows: int, key_dim: int) -> DeltaVariant:
@@ -476,7 +476,7 @@ class Tuning:
         variants = (
             DeltaVariant(n, self._unroll(n), 32, split, 2, 8, subgroups)
             for subgroups in ((True, False) if rows > 1 else (False,))
-            for n in (8, 4, 2, 1)
+            for n in (16, 8, 4, 2, 1)
         )
         return self._first(variants, rows, key_dim)
 

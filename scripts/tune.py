@@ -470,10 +470,11 @@ def _run(sweep: Sweep, name: str, options: argparse.Namespace) -> None:
 
 
 def _line(sweep: Sweep, results: Sequence[Result]) -> str:
-    """The times, by the numbers of the shapes."""
-    numbers = {group.label: index for index, group in enumerate(sweep.groups, 1)}
+    """The times, by the numbers of the shapes; with another variant one may be named otherwise."""
+    names = {group.label: str(index) for index, group in enumerate(sweep.groups, 1)}
     return "  ".join(
-        f"[{numbers[r.kernel]}] {1e6 * r.seconds:.2f}{'*' if r.chosen else ''}" for r in results
+        f"[{names.get(r.kernel, r.kernel)}] {1e6 * r.seconds:.2f}{'*' if r.chosen else ''}"
+        for r in results
     )
 
 
