@@ -13,9 +13,11 @@ from infer.kernels.shader import KernelSpec
 
 @dataclass(eq=False)
 class Scratch:
-    """Memory between two kernels that is not an activation: so many bytes."""
+    """Memory between two kernels that is not an activation: so many bytes. routing: of a choice of
+    experts."""
 
     nbytes: int
+    routing: bool = False
 
 
 Operand = Value | Scratch | Buffer
@@ -64,7 +66,9 @@ def colour(
     kernels: Sequence[Kernel], nbytes: Callable[[Value | Scratch], int | None]
 ) -> list[Slot]:
     """Slots for what the kernels pass on: operands that are never needed at once share one, and no
-    kernel reads and writes the same. nbytes says None for what has a buffer of its own."""
+    kernel reads and writes the same. Routings share with nothing: they say how much experts have to
+    do, and a profile runs kernels out of their order. nbytes says None for what has a buffer of its
+    own."""
     last_use = {operand: i for i, kernel in enumerate(kernels) for operand in kernel.operands}
     slots: list[Slot] = []
     seen: set[Operand] = set()
@@ -74,11 +78,12 @@ def colour(
             if isinstance(operand, Buffer) or size is None:
                 continue
             seen.add(operand)
+            routing = operand.routing if isinstance(operand, Scratch) else operand.op == "route"
             slot = next((slot for slot in slots if slot.free_from < index), None)
-            if slot is None:
+            if slot is None or routing:
                 slot = Slot([], 0, 0)
                 slots.append(slot)
             slot.operands.append(operand)
             slot.nbytes = max(slot.nbytes, size)
-            slot.free_from = last_use[operand]
+            slot.free_from = len(kernels) if routing else last_use[operand]
     return slots

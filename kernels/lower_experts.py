@@ -36,7 +36,7 @@ def lower_route(low: Lowering, value: Value) -> None:
         return
     tile = _tile(low, value, "f32").rows
     tiles = _tiles(value, tile, low.kind.rows)
-    low.tiles[value] = [Scratch(4 * tiles), Scratch(4 * tiles * tile)]
+    low.tiles[value] = [Scratch(4 * tiles, routing=True), Scratch(4 * tiles * tile, routing=True)]
     low.emit(
         "expert_sort",
         (low.step, value, *low.tiles[value]),

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.kernels.arena import Arena, Kernel, Scratch
+from infer.kernels.arena import Arena, Kernel, Scratch, colour
 from infer.kernels.arrays import Array, to_gpu
 from infer.kernels.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.functions import rope_table
 from infer.kernels.kv_cache import KVCache, KVShape, LayerCache
-from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind
+from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, constant
 from infer.kernels.ops import LowRank, Ops, Rope, Value, stride
 from infer.kernels.plan import NOTHING, DispatchPlan, linear_grid
 from infer.kernels.reference import nmse
@@ -255,6 +255,18 @@ def test_a_layer_of_prefill_is_eight_kernels() -> None:
     layer = Counter(rmsnorm=2, matmul=4, rope_kv_write=1, attention_tiled=1)
     rest = Counter(embedding=1, take_rows=1, rmsnorm=1, matmul_vec=1)
     assert kernels_of(512) == layer + layer + rest
+
+
+def test_a_routing_shares_memory_with_nothing() -> None:
+    """A profile runs an expert's kernels after others, which would have written over it."""
+    first, routing, last = Scratch(4), Scratch(4, routing=True), Scratch(4)
+    spec = KernelSpec.of("copy")
+    kernels = [
+        Kernel(spec, (operand,), (1, 1, 1), constant(0), constant(0), head=False)
+        for operand in (first, routing, last)
+    ]
+    slots = colour(kernels, lambda operand: 4)
+    assert [slot.operands for slot in slots] == [[first, last], [routing]]
 
 
 @pytest.mark.parametrize("v_normed", [False, True])
