@@ -44,6 +44,7 @@ from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 AHEAD = 2  # steps in flight: one runs while the next is recorded
 SUBMISSION_SECONDS = 0.1  # of prefill at most: a display on the same GPU must get its turn
 FIRST_ROWS = 64  # of prefill, while it is not known how fast the adapter is
+SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
 _NOTHING = Recording([])
 
 
@@ -134,7 +135,10 @@ class Engine:
         self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
         self.sampler = Sampler(device, c.vocab_size, self.logits, self.step)
         self.arena = Arena(device)
-        self.rows = {"prefill": self._chunk(), "few": MAX_VEC_ROWS, "decode": 1}
+        self.rows = {"prefill": self._chunk()}
+        if self._chunk() > SHORT_ROWS and not device.software:
+            self.rows["short prefill"] = SHORT_ROWS
+        self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         self._lowered = {
             (kind, adapter): self._lower(StepKind(rows, logits=1), self.logits, adapter)
             for kind, rows in self.rows.items()
@@ -435,20 +439,18 @@ class Engine:
         return min(layers, math.ceil(rows * self._row_seconds / SUBMISSION_SECONDS))
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
-        """(start, rows, kind of step) of the steps that take so many ids. Those of prefill have so
-        many rows that a layer is done in SUBMISSION_SECONDS, or 16."""
+        """(start, rows, kind of step) of the steps that take so many ids: each of the kind for the
+        fewest rows that has room. They have so many that a layer is done in SUBMISSION_SECONDS, or
+        16."""
         start = 0
         while start < length:
-            left = length - start
-            kind = "decode" if left == 1 else "few" if left <= MAX_VEC_ROWS else "prefill"
-            most = self.rows[kind]
-            if kind == "prefill" and self._row_seconds == 0.0:
-                most = min(most, FIRST_ROWS)
-            elif kind == "prefill":
+            most = FIRST_ROWS
+            if self._row_seconds > 0.0:  # which a step may have found out
                 seconds = self._row_seconds / self.model.config.num_hidden_layers
-                most = min(most, max(16, int(SUBMISSION_SECONDS / seconds) // 16 * 16))
-            yield start, min(left, most), kind
-            start += min(left, most)
+                most = max(16, int(SUBMISSION_SECONDS / seconds) // 16 * 16)
+            rows = min(length - start, most, self.rows["prefill"])
+            yield start, rows, next(kind for kind, n in reversed(self.rows.items()) if n >= rows)
+            start += rows
 
     def recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
         key = (kind, self._adapter, head, chain)

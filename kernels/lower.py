@@ -335,7 +335,7 @@ class Lowering:
                 | outputs
                 | _UNGROUPED
                 | self.whole_rows(weight)
-                | {"GATED": gated, "SPLIT_ROWS": padded_rows(rows)}
+                | {"GATED": gated, "SPLIT_ROWS": padded_rows(rows) if tile.splits > 1 else 0}
                 | tile.params,
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),

@@ -481,6 +481,25 @@ def test_a_context_grows_out_of_one_split(
     assert len(short) == len(long) - engine.model.config.num_hidden_layers
 
 
+def test_prompts_of_any_length_have_steps_of_their_size(
+    build: Build, own_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has tiles for short prompts."""
+    engine = build("llama", context=501)
+    assert {kind for _, _, kind in engine.chunks(300)} == {"prefill"}
+    lengths = (9, 33, 129, 300)
+    ids = [i % engine.vocab_size for i in range(7, 307)]
+    expected = [answer(engine, ids[:length], 3) for length in lengths]
+    monkeypatch.setattr(own_device, "software", False)
+    monkeypatch.setattr("infer.engine.FIRST_ROWS", 512)
+    engine = build("llama", context=502)
+    kinds = [[kind for _, _, kind in engine.chunks(length)] for length in (1, 8, *lengths)]
+    assert kinds == [[kind] for kind in ("decode", "few", *["short prefill"] * 2, *["prefill"] * 2)]
+    for length, answered in zip(lengths, expected, strict=True):
+        engine.tokens.clear()
+        assert_same(answer(engine, ids[:length], 3), answered)
+
+
 def test_long_steps_are_cut_into_short_submissions(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
