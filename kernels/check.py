@@ -558,12 +558,14 @@ class _Shape:
     softcap: float = 0.0
     sinks: bool = False  # for functions that take them
     latent: int = 0  # so many dimensions of a key are k, the others v; values are the keys
+    row_norms: bool = False  # norms of heads, for functions that take them, are of whole rows
 
     def __str__(self) -> str:
         window = f", window {self.window}" if self.window else ""
         window += f", cap {self.softcap}" if self.softcap else ""
         window += ", sinks" if self.sinks else ""
         window += f", latent {self.latent}" if self.latent else ""
+        window += ", norms of rows" if self.row_norms else ""
         heads = f"{self.n_heads}/{self.n_kv_heads} heads of {self.head_dim}"
         return f"{heads}, context {self.kv_len}{window}"
 
@@ -614,6 +616,7 @@ _SHAPES = (
     _Shape(1, 4, 128, 531),
     _Shape(1, 2, 256, 81, softcap=0.7),
 )
+_ROW_NORMS = _Shape(2, 4, 64, 97, row_norms=True)
 _LATENT = (_Shape(1, 3, 48, 301, latent=16), _Shape(1, 2, 576, 75, latent=64))
 
 
@@ -733,7 +736,9 @@ class _Heads:
         self.shape, self.at = shape, shape.rows(rows)
         d, q_width = shape.head_dim, shape.n_heads * shape.head_dim
         interleaved = shape.group % 2 == 1
-        self.x, q_norm, k_norm = inputs(rows, q_width + 2 * shape.kv_width), inputs(d), inputs(d)
+        self.x = inputs(rows, q_width + 2 * shape.kv_width)
+        widths = (q_width, shape.kv_width) if shape.row_norms else (d, d)
+        q_norm, k_norm = (inputs(width) for width in widths)
         self.table = functions.rope_table(_frequencies(d), shape.kv_len)
         self.options: dict[str, Any] = {
             "n_heads": shape.n_heads,
@@ -806,7 +811,7 @@ _ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...], tuple[_Shap
     "kv_write": (_kv_write, (3,), _ALL),
     "latent_write": (_latent_write, (1, 3), _LATENT),
     "rope_kv_write": (_rope_kv_write, (3,), _SHAPES),
-    "rope_attention": (_rope_attention, (1, 3), _SHAPES),
+    "rope_attention": (_rope_attention, (1, 3), (*_SHAPES, _ROW_NORMS)),
     "attention": (partial(_attend, functions.attention), (1, 5), _ALL),
     "attention_tiled": (partial(_attend, functions.attention_tiled), (70,), _ALL),
 }

@@ -839,8 +839,8 @@ def rope_kv_write(
 ) -> tuple[Floats, Array, Array]:
     """All from a projection x [rows, (n_heads + 2 n_kv_heads) * head_dim] of queries, keys and
     values to attention, in one kernel: the queries normed and turned, and the cache (see kv_write)
-    with keys likewise and values written. norms: (q weight, k weight, eps), where the device's
-    limits allow nine storage buffers; table: as in `rope`."""
+    with keys likewise and values written. norms: (q weight, k weight, eps) of heads, where the
+    device's limits allow nine storage buffers; table: as in `rope`."""
     if norms is not None and device.limits.storage_buffers < 9:
         raise ShaderError("rope_kv_write with norms needs nine storage buffers: use rope_attention")
     head_dim = x.shape[1] // (n_heads + 2 * n_kv_heads)
@@ -877,10 +877,11 @@ def rope_attention(
     """All from a projection x (see rope_kv_write) to the output of attention, [rows, n_heads *
     head_dim], and the cache after it. k and v [past, n_kv_heads * head_dim] are in the cache
     already, and x follows them. Without values in x they are the keys before their norm; without
-    keys too, k and v have those of x's rows. v_norm: the weight of a norm of values, beside norms;
-    turn_first: norms are of what was turned. One row is what attention does by itself; more rows go
-    through rope_kv_write, or, where nothing turns (table None) or bindings are too few for that,
-    through a kernel for each step."""
+    keys too, k and v have those of x's rows. norms: (q weight, k weight, eps), of heads, or of all
+    heads of a row. v_norm: the weight of a norm of values, beside norms; turn_first: norms are of
+    what was turned. One row is what attention does by itself; more rows go through rope_kv_write,
+    or, where nothing turns (table None) or bindings are too few for that, through a kernel for each
+    step."""
     kv_parts = (x.shape[1] * n_kv_heads // k.shape[1] - n_heads) // n_kv_heads
     past = len(k) if kv_parts else len(k) - len(x)
     cache = _cache(device, k, v, n_kv_heads, kv_dtype, past + len(x))

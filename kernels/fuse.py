@@ -222,7 +222,8 @@ class Fusion:
 
     def projection(self, value: Value) -> Value | None:
         """The projection that attention takes apart: of q, k and v, of q and k, which is v too, or
-        of q alone; heads perhaps normed, those of q and k turned."""
+        of q alone; heads perhaps normed, or, in steps of a few rows, all of q and all of k; those
+        of q and k turned."""
         chains = [self.head_chain(source) for source in value.inputs]
         parts, norms, ropes = (list(items) for items in zip(*chains, strict=True))
         q: Value = parts[0]
@@ -243,10 +244,17 @@ class Fusion:
             return None
         if len(parts) == 1 and not turned:
             return None  # nothing is left to do
+        whole = self.norms_rows(value)
+        if whole and (not self.vec or any(norms[2:]) or self.turns_first(value.inputs[0])):
+            return None
         head_dim = value.attrs["cache"].head_dim
         for step in turned:
-            width = step.attrs["head_dim"] if step.op == "rope" else step.attrs["weight"].shape[0]
-            if width != head_dim or len(self.consumers[step]) != 1:
+            if step.op == "rope":
+                fits = step.attrs["head_dim"] == head_dim
+            else:
+                width = step.width if whole else head_dim
+                fits = step.attrs["weight"].shape[0] == width and step.attrs["groups"] == 1
+            if not fits or len(self.consumers[step]) != 1:
                 return None
         return q.inputs[0]
 
@@ -288,6 +296,12 @@ class Fusion:
                 norm = value
             value = value.inputs[0]
         return value, norm, rope
+
+    @staticmethod
+    def norms_rows(value: Value) -> bool:
+        """Whether the norm of queries, if they have one, is of more than a head."""
+        _, norm, _ = Fusion.head_chain(value.inputs[0])
+        return norm is not None and norm.attrs["weight"].shape[0] > value.attrs["cache"].head_dim
 
     @staticmethod
     def turns_first(value: Value) -> bool:

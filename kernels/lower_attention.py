@@ -70,13 +70,15 @@ def lower_attention(low: Lowering, value: Value, result: Value) -> None:
 @dataclass(frozen=True)
 class _Heads:
     """A projection of q, k and v, and what becomes of its heads: how queries and keys turn, if they
-    do, and the weights of the norms of queries, keys and values, if they have any. own: there are
-    keys and values; v_is_k: these are the keys as they are projected."""
+    do, and the weights of the norms of queries, keys and values, if they have any. rows_normed:
+    norms are of whole rows of heads. own: there are keys and values; v_is_k: these are the keys as
+    they are projected."""
 
     projection: Value
     rope: Rope | None
     weights: tuple[Buffer, ...]
     eps: float
+    rows_normed: bool
     own: bool
     v_is_k: bool
     turned_first: bool
@@ -90,6 +92,7 @@ class _Heads:
             ropes[0],
             tuple(norm.attrs["weight"].buffer for norm in found),
             float(found[0].attrs["eps"]) if found else 0.0,
+            rows_normed=Fusion.norms_rows(value),
             own=len(parts) == 3,
             v_is_k=len(parts) == 3 and parts[1] is parts[2],
             turned_first=Fusion.turns_first(value.inputs[0]),
@@ -101,6 +104,7 @@ class _Heads:
             "ROTARY_DIM": self.rope.rotary_dim if self.rope else 0,
             "INTERLEAVED": self.rope.interleaved if self.rope else False,
             "NORM": bool(self.weights),
+            "ROW_NORM": self.rows_normed,
             "TURN_FIRST": self.turned_first,
             "OWN": self.own,
             "V_NORM": len(self.weights) == 3,
@@ -118,6 +122,7 @@ _UNTURNED = {
     "ROTARY_DIM": 0,
     "INTERLEAVED": False,
     "NORM": False,
+    "ROW_NORM": False,
     "EPS": 0.0,
     "TURN_FIRST": False,
     "OWN": False,
@@ -155,6 +160,9 @@ def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Va
     query = Value(value.ops, "query", value.width)
     operands: list[Operand] = [low.step, cache.pages, rope.table, x, query]
     n_heads, kv = value.width // cache.head_dim, (cache.keys, cache.values) if heads.own else ()
+    workgroup = max(32, min(128, cache.head_dim // 2)) if cache.head_dim % 64 == 0 else 32
+    if heads.rows_normed:
+        workgroup = low.tuning.workgroup(value.width)
     low.emit(
         "rope_kv_write",
         [*operands, *kv, *heads.weights],
@@ -162,7 +170,7 @@ def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Va
         {
             **_kv_params(cache),
             **heads.params,
-            "WG": max(32, min(128, cache.head_dim // 2)) if cache.head_dim % 64 == 0 else 32,
+            "WG": workgroup,
             "SUBGROUPS": low.device.subgroups,
             "N_HEADS": n_heads,
             "N_KV_HEADS": cache.n_kv_heads,

@@ -183,6 +183,7 @@ def test_every_pass_begins_with_the_copies_before_it(device: Device) -> None:
         ("llama-3.2-1b", 1_235_814_400),
         ("llama-3.1-8b", 8_030_261_248),
         ("nemotron-3-nano-30b-a3b", 31_577_937_344 + 23 * 128),  # and what corrects 23 routers
+        ("olmo-3-7b", 7_298_011_136),
         ("qwen2.5-0.5b", 494_032_768),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-30b-a3b", 30_532_122_624),

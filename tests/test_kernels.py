@@ -923,6 +923,48 @@ def test_rope_attention(
         assert rope_attention_error(device, rng, **own) <= LIMIT, case
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "kv_parts", "interleaved", "rows", "settings"),
+    [
+        ((2, 1), 64, 2, False, 1, Settings()),
+        ((2, 1), 64, 2, False, 1, LEAST),
+        ((3, 7), 128, 2, False, 1, Settings()),  # more vectors than invocations
+        ((3, 7), 128, 2, False, 3, Settings()),
+        ((2, 4), 24, 1, True, 1, Settings()),
+        ((2, 4), 24, 1, True, 3, Settings()),
+        ((1, 5), 40, 0, False, 1, Settings()),
+    ],
+)
+def test_attention_norms_whole_rows(
+    open_device: OpenDevice,
+    rng: np.random.Generator,
+    heads: tuple[int, int],
+    head_dim: int,
+    kv_parts: int,
+    interleaved: bool,
+    rows: int,
+    settings: Settings,
+) -> None:
+    device = open_device(settings)
+    for joined in (True, False) if (rows, kv_parts) == (1, 2) else (False,):
+        error = rope_attention_error(
+            device,
+            rng,
+            heads,
+            head_dim,
+            70 if joined else 600,
+            0,
+            "f16",
+            norms=2,
+            wide=True,
+            kv_parts=kv_parts,
+            interleaved=interleaved,
+            rows=rows,
+            tuning=attention_tuning(device, joined),
+        )
+        assert error <= LIMIT, joined
+
+
 def rope_attention_error(
     device: Device,
     rng: np.random.Generator,
@@ -933,6 +975,7 @@ def rope_attention_error(
     kv_dtype: str,
     softcap: float = 0.0,
     norms: int = 0,
+    wide: bool = False,
     kv_parts: int = 2,
     turn_first: bool = False,
     rotary: int | None = 1,
@@ -941,14 +984,16 @@ def rope_attention_error(
     **options: Any,
 ) -> float:
     """Of the output, given what is now in the cache, which must be right as well. rotary: one in
-    so many dimensions turns, or none. norms: of queries and keys, or of values too. kv_parts: keys
-    and values in the projection, keys that are the values too, or neither."""
+    so many dimensions turns, or none. norms: of queries and keys, or of values too; wide: those of
+    queries and keys are of whole rows. kv_parts: keys and values in the projection, keys that are
+    the values too, or neither."""
     d, (n_kv_heads, group) = head_dim, heads
     kv_width, n_heads = n_kv_heads * d, n_kv_heads * group
     frequencies = 100.0 ** (-np.arange(d // 2 // (rotary or 1)) / d)
     x = normal(rng, rows, (group + kv_parts) * kv_width)
     known = [normal(rng, past + (0 if kv_parts else rows), kv_width) for _ in "kv"]
-    q_norm, k_norm, v_norm = normal(rng, 3, d)
+    q_width, k_width = (group * kv_width, kv_width) if wide else (d, d)
+    q_norm, k_norm, v_norm = (normal(rng, width) for width in (q_width, k_width, d))
     y, *cached = functions.rope_attention(
         device,
         x,

@@ -45,10 +45,10 @@ def model(
     device: Device,
     caches: Sequence[LayerCache],
     *,
-    heads_normed: bool,
+    normed: str | None,
     turned: bool = True,
 ) -> Value:
-    """The logits of a decoder."""
+    """The logits of a decoder, in which heads, or all heads of a row, may be normed."""
     weight = Weights(device)
     angles = np.arange(600)[:, None] * 0.1 ** np.arange(HEAD_DIM // 2)
     table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
@@ -60,9 +60,10 @@ def model(
         width = q_width + 2 * kv_width
         qkv = ops.linear(x, weight(width, HIDDEN, seed=i), weight(width, seed=i))
         q, k, v = ops.split(qkv, q_width, kv_width, kv_width)
-        if heads_normed:
-            q = ops.rmsnorm(q, weight(HEAD_DIM, seed=i), EPS)
-            k = ops.rmsnorm(k, weight(HEAD_DIM, seed=i + 9), EPS)
+        if normed:
+            widths = (q_width, kv_width) if normed == "rows" else (HEAD_DIM, HEAD_DIM)
+            q = ops.rmsnorm(q, weight(widths[0], seed=i), EPS)
+            k = ops.rmsnorm(k, weight(widths[1], seed=i + 9), EPS)
         if turned:
             q, k = ops.rope(q, rope, HEAD_DIM), ops.rope(k, rope, HEAD_DIM)
         y = ops.attention(q, k, v, cache, scale=0.25, window=3 * i)
@@ -76,7 +77,7 @@ def model(
 
 
 def logits(
-    device: Device, chunks: Sequence[int], last_only: bool, *, fuse: bool, heads_normed: bool
+    device: Device, chunks: Sequence[int], last_only: bool, *, fuse: bool, normed: str | None
 ) -> Array:
     """The logits after a prompt that is computed in chunks of so many rows."""
     with device.scope():
@@ -86,24 +87,23 @@ def logits(
         for rows in chunks:
             own = [rows - 1] if last_only else None
             forward = Forward(device, rows, logits_rows=own, fuse=fuse)
-            output = model(forward.ops, device, caches, heads_normed=heads_normed)
+            output = model(forward.ops, device, caches, normed=normed)
             part = tokens[position : position + rows]
             results.append(forward.run(output, position=position, tokens=part))
             position += rows
     return np.concatenate(results)
 
 
-@pytest.mark.parametrize("heads_normed", [False, True])
+@pytest.mark.parametrize("normed", [None, "heads", "rows"])
 @pytest.mark.parametrize("last_only", [False, True])
 @pytest.mark.parametrize("settings", [Settings(), Settings(subgroups=False)])
 def test_fusing_changes_nothing(
-    open_device: Any, settings: Settings, last_only: bool, heads_normed: bool
+    open_device: Any, settings: Settings, last_only: bool, normed: str | None
 ) -> None:
     device = open_device(settings)
     chunks = [20, 1, 5, 1]
     fused, plain = (
-        logits(device, chunks, last_only, fuse=fuse, heads_normed=heads_normed)
-        for fuse in (True, False)
+        logits(device, chunks, last_only, fuse=fuse, normed=normed) for fuse in (True, False)
     )
     assert np.isfinite(plain).all()
     assert nmse(fused, plain) <= 1e-10
@@ -111,31 +111,10 @@ def test_fusing_changes_nothing(
 
 def test_chunks_change_nothing(device: Device) -> None:
     """Prefill, a few rows and single rows are different kernels with the same result."""
-    expected = logits(device, [1] * 19, False, fuse=True, heads_normed=True)
+    expected = logits(device, [1] * 19, False, fuse=True, normed="heads")
     for chunks in ([19], [8, 8, 3], [9, 10], [2] * 9 + [1]):
-        y = logits(device, chunks, False, fuse=True, heads_normed=True)
+        y = logits(device, chunks, False, fuse=True, normed="heads")
         assert nmse(y, expected) <= 1e-10
-
-
-def test_a_norm_over_all_heads_is_not_taken_for_one_of_each(
-    device: Device, rng: np.random.Generator
-) -> None:
-    x, w = rng.standard_normal((3, 32)), rng.standard_normal((8 * 16, 32))
-    results = []
-    for fuse in (True, False):
-        with device.scope():
-            forward = Forward(device, 3, fuse=fuse)
-            ops = forward.ops
-            q, k, v = ops.split(ops.linear(forward.input(x), to_gpu(device, w)), 64, 32, 32)
-            q, k = (
-                ops.rmsnorm(part, to_gpu(device, np.linspace(0.5, 1.5, part.width)), 1e-6)
-                for part in (q, k)
-            )
-            rope = Rope(device.upload(rope_table(1e4 ** -np.arange(0, 1, 1 / 8), 300)), 16)
-            q, k = ops.rope(q, rope, 16), ops.rope(k, rope, 16)
-            cache = KVCache(device, [(2, 16)], 300, dtype="f32").layers[0]
-            results.append(forward.run(ops.attention(q, k, v, cache, scale=0.25)))
-    assert nmse(*results) <= 1e-10
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
@@ -191,7 +170,7 @@ def kernels_of(
     rows: int,
     *,
     fuse: bool = True,
-    heads_normed: bool = True,
+    normed: str | None = "heads",
     turned: bool = True,
     bindings: int = 9,
     changed: bool = False,
@@ -202,7 +181,7 @@ def kernels_of(
     dry.subgroup_size = 32
     ops = Ops(Everywhere(dry) if changed else {})
     caches = KVCache(dry, [(KV_HEADS, HEAD_DIM)] * 2, 2000).layers
-    output = model(ops, dry, caches, heads_normed=heads_normed, turned=turned)
+    output = model(ops, dry, caches, normed=normed, turned=turned)
     lowering = Lowering(
         dry,
         ops,
@@ -224,12 +203,12 @@ LONG = SHORT + Counter(attention_combine=1)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("heads_normed", [False, True])
+@pytest.mark.parametrize("normed", [None, "heads", "rows"])
 @pytest.mark.parametrize(("kv_len", "layer"), [(1, SHORT), (300, SHORT), (2000, LONG)])
 def test_a_layer_of_decode_is_five_or_six_kernels(
-    kv_len: int, layer: Counter[str], heads_normed: bool, turned: bool
+    kv_len: int, layer: Counter[str], normed: str | None, turned: bool
 ) -> None:
-    found = kernels_of(1, heads_normed=heads_normed, turned=turned, kv_len=kv_len)
+    found = kernels_of(1, normed=normed, turned=turned, kv_len=kv_len)
     assert found == layer + SHORT + Counter(embedding=1, matmul_vec=1)
 
 
@@ -237,24 +216,28 @@ def test_a_layer_of_a_few_rows_is_seven_kernels() -> None:
     """A row may attend to another's key, which must be in the cache before."""
     layer = Counter(matmul_vec=4, rope_kv_write=1, attention=1, attention_combine=1)
     rest = Counter(embedding=1, take_rows=1, matmul_vec=1)
-    assert kernels_of(2) == layer + layer + rest
+    assert kernels_of(2) == kernels_of(2, normed="rows") == layer + layer + rest
     layer = Counter(matmul_vec=4, kv_write=1, attention=1, attention_combine=1)
-    assert kernels_of(2, heads_normed=False, turned=False) == layer + layer + rest
+    assert kernels_of(2, normed=None, turned=False) == layer + layer + rest
 
 
 def test_kernels_bind_no_more_buffers_than_the_adapter_allows() -> None:
-    """With norms of heads the fused kernels have more than the eight that every device has."""
+    """With norms the fused kernels have more than the eight that every device has."""
     rest = Counter(embedding=1, matmul_vec=1)
-    assert kernels_of(1, heads_normed=False, bindings=8) == LONG + SHORT + rest
+    assert kernels_of(1, normed=None, bindings=8) == LONG + SHORT + rest
     assert kernels_of(1, bindings=9) == LONG + SHORT + rest
     apart = Counter(rmsnorm=4, rope=4, kv_write=2)
-    assert kernels_of(1, bindings=8) == LONG + SHORT + rest + apart
+    for normed in ("heads", "rows"):
+        assert kernels_of(1, normed=normed, bindings=8) == LONG + SHORT + rest + apart
 
 
 def test_a_layer_of_prefill_is_eight_kernels() -> None:
     layer = Counter(rmsnorm=2, matmul=4, rope_kv_write=1, attention_tiled=1)
     rest = Counter(embedding=1, take_rows=1, rmsnorm=1, matmul_vec=1)
     assert kernels_of(512) == layer + layer + rest
+    # Every workgroup of rope_kv_write would read the whole row of each head.
+    layer = Counter(rmsnorm=4, matmul=4, rope=2, kv_write=1, attention_tiled=1)
+    assert kernels_of(512, normed="rows") == layer + layer + rest
 
 
 def test_a_routing_shares_memory_with_nothing() -> None:
@@ -532,7 +515,7 @@ def test_the_head_is_what_only_rows_with_logits_need(device: Device) -> None:
     with device.scope():
         caches = KVCache(device, [(KV_HEADS, HEAD_DIM)] * 2, 600, dtype="f32").layers
         forward = Forward(device, 20, logits_rows=[19])
-        lowering, _ = forward.lower(model(forward.ops, device, caches, heads_normed=False))
+        lowering, _ = forward.lower(model(forward.ops, device, caches, normed=None))
         plan: DispatchPlan = lowering.place(Arena(device))
     assert [item.pipeline.spec.name for item in plan.head][:1] == ["take_rows"]
     names = {item.pipeline.spec.name for item in plan.body}

@@ -15,7 +15,8 @@
 // which every workgroup norms (NORM) and turns (unless ROTARY_DIM is 0) its own queries. OWN: the
 // split that ends with the row's own position takes that one's key and value from there and puts them
 // into the cache, where no workgroup may read them yet. The value is normed too (V_NORM), and it may
-// be what the key is before that (V_IS_K).
+// be what the key is before that (V_IS_K). ROW_NORM: norms are of all queries and of all keys, with
+// weights for each head; every workgroup sums up the squares of both.
 //
 // JOINED: the context is a single split, and this kernel does what attention_combine would do: SINKS
 // and GATED are only for that. LATENT: values are the keys, which are loaded once.
@@ -57,6 +58,7 @@
 // @param ROPE bool
 // @param OWN bool                only with ROPE, as NORM is
 // @param NORM bool
+// @param ROW_NORM bool           only with NORM; then neither V_NORM nor TURN_FIRST
 // @param V_NORM bool
 // @param V_IS_K bool
 // @param EPS f32
@@ -116,6 +118,11 @@ const Q_SCALE: f32 = SCALE;  // the factor comes after the cap
 #else
 const Q_SCALE: f32 = SCALE * LOG2_E;
 #endif
+#if ROW_NORM
+const QUERIES = GROUP * KV_HEADS * GROUPS * 2u;  // vectors in all queries of a row
+const KEYS = u32(OWN) * KV_HEADS * GROUPS * 2u;  // in all of its keys
+#let ROUNDS = ((GROUP + OWN) * KV_HEADS * HEAD_DIM + 4 * WG - 1) / (4 * WG)
+#endif
 
 var<workgroup> parts: array<vec2<f32>, HEADS * SUBGROUPS>;  // (max, sum) of each subgroup
 var<workgroup> outputs: array<vec4<f32>, MERGED * SUBGROUPS * GROUPS * 2u>;
@@ -141,7 +148,7 @@ fn main(
   let heads = (id.z * X_STRIDE + X_OFFSET) / 4u;
 #for h in 0..HEADS
 #for e in 0..PER_LANE
-  let raw$h_$e = load_group(heads, (first_head + $hu) * GROUPS + part + $eu * CLUSTER);
+  let raw$h_$e = load_query(heads, (first_head + $hu) * GROUPS + part + $eu * CLUSTER);
 #endfor
 #endfor
 #if OWN
@@ -152,21 +159,26 @@ fn main(
   let value_head = key_head + HEADS * size.y / GROUP * GROUPS;
 #endif
 #endif
+#if ROW_NORM
+#for j in 0..ROUNDS
+  let row$j = x[heads + min(tid + $ju * WG, QUERIES + KEYS - 1u)];
+#endfor
+#endif
 #if ROPE
 #for e in 0..PER_LANE
   let partner$e = partner_of(part + $eu * CLUSTER);
 #for h in 0..HEADS
-  let raw_partner$h_$e = load_group(heads, (first_head + $hu) * GROUPS + partner$e);
+  let raw_partner$h_$e = load_query(heads, (first_head + $hu) * GROUPS + partner$e);
 #endfor
-#if NORM
+#if NORM and not ROW_NORM
   let q_weight$e = q_weight(part + $eu * CLUSTER);
   let q_weight_partner$e = q_weight(partner$e);
 #endif
 #if OWN
-  let raw_key$e = load_group(heads, key_head + part + $eu * CLUSTER);
-  let raw_key_partner$e = load_group(heads, key_head + partner$e);
+  let raw_key$e = load_own_key(heads, key_head + part + $eu * CLUSTER);
+  let raw_key_partner$e = load_own_key(heads, key_head + partner$e);
   let raw_value$e = load_group(heads, value_head + part + $eu * CLUSTER);
-#if NORM
+#if NORM and not ROW_NORM
   let k_weight$e = k_weight(part + $eu * CLUSTER);
   let k_weight_partner$e = k_weight(partner$e);
 #endif
@@ -222,9 +234,27 @@ fn main(
 #endfor
   }
 
+#if ROW_NORM
+  var squares_of_row = vec2<f32>();  // queries, keys
+#for j in 0..ROUNDS
+  squares_of_row += squares_at(tid + $ju * WG, row$j);
+#endfor
+  squares_of_row = subgroupAdd(squares_of_row);
+  if (lane == 0u) {
+    parts[subgroup] = squares_of_row;
+  }
+  workgroupBarrier();
+  squares_of_row = parts[0];
+#for g in 1..SUBGROUPS
+  squares_of_row += select(vec2<f32>(), parts[$g], $gu * subgroup_size < WG);
+#endfor
+  workgroupBarrier();  // parts are written again
+#endif
 #for h in 0..HEADS
   var scale$h = Q_SCALE;
-#if ROPE and NORM
+#if ROW_NORM
+  scale$h *= inverseSqrt(squares_of_row.x / f32(4u * QUERIES) + EPS);
+#elif ROPE and NORM
   var squares$h = 0.0;
 #for e in 0..PER_LANE
   squares$h += squared(raw$h_$e);
@@ -236,7 +266,7 @@ fn main(
 #endif
 #endfor
 #for e in 0..PER_LANE
-#if ROPE and NORM
+#if ROPE and NORM and not ROW_NORM
   let q_turn$e = weighted(turn$e, q_weight$e, q_weight_partner$e);
 #elif ROPE
   let q_turn$e = turn$e;
@@ -264,7 +294,9 @@ fn main(
   if (is_last) {
     // The row's own position, through the type of the cache.
     var key_scale = 1.0;
-#if NORM
+#if ROW_NORM
+    key_scale = inverseSqrt(squares_of_row.y / f32(4u * KEYS) + EPS);
+#elif NORM
     var squares = 0.0;
 #for e in 0..PER_LANE
     squares += squared(raw_key$e);
@@ -285,7 +317,7 @@ fn main(
     let value_scale = inverseSqrt(value_squares / f32(HEAD_DIM) + EPS);
 #endif
 #for e in 0..PER_LANE
-#if NORM
+#if NORM and not ROW_NORM
     let k_turn$e = weighted(turn$e, k_weight$e, k_weight_partner$e);
 #else
     let k_turn$e = turn$e;
@@ -553,7 +585,29 @@ fn main(
 fn load_group(heads: u32, group: u32) -> Group {
   return Group(x[heads + 2u * group], x[heads + 2u * group + 1u]);
 }
+
+// A group of a query, times the weights of a norm of rows: those of heads go into the turn.
+fn load_query(heads: u32, group: u32) -> Group {
+  let query = load_group(heads, group);
+#if ROW_NORM
+  let weight = q_weight(group);
+  return Group(query.low * weight.low, query.high * weight.high);
+#else
+  return query;
+#endif
+}
 #if OWN
+
+// The same of a key.
+fn load_own_key(heads: u32, group: u32) -> Group {
+  let key = load_group(heads, group);
+#if ROW_NORM
+  let weight = k_weight(group - QUERIES / 2u);
+  return Group(key.low * weight.low, key.high * weight.high);
+#else
+  return key;
+#endif
+}
 
 fn store_key(i: u32, key: Kv8) {
 #if KV == f32
@@ -579,6 +633,15 @@ fn store_value(i: u32, value: Kv8) {
 #else
   values[i] = value;
 #endif
+}
+#endif
+#if ROW_NORM
+
+// What vector i of a row adds to the squares of the queries and of the keys.
+fn squares_at(i: u32, vector: vec4<f32>) -> vec2<f32> {
+  let is_query = i < QUERIES;
+  let is_key = i < QUERIES + KEYS && !is_query;
+  return select(vec2<f32>(), vec2<f32>(dot(vector, vector)), vec2<bool>(is_query, is_key));
 }
 #endif
 #if NORM

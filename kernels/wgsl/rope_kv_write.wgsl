@@ -1,7 +1,8 @@
 // One kernel from a q, k, v projection to attention: query and key heads are normed (NORM) and
 // turned, or turned and then normed (TURN_FIRST); queries go to y, keys and values into the cache.
 // Values may be normed too (V_NORM), and be what keys are before that (V_IS_K). Without OWN there
-// are queries alone.
+// are queries alone. ROW_NORM: the norms are of all queries and of all keys of a row, with weights for
+// each head.
 #include "reduce.wgsl"
 #include "step.wgsl"
 #include "rotate.wgsl"
@@ -11,6 +12,7 @@
 // @param NORM bool
 // @param TURN_FIRST bool
 // @param OWN bool
+// @param ROW_NORM bool           only with NORM, and without V_NORM
 // @param V_NORM bool             only with NORM
 // @param V_IS_K bool
 // @param EPS f32
@@ -52,14 +54,26 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
   workgroupBarrier();
 #if NORM
+  let weights = select(0u, (id.x - select(N_HEADS, 0u, is_query)) * HEAD_DIM, ROW_NORM);
   if (!is_value || V_NORM) {
     var squares = 0.0;
+#if ROW_NORM
+    let width = select(N_KV_HEADS, N_HEADS, is_query) * HEAD_DIM;
+    let row_start = id.y * X_STRIDE + select(N_HEADS * HEAD_DIM, 0u, is_query);
+    for (var i = me.index; i < width; i += WG) {
+      let value = x[row_start + i];
+      squares += value * value;
+    }
+#else
+    let width = HEAD_DIM;
     for (var d = me.index; d < HEAD_DIM; d += WG) {
       squares += head[d] * head[d];
     }
-    let scale = inverseSqrt(workgroup_add(squares, me) / f32(HEAD_DIM) + EPS);
+#endif
+    let scale = inverseSqrt(workgroup_add(squares, me) / f32(width) + EPS);
     for (var d = me.index; d < HEAD_DIM; d += WG) {
-      head[d] *= scale * select(norm_weight(d, is_query, is_value), 1.0, TURN_FIRST && !is_value);
+      let weight = norm_weight(weights + d, is_query, is_value);
+      head[d] *= scale * select(weight, 1.0, TURN_FIRST && !is_value);
     }
     workgroupBarrier();
   }
@@ -74,7 +88,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     if (!is_value) {
       pair = vec2<f32>(rotated(d, row.position), rotated(d + 1u, row.position));
 #if NORM and TURN_FIRST
-      pair *= vec2<f32>(norm_weight(d, is_query, false), norm_weight(d + 1u, is_query, false));
+      let at = weights + d;
+      pair *= vec2<f32>(norm_weight(at, is_query, false), norm_weight(at + 1u, is_query, false));
 #endif
     }
     if (is_query) {
@@ -107,17 +122,17 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 }
 #if NORM
 
-fn norm_weight(d: u32, is_query: bool, is_value: bool) -> f32 {
+fn norm_weight(i: u32, is_query: bool, is_value: bool) -> f32 {
 #if V_NORM
   if (is_value) {
-    return v_norm[d];
+    return v_norm[i];
   }
 #endif
 #if OWN
   if (!is_query) {
-    return k_norm[d];
+    return k_norm[i];
   }
 #endif
-  return q_norm[d];
+  return q_norm[i];
 }
 #endif
