@@ -240,6 +240,7 @@ def cases() -> Iterator[Case]:
             yield Case("short_conv", f"{name}, {'gated' if gated else 'silu'}", run)
         yield Case("delta_rule", name, partial(_delta_rule, rows=rows, goes_on=goes_on))
         yield Case("ssm_scan", name, partial(_ssm_scan, rows=rows, goes_on=goes_on))
+    yield Case("ssm_scan", "1 row, as int8 behind a norm", _ssm_scan_int8)
     for (dtype, grouping), rows in product(_PUBLISHED, (1, 3, 40)):
         run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
         kernel = "matmul_vec" if rows <= 8 else "matmul"
@@ -490,6 +491,25 @@ def _ssm_scan(device: Device, inputs: Inputs, rows: int, goes_on: bool) -> Outco
     state = inputs(4, 24, 36) if goes_on else None
     y, left = functions.ssm_scan(device, *own, state=state)
     expected, expected_left = reference.ssm_scan(*own, state=state)
+    return (
+        np.concatenate([y.ravel(), left.ravel()]),
+        np.concatenate([expected.ravel(), expected_left.ravel()]),
+    )
+
+
+def _ssm_scan_int8(device: Device, inputs: Inputs) -> Outcome:
+    """What comes out of each head is a multiple of x, of which it is known how it rounds."""
+    x, exact = (part.reshape(1, 4, 48) for part in int8_rows(inputs.rng, 1, 4 * 48))
+    b, c, z = inputs(1, 1, 24), inputs(1, 1, 24), np.tile(inputs(1, 4, 1), 48)
+    own = b, c, z, inputs(1, 4), inputs(3, 4) - 1
+    norm, weight = np.repeat(inputs(12), 16), exact_weight(inputs.rng, 37, 4 * 48, "q8")
+    options: dict[str, Any] = {"norm": (norm, EPS), "projection": weight, "dtype": "q8"}
+    y, left = functions.ssm_scan(device, x, *own, **options)
+    (values, expected_left), (rounded_values, _) = (
+        reference.ssm_scan(part, *own) for part in (x, exact)
+    )
+    scale = 1 / np.sqrt(np.mean(values**2) + EPS)
+    expected = reference.matmul(scale * rounded_values.reshape(1, -1) * norm, weight)
     return (
         np.concatenate([y.ravel(), left.ravel()]),
         np.concatenate([expected.ravel(), expected_left.ravel()]),

@@ -566,12 +566,16 @@ def ssm_scan(
     *,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     state: Array | None = None,
+    norm: tuple[Array, float] | None = None,
+    projection: Array | None = None,
+    dtype: str = "f32",
     **options: Unpack[Options],
 ) -> tuple[Floats, Floats]:
     """The state space model of Mamba 2, times silu(z), [rows, heads, head_dim], and the matrices
     that it leaves, [heads, state_dim, head_dim]; x, z [rows, heads, head_dim], b, c [rows, groups,
     state_dim], dt [rows, heads], heads [3, heads]: A_log, dt_bias and D. It goes on from the
-    matrices in `state`, or from zeros."""
+    matrices in `state`, or from zeros. projection [n, heads * head_dim], stored as `dtype`: the
+    first result, or its norm (weights, eps), goes through it, [rows, n]."""
     (rows, groups, state_dim), (_, n_heads, head_dim) = b.shape, x.shape
     channels = n_heads * head_dim + 2 * groups * state_dim
     shape = StateShape(channels, 2, groups, n_heads, state_dim, head_dim)
@@ -580,7 +584,13 @@ def ssm_scan(
     inputs = np.concatenate([part.reshape(rows, -1) for part in (x, b, c)], axis=1)
     values = forward.input(inputs), forward.input(z.reshape(rows, -1)), forward.input(dt)
     output = forward.ops.ssm_scan(*values, to_gpu(device, heads.reshape(-1)), own, dt_limit)
-    y = forward.run(output, position=0 if state is None else 1).reshape(x.shape)
+    if norm is not None:
+        output = forward.ops.rmsnorm(output, to_gpu(device, norm[0]), norm[1])
+    if projection is not None:
+        output = forward.ops.linear(output, to_gpu(device, projection, dtype))
+    y = forward.run(output, position=0 if state is None else 1)
+    if projection is None:
+        y = y.reshape(x.shape)
     left = device.read(own.matrices, np.float32, n_heads * state_dim * head_dim)
     return y, left.reshape(n_heads, state_dim, head_dim)
 

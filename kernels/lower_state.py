@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from infer.kernels.arena import Operand
 from infer.kernels.layer_state import LayerState
 from infer.kernels.ops import Value, stride
-from infer.kernels.tensor import GpuTensor
+from infer.kernels.tensor import HALF, GpuTensor
 
 if TYPE_CHECKING:
     from infer.kernels.lower import Lowering
@@ -84,9 +84,20 @@ def lower_ssm_scan(low: Lowering, value: Value) -> None:
     (x, x_stride, _), (z, z_stride, z_offset), (dt, dt_stride, dt_offset) = map(
         low.source, value.inputs
     )
+    operands: list[Operand] = [low.step, x, z, dt, value.attrs["heads"].buffer, state.matrices]
+    form = low.next_form(value, low.device.limits.storage_buffers - len(operands))
+    if form and form.int8 and (variant.columns % HALF or shape.value_dim % HALF):
+        form = None
+    keep = form is None or form.keep
+    if keep:
+        operands.append(value)
+    if form is not None:
+        operands += low.prepare(value, form, low.kind.rows)
+        if form.norm is not None:
+            operands.append(form.norm.attrs["weight"].buffer)
     low.emit(
         "ssm_scan",
-        (low.step, x, z, dt, value.attrs["heads"].buffer, state.matrices, value),
+        operands,
         (-(-shape.value_dim // variant.columns), shape.heads, 1),
         variant.params
         | {
@@ -102,6 +113,9 @@ def lower_ssm_scan(low: Lowering, value: Value) -> None:
             "DT_STRIDE": dt_stride,
             "DT_OFFSET": dt_offset,
             "Y_STRIDE": stride(value.width),
+            "KEEP": keep,
+            "QUANTIZE": form is not None and form.int8,
+            "NEXT_NORM": form is not None and form.norm is not None,
         },
         moved=lambda rows, kv_len: 2 * state.matrices.nbytes + 4 * rows * (x_stride + value.width),
         flops=lambda rows, kv_len: 6 * rows * shape.key_dim * value.width,

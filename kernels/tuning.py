@@ -208,7 +208,8 @@ class ScanVariant:
 
     def storage(self, key_dim: int) -> int:
         """Bytes of workgroup memory."""
-        return 4 * self.rows * (2 * key_dim + 4 + self.columns * (1 + self.split))
+        quantized = 2 * self.columns if self.rows == 1 else 0
+        return 4 * (self.rows * (2 * key_dim + 4 + self.columns * (1 + self.split)) + quantized)
 
     def serves(self, key_dim: int) -> bool:
         """Whether a matrix with so many rows can be split like that."""

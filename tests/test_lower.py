@@ -15,6 +15,7 @@ from infer.kernels.device import Buffer, Device, DryDevice, Limits, Pipeline, Se
 from infer.kernels.forward import Forward
 from infer.kernels.functions import rope_table
 from infer.kernels.kv_cache import KVCache, KVShape, LayerCache
+from infer.kernels.layer_state import LayerState, StateShape
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, constant
 from infer.kernels.ops import LowRank, Ops, Rope, Value, stride
 from infer.kernels.plan import NOTHING, DispatchPlan, linear_grid
@@ -290,6 +291,36 @@ def test_a_norm_behind_a_projection_is_one_kernel(scaled: bool, dtype: str, rows
     kernels = [kernel.spec.name for kernel in lowering.kernels]
     made = ["quantize"] * (dtype == "q8")
     assert kernels == [*made, "matmul_vec", "rmsnorm", "matmul_vec"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bindings", "made"),
+    [("q8", 9, []), ("q8", 8, ["quantize"]), ("bf16", 9, []), ("bf16", 8, [])],
+)
+def test_a_layer_of_mamba_2_is_five_kernels_of_decode(
+    dtype: str, bindings: int, made: list[str]
+) -> None:
+    """As projections do, the scan writes what the one behind its norm reads, if it can bind it."""
+    dry, ops = DryDevice(Limits(storage_buffers=bindings)), Ops()
+    dry.subgroup_size = 32
+    state = LayerState.new(dry, StateShape(64 + 2 * 24, 4, 1, 4, 24, 16), 0)
+    norms = [allocate(dry, (64,), "f32") for _ in range(2)]
+    h = ops.linear(ops.input(dry.buffer(4 * 64), 64), allocate(dry, (64, 64), dtype))
+    x = ops.rmsnorm(h, norms[0], EPS)
+    zxbc = ops.linear(x, allocate(dry, (64 + state.shape.channels, 64), dtype))
+    dt = ops.linear(x, allocate(dry, (4, 64), dtype))
+    z, xbc = ops.split(zxbc, 64, state.shape.channels)
+    taps = allocate(dry, (4 * state.shape.channels,), "f32")
+    xbc = ops.short_conv(xbc, taps, None, state, activation="silu")
+    y = ops.ssm_scan(xbc, z, dt, allocate(dry, (12,), "f32"), state)
+    output = h + ops.linear(ops.rmsnorm(y, norms[1], EPS), allocate(dry, (64, 64), dtype))
+    step, result = dry.buffer(16), dry.buffer(4 * 64)
+    lowering = Lowering(dry, ops, StepKind(1), step, output=output, output_buffer=result)
+    before = ["quantize"] * (dtype == "q8") + ["matmul_vec"]
+    layer = [*made, "matmul_vec", "matmul_vec", "short_conv", "ssm_scan", *made, "matmul_vec"]
+    assert [kernel.spec.name for kernel in lowering.kernels] == before + layer
+    read = any(y in kernel.operands for kernel in lowering.kernels)
+    assert read == (dtype != "q8" or bindings == 8)
 
 
 def test_what_lies_beside_a_weight_costs_two_kernels() -> None:

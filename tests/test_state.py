@@ -11,11 +11,22 @@ import pytest
 from conftest import LEAST, OpenDevice
 from engines import Answer, answer, build_engine, scores
 from reference_models import load, relative_error
-from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, covering, settings_of
+from test_kernels import (
+    EPS,
+    INT8_LIMIT,
+    LIMIT,
+    SETTINGS,
+    Case,
+    Factors,
+    covering,
+    prepared,
+    settings_of,
+)
 
 from infer.engine import Engine
 from infer.kernels import functions, reference
 from infer.kernels.arrays import to_gpu
+from infer.kernels.check import exact_weight
 from infer.kernels.device import Device, Settings
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
@@ -107,6 +118,32 @@ def ssm_scan_error(
 def test_ssm_scan(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         assert ssm_scan_error(open_device(settings_of(case)), rng, case) <= LIMIT, case
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(storage_buffers=8), LEAST])
+@pytest.mark.parametrize("head_dim", [48, 24])  # halves of blocks, or not
+@pytest.mark.parametrize(("dtype", "rows"), [("q8", 1), ("q8", 3), ("bf16", 1), ("bf16", 3)])
+def test_ssm_scan_before_a_norm_and_a_projection(
+    open_device: OpenDevice,
+    rng: np.random.Generator,
+    dtype: str,
+    rows: int,
+    head_dim: int,
+    settings: Settings,
+) -> None:
+    x, z = rng.standard_normal((2, rows, 4, head_dim), np.float32)
+    b, c = rng.standard_normal((2, rows, 1, 24), np.float32)
+    dt, own = rng.standard_normal((rows, 4), np.float32), rng.uniform(-4, 2, (3, 4))
+    inputs = x, b, c, z, dt, own.astype(np.float32)
+    norm = rng.standard_normal(4 * head_dim, np.float32)
+    weight = exact_weight(rng, 40, 4 * head_dim, dtype)
+    y, _ = functions.ssm_scan(
+        open_device(settings), *inputs, norm=(norm, EPS), projection=weight, dtype=dtype
+    )
+    values = reference.ssm_scan(*inputs)[0].reshape(rows, -1)
+    scale = 1 / np.sqrt(np.mean(values**2, axis=1, keepdims=True) + EPS)
+    expected = scale * reference.matmul(prepared(values * norm, dtype), weight)
+    assert nmse(y, expected) <= LIMIT
 
 
 class Forced(Tuning):

@@ -13,7 +13,7 @@
 #include "team_sums.wgsl"
 #include "block_float.wgsl"
 #include "block_int8.wgsl"
-#include "quantize_block.wgsl"
+#include "quantize_outputs.wgsl"
 #include "routing.wgsl"
 #include "top_experts.wgsl"
 #include "activate.wgsl"
@@ -87,8 +87,6 @@ const STEPS = BLOCKS * $(ROWS_OF_X)u;
 
 #if QUANTIZE
 const FOURS = TEAMS * OUTPUTS / 4u;
-var<workgroup> outputs: array<vec4<f32>, FOURS>;  // and what is quantised of them:
-var<workgroup> scaled_outputs: array<vec4<f32>, FOURS>;
 #endif
 
 fn in_shard(expert: u32) -> bool {
@@ -295,18 +293,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #else
   if (me.index < FOURS && in_shard(expert)) {
 #endif
-    let half = me.index / 4u;
-    var most = 0u;
-    var squares_out = 0.0;
-#for i in 0..4
-    most = max(most, magnitude(scaled_outputs[4u * half + $iu]));
-    squares_out += dot(outputs[4u * half + $iu], outputs[4u * half + $iu]);
-#endfor
-    let at = half_at(id.y, N / 32u, first / 16u + half);
-    store_int8(at, me.index % 4u, scaled_outputs[me.index], most);
-    if (me.index % 4u == 0u) {
-      store_scale(at, most, squares_out);
-    }
+    store_outputs(me.index, id.y, N / 32u, first / 16u);
   }
 #endif
 #if ROUTE

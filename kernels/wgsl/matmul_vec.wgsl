@@ -14,7 +14,7 @@
 #include "activate.wgsl"
 #include "block_float.wgsl"
 #include "block_int8.wgsl"
-#include "quantize_block.wgsl"
+#include "quantize_outputs.wgsl"
 #include "step.wgsl"
 // @param N u32                   outputs: rows of W, or half of them with GATED
 // @param START u32               the first output that this shard of W holds
@@ -87,8 +87,6 @@ const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per team
 
 #if QUANTIZE
 const FOURS = TEAMS * OUTPUTS / 4u;
-var<workgroup> outputs: array<vec4<f32>, FOURS>;  // and what is quantised of them:
-var<workgroup> scaled_outputs: array<vec4<f32>, FOURS>;
 #endif
 
 // grid: linear_grid(N / (TEAMS * OUTPUTS))
@@ -273,18 +271,7 @@ fn main(
 
   workgroupBarrier();
   if (me.index < FOURS) {
-    let half = me.index / 4u;
-    var most = 0u;
-    var squares_out = 0.0;
-#for i in 0..4
-    most = max(most, magnitude(scaled_outputs[4u * half + $iu]));
-    squares_out += dot(outputs[4u * half + $iu], outputs[4u * half + $iu]);
-#endfor
-    let at = half_at(0u, Y_STRIDE / 32u, (START + first) / 16u + half);
-    store_int8(at, me.index % 4u, scaled_outputs[me.index], most);
-    if (me.index % 4u == 0u) {
-      store_scale(at, most, squares_out);
-    }
+    store_outputs(me.index, 0u, Y_STRIDE / 32u, (START + first) / 16u);
   }
 #endif
 }

@@ -7,10 +7,12 @@
 //
 // S stays in registers through all rows: SPLIT invocations share TILE columns. What ROWS rows need is
 // put into workgroup memory, while the loads of the next ROWS are in flight. Nobody needs C S but y, so
-// it is summed over the SPLIT once for all of these rows.
+// it is summed over the SPLIT once for all of these rows. NEXT_NORM, QUANTIZE and KEEP are those of
+// matmul_vec.wgsl.
 #include "step.wgsl"
 #include "softplus.wgsl"
 #include "head_matrix.wgsl"
+#include "quantize_outputs.wgsl"
 // @param GROUPS u32      neighbouring heads share B and C
 // @param HEADS u32
 // @param STATE_DIM u32   a multiple of 4 * SPLIT
@@ -27,17 +29,33 @@
 // @param DT_STRIDE u32
 // @param DT_OFFSET u32
 // @param Y_STRIDE u32
+// @param KEEP bool
+// @param QUANTIZE bool   for one row, and COLUMNS and HEAD_DIM multiples of 16
+// @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;          // [rows][x: HEADS; B, C: GROUPS]
 @group(0) @binding(2) var<storage, read> z: array<f32>;                // [rows][HEADS][HEAD_DIM]
 @group(0) @binding(3) var<storage, read> dt: array<f32>;               // [rows][HEADS]
 @group(0) @binding(4) var<storage, read> heads: array<f32>;            // [a_log, dt_bias, D][HEADS]
 @group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [HEADS][STATE_DIM][HEAD_DIM]
+#if KEEP
 @group(0) @binding(6) var<storage, read_write> y: array<f32>;          // [rows][HEADS][HEAD_DIM]
+#endif
+#let NEXT = 6 + KEEP
+#if QUANTIZE
+@group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
+@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+#elif NEXT_NORM
+@group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
+#endif
+#if NEXT_NORM
+@group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
+#endif
 
 const TILES = COLUMNS / TILE;
 const WG = TILES * SPLIT;
 const QUADS = STATE_DIM / 4u;
+const FOURS = COLUMNS / 4u;
 // What an invocation loads of the rows: vec4 of B and C, values of x or z.
 #let LOADS = (ROWS * STATE_DIM / 2 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 #let VALUES = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
@@ -148,6 +166,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let row$l = min(first + i$l / COLUMNS, task.last_row);
     let gate$l = z[row$l * Z_STRIDE + Z_OFFSET + column_of(task, i$l)];
     let value$l = values[min(i$l / TILE, ROWS * TILES - 1u)][i$l % TILE];
+#if NEXT_NORM
+    let norm$l = next_norm[column_of(task, i$l)];
+#endif
 #endfor
     for (var block_row = 0u; block_row < ROWS; block_row += UNROLL) {
 #for u in 0..UNROLL
@@ -178,7 +199,21 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       i$l < ROWS * COLUMNS && first + i$l / COLUMNS <= task.last_row
       && task.first_column + i$l % COLUMNS < HEAD_DIM
     ) {
-      y[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l * gate$l / (1.0 + exp(-gate$l));
+      sum$l = sum$l * gate$l / (1.0 + exp(-gate$l));
+#if KEEP
+      y[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l;
+#endif
+#if QUANTIZE
+      outputs[i$l / 4u][i$l % 4u] = sum$l;
+#endif
+#if NEXT_NORM
+      sum$l *= norm$l;
+#endif
+#if QUANTIZE
+      scaled_outputs[i$l / 4u][i$l % 4u] = sum$l;
+#elif NEXT_NORM
+      next_x[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l;
+#endif
     }
 #endfor
   }
@@ -189,4 +224,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
 #endfor
   }
+#if QUANTIZE
+
+  workgroupBarrier();
+  if (tid < FOURS && task.first_column + 4u * tid < HEAD_DIM) {
+    store_outputs(tid, 0u, Y_STRIDE / 32u, (head * HEAD_DIM + task.first_column) / 16u);
+  }
+#endif
 }
