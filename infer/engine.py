@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -144,8 +145,8 @@ class Engine:
             for kind, rows in self.rows.items()
             for adapter in self.adapters
         }
-        for lowering in self._lowered.values():
-            lowering.reserve(self.arena)
+        sizes = [lowering.sizes for lowering in self._lowered.values()]
+        self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
         self._plans: dict[tuple[str, str | None], DispatchPlan] = {}
         self._recordings: dict[tuple[str, str | None, bool, SamplerChain | None], Recording] = {}
         self._staging = [

@@ -86,4 +86,4 @@ def colour(
             slot.operands.append(operand)
             slot.nbytes = max(slot.nbytes, size)
             slot.free_from = len(kernels) if routing else last_use[operand]
-    return slots
+    return sorted(slots, key=lambda slot: -slot.nbytes)  # those of other plans are alike

@@ -8,7 +8,7 @@ lower_state.py), and so has where activations lie (arena.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from infer.kernels.arena import Arena, Kernel, Operand, Scratch, colour
@@ -21,7 +21,7 @@ from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor
-from infer.kernels.tuning import Tuning, VecShape
+from infer.kernels.tuning import MOST_SPLITS, Tuning, VecShape
 
 MAX_VEC_ROWS = 8
 # Rows of a tile are those of the step (wgsl/tile_rows.wgsl).
@@ -314,28 +314,27 @@ class Lowering:
         for shard in weight.shards:
             n = shard.rows
             rule = self.tuning.matmul_int8 if int8 else self.tuning.matmul
-            tile = rule(rows, n, k)
-            if gated:
-                tile = replace(tile, splits=1)
+            sums = 4 * padded_rows(rows) * stride(n)
+            room = MOST_SPLITS * sums <= self.device.limits.max_binding
+            tile = rule(rows, n, k, room and not gated)
             operands = [shard.buffer, inputs[0]]
             if shard.scales is not None:
                 operands.append(shard.scales)
-            outputs = {"N": n // 2 if gated else n, "START": shard.start}
-            after, written = params, list(rest)
+            own = params | {"START": shard.start, "SPLIT_ROWS": 0}
+            written = list(rest)
             if tile.splits > 1:
-                after = params | {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none"}
-                after["SCALE"] = 1.0
-                written = [Scratch(4 * tile.splits * padded_rows(rows) * params["Y_STRIDE"])]
+                own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
+                own |= {"START": 0, "Y_STRIDE": stride(n), "SPLIT_ROWS": padded_rows(rows)}
+                written = [Scratch(tile.splits * sums)]
             self.emit(
                 "matmul_int8" if int8 else "matmul",
                 [*operands, *inputs[1:], *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
-                after
+                own
                 | weight.grouping.params
-                | outputs
                 | _UNGROUPED
                 | self.whole_rows(weight)
-                | {"GATED": gated, "SPLIT_ROWS": padded_rows(rows) if tile.splits > 1 else 0}
+                | {"N": n // 2 if gated else n, "GATED": gated}
                 | tile.params,
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
@@ -347,7 +346,7 @@ class Lowering:
                     [*written, *rest],
                     tile_grid(-(-n // 64), 1),
                     {name: params[name] for name in names}
-                    | outputs
+                    | {"N": n, "START": shard.start, "SUMS_STRIDE": stride(n)}
                     | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},
                     moved=per_row(4 * n * (tile.splits + 1)),
                 )
@@ -507,7 +506,7 @@ class Lowering:
         x, x_stride, offset = self.source(source)
         for shard in weight.shards:
             first, count = shard.start // n, shard.rows // n
-            tile = replace(self.tuning.matmul(self.kind.rows, n, k, count), splits=1)
+            tile = self.tuning.matmul(self.kind.rows, n, k, False, count)
             scales = [] if shard.scales is None else [shard.scales]
             self.emit(
                 "matmul",
@@ -789,13 +788,14 @@ class Lowering:
 
     # Placing
 
-    def reserve(self, arena: Arena) -> None:
-        """Make room for the activations."""
-        arena.reserve([slot.nbytes for slot in colour(self.kernels, self._nbytes)])
+    @property
+    def sizes(self) -> list[int]:
+        """What the activations need of an arena."""
+        return [slot.nbytes for slot in colour(self.kernels, self._nbytes)]
 
     def place(self, arena: Arena) -> DispatchPlan:
         """Give every activation a buffer of the arena, compile, bind."""
-        self.reserve(arena)
+        arena.reserve(self.sizes)
         slots = colour(self.kernels, self._nbytes)
         found = {operand: i for i, slot in enumerate(slots) for operand in slot.operands}
         self.device.pipelines(kernel.spec for kernel in self.kernels)

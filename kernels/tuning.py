@@ -256,6 +256,7 @@ _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 25  # values of a matrix
 _FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
 _FEW_PLAIN = 8192  # the same of those that are no pairs
+MOST_SPLITS = 8  # of a matrix' columns
 _SPLIT_COLUMNS = 256  # at the least
 _START = 64  # columns: what a workgroup waits for before its first product
 _COMBINE = 6e5  # what a launch of matmul_combine costs, in products of a multiprocessor
@@ -352,23 +353,23 @@ class Tuning:
             ahead = ahead and shape.dtype == "q4" and blocks == 2 * team  # all of a row at once
         return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
 
-    def matmul(self, rows: int, n: int, k: int, heads: int = 1) -> TileVariant:
+    def matmul(self, rows: int, n: int, k: int, splits: bool, heads: int = 1) -> TileVariant:
         """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time, for so
-        many products at once, with columns that are shared where there are too few."""
+        many products at once; with splits, columns may be shared where there are too few."""
         tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
         choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
         if self.software:
             choice = {TileVariant(8, 8, True, 8, 8): 1.0}
-        return self._fastest(choice, rows, n, k, heads, least_rounds=1.0)
+        return self._fastest(choice, heads * rows, n, k, splits, least_rounds=1.0)
 
-    def matmul_int8(self, rows: int, n: int, k: int) -> Int8TileVariant:
+    def matmul_int8(self, rows: int, n: int, k: int, splits: bool) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
         share a multiprocessor, which one alone does not keep busy."""
         choice = {Int8TileVariant(8, 8, True, 8, 16): 1.9}
         if not self.software:
             choice[Int8TileVariant(4, 8, True, 16, 8)] = 1.7
             choice[Int8TileVariant(4, 4, True, 8, 16)] = 1.4
-        return self._fastest(choice, rows, n, k, 1, least_rounds=1.4)
+        return self._fastest(choice, rows, n, k, splits, least_rounds=1.4)
 
     def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
         """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
@@ -378,25 +379,25 @@ class Tuning:
         return tile if fits else replace(tile, double=False)
 
     def _fastest(
-        self, tiles: dict[Tile, float], rows: int, n: int, k: int, heads: int, least_rounds: float
+        self, tiles: dict[Tile, float], rows: int, n: int, k: int, splits: bool, least_rounds: float
     ) -> Tile:
         """Of tiles and their speeds where there are many. WebGPU does not say how many
         multiprocessors there are: the tiles go in rounds of as many as a large GPU has."""
 
         def cost(tile: Tile) -> float:
-            count = heads * -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
+            count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
             rounds = max(least_rounds, -(-count // _MULTIPROCESSORS))
             columns = k / tile.splits + _START
             time = rounds * tile.rows * tile.columns * columns / speeds[tile]
             return time + (_COMBINE + rows * n * (tile.splits + 1) / 4) * (tile.splits > 1)
 
         storage = self.limits.workgroup_storage
-        most = 1 if self.software or heads > 1 else min(8, k // _SPLIT_COLUMNS)
+        most = min(MOST_SPLITS, k // _SPLIT_COLUMNS) if splits and not self.software else 1
         speeds = {
-            replace(tile, double=double, splits=splits): speed * (1.0 if double else 0.88)
-            for double, splits in product((True, False), (1, 2, 4, 8))
+            replace(tile, double=double, splits=count): speed * (1.0 if double else 0.88)
+            for double, count in product((True, False), (1, 2, 4, MOST_SPLITS))
             for tile, speed in tiles.items()
-            if splits <= max(1, most)
+            if count <= max(1, most)
         }
         return min((tile for tile in speeds if tile.storage <= storage), key=cost)
 

@@ -40,7 +40,7 @@ from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
 from infer.kernels.tensor import BLOCK, HALF, QUANTIZED
-from infer.kernels.tuning import ScanVariant, Tuning, VecShape
+from infer.kernels.tuning import ScanVariant, TileVariant, Tuning, VecShape
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.shapes import PUBLISHED, SHAPES
@@ -132,6 +132,8 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
 
 def serves(variant: Any, *call: Any) -> bool:
     """Whether a variant can do what one call of the rule asks for."""
+    if isinstance(variant, TileVariant):
+        return variant.splits == 1 or bool(call[3])
     shape = call[0]
     return not (
         isinstance(shape, VecShape)

@@ -6,10 +6,11 @@
 // @param Y_STRIDE u32
 // @param SPLITS u32
 // @param SPLIT_ROWS u32          rows that each split has in `sums`
+// @param SUMS_STRIDE u32         of these
 // @param SCALE f32
 // @param BIAS bool
 // @param RESIDUAL bool
-@group(0) @binding(0) var<storage, read> sums: array<f32>;  // [split][row][Y_STRIDE]
+@group(0) @binding(0) var<storage, read> sums: array<f32>;  // [split][row][SUMS_STRIDE]
 @group(0) @binding(1) var<storage, read_write> y: array<f32>;
 #if BIAS
 @group(0) @binding(2) var<storage, read> bias: array<f32>;
@@ -28,7 +29,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   let out = id.y * Y_STRIDE + n;
   var value = 0.0;
 #for s in 0..SPLITS
-  value += sums[$su * SPLIT_ROWS * Y_STRIDE + out];
+  value += sums[($su * SPLIT_ROWS + id.y) * SUMS_STRIDE + id.x];
 #endfor
 #if BIAS
   value += bias[n];

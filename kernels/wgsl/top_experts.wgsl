@@ -30,7 +30,7 @@ const PADDED = GROUPS_OF_EXPERTS * GROUP;
 const FINALISTS = (GROUPS_OF_EXPERTS * SLOTS + 15u) / 16u * 16u;
 var<workgroup> expert_logits: array<f32, EXPERTS>;
 // In the order of preference: of the experts, and behind them of the best of each group.
-var<workgroup> places: array<vec4<u32>, (PADDED + FINALISTS) / 4u>;
+var<workgroup> places: array<u32, PADDED + FINALISTS>;
 var<workgroup> finalists: array<u32, FINALISTS>;
 var<workgroup> chosen: array<u32, SLOTS>;
 #if ROUTE_GROUPS > 1
@@ -112,18 +112,17 @@ fn preference(e: u32) -> f32 {
 // How many of the `count` places from `first` on come before the one at `own`: larger ones, and of equals
 // those in front of it. Sixteen loads are under way at a time: a chain of single ones took longest of all.
 fn before(first: u32, count: u32, own: u32) -> u32 {
-  let place = places[own / 4u][own % 4u];
-  var larger = vec4<u32>();
-  for (var i = first / 4u; i < (first + count) / 4u; i += 4u) {
-#for j in 0..4
-    let others$j = places[i + $ju];
+  let place = places[own];
+  var larger = 0u;
+  for (var i = first; i < first + count; i += 16u) {
+#for j in 0..16
+    let other$j = places[i + $ju];
 #endfor
-#for j in 0..4
-    let in_front$j = vec4<u32>(4u * (i + $ju)) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(own);
-    larger += vec4<u32>(others$j > vec4<u32>(place) - vec4<u32>(in_front$j));
+#for j in 0..16
+    larger += u32(other$j > place - u32(i + $ju < own));
 #endfor
   }
-  return larger.x + larger.y + larger.z + larger.w;
+  return larger;
 }
 
 // Fills `chosen`, in two rounds: the best SLOTS of each group of experts, then the best of these.
@@ -148,7 +147,7 @@ fn choose_experts(row: u32, me: Invocation) {
 #endif
       place = order(preference(e));
     }
-    places[e / 4u][e % 4u] = place;
+    places[e] = place;
   }
   workgroupBarrier();
   for (var e = me.index; e < PADDED; e += WG) {
@@ -160,7 +159,7 @@ fn choose_experts(row: u32, me: Invocation) {
 #else
       let f = group * SLOTS + rank;
       finalists[f] = e;
-      places[(PADDED + f) / 4u][(PADDED + f) % 4u] = places[e / 4u][e % 4u];
+      places[PADDED + f] = places[e];
 #endif
     }
   }
