@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 from reference_models import load, relative_error
 from wgpu.backends.wgpu_native import ffi, lib
 
-from infer.engine import Engine
-from infer.kernels.device import Device, Settings
+from infer.engine import Engine, EngineOptions
+from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.ops import stride
 from infer.kernels.record import Recording
 from infer.kernels.step import NO_TOKEN
+from infer.kernels.tensor import allocate
+from infer.models import build_model
+from infer.models.shapes import shape_config
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-4
@@ -498,6 +501,20 @@ def test_prompts_of_any_length_have_steps_of_their_size(
     for length, answered in zip(lengths, expected, strict=True):
         engine.tokens.clear()
         assert_same(answer(engine, ids[:length], 3), answered)
+
+
+def test_no_activation_is_larger_than_a_binding() -> None:
+    """By the least limits a layer of OLMo's gate and up is in shards, of which one is small."""
+    device, model = DryDevice(Limits()), build_model(shape_config("olmo-3-7b"))
+    weights = {
+        spec.name: allocate(
+            device, spec.shape, "bf16" if len(spec.shape) > 1 else "f32", spec.name, unit=spec.unit
+        )
+        for spec in model.weights()
+    }
+    engine = Engine(device, model, weights, EngineOptions(context=1024))
+    largest = max(slot.nbytes for slot in engine.arena.slots)
+    assert largest <= device.limits.max_binding
 
 
 def test_long_steps_are_cut_into_short_submissions(
