@@ -204,15 +204,12 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       y[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l;
 #endif
 #if QUANTIZE
-      outputs[i$l / 4u][i$l % 4u] = sum$l;
-#endif
+      outputs[i$l] = sum$l;
 #if NEXT_NORM
-      sum$l *= norm$l;
+      scaled_outputs[i$l] = sum$l * norm$l;
 #endif
-#if QUANTIZE
-      scaled_outputs[i$l / 4u][i$l % 4u] = sum$l;
 #elif NEXT_NORM
-      next_x[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l;
+      next_x[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l * norm$l;
 #endif
     }
 #endfor
