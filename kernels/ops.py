@@ -233,7 +233,8 @@ class Ops:
         values side by side, gates is b, then a, of each head (wgsl/delta_rule.wgsl)."""
         shape = state.shape
         queries, values = shape.key_heads * shape.key_dim, shape.heads * shape.value_dim
-        if x.width != 2 * queries + values or shape.key_dim % 4 or shape.heads % shape.key_heads:
+        fours = shape.key_dim % 4 == shape.value_dim % 4 == 0
+        if x.width != 2 * queries + values or not fours or shape.heads % shape.key_heads:
             raise ValueError(f"rows of {x.width} do not fit {shape}")
         if gates.width != 2 * shape.heads:
             raise ValueError(f"gates of {gates.width} values do not fit {shape.heads} heads")
@@ -255,7 +256,7 @@ class Ops:
         and D. dt_limit: of the time steps, behind softplus (wgsl/ssm_scan.wgsl)."""
         shape = state.shape
         values, inputs = shape.heads * shape.value_dim, shape.key_heads * shape.key_dim
-        if x.width != values + 2 * inputs or shape.key_dim % 4 or values % 4:
+        if x.width != values + 2 * inputs or shape.key_dim % 4 or shape.value_dim % 4:
             raise ValueError(f"rows of {x.width} do not fit {shape}")
         if z.width != values or dt.width != shape.heads or shape.heads % shape.key_heads:
             raise ValueError(f"gates of {z.width} and {dt.width} values do not fit {shape}")

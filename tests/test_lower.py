@@ -596,3 +596,16 @@ def test_misfitting_widths_are_refused_while_tracing() -> None:
         ops.split(x, 8, 7)
     with pytest.raises(ValueError, match="cannot cover rows of 16"):
         ops.rmsnorm(x, weight(12), EPS)
+
+
+@pytest.mark.parametrize("dims", [(6, 8), (8, 6)])
+def test_scans_refuse_heads_that_are_not_fours(dims: tuple[int, int]) -> None:
+    device, ops = Recorder(), Ops()
+    shape = StateShape(4 * dims[0] + 2 * dims[1], 4, 2, 2, *dims)
+    x = ops.input(device.buffer(4 * shape.channels), shape.channels)
+    z, dt, gates = (ops.input(device.buffer(64), n) for n in (2 * dims[1], 2, 4))
+    state, own = LayerState.new(device, shape, 0), allocate(device, (6,), "f32")
+    with pytest.raises(ValueError, match="do not fit StateShape"):
+        ops.ssm_scan(x, z, dt, own, state)
+    with pytest.raises(ValueError, match="do not fit StateShape"):
+        ops.delta_rule(x, gates, own, own, state)

@@ -55,7 +55,7 @@ const LOG2_E = 1.44269504;                // the GPU's exponential is of base tw
 
 var<workgroup> slices: array<vec4<f32>, $(1 + DOUBLE)u * BUFFER>;  // of Q and K, or of V
 var<workgroup> weights: array<vec4<f32>, ROWS * P_STRIDE>;         // P
-var<workgroup> exchange: array<vec4<f32>, ROWS * N_SIZE / 4u>;     // a value of each invocation's rows
+var<workgroup> exchange: array<f32, ROWS * N_SIZE>;                // a value of each invocation's rows
 
 struct Task {  // of a workgroup
   first_row: u32,
@@ -269,16 +269,15 @@ fn main(
 #for j in 1..N_TILE
     tile_most$i = max(tile_most$i, s$i_$j);
 #endfor
-    exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + tx / 4u][tx % 4u] = tile_most$i;
+    exchange[(ty + $iu * M_SIZE) * N_SIZE + tx] = tile_most$i;
 #endfor
     workgroupBarrier();
 
     // P = exp(S - maximum)
 #for i in 0..M_TILE
     let before$i = most$i;
-#for n in 0..N_SIZE / 4
-    let others$i_$n = exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + $nu];
-    most$i = max(most$i, max(max(others$i_$n.x, others$i_$n.y), max(others$i_$n.z, others$i_$n.w)));
+#for n in 0..N_SIZE
+    most$i = max(most$i, exchange[(ty + $iu * M_SIZE) * N_SIZE + $nu]);
 #endfor
     let factor$i = exp2(before$i - most$i);
     sum$i *= factor$i;
@@ -339,13 +338,13 @@ fn main(
   }
 
 #for i in 0..M_TILE
-  exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + tx / 4u][tx % 4u] = sum$i;
+  exchange[(ty + $iu * M_SIZE) * N_SIZE + tx] = sum$i;
 #endfor
   workgroupBarrier();
 #for i in 0..M_TILE
   var total$i = 0.0;
-#for n in 0..N_SIZE / 4
-  total$i += dot(exchange[(ty + $iu * M_SIZE) * (N_SIZE / 4u) + $nu], vec4<f32>(1.0));
+#for n in 0..N_SIZE
+  total$i += exchange[(ty + $iu * M_SIZE) * N_SIZE + $nu];
 #endfor
   if (first_row + ty + $iu * M_SIZE <= last_row) {
     let out = ((first_row + ty + $iu * M_SIZE) * Y_STRIDE + id.x * HEAD_DIM) / 4u;

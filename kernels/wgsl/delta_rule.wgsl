@@ -20,7 +20,7 @@
 // @param VALUE_DIM u32   a multiple of 4
 // @param ROWS u32        a multiple of UNROLL
 // @param UNROLL u32      rows of the loop's body
-// @param COLUMNS u32     of a workgroup: a multiple of TILE
+// @param COLUMNS u32     of a workgroup: a multiple of 4
 // @param SPLIT u32
 // @param LOADERS u32     invocations that load a row's q and k: ROWS * LOADERS are at most a workgroup
 // @param SUBGROUPS bool  SPLIT is a power of two and at most a subgroup, and that divides a workgroup
@@ -39,9 +39,9 @@ const TILES = COLUMNS / TILE;
 const WG = TILES * SPLIT;
 const QUADS = KEY_DIM / 4u;
 const EPS = 1e-6;
-// What an invocation loads of the rows: vec4 of q and of k, values of v.
+// What an invocation loads of the rows: vec4 of q and of k, and of v.
 #let LOADS = (KEY_DIM / 4 + LOADERS - 1) / LOADERS
-#let VALUES = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
+#let VALUES = (ROWS * COLUMNS / 4 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
 struct Factors {  // of a row
   beta: f32,
@@ -66,7 +66,7 @@ struct Rows {  // what an invocation loads of them
   k$l: vec4<f32>,
 #endfor
 #for l in 0..VALUES
-  value$l: f32,
+  value$l: vec4<f32>,
 #endfor
   b: f32,
   a: f32,
@@ -96,11 +96,11 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
   }
 #for l in 0..VALUES
   {
-    let i = tid + $lu * WG;
-    let column = min(task.first_column + i % COLUMNS, VALUE_DIM - 1u);
+    let i = 4u * (tid + $lu * WG);
+    let column = min(task.first_column + i % COLUMNS, VALUE_DIM - 4u);
     let at = min(first + i / COLUMNS, task.last_row) * X_STRIDE
       + 2u * KEY_HEADS * KEY_DIM + task.head * VALUE_DIM + column;
-    rows.value$l = x[at / 4u][at % 4u];
+    rows.value$l = x[at / 4u];
   }
 #endfor
   return rows;
@@ -143,8 +143,13 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
     }
   }
 #for l in 0..VALUES
-  if (tid + $lu * WG < ROWS * COLUMNS) {
-    values[(tid + $lu * WG) / TILE][(tid + $lu * WG) % TILE] = rows.value$l;
+  if (tid + $lu * WG < ROWS * COLUMNS / 4u) {
+#if TILE == 4
+    values[tid + $lu * WG] = rows.value$l;
+#else
+    values[2u * (tid + $lu * WG)] = rows.value$l.xy;
+    values[2u * (tid + $lu * WG) + 1u] = rows.value$l.zw;
+#endif
   }
 #endfor
   workgroupBarrier();

@@ -276,11 +276,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     y[id.y * Y_STRIDE + n] = value;
 #endif
 #if QUANTIZE
-    outputs[me.index / 4u][me.index % 4u] = value;
+    outputs[me.index] = value;
 #if NEXT_NORM
-    value *= own_norm;
+    scaled_outputs[me.index] = value * own_norm;
 #endif
-    scaled_outputs[me.index / 4u][me.index % 4u] = value;
 #elif NEXT_NORM
     next_x[id.y * Y_STRIDE + n] = value * own_norm;
 #endif

@@ -7,7 +7,8 @@
 // these; TEAM invocations share an output.
 #include "step.wgsl"
 #include "weight_group.wgsl"
-#include "quantize_block.wgsl"
+#let NEXT_NORM = 0
+#include "quantize_outputs.wgsl"
 #include "reduce.wgsl"
 #if ROPE
 #include "turn.wgsl"
@@ -37,8 +38,6 @@
 #if QUANTIZE
 @group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding($(4 + SCALES_BOUND)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
-
-var<workgroup> outputs: array<vec4<f32>, OUTPUTS / 4u>;
 #else
 @group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
 #endif
@@ -59,6 +58,7 @@ var<workgroup> outputs: array<vec4<f32>, OUTPUTS / 4u>;
 #endif
 
 const OUTPUTS = WG / TEAM;
+const FOURS = OUTPUTS / 4u;
 const TILES = (N + OUTPUTS - 1u) / OUTPUTS;  // of a head
 const EIGHTS = (K + 7u) / 8u;  // groups of eight columns
 const STRIDE = TEAM + 1u;  // one more against bank conflicts
@@ -108,11 +108,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let w$i = load_stored(w_row, min(group$i, EIGHTS - 1u));
 #endfor
   fill_tables(tid, WG);
-  for (var i = tid; i < ROWS * EIGHTS * 8u; i += WG) {
-    let row = min(first_row + i / (EIGHTS * 8u), step.n_rows - 1u);
-    let k = i % (EIGHTS * 8u);
-    let at = row * X_STRIDE + x_head + X_HEAD - K + min(k, K - 1u);
-    inputs[i / 4u][i % 4u] = select(0.0, x[at], k < K);
+  for (var i = tid; i < ROWS * EIGHTS * 2u; i += WG) {
+    let row = min(first_row + i / (EIGHTS * 2u), step.n_rows - 1u);
+    let at = row * X_STRIDE + x_head + X_HEAD - K;
+    let k = i % (EIGHTS * 2u) * 4u + vec4<u32>(0u, 1u, 2u, 3u);
+    let places = at + min(k, vec4<u32>(K - 1u));
+    let four = vec4<f32>(x[places.x], x[places.y], x[places.z], x[places.w]);
+    inputs[i] = select(vec4<f32>(), four, k < vec4<u32>(K));
   }
   workgroupBarrier();
 #for r in 0..ROWS
@@ -139,7 +141,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     sum += partial[i * STRIDE + $ju];
 #endfor
 #if QUANTIZE
-    outputs[i / 4u][i % 4u] = sum;
+    outputs[i] = sum;
 #else
     if (row < step.n_rows && n < N) {
       y[row * Y_STRIDE + y_head + KEPT + n] = sum;
@@ -148,16 +150,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 #if QUANTIZE
   workgroupBarrier();
-  if (tid < OUTPUTS / 4u) {
-    var most = 0u;
-#for i in 0..4
-    most = max(most, magnitude(outputs[tid / 4u * 4u + $iu]));
-#endfor
-    let at = half_at(0u, Y_STRIDE / 32u, (y_head + id.x * OUTPUTS) / 16u + tid / 4u);
-    store_int8(at, tid % 4u, outputs[tid], most);
-    if (tid % 4u == 0u) {
-      store_scale(at, most, 0.0);
-    }
+  if (tid < FOURS) {
+    store_outputs(tid, 0u, Y_STRIDE / 32u, (y_head + id.x * OUTPUTS) / 16u);
   }
 #endif
 }

@@ -35,7 +35,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let slot = kv_slot(row.sequence, row.position);
 #if KV == q8
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {
-    kept[d / 4u] = vec4<f32>(key_pair(id, d), key_pair(id, d + 2u));
+    kept[d / 2u] = key_pair(id, d);
+    kept[d / 2u + 1u] = key_pair(id, d + 2u);
   }
   workgroupBarrier();
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {
@@ -47,7 +48,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #if not LATENT
   workgroupBarrier();
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {
-    kept[d / 4u] = vec4<f32>(value_pair(id, d), value_pair(id, d + 2u));
+    kept[d / 2u] = value_pair(id, d);
+    kept[d / 2u + 1u] = value_pair(id, d + 2u);
   }
   workgroupBarrier();
   for (var d = 4u * tid; d < HEAD_DIM; d += 256u) {

@@ -26,8 +26,7 @@ fn write_latent(index: u32, me: Invocation) {  // of a row; by all invocations o
   for (var d = 2u * me.index; d < HEAD_DIM; d += 2u * WG) {
     let pair = vec2<f32>(rotated(d, row.position), rotated(d + 1u, row.position));
 #if KV == q8
-    kept[d / 4u][d % 4u] = pair.x;
-    kept[d / 4u][d % 4u + 1u] = pair.y;
+    kept[d / 2u] = pair;
 #else
     if (writes) {
       keys[kv * 4u + d / 2u] = stored(pair);

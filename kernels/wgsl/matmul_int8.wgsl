@@ -60,7 +60,7 @@ var<workgroup> x_scale_tile: array<f32, BUFFERS * ROWS>;
 var<workgroup> w_scale_tile: array<f32, BUFFERS * COLUMNS * $(PARTS)u>;
 #else
 var<workgroup> w_scale_tile: array<vec2<f32>, BUFFERS * COLUMNS * $(PARTS)u>;  // and offsets
-var<workgroup> x_sum_tile: array<vec2<f32>, BUFFERS * ROWS>;  // of the integers of both halves
+var<workgroup> x_sum_tile: array<f32, BUFFERS * ROWS * 2u>;  // of the integers of both halves
 #endif
 
 // The row of W that is row r of the tile: with GATED, gate rows and then the same up rows.
@@ -194,7 +194,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       let x_high$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE + 1u];
       let x_scale$i = x_scale_tile[x_base + $iu * M_SIZE];
 #if AFFINE
-      let x_sums$i = x_scale$i * x_sum_tile[x_base + $iu * M_SIZE];
+      let x_at$i = (x_base + $iu * M_SIZE) * 2u;
+      let x_sums$i = x_scale$i * vec2<f32>(x_sum_tile[x_at$i], x_sum_tile[x_at$i + 1u]);
 #endif
 #for j in 0..N_TILE
       // 2^23 + 2^22 + sum, made as the bits of a float: cheaper than a conversion (|sum| < 2^22).
@@ -242,7 +243,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
         x_tile[(x_store + x_row$l) * STRIDE + x_half$l] = x_next$l;
 #if AFFINE
-        x_sum_tile[x_store + x_row$l][x_half$l] = f32(
+        x_sum_tile[(x_store + x_row$l) * 2u + x_half$l] = f32(
           dot4I8Packed(x_next$l.x, 0x01010101u) + dot4I8Packed(x_next$l.y, 0x01010101u)
             + dot4I8Packed(x_next$l.z, 0x01010101u) + dot4I8Packed(x_next$l.w, 0x01010101u));
 #endif

@@ -258,11 +258,10 @@ fn main(
     y[out_row * Y_STRIDE + START + n] = value;
 #endif
 #if QUANTIZE
-    outputs[me.index / 4u][me.index % 4u] = value;
+    outputs[me.index] = value;
 #if NEXT_NORM
-    value *= own_norm;
+    scaled_outputs[me.index] = value * own_norm;
 #endif
-    scaled_outputs[me.index / 4u][me.index % 4u] = value;
 #elif NEXT_NORM
     next_x[out_row * Y_STRIDE + START + n] = value * own_norm;
 #endif

@@ -96,8 +96,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
       y[(id.y * Y_STRIDE + id.x * HEAD_DIM + d) / 2u] = pair;
     }
 #if OWN and KV == q8
-    kept[d / 4u][d % 4u] = pair.x;
-    kept[d / 4u][d % 4u + 1u] = pair.y;
+    kept[d / 2u] = pair;
 #elif OWN
     if (writes && is_key) {
       keys[kv * 4u + d / 2u] = stored(pair);

@@ -21,7 +21,7 @@
 // @param DT_MAX f32
 // @param ROWS u32        a multiple of UNROLL
 // @param UNROLL u32      rows of the loop's body
-// @param COLUMNS u32     of a workgroup: a multiple of TILE
+// @param COLUMNS u32     of a workgroup: a multiple of 4
 // @param SPLIT u32
 // @param X_STRIDE u32
 // @param Z_STRIDE u32
@@ -56,8 +56,9 @@ const TILES = COLUMNS / TILE;
 const WG = TILES * SPLIT;
 const QUADS = STATE_DIM / 4u;
 const FOURS = COLUMNS / 4u;
-// What an invocation loads of the rows: vec4 of B and C, values of x or z.
+// What an invocation loads of the rows: vec4 of B and C, vec4 of x, values of z.
 #let LOADS = (ROWS * STATE_DIM / 2 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
+#let X_LOADS = (ROWS * COLUMNS / 4 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 #let VALUES = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
 var<workgroup> quads: array<vec4<f32>, ROWS * 2u * QUADS>;  // [ROWS][B, C]
@@ -69,8 +70,8 @@ struct Rows {  // what an invocation loads of them
 #for l in 0..LOADS
   quad$l: vec4<f32>,
 #endfor
-#for l in 0..VALUES
-  value$l: f32,
+#for l in 0..X_LOADS
+  value$l: vec4<f32>,
 #endfor
   dt: f32,
 }
@@ -83,7 +84,7 @@ struct Task {  // of a workgroup
   bias: f32,
 }
 
-// The column of x, y and z that belongs to the i-th of [ROWS][COLUMNS].
+// The column of y and z that belongs to the i-th of [ROWS][COLUMNS].
 fn column_of(task: Task, i: u32) -> u32 {
   return task.head * HEAD_DIM + min(task.first_column + i % COLUMNS, HEAD_DIM - 1u);
 }
@@ -99,11 +100,12 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
     rows.quad$l = x[(row * X_STRIDE + HEADS * HEAD_DIM) / 4u + group * QUADS + i % QUADS];
   }
 #endfor
-#for l in 0..VALUES
+#for l in 0..X_LOADS
   {
-    let i = tid + $lu * WG;
-    let at = min(first + i / COLUMNS, task.last_row) * X_STRIDE + column_of(task, i);
-    rows.value$l = x[at / 4u][at % 4u];
+    let i = 4u * (tid + $lu * WG);
+    let column = min(task.first_column + i % COLUMNS, HEAD_DIM - 4u);
+    let row = min(first + i / COLUMNS, task.last_row);
+    rows.value$l = x[(row * X_STRIDE + task.head * HEAD_DIM + column) / 4u];
   }
 #endfor
   rows.dt = dt[min(first + tid % ROWS, task.last_row) * DT_STRIDE + DT_OFFSET + task.head];
@@ -117,9 +119,14 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
     quads[tid + $lu * WG] = rows.quad$l;
   }
 #endfor
-#for l in 0..VALUES
-  if (tid + $lu * WG < ROWS * COLUMNS) {
-    values[(tid + $lu * WG) / TILE][(tid + $lu * WG) % TILE] = rows.value$l;
+#for l in 0..X_LOADS
+  if (tid + $lu * WG < ROWS * COLUMNS / 4u) {
+#if TILE == 4
+    values[tid + $lu * WG] = rows.value$l;
+#else
+    values[2u * (tid + $lu * WG)] = rows.value$l.xy;
+    values[2u * (tid + $lu * WG) + 1u] = rows.value$l.zw;
+#endif
   }
 #endfor
   let delta = clamp(softplus(rows.dt + task.bias), DT_MIN, DT_MAX);
@@ -204,15 +211,12 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       y[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l;
 #endif
 #if QUANTIZE
-      outputs[i$l / 4u][i$l % 4u] = sum$l;
-#endif
+      outputs[i$l] = sum$l;
 #if NEXT_NORM
-      sum$l *= norm$l;
+      scaled_outputs[i$l] = sum$l * norm$l;
 #endif
-#if QUANTIZE
-      scaled_outputs[i$l / 4u][i$l % 4u] = sum$l;
 #elif NEXT_NORM
-      next_x[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l;
+      next_x[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l * norm$l;
 #endif
     }
 #endfor
