@@ -526,6 +526,47 @@ def test_kernels_keep_to_the_limits_of_workgroups(dtype: str) -> None:
         assert invocations <= most, spec.label
 
 
+def component_writes(code: str) -> list[str]:
+    """What is assigned to a component of a vector in workgroup memory."""
+    code = re.sub(r"//.*", "", code)
+    vectors = "|".join([r"vec\d", *re.findall(r"^alias (\w+) = vec", code, re.M)])
+    index = r"\[(?:[^][]|\[[^][]*\])*\]"
+    found = []
+    for name, kind in re.findall(r"^var<workgroup> (\w+): ([^;]+);", code, re.M):
+        if re.search(rf"\b({vectors})\b", kind):
+            whole = rf"\b{name}(?:{index}){{{kind.count('array<')}}}"
+            assigned = r"\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"
+            found += re.findall(rf"({whole}(?:{index}|\.[xyzw]+)){assigned}", code)
+    return found
+
+
+def test_component_writes_are_found() -> None:
+    code = """alias Two = vec$(TILE)<f32>;
+var<workgroup> x: array<vec4<f32>, 8>;
+var<workgroup> y: array<Two, 8>;
+var<workgroup> z: array<f32, 8>;
+var<workgroup> w: vec2<u32>;
+x[i / 4u][i % 4u] = 1.0;
+x[n[i]].y += 1.0;
+x[i] = x[i + 1u].xyzw;
+y[i][1] == y[i][0];
+z[i] = x[i][0];
+w.x = 1u;  // w.y = 1u
+"""
+    assert component_writes(code) == ["x[i / 4u][i % 4u]", "x[n[i]].y", "w.x"]
+
+
+@pytest.mark.parametrize("file", sorted(file.name for file in WGSL_FOLDER.glob("*.wgsl")))
+def test_nobody_writes_a_component_of_a_shared_vector(file: str) -> None:
+    """It may touch the whole vector (WGSL 14.5), of which another invocation writes the rest."""
+    files, code = [file], ""
+    for name in files:
+        text = (WGSL_FOLDER / name).read_text()
+        files += set(re.findall(r'^#include "(.+)"', text, re.M)).difference(files)
+        code += text
+    assert component_writes(code) == []
+
+
 def test_the_sampler_keeps_to_the_least_limits(device: Device) -> None:
     for spec in set(sampler_specs(device)):
         memory, invocations = workgroup_memory(render(spec).code)
