@@ -17,7 +17,7 @@ import numpy as np
 
 from infer.kernels import functions, reference
 from infer.kernels.arrays import Array, Codes, rounded
-from infer.kernels.codes import TABLES
+from infer.kernels.codes import NF4_PRODUCTS, TABLES
 from infer.kernels.device import Device
 from infer.kernels.errors import InferError
 from infer.kernels.kv_cache import KV_DTYPES, kept, kv_block
@@ -149,6 +149,15 @@ def grouped(
         offsets, biases = exact(rng.standard_normal(groups, np.float32) / 8, 1)
         values += spread(biases)[:, :k]
     return Codes(dtype, grouping, codes, scales, offsets, units), values
+
+
+def multiplied(weight: Codes, values: Array) -> Array:
+    """What products take these values of a quantised matrix for."""
+    if weight.dtype != "nf4":
+        return values
+    scales = np.repeat(weight.scales.astype(np.float64), weight.grouping.group, axis=1)
+    products: Array = scales[:, : values.shape[1]] * NF4_PRODUCTS[weight.codes]
+    return products
 
 
 def check_device(
@@ -537,7 +546,7 @@ def _grouped(device: Device, inputs: Inputs, dtype: str, grouping: Grouping, row
         x, exact = int8_rows(inputs.rng, rows, 331)
     weight, values = grouped(inputs.rng, (37, 331), dtype, grouping)
     function = functions.matmul_vec if rows <= 8 else functions.matmul
-    return function(device, x, weight), reference.matmul(exact, values)
+    return function(device, x, weight), reference.matmul(exact, multiplied(weight, values))
 
 
 def _grouped_heads(

@@ -54,3 +54,5 @@ TABLES: dict[str, Floats] = {
     "iq4nl": np.array(_IQ4NL, np.float32),
     "e4m3": _e4m3(),
 }
+# What products take the codes of NF4 for: integers of 16 bits (wgsl/table_int8.wgsl).
+NF4_PRODUCTS = np.rint(31908 * TABLES["nf4"].astype(np.float64)) / 31908

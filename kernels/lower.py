@@ -313,10 +313,14 @@ class Lowering:
         int8 = weight.dtype in INTEGERS
         for shard in weight.shards:
             n = shard.rows
-            rule = self.tuning.matmul_int8 if int8 else self.tuning.matmul
             sums = 4 * padded_rows(rows) * stride(n)
             room = MOST_SPLITS * sums <= self.device.limits.max_binding
-            tile = rule(rows, n, k, room and not gated)
+            sizes = rows, n, k, room and not gated
+            tile = (
+                self.tuning.matmul_int8(*sizes, weight.dtype)
+                if int8
+                else self.tuning.matmul(*sizes)
+            )
             operands = [shard.buffer, inputs[0]]
             if shard.scales is not None:
                 operands.append(shard.scales)
@@ -405,6 +409,7 @@ class Lowering:
                     "ROWS": rows,
                     "OUTPUTS": variant.outputs,
                     "UNROLL": variant.unroll,
+                    "TABLE_COPIES": variant.copies,
                     "GATED": gated,
                     "KEEP": keep,
                     "QUANTIZE": int8,

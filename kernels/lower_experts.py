@@ -196,6 +196,7 @@ def _matmul_vec(
                 "TEAM": variant.team,
                 "OUTPUTS": variant.outputs,
                 "UNROLL": variant.unroll,
+                "TABLE_COPIES": variant.copies,
                 "SUBGROUPS": low.device.subgroups,
                 "GATED": gated,
                 "BIAS": bool(bias),

@@ -9,9 +9,9 @@ A float matrix is rows of values. The others have two buffers. The first, array<
   4 + m of byte j; or bits 2 m and 2 m + 1 of byte j and of byte 4 + j. q8, two planes: units
   [0, KB) the first 16 values of each block, units [KB, 2 KB) the other 16.
 * mxfp4, E2M1: blocks as of q4, whose integers stand for others (wgsl/e2m1.wgsl).
-* e4m3 and nf4, codes of floats (wgsl/weight.wgsl), and iq4nl, codes of integers
-  (wgsl/table_int8.wgsl): rows of pairs of bytes or of nibbles, the first column of nibbles in the
-  lowest bits, padded to 16 bytes.
+* e4m3 and nf4, codes of floats (wgsl/weight.wgsl), and iq4nl, codes of integers: rows of pairs of
+  bytes or of nibbles, the first column of nibbles in the lowest bits, padded to 16 bytes. Products
+  take nf4 for integers of 16 bits (wgsl/table_int8.wgsl), 7.9e-6 at most from the floats.
 
 The second is scales, [rows][groups, padded with zeros to 16 bytes], one for each group of columns,
 and what lies beside them: see `Grouping`. What is quantised here has an f16 scale for 32 columns.
@@ -34,7 +34,9 @@ SCALE_ITEMSIZE = ITEMSIZE | {"e8m0": 1, "int8": 1}
 SUPERBLOCK = 256  # columns that share the units of int8 scales
 QUANTIZED = ("q8", "q4")
 CODED = {"e4m3": 8, "mxfp4": 4, "nf4": 4, "iq4nl": 4}  # codes of so many bits
-INTEGERS = (*QUANTIZED, "q6", "q5", "mxfp4", "iq4nl")  # multiplied as int8; the others as f32
+LOOKED_UP = ("iq4nl", "nf4")  # codes that kernels find in a table in workgroup memory
+INTEGERS = (*QUANTIZED, "q6", "q5", "mxfp4", *LOOKED_UP)  # multiplied as int8; the others as f32
+PLANES = {"nf4": 2}  # int8 numbers that make an integer, where it takes more than one
 BLOCK = 32  # columns of a block
 HALF = BLOCK // 2  # columns of activations in int8 that share a scale
 _BLOCK_BYTES = {"q8": 32, "q6": 24, "q5": 20, "q4": 16}

@@ -6,13 +6,13 @@ docs/decisions.md has the measurements behind them. Nothing here changes a resul
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TypeVar
 
 from infer.kernels.device import Device
 from infer.kernels.errors import ShaderError
-from infer.kernels.tensor import BLOCK, CODED, HALF, INTEGERS
+from infer.kernels.tensor import BLOCK, CODED, HALF, INTEGERS, LOOKED_UP, PLANES
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class VecShape:
 @dataclass(frozen=True)
 class VecVariant:
     """matmul_vec: invocations of a workgroup and of each of its teams, outputs of a team, loads in
-    flight per row of weights."""
+    flight per row of weights, copies of the table of codes that are looked up."""
 
     workgroup: int
     team: int
     outputs: int
     unroll: int
+    copies: int = 1
 
     @property
     def per_workgroup(self) -> int:
@@ -84,13 +85,17 @@ class TileVariant:
         }
 
 
+@dataclass(frozen=True)
 class Int8TileVariant(TileVariant):
-    """The same of matmul_int8, for weights of any grouping."""
+    """The same of matmul_int8, for weights of any grouping, and int8 numbers that make each of
+    their integers."""
+
+    planes: int = 1
 
     @property
     def storage(self) -> int:
         rows = 3 * 16 + 4 + 8  # the integers of a block, their scale, and what offsets need
-        columns = 3 * 16 + 2 * 8  # two scales, each with an offset
+        columns = (1 + 2 * self.planes) * 16 + 2 * 8  # two scales, each with an offset
         return (1 + self.double) * (self.rows * rows + self.columns * columns)
 
 
@@ -290,11 +295,17 @@ class Tuning:
         return max(32, min(256, self.limits.max_invocations, power_of_two(-(-width // 4))))
 
     def matmul_vec(self, shape: VecShape) -> VecVariant:
+        """Of a table 1,024 invocations have 16 copies: to fill them costs each so many stores."""
+        variant = self._vec(shape)
+        many = shape.dtype in LOOKED_UP and variant.workgroup == 1024
+        return replace(variant, copies=16) if many else variant
+
+    def _vec(self, shape: VecShape) -> VecVariant:
         """A CPU wants many rows for each subgroup, a GPU few, and in a large matrix many
         invocations for a row, so that what is read at one time lies close together in memory."""
         lanes = self.subgroup_size
         most = power_of_two(self.limits.max_invocations + 1) // 2  # some GPUs have 384
-        if shape.dtype == "iq4nl" and self.limits.workgroup_storage < 32768:
+        if shape.dtype in LOOKED_UP and self.limits.workgroup_storage < 32768:
             most = min(most, 512)  # 1,024 have 16 copies of a table
         int8 = shape.dtype in INTEGERS
         columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a block
@@ -311,11 +322,9 @@ class Tuning:
         rows_of_weights = shape.n * (1 + shape.gated)
         if shape.dtype in CODED and not int8:
             # Arithmetic bounds them: what is read of x serves many rows of W.
-            wide = CODED[shape.dtype] == 8
-            outputs = 4 if wide or rows_of_weights <= 4096 else 8
-            workgroup = max(least, min(512 if wide else 128, most))
-            team = min(workgroup, max(least, 32 if wide and rows_of_weights > 8192 else 128))
-            return VecVariant(workgroup, team, max(1, outputs // shape.rows), 1)
+            workgroup = max(least, min(512, most))
+            team = min(workgroup, max(least, 32 if rows_of_weights > 8192 else 128))
+            return VecVariant(workgroup, team, max(1, 4 // shape.rows), 1)
         small = shape.gated and rows_of_weights * shape.k <= _SMALL
         if int8 or small or rows_of_weights <= _FEW:
             team, outputs = max(1, _THREADS // rows_of_weights), 1
@@ -347,7 +356,7 @@ class Tuning:
         team = max(least, workgroup * outputs // block)
         outputs = block * team // workgroup
         ahead = shape.gated and outputs == 1
-        if shape.dtype == "iq4nl":
+        if shape.dtype in LOOKED_UP:
             ahead = ahead and blocks >= 2 * team
         else:
             ahead = ahead and shape.dtype == "q4" and blocks == 2 * team  # all of a row at once
@@ -362,19 +371,21 @@ class Tuning:
             choice = {TileVariant(8, 8, True, 8, 8): 1.0}
         return self._fastest(choice, heads * rows, n, k, splits, least_rounds=1.0)
 
-    def matmul_int8(self, rows: int, n: int, k: int, splits: bool) -> Int8TileVariant:
+    def matmul_int8(self, rows: int, n: int, k: int, splits: bool, dtype: str) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
         share a multiprocessor, which one alone does not keep busy."""
-        choice = {Int8TileVariant(8, 8, True, 8, 16): 1.9}
+        tiles = {(8, 8, True, 8, 16): 1.9}
         if not self.software:
-            choice[Int8TileVariant(4, 8, True, 16, 8)] = 1.7
-            choice[Int8TileVariant(4, 4, True, 8, 16)] = 1.4
+            tiles |= {(4, 8, True, 16, 8): 1.7, (4, 4, True, 8, 16): 1.4}
+        planes = PLANES.get(dtype, 1)
+        choice = {Int8TileVariant(*tile, planes=planes): speed for tile, speed in tiles.items()}
         return self._fastest(choice, rows, n, k, splits, least_rounds=1.4)
 
     def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
         """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
-        kind = Int8TileVariant if dtype in INTEGERS else TileVariant
-        tile = kind(8 if rows > 32 else 4, 8, True, 8, 16)
+        tile = TileVariant(8 if rows > 32 else 4, 8, True, 8, 16)
+        if dtype in INTEGERS:
+            tile = Int8TileVariant(**asdict(tile), planes=PLANES.get(dtype, 1))
         fits = tile.storage <= self.limits.workgroup_storage
         return tile if fits else replace(tile, double=False)
 

@@ -39,7 +39,7 @@ from infer.kernels.plan import Dispatch
 from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, HALF, QUANTIZED
+from infer.kernels.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
 from infer.kernels.tuning import ScanVariant, TileVariant, Tuning, VecShape
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
@@ -67,6 +67,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "team": (8, 16, 32, 64, 128, 256, 512),
         "outputs": (1, 2, 4, 8),
         "unroll": (1, 2, 4),
+        "copies": (1, 4, 16, 32),
     },
     "head_linear": {"team": (8, 16, 32, 64), "outputs": (8, 16, 32)},
     "matmul": TILES,
@@ -96,10 +97,13 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
     if kernel == "matmul_vec":
         whole = lanes > 0 and variant.team % engine.device.largest_subgroup == 0
         split = whole and variant.workgroup % variant.team == 0
+        looked_up = any(weight.dtype in LOOKED_UP for weight in engine.weights.values())
+        fits = 1024 * variant.copies + 2048 <= limits.workgroup_storage
         return bool(
             variant.workgroup <= limits.max_invocations
             and (variant.team == variant.workgroup or split)
             and variant.outputs * variant.unroll <= 8  # registers
+            and (variant.copies == 1 or (looked_up and fits))
         )
     if kernel == "head_linear":
         return bool(variant.workgroup <= limits.max_invocations)
@@ -135,11 +139,10 @@ def serves(variant: Any, *call: Any) -> bool:
     if isinstance(variant, TileVariant):
         return variant.splits == 1 or bool(call[3])
     shape = call[0]
-    return not (
-        isinstance(shape, VecShape)
-        and shape.quantize
-        and variant.per_workgroup not in (HALF, BLOCK)
-    )
+    if not isinstance(shape, VecShape):
+        return True
+    whole = not shape.quantize or variant.per_workgroup in (HALF, BLOCK)
+    return whole and (variant.copies == 1 or shape.dtype in LOOKED_UP)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from infer.bench_measure import weight_bytes_per_token
 from infer.engine import Engine, EngineOptions
 from infer.kernels import functions, reference
 from infer.kernels.arrays import Array, to_gpu
-from infer.kernels.check import exact_weight, grouped, int8_rows
+from infer.kernels.check import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
-from infer.kernels.tensor import QUANTIZED, Grouping, allocate
+from infer.kernels.tensor import INTEGERS, QUANTIZED, Grouping, allocate
 from infer.models import build_model, open_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
@@ -119,7 +119,7 @@ def activations(
     rng: np.random.Generator, dtype: str, rows: int, columns: int, many: bool
 ) -> tuple[Array, Array]:
     """What is given, and what a kernel (of many rows) reads of it."""
-    if dtype in QUANTIZED:
+    if dtype in INTEGERS:
         return int8_rows(rng, rows, columns, many=many)
     x = rng.standard_normal((rows, columns), np.float32)
     return x, x
@@ -188,19 +188,18 @@ def test_expert_gate_up_after_a_norm(
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("dtype", ["e4m3", "nf4"])
-def test_experts_in_codes_of_floats(
-    device: Device, rng: np.random.Generator, dtype: str, rows: int
-) -> None:
+@pytest.mark.parametrize("dtype", ["e4m3", "nf4", "iq4nl"])
+def test_experts_in_codes(device: Device, rng: np.random.Generator, dtype: str, rows: int) -> None:
     codes, values = grouped(rng, (5 * 64, 64), dtype, Grouping(32, "f32"))
-    x, logits = rng.standard_normal((rows, 64), np.float32), logits_of(rng, rows, 5)
+    x, exact = activations(rng, dtype, rows, 64, rows > 8)
+    logits = logits_of(rng, rows, 5)
     with device.scope():
         forward = Forward(device, rows)
         routing = forward.ops.route(forward.input(logits), 2, normalize=False)
         weight = codes.to_gpu(device)
         y = forward.run(forward.ops.expert_gate_up(forward.input(x), routing, weight))
     ids, _ = reference.route(logits, 2, False)
-    expected = reference.expert_gate_up(x, ids, values.reshape(5, 64, 64))
+    expected = reference.expert_gate_up(exact, ids, multiplied(codes, values).reshape(5, 64, 64))
     assert nmse(y, expected.reshape(rows, -1)) <= LIMIT
 
 

@@ -19,15 +19,17 @@ from conftest import LEAST, OpenDevice
 
 from infer.kernels import check, functions, reference
 from infer.kernels.arena import Arena
-from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.arrays import Array, Codes, from_rows, rounded, to_gpu, to_rows
 from infer.kernels.check import (
     check_device,
     exact_weight,
     grouped,
     int8_rows,
     kv_step,
+    multiplied,
     nearest_output,
 )
+from infer.kernels.codes import TABLES
 from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.forward import Forward
@@ -41,7 +43,7 @@ from infer.kernels.reference import nmse
 from infer.kernels.sampler import INVALID_TOKEN
 from infer.kernels.shader import KernelSpec, Shader, render, render_text
 from infer.kernels.step import HEADER, ROW, pack_step
-from infer.kernels.tensor import BLOCK, HALF, Grouping
+from infer.kernels.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
 from infer.kernels.tuning import (
     AttentionVariant,
     Int8TileVariant,
@@ -284,7 +286,7 @@ def test_quantized_linear(
 GROUPINGS: Factors = SETTINGS | {
     "rows": (1, 3, 8, 9, 40),
     "shape": ((37, 21), (100, 70), (331, 40), (512, 33)),
-    "dtype": ("q8", "q4"),
+    "dtype": ("q8", "q4", "iq4nl", "nf4"),
     "group": (16, 32, 64, 128, 512),
     "scales": ("f16", "bf16", "f32"),
     "offset": ("none", "zero", "bias"),
@@ -299,16 +301,41 @@ def test_groups_of_quantized_weights(
 ) -> None:
     for case in cases:
         device, gated, (k, n) = open_device(settings_of(case)), case["gated"], case["shape"]
-        grouping = Grouping(case["group"], case["scales"], case["offset"], case["shift"])
+        offset = ("none", 0) if case["dtype"] in CODED else (case["offset"], case["shift"])
+        grouping = Grouping(case["group"], case["scales"], *offset)
         weight, values = grouped(rng, (2 * n if gated else n, k), case["dtype"], grouping)
         x, exact = int8_rows(rng, case["rows"], k)
-        expected = reference.matmul(exact, values)
+        expected = reference.matmul(exact, multiplied(weight, values))
         if gated:
             expected = reference.silu(expected[:, :n]) * expected[:, n:]
         function = functions.matmul_vec if len(x) <= 8 else functions.matmul
         assert nmse(function(device, x, weight, gated=gated), expected) <= INT8_LIMIT, case
         ids = np.array([n - 1, 0, 5])
         assert nmse(functions.embedding(device, ids, weight), values[ids]) <= LIMIT, case
+
+
+@pytest.mark.parametrize("settings", [Settings(), LEAST])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_what_products_round_of_nf4(open_device: OpenDevice, rows: int, settings: Settings) -> None:
+    """Each of its values, times one. Read as they are, values are exact."""
+    device = open_device(settings)
+    codes = np.repeat(np.arange(16, dtype=np.uint8)[:, None], 64, axis=1)
+    weight = Codes("nf4", Grouping(64, "f32"), codes, np.ones((16, 1), np.float32))
+    x = np.eye(rows, 64, 21, dtype=np.float32)
+    function = functions.matmul_vec if rows <= 8 else functions.matmul
+    assert abs(function(device, x, weight) - TABLES["nf4"]).max() <= 8e-6
+    values = functions.embedding(device, np.arange(16), weight)
+    np.testing.assert_array_equal(values, TABLES["nf4"][codes])
+
+
+@pytest.mark.parametrize("dtype", LOOKED_UP)
+def test_copies_of_a_table(device: Device, rng: np.random.Generator, dtype: str) -> None:
+    weight, values = grouped(rng, (37, 331), dtype, Grouping(32, "f16"))
+    x, exact = int8_rows(rng, 3, 331)
+    expected = reference.matmul(exact, multiplied(weight, values))
+    for copies in (1, 4):
+        tuning = Forced(device, VecVariant(64, 64, 2, 2, copies))
+        assert nmse(functions.matmul_vec(device, x, weight, tuning=tuning), expected) <= INT8_LIMIT
 
 
 @pytest.mark.parametrize("dtype", ["q8", "q4"])
@@ -1389,7 +1416,7 @@ def test_workgroups_that_share_columns(open_device: OpenDevice, rng: np.random.G
 
 def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator) -> None:
     variants = {
-        tuning.matmul_int8(rows, n, k, splits=True)
+        tuning.matmul_int8(rows, n, k, True, "q8")
         for tuning in rules(device)
         for rows, n, k in product((9, 33, 65, 512, 2048), (16, 1024, 30000), (128, 2048))
     }

@@ -42,6 +42,7 @@ from infer.report import inspect_model
 
 Array = NDArray[Any]
 LIMIT = 1e-10  # of f32 arithmetic
+NF4_LIMIT = 4e-10  # and of 16 bits, where values are 0.4 times the largest of their block
 LLAMA = DATA.parent / "models" / "llama"
 
 
@@ -102,7 +103,8 @@ def test_every_format_on_the_gpu(
             weight = loaded(device, DATA / case, shape_of(case))
             forward = Forward(device, n)
             y = forward.run(forward.ops.linear(forward.input(x), weight))
-        assert nmse(y, reference.matmul(exact, expected)) <= LIMIT
+        limit = NF4_LIMIT if weight.dtype == "nf4" else LIMIT
+        assert nmse(y, reference.matmul(exact, expected)) <= limit
 
 
 # Blocks of GGUF files, and stacked weights whose parts are quantised in different ways
@@ -297,12 +299,37 @@ def e4m3_packed(values: Array) -> dict[str, Array]:
     return {"weight": codes, "weight_scale_inv": scales.reshape(rows // 32, columns // 32)}
 
 
+def nf4_packed(values: Array) -> dict[str, Array]:
+    """A matrix in NF4, in blocks of 32."""
+    blocks = values.reshape(-1, 32)
+    absmax = abs(blocks).max(axis=1)
+    codes = abs((blocks / absmax[:, None])[..., None] - TABLES["nf4"]).argmin(axis=-1)
+    state = json.dumps({"blocksize": 32, "shape": values.shape}).encode()
+    return {
+        "weight": (codes[:, ::2] << 4 | codes[:, 1::2]).astype(np.uint8).reshape(-1, 1),
+        "weight.absmax": absmax,
+        "weight.quant_map": TABLES["nf4"],
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(state, np.uint8),
+    }
+
+
 QUANTIZED_MODELS: dict[str, tuple[dict[str, Any], Callable[[Array], dict[str, Array]], float]] = {
     "mlx": ({"quantization": {"bits": 4, "group_size": 32}}, mlx_packed, 1e-1),
     "fp8": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
         e4m3_packed,
         1e-5,
+    ),
+    "nf4": (
+        {
+            "quantization_config": {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+            }
+        },
+        nf4_packed,
+        1e-1,
     ),
 }
 
@@ -324,7 +351,7 @@ def test_a_quantised_model_answers_as_its_values_do(
     folder = tmp_path / "packed"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | changes))
-    save(packed, folder / "model.safetensors")
+    (save if method == "fp8" else save_file)(packed, folder / "model.safetensors")
     _, checkpoint = open_model(folder)
     assert len(checkpoint.packed) == 7 * config["num_hidden_layers"]
     ids = load("llama").prompt_ids.tolist()

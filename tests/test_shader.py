@@ -510,7 +510,7 @@ fn main() {}
     assert workgroup_memory(code) == (12 * 16 + 2 * 6 * 4 + 16, 24)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "q8", "iq4nl"])
+@pytest.mark.parametrize("dtype", ["bf16", "q8", "iq4nl", "nf4"])
 def test_kernels_keep_to_the_limits_of_workgroups(dtype: str) -> None:
     """wgpu refuses too many invocations, but not too much memory: a driver may crash instead."""
     choice = Limits(), Limits(workgroup_storage=32768), Limits(max_invocations=1024)

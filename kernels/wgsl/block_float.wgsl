@@ -1,23 +1,20 @@
-// Blocks of columns in f32: weights that are floats, eight columns, or codes of floats, 16 bytes, which
-// are 16 or 32 columns; activations as they are.
+// Blocks of columns in f32: weights that are floats, eight columns, or codes of floats, 16 of them;
+// activations as they are.
 //
 // NORM: activations are multiplied by the norm's weights, and their squares are passed on. SCALED:
 // the kernel that made x has multiplied it already, because weights of a norm that come from far
 // away in memory would keep all invocations waiting.
-#include "weight.wgsl"
 #include "scales.wgsl"
 // @param K u32                   columns of W
 // @param NORM bool
 // @param SCALED bool
 #if not INTEGERS
-#let EIGHTS = 1 + (WEIGHT == e4m3) + 3 * (CODES and not WEIGHT == e4m3)  // of a block
-#let SCALES_OF_BLOCK = 1 + (EIGHTS == 4 and GROUP_SIZE == 16)
+#include "weight.wgsl"
+#let EIGHTS = 1 + CODES  // of a block
 #if CODES
 struct Block {
   codes: vec4<u32>,
-#for s in 0..SCALES_OF_BLOCK
-  scale$s: f32,
-#endfor
+  scale: f32,
 }
 #else
 alias Block = Packed8;
@@ -40,16 +37,8 @@ const UNIT = 1.0;
 
 fn load_block(row: u32, i: u32) -> Block {
 #if CODES
-#for s in 0..SCALES_OF_BLOCK
-  let group$s = (i * $(8 * EIGHTS)u + $(16 * $s)u) / GROUP_SIZE;
-  let raw$s = load_scale(row, min(group$s, GROUPS - 1u));
-#endfor
-  return Block(
-    weight[row * BLOCKS + i],
-#for s in 0..SCALES_OF_BLOCK
-    widen_scale(raw$s, group$s).x,
-#endfor
-  );
+  let group = i * 16u / GROUP_SIZE;
+  return Block(weight[row * BLOCKS + i], widen_scale(load_scale(row, group), group).x);
 #else
   return load8(row * BLOCKS + i);
 #endif
@@ -111,25 +100,12 @@ fn multiply(w: Block, a: Activations) -> f32 {
 #if not CODES
   return dot(low4(w), a.low0) + dot(high4(w), a.high0);
 #else
-#if WEIGHT == e4m3
   let w0 = w.codes.xy;
   let w1 = w.codes.zw;
-#else
-  let w0 = w.codes.x;
-  let w1 = w.codes.y;
-  let w2 = w.codes.z;
-  let w3 = w.codes.w;
-#endif
 #for e in 0..EIGHTS
   let sum$e = dot(low4(w$e), a.low$e) + dot(high4(w$e), a.high$e);
 #endfor
-#if SCALES_OF_BLOCK == 2
-  return w.scale0 * (sum0 + sum1) + w.scale1 * (sum2 + sum3);
-#elif EIGHTS == 4
-  return w.scale0 * ((sum0 + sum1) + (sum2 + sum3));
-#else
-  return w.scale0 * (sum0 + sum1);
-#endif
+  return w.scale * (sum0 + sum1);
 #endif
 }
 #endif

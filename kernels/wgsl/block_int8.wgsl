@@ -4,10 +4,10 @@
 //
 // q8 has two planes in a row, the first and the second half of every block; so have activations.
 // q4 and mxfp4 have the first half of a block in the low nibbles and the second in the high ones.
-#let COPIES = 1 + 15 * (WG == 1024)  // filling the table costs each invocation so many stores
-#include "weight.wgsl"
+#let COPIES = TABLE_COPIES
 #include "integers.wgsl"
 // @param K u32                   columns of W
+// @param TABLE_COPIES u32        of what codes are looked up in, where there is such a table
 // @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
 #if INTEGERS
 struct Block {
@@ -79,6 +79,11 @@ fn multiply(w: Block, a: Activations) -> f32 {
   let more = rest(w.integers);
   let low = dot16(low_nibbles(w.integers), a.low) + dot16(low_nibbles(more), a.low);
   let high = dot16(high_nibbles(w.integers), a.high) + dot16(high_nibbles(more), a.high);
+#elif PLANES == 2
+  let first = low_int8(w.integers);
+  let second = high_int8(w.integers);
+  let low = dot16(first[0], a.low) + 256 * dot16(first[1], a.low);
+  let high = dot16(second[0], a.high) + 256 * dot16(second[1], a.high);
 #else
   let low = dot16(low_int8(w.integers), a.low);
   let high = dot16(high_int8(w.integers), a.high);

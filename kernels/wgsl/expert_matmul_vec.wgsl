@@ -101,10 +101,8 @@ fn row_of(expert: u32) -> u32 {
 // grid (N / (TEAMS * OUTPUTS), rows * ALL_SLOTS); COMBINE: rows
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
-#if WEIGHT == iq4nl
+#if TABLE
   fill_table(me.index, WG);
-#elif WEIGHT == nf4
-  fill_codes(me.index);
 #endif
   let first = id.x * (TEAMS * OUTPUTS);
 #if TEAM == WG

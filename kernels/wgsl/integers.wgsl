@@ -1,5 +1,5 @@
-// The integers of a block of 32 columns, as kernels/tensor.py has them, made int8: what they mean is
-// INT8_UNIT times that. Needs the binding `weight: array<vec4<u32>>`.
+// The integers of a block of 32 columns, as kernels/tensor.py has them, made int8, or two int8 each: what
+// they mean is INT8_UNIT times that. Needs the binding `weight: array<vec4<u32>>`.
 #include "scales.wgsl"
 #include "e2m1.wgsl"
 #include "table_int8.wgsl"
@@ -77,6 +77,8 @@ fn high_int8(w: Integers) -> vec4<u32> {
 const INT8_UNIT = 0.0625;  // as the upper halves of bytes
 #elif WEIGHT == mxfp4
 const INT8_UNIT = 0.5;
+#elif WEIGHT == nf4
+const INT8_UNIT = 1.0 / 31908.0;
 #else
 const INT8_UNIT = 1.0;
 #endif

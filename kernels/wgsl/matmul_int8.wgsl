@@ -3,11 +3,11 @@
 // workgroup memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
-// workgroup memory, as the upper halves of bytes: 16 times what it means. GATED, BIAS, SCALE,
-// ACTIVATION, RESIDUAL, GROUPED and SPLITS are as in matmul.wgsl.
+// workgroup memory, as the upper halves of bytes: 16 times what it means. nf4 becomes two planes of
+// int8, of which the second counts 256 times. GATED, BIAS, SCALE, ACTIVATION, RESIDUAL, GROUPED and
+// SPLITS are as in matmul.wgsl.
 #include "activate.wgsl"
 #let COPIES = 1
-#include "weight.wgsl"
 #include "integers.wgsl"
 #include "tile_rows.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED
@@ -45,6 +45,7 @@ const ROWS = M_SIZE * M_TILE;
 const COLUMNS = N_SIZE * N_TILE;
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 3u;  // 32 columns are 2 elements, one more against bank conflicts
+const W_STRIDE = $(1 + 2 * PLANES)u;
 const BUFFERS = $(1 + DOUBLE)u;
 const SPLIT_BLOCKS = (BLOCKS + SPLITS - 1u) / SPLITS;
 #let UNITS = 1 + (WEIGHT == q8)
@@ -54,7 +55,7 @@ const SPLIT_BLOCKS = (BLOCKS + SPLITS - 1u) / SPLITS;
 #let W_LOADS = (UNITS * N_TILE + M_SIZE - 1) / M_SIZE
 
 var<workgroup> x_tile: array<vec4<u32>, BUFFERS * ROWS * STRIDE>;
-var<workgroup> w_tile: array<vec4<u32>, BUFFERS * COLUMNS * STRIDE>;
+var<workgroup> w_tile: array<vec4<u32>, BUFFERS * COLUMNS * W_STRIDE>;
 var<workgroup> x_scale_tile: array<f32, BUFFERS * ROWS>;
 #if not AFFINE
 var<workgroup> w_scale_tile: array<f32, BUFFERS * COLUMNS * $(PARTS)u>;
@@ -84,7 +85,7 @@ fn group_of(block: u32, p: u32) -> u32 {
 // grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size(SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-#if WEIGHT == iq4nl
+#if TABLE
   fill_table(tid, SIZE);
 #endif
   let first_row = id.y * ROWS;
@@ -182,46 +183,57 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       let x_base = ty;
       let w_base = tx;
 #endif
+#for q in 0..PLANES
+      {
 #for j in 0..N_TILE
-      let w_low$j = w_tile[(w_base + $ju * N_SIZE) * STRIDE];
-      let w_high$j = w_tile[(w_base + $ju * N_SIZE) * STRIDE + 1u];
+        let w_at$j = (w_base + $ju * N_SIZE) * W_STRIDE + $(2 * $q)u;
+        let w_low$j = w_tile[w_at$j];
+        let w_high$j = w_tile[w_at$j + 1u];
 #for p in 0..PARTS
-      let w_scale$j_$p = w_scale_tile[(w_base + $ju * N_SIZE) * $(PARTS)u + $pu];
+        let w_scale$j_$p = w_scale_tile[(w_base + $ju * N_SIZE) * $(PARTS)u + $pu];
 #endfor
 #endfor
 #for i in 0..M_TILE
-      let x_low$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE];
-      let x_high$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE + 1u];
-      let x_scale$i = x_scale_tile[x_base + $iu * M_SIZE];
+        let x_low$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE];
+        let x_high$i = x_tile[(x_base + $iu * M_SIZE) * STRIDE + 1u];
+#if $q == 0
+        let x_scale$i = x_scale_tile[x_base + $iu * M_SIZE];
+#else
+        let x_scale$i = 256.0 * x_scale_tile[x_base + $iu * M_SIZE];
+#endif
 #if AFFINE
-      let x_at$i = (x_base + $iu * M_SIZE) * 2u;
-      let x_sums$i = x_scale$i * vec2<f32>(x_sum_tile[x_at$i], x_sum_tile[x_at$i + 1u]);
+        let x_at$i = (x_base + $iu * M_SIZE) * 2u;
+        let x_sums$i = x_scale$i * vec2<f32>(x_sum_tile[x_at$i], x_sum_tile[x_at$i + 1u]);
 #endif
 #for j in 0..N_TILE
-      // 2^23 + 2^22 + sum, made as the bits of a float: cheaper than a conversion (|sum| < 2^22).
-      let bits$i_$j = 0x4b400000
-        + dot4I8Packed(x_low$i.x, w_low$j.x) + dot4I8Packed(x_low$i.y, w_low$j.y)
-        + dot4I8Packed(x_low$i.z, w_low$j.z) + dot4I8Packed(x_low$i.w, w_low$j.w)
+        // 2^23 + 2^22 + sum, made as the bits of a float: cheaper than a conversion (|sum| < 2^22).
+        let bits$i_$j = 0x4b400000
+          + dot4I8Packed(x_low$i.x, w_low$j.x) + dot4I8Packed(x_low$i.y, w_low$j.y)
+          + dot4I8Packed(x_low$i.z, w_low$j.z) + dot4I8Packed(x_low$i.w, w_low$j.w)
 #if GROUP_SIZE == 16
-        ;
-      let high_bits$i_$j = 0x4b400000
+          ;
+        let high_bits$i_$j = 0x4b400000
 #endif
-        + dot4I8Packed(x_high$i.x, w_high$j.x) + dot4I8Packed(x_high$i.y, w_high$j.y)
-        + dot4I8Packed(x_high$i.z, w_high$j.z) + dot4I8Packed(x_high$i.w, w_high$j.w);
+          + dot4I8Packed(x_high$i.x, w_high$j.x) + dot4I8Packed(x_high$i.y, w_high$j.y)
+          + dot4I8Packed(x_high$i.z, w_high$j.z) + dot4I8Packed(x_high$i.w, w_high$j.w);
 #if AFFINE
-      c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_0.x, c$i_$j);
+        c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_0.x, c$i_$j);
 #else
-      c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_0, c$i_$j);
+        c$i_$j = fma(bitcast<f32>(bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_0, c$i_$j);
 #endif
 #if GROUP_SIZE == 16 and AFFINE
-      c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1.x, c$i_$j);
-      c$i_$j += x_sums$i.x * w_scale$j_0.y + x_sums$i.y * w_scale$j_1.y;
+        c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1.x, c$i_$j);
 #elif GROUP_SIZE == 16
-      c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1, c$i_$j);
-#elif AFFINE
-      c$i_$j = fma(x_sums$i.x + x_sums$i.y, w_scale$j_0.y, c$i_$j);
+        c$i_$j = fma(bitcast<f32>(high_bits$i_$j) - 12582912.0, x_scale$i * w_scale$j_1, c$i_$j);
+#endif
+#if GROUP_SIZE == 16 and AFFINE and $q == 0
+        c$i_$j += x_sums$i.x * w_scale$j_0.y + x_sums$i.y * w_scale$j_1.y;
+#elif AFFINE and $q == 0
+        c$i_$j = fma(x_sums$i.x + x_sums$i.y, w_scale$j_0.y, c$i_$j);
 #endif
 #endfor
+#endfor
+      }
 #endfor
 #if not DOUBLE
       workgroupBarrier();
@@ -255,9 +267,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
       {
 #endif
-        let w_at$l = (w_store + w_row$l) * STRIDE;
+        let w_at$l = (w_store + w_row$l) * W_STRIDE;
 #if WEIGHT == q8
         w_tile[w_at$l + w_half$l] = w_next$l;
+#elif PLANES == 2
+        let first$l = low_int8(w_next$l);
+        let second$l = high_int8(w_next$l);
+#for q in 0..PLANES
+        w_tile[w_at$l + $(2 * $q)u] = first$l[$q];
+        w_tile[w_at$l + $(2 * $q)u + 1u] = second$l[$q];
+#endfor
 #else
         w_tile[w_at$l] = low_int8(w_next$l);
         w_tile[w_at$l + 1u] = high_int8(w_next$l);

@@ -100,10 +100,8 @@ fn main(
   if (first >= N) {
     return;
   }
-#if WEIGHT == iq4nl
+#if TABLE
   fill_table(me.index, WG);
-#elif WEIGHT == nf4
-  fill_codes(me.index);
 #endif
 #if TEAM == WG
   let team = 0u;

@@ -6,9 +6,10 @@
 // @param OFFSET none|zero|bias   what lies beside a scale: nothing, the zero point, a number to add
 // @param SHIFT u32               what was taken from unsigned integers to make them signed
 // @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
-// INTEGERS: multiplied as int8, with activations in int8.
+// INTEGERS: multiplied as int8, with activations in int8. PLANES: int8 numbers that make one of them.
 #let WIDE = WEIGHT == q8 or WEIGHT == q6 or WEIGHT == q5
-#let INTEGERS = WIDE or WEIGHT == q4 or WEIGHT == mxfp4 or WEIGHT == iq4nl
+#let INTEGERS = WIDE or WEIGHT == q4 or WEIGHT == mxfp4 or WEIGHT == iq4nl or WEIGHT == nf4
+#let PLANES = 1 + (WEIGHT == nf4)
 // A row of codes of floats is padded to 16 bytes: so many groups of eight columns.
 #if WEIGHT == e4m3
 const W_EIGHTS = (K + 15u) / 16u * 2u;

@@ -1,32 +1,38 @@
 // Eight values of a row of the binding `weight: array<vec4<u32>>`, as f32: load_group, or load_stored and
 // widen_group, where they are to wait in fewer registers. Quantised weights need the binding
 // `scales: array<u32>`, and some of them a table in workgroup memory: fill_tables, called by all
-// invocations of a workgroup, before anything is widened.
+// invocations of a workgroup, before anything is widened. nf4 is read as it is published: what products
+// round of it (table_int8.wgsl) is no part of a value.
 #include "weight.wgsl"
+#include "scales.wgsl"
+#if not CODES
 #let COPIES = 1
 #include "integers.wgsl"
+#endif
 // @param K u32                   columns of W
 #if SCALES_BOUND
 struct Stored {
-#if INTEGERS
-  values: Integers,  // of the block
-#else
+#if CODES
   values: Packed8,
+#else
+  values: Integers,  // of the block
 #endif
   scale: RawScale,
 }
 
 fn load_stored(row: u32, group: u32) -> Stored {
-#if INTEGERS
-  return Stored(load_integers(row, group / 4u), load_scale(row, group / (GROUP_SIZE / 8u)));
-#else
+#if CODES
   return Stored(load8(row * W_EIGHTS + group), load_scale(row, group / (GROUP_SIZE / 8u)));
+#else
+  return Stored(load_integers(row, group / 4u), load_scale(row, group / (GROUP_SIZE / 8u)));
 #endif
 }
 
 fn widen_group(w: Stored, group: u32) -> array<vec4<f32>, 2> {
   let scale = widen_scale(w.scale, group / (GROUP_SIZE / 8u));
-#if INTEGERS
+#if CODES
+  return array<vec4<f32>, 2>(CODE * scale.x * low4(w.values), CODE * scale.x * high4(w.values));
+#else
   var sixteen = low_int8(w.values);
   if (group % 4u >= 2u) {
     sixteen = high_int8(w.values);
@@ -35,8 +41,6 @@ fn widen_group(w: Stored, group: u32) -> array<vec4<f32>, 2> {
   return array<vec4<f32>, 2>(
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(sixteen[first])) + scale.y,
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(sixteen[first + 1u])) + scale.y);
-#else
-  return array<vec4<f32>, 2>(CODE * scale.x * low4(w.values), CODE * scale.x * high4(w.values));
 #endif
 }
 #else
