@@ -7,13 +7,13 @@
 #if WEIGHT == iq4nl
 alias Int8 = vec4<u32>;
 // llama.cpp, ggml-common.h
-const INTEGERS_OF_CODES = array<i32, 16>(
+const INTEGERS_OF_CODES: array<i32, 16> = array<i32, 16>(
   -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
 #else
 alias Int8 = array<vec4<u32>, 2>;  // a number is the first + 256 * the second
-// 31,908 times the quantiles of weight.wgsl: of what 16 bits hold, that rounds them least, by 7.9e-6 at
-// most. Activations in int8 are rounded by up to 3.9e-3.
-const INTEGERS_OF_CODES = array<i32, 16>(
+// 31,908 times the quantiles of weight.wgsl: the multiple of at most 16 bits that rounds them least, by 7.9e-6
+// at most. Activations in int8 are rounded by up to 3.9e-3.
+const INTEGERS_OF_CODES: array<i32, 16> = array<i32, 16>(
   -31908, -22214, -16754, -12601, -9076, -5896, -2905, 0, 2539, 5135,
   7853, 10782, 14062, 17952, 23068, 31908);
 #endif
@@ -41,14 +41,14 @@ fn fill_table(i: u32, size: u32) {
 
 // The first and the second half of a block.
 fn low_int8(codes: vec4<u32>) -> Int8 {
-  return sixteen(codes.xy);
+  return half_int8(codes.xy);
 }
 
 fn high_int8(codes: vec4<u32>) -> Int8 {
-  return sixteen(codes.zw);
+  return half_int8(codes.zw);
 }
 
-fn sixteen(codes: vec2<u32>) -> Int8 {
+fn half_int8(codes: vec2<u32>) -> Int8 {
   let first = vec4<u32>(
     look_up(codes.x), look_up(codes.x >> 16u), look_up(codes.y), look_up(codes.y >> 16u));
   let second = vec4<u32>(
