@@ -11,8 +11,8 @@ const INTEGERS_OF_CODES: array<i32, 16> = array<i32, 16>(
   -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
 #else
 alias Int8 = array<vec4<u32>, 2>;  // a number is the first + 256 * the second
-// 31,908 times the quantiles of weight.wgsl: the multiple of at most 16 bits that rounds them least, by 7.9e-6
-// at most. Activations in int8 are rounded by up to 3.9e-3.
+// 31,908 times the quantiles of weight.wgsl: the multiple of at most 16 bits that rounds them least, by
+// 7.9e-6 at most. Activations in int8 are rounded by up to 3.9e-3.
 const INTEGERS_OF_CODES: array<i32, 16> = array<i32, 16>(
   -31908, -22214, -16754, -12601, -9076, -5896, -2905, 0, 2539, 5135,
   7853, 10782, 14062, 17952, 23068, 31908);
