@@ -527,12 +527,13 @@ def test_kernels_keep_to_the_limits_of_workgroups(dtype: str) -> None:
 
 
 def component_writes(code: str) -> list[str]:
-    """What is assigned to a component of a vector in workgroup memory."""
+    """What is assigned to a component of a vector in memory that invocations share."""
     code = re.sub(r"//.*", "", code)
     vectors = "|".join(["vec", *re.findall(r"^alias (\w+) = vec", code, re.M)])
     index = r"\[(?:[^][]|\[[^][]*\])*\]"
     found = []
-    for name, kind in re.findall(r"^var<workgroup> (\w+): ([^;]+);", code, re.M):
+    shared = r"\bvar<(?:workgroup|storage, read_write)> (\w+): ([^;]+);"
+    for name, kind in dict.fromkeys(re.findall(shared, code)):
         if re.search(rf"\b({vectors})", kind):
             whole = rf"\b{name}(?:{index}){{{kind.count('array<')}}}"
             assigned = r"\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"
@@ -546,6 +547,8 @@ var<workgroup> x: array<vec4<f32>, 8>;
 var<workgroup> y: array<array<Two, 8>, 2>;
 var<workgroup> z: array<f32, 8>;
 var<workgroup> w: vec2<u32>;
+@group(0) @binding(0) var<storage, read_write> v: array<vec2<u32>>;  // or
+@group(0) @binding(0) var<storage, read_write> v: array<u32>;
 x[i / 4u][i % 4u] = 1.0;
 x[n[i]].y += 1.0;
 x[i] = x[i + 1u].xyzw;
@@ -554,8 +557,11 @@ y[i][1][0] *= 2.0;
 b = y[i][1][0] == y[0][1][0];
 z[i] = x[i][0];
 w.x = 1u;  // w.y = 1u
+v[i] = v[i + 1u];
+v[i / 2u][i % 2u] = 1u;
 """
-    assert component_writes(code) == ["x[i / 4u][i % 4u]", "x[n[i]].y", "y[i][1][0]", "w.x"]
+    found = ["x[i / 4u][i % 4u]", "x[n[i]].y", "y[i][1][0]", "w.x", "v[i / 2u][i % 2u]"]
+    assert component_writes(code) == found
 
 
 def test_nobody_writes_a_component_of_a_shared_vector() -> None:
