@@ -47,32 +47,13 @@ def lower_route(low: Lowering, value: Value) -> None:
 
 def lower_gate_up(low: Lowering, value: Value) -> None:
     """Emit the kernels of the expert_gate_up op `value`."""
-    weight: GpuTensor = value.attrs["weight"]
-    source, norm = value.inputs[0], None
-    if source in low.absorbed:
-        norm, source = source, source.inputs[0]
-    x, _, offset = low.source(source)
-    if offset:
-        raise ValueError("a projection reads whole rows")
-    inputs: list[Operand] = [x]
-    scaled = (x, norm, False) in low.prepared
-    if weight.dtype in INTEGERS:
-        inputs, scaled = low.int8_form(value, x, norm), False
-    elif scaled:
-        inputs += low.prepared[x, norm, False]
-    elif norm is not None:
-        inputs.append(norm.attrs["weight"].buffer)
+    inputs, of_norm = low.projected(value)
     if not low.kind.vec:
         _matmul(low, value, inputs, value, x_slots=value.inputs[1].attrs["slots"])
         return
     routing = value.inputs[1]
-    params = {
-        "COMBINE": False,
-        "NORM": norm is not None,
-        "SCALED": scaled,
-        "EPS": float(norm.attrs["eps"]) if norm is not None else 0.0,
-    }
-    params |= _choice(low, routing) if routing in low.absorbed else _CHOSEN_BEFORE
+    choice = _choice(low, routing) if routing in low.absorbed else _CHOSEN_BEFORE
+    params = {"COMBINE": False} | of_norm | choice
     outputs = value.attrs["outputs"]
     form = low.fusion.next_form(value) if low.fusion else None
     bindings = len(inputs) + len(_bias(value)) + 4 + params["CORRECTION"]
