@@ -20,7 +20,7 @@ from infer.kernels.lower_state import lower_delta_rule, lower_short_conv, lower_
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor
+from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor, Shard
 from infer.kernels.tuning import MOST_SPLITS, Tuning, VecShape
 
 MAX_VEC_ROWS = 8
@@ -301,9 +301,6 @@ class Lowering:
             sums = 4 * padded_rows(rows) * stride(n)
             room = MOST_SPLITS * sums <= self.device.limits.max_binding
             tile = rule(rows, n, k, room and not gated)
-            operands = [shard.buffer, inputs[0]]
-            if shard.scales is not None:
-                operands.append(shard.scales)
             own = params | {"START": shard.start, "SPLIT_ROWS": 0}
             written = list(rest)
             if tile.splits > 1:
@@ -312,7 +309,7 @@ class Lowering:
                 written = [Scratch(tile.splits * sums)]
             self.emit(
                 "matmul_int8" if int8 else "matmul",
-                [*operands, *inputs[1:], *written],
+                [*self.multiplied(shard, inputs), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
                 own
                 | weight.grouping.params
@@ -334,6 +331,13 @@ class Lowering:
                     | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},
                     moved=per_row(4 * n * (tile.splits + 1)),
                 )
+
+    @staticmethod
+    def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
+        """What kernels of projections bind first: weights, an activation and what is beside each
+        (see `projected`)."""
+        scales = [] if shard.scales is None else [shard.scales]
+        return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
     @staticmethod
     def whole_rows(weight: GpuTensor) -> dict[str, int]:
@@ -371,12 +375,9 @@ class Lowering:
             outputs.append(next_norm.attrs["weight"].buffer)
         for shard in weight.shards:
             n = shard.rows // 2 if gated else shard.rows
-            operands = [shard.buffer, inputs[0]]
-            if shard.scales is not None:
-                operands.append(shard.scales)
             self.emit(
                 "matmul_vec",
-                [*operands, *inputs[1:], *added, *outputs],
+                [*self.multiplied(shard, inputs), *added, *outputs],
                 linear_grid(-(-n // variant.per_workgroup), self.device.limits.max_workgroups),
                 params
                 | weight.grouping.params
@@ -491,10 +492,9 @@ class Lowering:
         for shard in weight.shards:
             first, count = shard.start // n, shard.rows // n
             tile = self.tuning.matmul(self.kind.rows, n, k, False, count)
-            scales = [] if shard.scales is None else [shard.scales]
             self.emit(
                 "matmul",
-                [shard.buffer, x, *scales, value],
+                [*self.multiplied(shard, [x]), value],
                 tile_grid(-(-n // tile.columns), tile.rows, count),
                 weight.grouping.params
                 | {

@@ -154,15 +154,13 @@ def _matmul_vec(
     x = -(-n // variant.per_workgroup)
     y = 1 if combine else slots
     for shard in weight.shards:
-        operands: list[Operand] = [shard.buffer, first, inputs[0]]
-        if shard.scales is not None:
-            operands.append(shard.scales)
+        weights, *rest = low.multiplied(shard, inputs)
         # A sum over several shards goes from one to the next as a residual.
         partial = combine and shard is not weight.shards[-1]
         written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
         low.emit(
             "expert_matmul_vec",
-            [*operands, *inputs[1:], *bias, *added, *written],
+            [weights, first, *rest, *bias, *added, *written],
             lambda rows, kv_len: (x, y * rows, 1),
             params
             | _routing(routing)
@@ -202,12 +200,9 @@ def _matmul(
     tile = _tile(low, routing, weight.dtype)
     x = -(-n * (1 + gated) // tile.columns)
     for shard in weight.shards:
-        operands: list[Operand] = [shard.buffer, inputs[0]]
-        if shard.scales is not None:
-            operands.append(shard.scales)
         low.emit(
             "matmul_int8" if weight.dtype in INTEGERS else "matmul",
-            [*operands, *inputs[1:], result, *_bias(value), *low.tiles[routing]],
+            [*low.multiplied(shard, inputs), result, *_bias(value), *low.tiles[routing]],
             lambda rows, kv_len: (x, _tiles(routing, tile.rows, rows), 1),
             tile.params
             | low.whole_rows(weight)
