@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import cycle, product
 from pathlib import Path
@@ -558,6 +559,13 @@ def test_nobody_writes_a_component_of_a_shared_vector() -> None:
             included = re.findall(r'^#include "(.+)"', texts[name], re.M)
             files += [other for other in included if other not in files]
         assert component_writes("".join(texts[name] for name in files)) == [], kernel
+
+
+def test_nothing_is_declared_in_vain() -> None:
+    text = "".join(re.sub(r"//.*", "", file.read_text()) for file in WGSL_FOLDER.glob("*.wgsl"))
+    declared = re.findall(r"^(?:alias|const|fn|struct|var<\w+>) (\w+)", text, re.M)
+    words = Counter(re.findall(r"\w+", text))
+    assert [name for name in declared if words[name] == 1] == []
 
 
 def test_the_sampler_keeps_to_the_least_limits(device: Device) -> None:

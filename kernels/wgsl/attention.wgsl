@@ -111,7 +111,6 @@ struct Group {  // eight dimensions of a head
 
 const CLUSTERS = WG / CLUSTER;
 const COPIES = CLUSTER * KEPT / SCORES;  // lanes that have the same scores
-const KEPT_BATCH = KEPT / KEPT_HEADS;
 const GROUPS = HEAD_DIM / 8u;  // groups of eight dimensions in a head
 const LOWEST = -3.0e38;
 const LOG2_E = 1.44269504;  // the GPU's exponential is of base two
