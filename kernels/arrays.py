@@ -112,9 +112,9 @@ class Codes:
         scales[:, : stored.shape[1]] = stored
         return blocks.reshape(rows, -1), scales
 
-    def to_gpu(self, device: Device, label: str = "") -> GpuTensor:
+    def to_gpu(self, device: Device) -> GpuTensor:
         """All rows as a weight."""
-        tensor = allocate(device, self.codes.shape, self.dtype, label, self.grouping)
+        tensor = allocate(device, self.codes.shape, self.dtype, grouping=self.grouping)
         blocks, scales = self.pack()
         for shard in tensor.shards:
             rows = slice(shard.start, shard.start + shard.rows)
@@ -166,14 +166,12 @@ def _stored(values: Array, dtype: str) -> NDArray[Any]:
     return values.astype(np.float16 if dtype == "f16" else np.float32, copy=False)
 
 
-def to_gpu(
-    device: Device, values: Array | Codes, dtype: str = "f32", label: str = "", unit: int = 1
-) -> GpuTensor:
+def to_gpu(device: Device, values: Array | Codes, dtype: str = "f32", unit: int = 1) -> GpuTensor:
     """A matrix [rows, columns] in that dtype (Codes: as they are), or a vector in f32, as a weight
     on the GPU. unit: as in tensor.allocate."""
     if isinstance(values, Codes):
-        return values.to_gpu(device, label)
-    tensor = allocate(device, values.shape, dtype, label, unit=unit)
+        return values.to_gpu(device)
+    tensor = allocate(device, values.shape, dtype, unit=unit)
     write(device, tensor, values)
     return tensor
 

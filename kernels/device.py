@@ -320,7 +320,13 @@ class Device:
 
     def compile(self, spec: KernelSpec, shader: Shader) -> Pipeline:
         """A pipeline of rendered WGSL with the entry point `main`. It runs as it is written,
-        without wgpu's own bounds checks unless the settings ask for them."""
+        without wgpu's own bounds checks unless the settings ask for them. Raises ShaderError."""
+        storage, most = shader.workgroup_storage, self.limits.workgroup_storage
+        if storage > most:  # wgpu does not look, and a driver may crash
+            raise ShaderError(
+                f"{spec.label} needs {storage:,} bytes of workgroup memory; {self.adapter.name} "
+                f"has {most:,}."
+            )
         checked = self.settings.bounds_checks
         try:
             module = (self._module if checked else self._trusted_module)(shader, spec.label)

@@ -63,6 +63,7 @@ __all__ = [
     "rope_table",
     "route",
     "sample",
+    "scale",
     "short_conv",
     "sigmoid_gate",
     "softcap",

@@ -20,7 +20,7 @@ from infer.kernels.lower_state import lower_delta_rule, lower_short_conv, lower_
 from infer.kernels.ops import Ops, Rope, Value, stride
 from infer.kernels.plan import Count, Dispatch, DispatchPlan, Grid, dispatch, linear_grid
 from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor
+from infer.kernels.tensor import BLOCK, HALF, INTEGERS, GpuTensor, Shard
 from infer.kernels.tuning import MOST_SPLITS, Tuning, VecShape
 
 MAX_VEC_ROWS = 8
@@ -254,22 +254,8 @@ class Lowering:
         value for each row, whose sigmoid multiplies it; factors: as many as it has itself."""
         weight: GpuTensor = value.attrs["weight"]
         bias: GpuTensor | None = value.attrs["bias"]
-        source, norm = value.inputs[0], None
-        if source in self.absorbed:
-            norm, source = source, source.inputs[0]
-        x, _, offset = self.source(source)
-        if offset:
-            raise ValueError("a projection reads whole rows")
         rows = self.rows(value)
-        inputs: list[Operand] = [x]
-        int8 = weight.dtype in INTEGERS
-        scaled = not int8 and (x, norm, False) in self.prepared
-        if int8:
-            inputs = self.int8_form(value, x, norm)
-        elif scaled:
-            inputs += self.prepared[x, norm, False]
-        elif norm is not None:
-            inputs.append(norm.attrs["weight"].buffer)
+        inputs, of_norm = self.projected(value)
         added: list[Operand] = [] if bias is None else [bias.buffer]
         if residual is not None:
             added.append(self.source(residual)[0])
@@ -285,9 +271,7 @@ class Lowering:
         if rows > MAX_VEC_ROWS:
             self._matmul(weight, rows, inputs, [result, *added], gated, params)
             return
-        params["NORM"], params["SCALED"] = norm is not None, scaled
-        params["EPS"] = float(norm.attrs["eps"]) if norm is not None else 0.0
-        params |= {"SIGMOID_GATE": gate is not None, "FACTORS": factors is not None}
+        params |= of_norm | {"SIGMOID_GATE": gate is not None, "FACTORS": factors is not None}
         params |= {"GATE_STRIDE": 0, "GATE_OFFSET": 0}
         gates = gate or factors
         if gates is not None:
@@ -321,9 +305,6 @@ class Lowering:
                 if int8
                 else self.tuning.matmul(*sizes)
             )
-            operands = [shard.buffer, inputs[0]]
-            if shard.scales is not None:
-                operands.append(shard.scales)
             own = params | {"START": shard.start, "SPLIT_ROWS": 0}
             written = list(rest)
             if tile.splits > 1:
@@ -332,7 +313,7 @@ class Lowering:
                 written = [Scratch(tile.splits * sums)]
             self.emit(
                 "matmul_int8" if int8 else "matmul",
-                [*operands, *inputs[1:], *written],
+                [*self.multiplied(shard, inputs), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
                 own
                 | weight.grouping.params
@@ -354,6 +335,13 @@ class Lowering:
                     | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},
                     moved=per_row(4 * n * (tile.splits + 1)),
                 )
+
+    @staticmethod
+    def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
+        """What kernels of projections bind first: weights, an activation and what is beside each
+        (see `projected`)."""
+        scales = [] if shard.scales is None else [shard.scales]
+        return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
     @staticmethod
     def whole_rows(weight: GpuTensor) -> dict[str, int]:
@@ -391,12 +379,9 @@ class Lowering:
             outputs.append(next_norm.attrs["weight"].buffer)
         for shard in weight.shards:
             n = shard.rows // 2 if gated else shard.rows
-            operands = [shard.buffer, inputs[0]]
-            if shard.scales is not None:
-                operands.append(shard.scales)
             self.emit(
                 "matmul_vec",
-                [*operands, *inputs[1:], *added, *outputs],
+                [*self.multiplied(shard, inputs), *added, *outputs],
                 linear_grid(-(-n // variant.per_workgroup), self.device.limits.max_workgroups),
                 params
                 | weight.grouping.params
@@ -475,7 +460,7 @@ class Lowering:
             self.emit(
                 "head_linear",
                 (self.step, *shard.buffers, x, *outputs, *last),
-                head_grid(tiles, variant.rows, shard.rows // n),
+                tile_grid(tiles, variant.rows, shard.rows // n),
                 weight.grouping.params
                 | {
                     "WEIGHT": weight.dtype,
@@ -512,11 +497,10 @@ class Lowering:
         for shard in weight.shards:
             first, count = shard.start // n, shard.rows // n
             tile = self.tuning.matmul(self.kind.rows, n, k, False, count)
-            scales = [] if shard.scales is None else [shard.scales]
             self.emit(
                 "matmul",
-                [shard.buffer, x, *scales, value],
-                head_grid(-(-n // tile.columns), tile.rows, count),
+                [*self.multiplied(shard, [x]), value],
+                tile_grid(-(-n // tile.columns), tile.rows, count),
                 weight.grouping.params
                 | {
                     "WEIGHT": weight.dtype,
@@ -562,6 +546,28 @@ class Lowering:
         operands = _int8_operands(x, rows) if form.int8 else floats
         self.prepared[x, form.norm, form.int8] = operands
         return operands
+
+    def projected(self, value: Value) -> tuple[list[Operand], dict[str, Any]]:
+        """What the projection `value` reads besides its weights: the activation in their form and
+        what belongs to that, and the parameters of the norm that goes into a kernel of few rows."""
+        weight: GpuTensor = value.attrs["weight"]
+        source, norm = value.inputs[0], None
+        if source in self.absorbed:
+            norm, source = source, source.inputs[0]
+        x, _, offset = self.source(source)
+        if offset:
+            raise ValueError("a projection reads whole rows")
+        inputs: list[Operand] = [x]
+        int8 = weight.dtype in INTEGERS
+        scaled = not int8 and (x, norm, False) in self.prepared
+        if int8:
+            inputs = self.int8_form(value, x, norm)
+        elif scaled:
+            inputs += self.prepared[x, norm, False]
+        elif norm is not None:
+            inputs.append(norm.attrs["weight"].buffer)
+        eps = 0.0 if norm is None else float(norm.attrs["eps"])
+        return inputs, {"NORM": norm is not None, "SCALED": scaled, "EPS": eps}
 
     def int8_form(self, value: Value, x: Value, norm: Value | None) -> list[Operand]:
         """The int8 form of x that the projection `value` reads, made here unless x came with it."""
@@ -852,10 +858,6 @@ def padded_rows(rows: int) -> int:
 
 def tile_grid(x: int, rows_per_tile: int, z: int = 1) -> Grid:
     return lambda rows, kv_len: (x, -(-rows // rows_per_tile), z)
-
-
-def head_grid(x: int, rows_per_tile: int, heads: int) -> Grid:
-    return lambda rows, kv_len: (x, -(-rows // rows_per_tile), heads)
 
 
 def per_row(count: int) -> Count:

@@ -40,7 +40,7 @@ def lower_attention(low: Lowering, value: Value, result: Value) -> None:
     split = low.tuning.attention(group, cache.n_kv_heads, cache.head_dim) if low.fusion else None
     projection = low.fusion.projection(value) if low.fusion else None
     heads = _Heads.of(value, projection) if projection is not None else None
-    if heads is not None and split is not None and _turns_in_registers(low, cache, heads):
+    if heads is not None and split is not None and _turns_in_registers(low, cache, heads, split):
         _attention_split(low, value, result, heads.projection, common, split, heads)
         return
     bindings = 5 + 2 * heads.own + len(heads.weights) if heads is not None else 0
@@ -131,14 +131,19 @@ _UNTURNED = {
 }
 
 
-def _turns_in_registers(low: Lowering, cache: LayerCache, heads: _Heads) -> bool:
+def _turns_in_registers(
+    low: Lowering, cache: LayerCache, heads: _Heads, variant: AttentionVariant
+) -> bool:
     """Whether attention can do the work of rope_kv_write: rows do not wait for each other's keys,
-    groups of eight dimensions have their partners in one group, and the bindings suffice."""
+    groups of eight dimensions have their partners in one group, scales of int8 are written as the
+    pairs that they are read as, and the bindings suffice."""
     turned = heads.params["ROTARY_DIM"]
+    pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
     return (
         low.kind.rows == 1
         and (turned if heads.params["INTERLEAVED"] else turned // 2) % 8 == 0
         and cache.head_dim % 8 == 0
+        and (pairs or not heads.own)
         and low.device.limits.storage_buffers >= 6 + len(heads.operands)
     )
 

@@ -47,32 +47,13 @@ def lower_route(low: Lowering, value: Value) -> None:
 
 def lower_gate_up(low: Lowering, value: Value) -> None:
     """Emit the kernels of the expert_gate_up op `value`."""
-    weight: GpuTensor = value.attrs["weight"]
-    source, norm = value.inputs[0], None
-    if source in low.absorbed:
-        norm, source = source, source.inputs[0]
-    x, _, offset = low.source(source)
-    if offset:
-        raise ValueError("a projection reads whole rows")
-    inputs: list[Operand] = [x]
-    scaled = (x, norm, False) in low.prepared
-    if weight.dtype in INTEGERS:
-        inputs, scaled = low.int8_form(value, x, norm), False
-    elif scaled:
-        inputs += low.prepared[x, norm, False]
-    elif norm is not None:
-        inputs.append(norm.attrs["weight"].buffer)
+    inputs, of_norm = low.projected(value)
     if not low.kind.vec:
         _matmul(low, value, inputs, value, x_slots=value.inputs[1].attrs["slots"])
         return
     routing = value.inputs[1]
-    params = {
-        "COMBINE": False,
-        "NORM": norm is not None,
-        "SCALED": scaled,
-        "EPS": float(norm.attrs["eps"]) if norm is not None else 0.0,
-    }
-    params |= _choice(low, routing) if routing in low.absorbed else _CHOSEN_BEFORE
+    choice = _choice(low, routing) if routing in low.absorbed else _CHOSEN_BEFORE
+    params = {"COMBINE": False} | of_norm | choice
     outputs = value.attrs["outputs"]
     form = low.fusion.next_form(value) if low.fusion else None
     bindings = len(inputs) + len(_bias(value)) + 4 + params["CORRECTION"]
@@ -173,15 +154,13 @@ def _matmul_vec(
     x = -(-n // variant.per_workgroup)
     y = 1 if combine else slots
     for shard in weight.shards:
-        operands: list[Operand] = [shard.buffer, first, inputs[0]]
-        if shard.scales is not None:
-            operands.append(shard.scales)
+        weights, *rest = low.multiplied(shard, inputs)
         # A sum over several shards goes from one to the next as a residual.
         partial = combine and shard is not weight.shards[-1]
         written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
         low.emit(
             "expert_matmul_vec",
-            [*operands, *inputs[1:], *bias, *added, *written],
+            [weights, first, *rest, *bias, *added, *written],
             lambda rows, kv_len: (x, y * rows, 1),
             params
             | _routing(routing)
@@ -222,12 +201,9 @@ def _matmul(
     tile = _tile(low, routing, weight.dtype)
     x = -(-n * (1 + gated) // tile.columns)
     for shard in weight.shards:
-        operands: list[Operand] = [shard.buffer, inputs[0]]
-        if shard.scales is not None:
-            operands.append(shard.scales)
         low.emit(
             "matmul_int8" if weight.dtype in INTEGERS else "matmul",
-            [*operands, *inputs[1:], result, *_bias(value), *low.tiles[routing]],
+            [*low.multiplied(shard, inputs), result, *_bias(value), *low.tiles[routing]],
             lambda rows, kv_len: (x, _tiles(routing, tile.rows, rows), 1),
             tile.params
             | low.whole_rows(weight)

@@ -44,7 +44,7 @@ class DispatchPlan:
     head: tuple[Dispatch, ...] = field(default=())
 
 
-def linear_grid(count: int, limit: int = 65535) -> Size:
+def linear_grid(count: int, limit: int) -> Size:
     """`count` workgroups as a grid whose sides keep the limit; kernels find their index with
     `workgroup_index` of grid.wgsl and skip what is beyond their own count."""
     rows = max(1, -(-count // limit))

@@ -93,6 +93,13 @@ class Shader:
         index = min(max(line_number, 1), len(self.lines)) - 1
         return self.lines[index].place
 
+    @property
+    def workgroup_storage(self) -> int:
+        """Bytes of workgroup memory, as a device counts them against its limit."""
+        declared = Declared.of(self.code)
+        sizes = (declared.layout(kind)[1] for kind in _WORKGROUP.findall(self.code))
+        return sum(_round_up(16, size) for size in sizes)
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -396,6 +403,10 @@ def _function(node: ast.expr) -> Expression:
             parts = [_function(value) for value in values]
             decide = all if isinstance(op, ast.And) else any
             return lambda params: decide(part(params) for part in parts)
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=args, keywords=[]):
+            parts = [_function(arg) for arg in args]
+            choose = max if name == "max" else min
+            return lambda params: choose(part(params) for part in parts)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             part = _function(operand)
             return lambda params: not part(params)
@@ -406,3 +417,65 @@ def _function(node: ast.expr) -> Expression:
             operate, first, second = _OPERATORS[type(op)], _function(left), _function(right)
             return lambda params: operate(first(params), second(params))
     raise TypeError(ast.unparse(node))
+
+
+# How much workgroup memory a kernel takes
+
+_WORKGROUP = re.compile(r"^var<workgroup> \w+: ([^;]+);", re.M)
+_DECLARED = (
+    re.compile(r"^const (\w+)(?:: \w+)? = ([^;]+);", re.M),
+    re.compile(r"^alias (\w+) = ([^;]+);", re.M),
+    re.compile(r"^struct (\w+) \{(.*?)\}", re.M | re.S),
+)
+_TYPE = re.compile(r"(\w+)(?:<(.+)>|)")
+_ARRAY = re.compile(r"(.+>|\w+), (.+)")  # an element and how many there are
+_INTEGER = re.compile(r"\b(0x[0-9a-f]+|\d+)[ui]\b")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The constants, aliases and structs of a kernel: the texts behind their names."""
+
+    constants: Mapping[str, str]
+    aliases: Mapping[str, str]
+    structs: Mapping[str, str]
+
+    @classmethod
+    def of(cls, code: str) -> Declared:
+        code = re.sub(r"//.*", "", code)
+        return cls(*(dict(pattern.findall(code)) for pattern in _DECLARED))
+
+    def layout(self, kind: str) -> tuple[int, int]:
+        """The alignment and the size of a type, in bytes (WGSL 14.4.1)."""
+        match = _TYPE.fullmatch(kind.strip())
+        name, inner = match.group(1, 2) if match else (kind, "")
+        if name in self.aliases:
+            return self.layout(self.aliases[name])
+        if name in self.structs:
+            alignment, size = 1, 0
+            for member in re.split(r",\s*\n", self.structs[name].strip().removesuffix(",")):
+                own, more = self.layout(member.partition(":")[2])
+                alignment, size = max(alignment, own), _round_up(own, size) + more
+            return alignment, _round_up(alignment, size)
+        if name == "array" and (parts := _ARRAY.fullmatch(inner)):
+            alignment, size = self.layout(parts[1])
+            return alignment, _round_up(alignment, size) * self.number(parts[2])
+        if name == "atomic" or name in ("u32", "i32", "f32", "bool"):
+            return 4, 4
+        if name in ("vec2", "vec3", "vec4"):
+            count = int(name[-1])
+            return 16 if count > 2 else 8, 4 * count
+        raise ShaderError(f"the size of {kind} is not known")
+
+    def number(self, text: str) -> int:
+        """The value of an expression of integers."""
+        text = _INTEGER.sub(r"\1", text.strip())
+        names = self.constants.keys() & set(re.findall(r"\w+", text))
+        try:
+            return int(_compiled(text)({name: self.number(self.constants[name]) for name in names}))
+        except (SyntaxError, KeyError, TypeError, ValueError):
+            raise ShaderError(f"the value of {text} is not known") from None
+
+
+def _round_up(step: int, size: int) -> int:
+    return -(-size // step) * step

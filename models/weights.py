@@ -221,24 +221,26 @@ def joined(
     apart: Container[str] = (),
 ) -> list[WeightSpec]:
     """The weights, with the expert that all tokens share as the last of its layer's, or as several
-    where it is as wide as these: if it has no biases, is not among those named `apart`, and lies
+    where it is as wide as these: if none has biases, it is not among those named `apart`, and lies
     on the GPU as the others do (`stored`), so that nothing is widened for that."""
     found, end = {spec.name: spec for spec in specs}, "shared_expert.down_proj"
     for layer in [name.removesuffix(end) for name in found if name.endswith(f".{end}")]:
         names = [name for name in found if name.startswith(f"{layer}shared_expert.")]
+        theirs = {name for name in found if name.startswith(f"{layer}experts.")}
+        of_stacks = {name.replace(".shared_expert.", ".experts."): found[name] for name in names}
+        biases = any(len(found[name].shape) == 1 for name in (*names, *theirs))
         width, inner = (found[f"{layer}{own}"].shape[1] for own in (end, "experts.down_proj"))
+        if of_stacks.keys() != theirs or biases or width % inner:
+            continue
         stacks: dict[str, WeightSpec] = {}
-        for shared in (found[name] for name in names if name not in apart):
-            stack = found.get(shared.name.replace(".shared_expert.", ".experts."))
-            if stack is None or width % inner:
-                break
-            last = _as_experts(shared, width, inner)
+        for name, shared in of_stacks.items():
+            stack, last = found[name], _as_experts(shared, width, inner)
             whole = replace(stack, last=last)
             hows = [stored(spec) for spec in (stack, shared, whole)]
             alike = len({(how.dtype, how.grouping, how.packed) for how in hows}) == 1
             fits = last.shape == (width // inner * stack.unit, stack.shape[1])
-            if alike and fits and WIDENED not in hows:
-                stacks[stack.name] = whole
+            if alike and fits and WIDENED not in hows and shared.name not in apart:
+                stacks[name] = whole
         if len(stacks) == len(names):
             found |= stacks
             for name in names:
@@ -255,13 +257,18 @@ def _as_experts(shared: WeightSpec, width: int, inner: int) -> WeightSpec:
 
     def cut(sources: tuple[Source, ...]) -> tuple[Source, ...]:
         if down:
-            parts = (range(start, start + inner) for start in starts)
-            return tuple(replace(source, across=part) for part in parts for source in sources)
-        tops = [(source, top) for source in sources for top in range(0, source.rows, width)]
+            columns = [(source, source.across or range(source.shape[-1])) for source in sources]
+            return tuple(
+                replace(source, across=own[start : start + inner])
+                for start in starts
+                for source, own in columns
+            )
+        rows = [(source, source.part or range(source.rows)) for source in sources]
+        tops = [(source, own[top:]) for source, own in rows for top in range(0, len(own), width)]
         return tuple(
-            replace(source, part=range(top + start, top + start + inner))
+            replace(source, part=own[start : start + inner])
             for start in starts
-            for source, top in tops  # gate and up, whether or not they are one tensor
+            for source, own in tops  # gate and up, whether or not they are one tensor
         )
 
     return replace(shared, sources=cut(shared.sources), others=cut(shared.others))
@@ -527,7 +534,8 @@ class _Lying:
 class _Rows:
     """Rows of a source, from its value `first` on. Each row is `columns` values there and `stride`
     bytes, padding included, in `dtype` here. From a row there to the next it is so many values.
-    lying: what reads them where the source is transposed, of `height` rows."""
+    lying: what reads them where the source is transposed, of `height` rows. change: only of rows
+    that follow each other in a source that is not."""
 
     info: TensorInfo
     first: int
@@ -584,11 +592,13 @@ class _Rows:
             return
         rows = np.frombuffer(view, _STORAGE[self.dtype]).reshape(len(view) // self.stride, -1)
         values = self._read(value, len(rows))
-        changed = None if self.change is None else self.change(value // self.columns, len(rows))
+        row, left = divmod(value, self.row_step)
+        changed = None if self.change is None else self.change(row, len(rows))
         step = max(1, _BLOCK // self.columns)
         for i in range(0, len(rows), step):
             part = slice(i, i + step)
-            factors = None if changed is None else (changed[0][part], changed[1])
+            own = slice(left, left + self.columns)
+            factors = None if changed is None else (changed[0][part], changed[1][:, own])
             rows[part, : self.columns] = self._convert(values[part], factors)
         if self.added:
             rows[:, : self.columns] += self.added

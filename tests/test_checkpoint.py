@@ -27,6 +27,7 @@ from infer.kernels.errors import (
 from infer.kernels.tensor import GpuTensor
 from infer.models.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo
 from infer.models.weights import (
+    Change,
     Source,
     WeightSpec,
     load_weights,
@@ -321,6 +322,22 @@ def test_rows_that_become_columns(device: Device, tmp_path: Path, target: str | 
         weights = load_weights(device, specs, Checkpoint.open(tmp_path), dtype=target)
         for a, b in zip(*(weights[name].buffers for name in ("whole", "wanted")), strict=True):
             np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_columns_of_a_source(device: Device, tmp_path: Path, changed: bool) -> None:
+    """Its right part above as wide a left one, as they are or after a product is added."""
+    w, b, a = some((30, 24), "f32"), some((30, 2), "f32", 1), some((2, 24), "f32", 2)
+    write(tmp_path / SINGLE, {"w": ("F32", w)})
+    spec = WeightSpec(
+        "w", tuple(Source("w", w.shape, across=own) for own in (range(11, 24), range(13)))
+    )
+    changes: dict[str, Change] = {"w": lambda row, count: (b[row : row + count], a)}
+    checkpoint = Checkpoint.open(tmp_path)
+    found = load_weights(device, [spec], checkpoint, changes=changes if changed else {})["w"]
+    whole = w + b @ a if changed else w
+    wanted = np.concatenate([whole[:, 11:], whole[:, :13]])
+    np.testing.assert_allclose(on_gpu(device, found), wanted, atol=1e-6 * changed, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from infer.models import build_model, open_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
 from infer.models.formats.packed import read_rows
+from infer.models.packing import Stored
 from infer.models.shapes import SHAPES
-from infer.models.weights import joined, load_weights, stored
+from infer.models.weights import Source, WeightSpec, joined, load_weights, stored
 
 ROUTE: Factors = SETTINGS | {
     "rows": (1, 3, 8, 40),
@@ -487,6 +489,49 @@ def test_a_shared_expert_takes_no_kernels_of_its_own(case: str) -> None:
     assert kernels[0] - kernels[1] == {"matmul_vec": 2 * sum(experts.layers)}
     assert kernels[0] >= kernels[1]
     assert moved[0] == moved[1]
+
+
+def layer_of_experts(last: range | None = None, columns: range | None = None) -> list[WeightSpec]:
+    """The experts of a layer, 4 wide, and a shared one twice as wide: all of its tensors, or these
+    rows of one with gate and up, and these columns of the other."""
+    w = (Source("gate", (8, 16)), Source("up", (8, 16)))
+    if last is not None:
+        w = (replace(w[0], key="all", shape=(40, 16), part=last),)
+    down = Source("down", (16, 8 if columns is None else 20), across=columns)
+    return [
+        WeightSpec("0.experts.gate_up_proj", (Source("stack", (3, 8, 16)),), unit=8),
+        WeightSpec("0.experts.down_proj", (Source("back", (3, 16, 4)),), unit=16),
+        WeightSpec("0.shared_expert.gate_up_proj", w),
+        WeightSpec("0.shared_expert.down_proj", (down,)),
+    ]
+
+
+def test_a_shared_expert_may_be_a_part_of_its_tensors() -> None:
+    """It becomes two: the first halves of its gate and of its up, then the second ones."""
+    specs = layer_of_experts(range(5, 37, 2), range(7, 15))
+    for given in (layer_of_experts(), specs):
+        into, back = (spec.last for spec in joined(given, lambda spec: Stored("f32")))
+        assert into is not None
+        assert back is not None
+        rows = [(s.key, row) for s in into.sources for row in s.part or ()]
+        columns = [column for s in back.sources for column in s.across or ()]
+        if given is specs:
+            parts = 5, 21, 13, 29
+            assert rows == [("all", row) for n in parts for row in range(n, n + 8, 2)]
+            assert columns == [*range(7, 15)]
+        else:
+            parts = ("gate", 0), ("up", 0), ("gate", 4), ("up", 4)
+            assert rows == [(key, row) for key, n in parts for row in range(n, n + 4)]
+            assert columns == [*range(8)]
+
+
+@pytest.mark.parametrize("owners", [["experts"], ["shared_expert"], ["experts", "shared_expert"]])
+def test_a_shared_expert_with_biases_stays_apart(owners: list[str]) -> None:
+    specs = layer_of_experts()
+    for owner in owners:
+        bias = Source(owner, (24 if owner == "experts" else 16,))
+        specs.append(WeightSpec(f"0.{owner}.gate_up_proj.bias", (bias,)))
+    assert joined(specs, lambda spec: Stored("f32")) == specs
 
 
 @pytest.mark.parametrize("dtype", [None, "q4"])

@@ -184,12 +184,13 @@ def kernels_of(
     bindings: int = 9,
     changed: bool = False,
     kv_len: int = 2000,
+    kv_dtype: str = "f16",
 ) -> Counter[str]:
     """How often each kernel runs in a step of a two-layer model on an adapter with subgroups."""
     dry = DryDevice(Limits(workgroup_storage=32768, storage_buffers=bindings))
     dry.subgroup_size = 32
     ops = Ops(Everywhere(dry) if changed else {})
-    caches = KVCache(dry, [(KV_HEADS, HEAD_DIM)] * 2, 2000).layers
+    caches = KVCache(dry, [(KV_HEADS, HEAD_DIM)] * 2, 2000, dtype=kv_dtype).layers
     output = model(ops, dry, caches, normed=normed, turned=turned)
     lowering = Lowering(
         dry,
@@ -238,6 +239,17 @@ def test_kernels_bind_no_more_buffers_than_the_adapter_allows() -> None:
     apart = Counter(rmsnorm=4, rope=4, kv_write=2)
     for normed in ("heads", "rows"):
         assert kernels_of(1, normed=normed, bindings=8) == LONG + SHORT + rest + apart
+
+
+@pytest.mark.parametrize(("head_dim", "apart"), [(64, 0), (96, 2), (128, 0)])
+def test_scales_of_a_q8_cache_are_written_in_pairs(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, apart: int
+) -> None:
+    """Attention does it by itself where no pair is of two heads, which two workgroups write."""
+    monkeypatch.setitem(globals(), "HEAD_DIM", head_dim)
+    rest = Counter(embedding=1, matmul_vec=1)
+    found = kernels_of(1, kv_dtype="q8")
+    assert found == LONG + SHORT + rest + Counter(rope_kv_write=apart)
 
 
 def test_a_layer_of_prefill_is_eight_kernels() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from infer.kernels import functions, reference
 from infer.kernels.device import Device, DryDevice, Limits
 from infer.kernels.errors import ShaderError
 from infer.kernels.functions import validate
@@ -23,6 +26,7 @@ from infer.kernels.sampler import Sampler, SamplerChain
 from infer.kernels.shader import (
     WGSL_FOLDER,
     Binding,
+    Declared,
     KernelSpec,
     Shader,
     Value,
@@ -447,49 +451,10 @@ def test_drivers_compile_the_kernels_of_real_models(least_device: Device, shape:
         least_device.pipelines(model_specs(shape, Limits(), 0, dtype))
 
 
-def type_bytes(kind: str, constants: dict[str, int], structs: dict[str, str]) -> int:
-    """Bytes of a WGSL type in workgroup memory (WGSL 14.4.1), in which nothing is of 16 bits."""
-    if kind.startswith("array<"):
-        element, count = outer_split(kind.removeprefix("array<").removesuffix(">"))
-        return type_bytes(element, constants, structs) * number(count, constants)
-    if kind in structs:
-        fields = re.findall(r"\w+: ([^,]+),", structs[kind])
-        return sum(type_bytes(field, constants, structs) for field in fields)
-    sizes = {"vec2": 8, "vec3": 16, "vec4": 16}  # three are aligned like four
-    return sizes.get(kind.partition("<")[0], 4)
-
-
-def outer_split(text: str) -> tuple[str, str]:
-    """At the first comma that is in no brackets."""
-    depth = 0
-    for i, letter in enumerate(text):
-        depth += (letter in "<(") - (letter in ">)")
-        if letter == "," and depth == 0:
-            return text[:i].strip(), text[i + 1 :].strip()
-    raise ValueError(text)
-
-
-def number(expression: str, constants: dict[str, int]) -> int:
-    """The value of a WGSL const-expression of integers."""
-    text = re.sub(r"\b(0x[0-9a-f]+|\d+)[ui]\b", r"\1", expression).replace("/", "//")
-    return int(eval(text, {"min": min, "max": max}, constants))
-
-
-def workgroup_memory(code: str) -> tuple[int, int]:
-    """Bytes of workgroup memory and invocations of a workgroup."""
-    code = re.sub(r"//.*", "", code)
-    for name, kind in re.findall(r"^alias (\w+) = ([^;]+);", code, re.M):
-        code = re.sub(rf"\b{name}\b", kind, code)
-    constants: dict[str, int] = {}
-    for name, kind, value in re.findall(r"^const (\w+)(?:: (\w+))? = ([^;]+);", code, re.M):
-        if kind in ("", "u32", "i32") and "." not in value:
-            constants[name] = number(value, constants)
-    declared = re.findall(r"^var<workgroup> \w+: ([^;]+);", code, re.M)
+def invocations(code: str) -> int:
+    """Of a workgroup: the product of constants."""
     (shape,) = re.findall(r"@workgroup_size\(([^)]+)\)", code)
-    invocations = math.prod(number(side, constants) for side in shape.split(","))
-    structs = dict(re.findall(r"^struct (\w+) \{(.*?)\}", code, re.M | re.S))
-    sizes = [type_bytes(kind, constants, structs) for kind in declared]
-    return sum(-(-size // 16) * 16 for size in sizes), invocations
+    return math.prod(Declared.of(code).number(side) for side in shape.split(","))
 
 
 def test_workgroup_memory_is_counted() -> None:
@@ -499,15 +464,36 @@ const B = A / 4u;  // 1
 const C: f32 = 0.5f;
 var<workgroup> x: array<vec4<f32>, 2u * A>;
 var<workgroup> y: array<array<f32, max(A, 3u)>, B + 1u>;
-var<workgroup> z: Both;
+var<workgroup> z: array<Both, 3>;
 struct Both {
-  a: atomic<u32>,
+  a: atomic<u32>,  // and 4 bytes for which nothing is
   b: Two,
+  c: vec3<f32>,
+  d: u32,
+  e: f32  // and 12
 }
 @compute @workgroup_size(A, 4)
 fn main() {}
 """
-    assert workgroup_memory(code) == (12 * 16 + 2 * 6 * 4 + 16, 24)
+    shader = render_text(code)
+    assert shader.workgroup_storage == 12 * 16 + 2 * 6 * 4 + 3 * 48
+    assert invocations(shader.code) == 24
+
+
+def test_too_much_workgroup_memory_is_refused(least_device: Device) -> None:
+    """512 experts are as many as models have."""
+    rng = np.random.default_rng(0)
+    for experts, fits in ((512, True), (1024, False)):
+        logits, correction = rng.standard_normal((2, 3, experts), np.float32)
+        options: dict[str, Any] = {"slots": 22, "normalize": True, "correction": correction[0]}
+        if fits:
+            ids, _ = functions.route(least_device, logits, **options)
+            assert np.array_equal(ids, reference.route(logits, **options)[0])
+        else:
+            with pytest.raises(
+                ShaderError, match=r"route .* needs 19,040 bytes of workgroup memory"
+            ):
+                functions.route(least_device, logits, **options)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "q8", "iq4nl", "nf4"])
@@ -521,18 +507,19 @@ def test_kernels_keep_to_the_limits_of_workgroups(dtype: str) -> None:
             own = limits.workgroup_storage, limits.max_invocations
             least[spec] = tuple(map(min, own, least.get(spec, own)))
     for spec, (storage, most) in least.items():
-        memory, invocations = workgroup_memory(render(spec).code)
-        assert memory <= storage, spec.label
-        assert invocations <= most, spec.label
+        shader = render(spec)
+        assert shader.workgroup_storage <= storage, spec.label
+        assert invocations(shader.code) <= most, spec.label
 
 
 def component_writes(code: str) -> list[str]:
-    """What is assigned to a component of a vector in workgroup memory."""
+    """What is assigned to a component of a vector in memory that invocations share."""
     code = re.sub(r"//.*", "", code)
     vectors = "|".join(["vec", *re.findall(r"^alias (\w+) = vec", code, re.M)])
     index = r"\[(?:[^][]|\[[^][]*\])*\]"
     found = []
-    for name, kind in re.findall(r"^var<workgroup> (\w+): ([^;]+);", code, re.M):
+    shared = r"\bvar<(?:workgroup|storage, read_write)> (\w+): ([^;]+);"
+    for name, kind in dict.fromkeys(re.findall(shared, code)):
         if re.search(rf"\b({vectors})", kind):
             whole = rf"\b{name}(?:{index}){{{kind.count('array<')}}}"
             assigned = r"\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"
@@ -546,6 +533,8 @@ var<workgroup> x: array<vec4<f32>, 8>;
 var<workgroup> y: array<array<Two, 8>, 2>;
 var<workgroup> z: array<f32, 8>;
 var<workgroup> w: vec2<u32>;
+@group(0) @binding(0) var<storage, read_write> v: array<vec2<u32>>;  // or
+@group(0) @binding(0) var<storage, read_write> v: array<u32>;
 x[i / 4u][i % 4u] = 1.0;
 x[n[i]].y += 1.0;
 x[i] = x[i + 1u].xyzw;
@@ -554,8 +543,11 @@ y[i][1][0] *= 2.0;
 b = y[i][1][0] == y[0][1][0];
 z[i] = x[i][0];
 w.x = 1u;  // w.y = 1u
+v[i] = v[i + 1u];
+v[i / 2u][i % 2u] = 1u;
 """
-    assert component_writes(code) == ["x[i / 4u][i % 4u]", "x[n[i]].y", "y[i][1][0]", "w.x"]
+    found = ["x[i / 4u][i % 4u]", "x[n[i]].y", "y[i][1][0]", "w.x", "v[i / 2u][i % 2u]"]
+    assert component_writes(code) == found
 
 
 def test_nobody_writes_a_component_of_a_shared_vector() -> None:
@@ -569,8 +561,15 @@ def test_nobody_writes_a_component_of_a_shared_vector() -> None:
         assert component_writes("".join(texts[name] for name in files)) == [], kernel
 
 
+def test_nothing_is_declared_in_vain() -> None:
+    text = "".join(re.sub(r"//.*", "", file.read_text()) for file in WGSL_FOLDER.glob("*.wgsl"))
+    declared = re.findall(r"^(?:alias|const|fn|struct|var<\w+>) (\w+)", text, re.M)
+    words = Counter(re.findall(r"\w+", text))
+    assert [name for name in declared if words[name] == 1] == []
+
+
 def test_the_sampler_keeps_to_the_least_limits(device: Device) -> None:
     for spec in set(sampler_specs(device)):
-        memory, invocations = workgroup_memory(render(spec).code)
-        assert memory <= 16384, spec.label
-        assert invocations <= 256, spec.label
+        shader = render(spec)
+        assert shader.workgroup_storage <= 16384, spec.label
+        assert invocations(shader.code) <= 256, spec.label

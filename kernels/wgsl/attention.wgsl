@@ -75,8 +75,10 @@
 #if QUANTIZE
 @group(0) @binding(5) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding(6) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+#elif JOINED
+@group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;
 #else
-@group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;  // or see attention_split.wgsl
+@group(0) @binding(5) var<storage, read_write> y: array<vec2<f32>>;  // see attention_split.wgsl
 #endif
 #let TABLE = 6 + QUANTIZE
 #let NORMS = TABLE + ROPE * (ROTARY_DIM > 0)
@@ -109,7 +111,6 @@ struct Group {  // eight dimensions of a head
 
 const CLUSTERS = WG / CLUSTER;
 const COPIES = CLUSTER * KEPT / SCORES;  // lanes that have the same scores
-const KEPT_BATCH = KEPT / KEPT_HEADS;
 const GROUPS = HEAD_DIM / 8u;  // groups of eight dimensions in a head
 const LOWEST = -3.0e38;
 const LOG2_E = 1.44269504;  // the GPU's exponential is of base two
@@ -331,6 +332,10 @@ fn main(
 #else
     let own_value$e = to_kv(raw_value$e.low, raw_value$e.high);
 #endif
+#if KV == q8
+    let key_scales$e = two_scales(own_key$e);
+    let value_scales$e = two_scales(own_value$e);
+#endif
 #endfor
 #for h in 0..HEADS
     var own$h = 0.0;
@@ -363,6 +368,13 @@ fn main(
 #for e in 0..PER_LANE
         store_key(own + $eu * CLUSTER, own_key$e);
         store_value(own + $eu * CLUSTER, own_value$e);
+#if KV == q8
+        if (part % 8u == 0u) {
+          let scales = kv_scale_index(own + $eu * CLUSTER) / 2u;
+          keys[scales] = key_scales$e;
+          values[scales] = value_scales$e;
+        }
+#endif
 #endfor
       }
     }
@@ -571,10 +583,11 @@ fn main(
 #else
     if (writes) {
       let stored = stored_head(id.z, HEADS * size.y, first_head + $ru * MERGED + h);
-      y[stored_output(stored, id.x) + d] = out;
+      let at = stored_output(stored, id.x) + d;
+      y[2u * at] = out.xy;
+      y[2u * at + 1u] = out.zw;
       if (d == 0u) {
-        y[stored + id.x / 2u][id.x % 2u * 2u] = most;
-        y[stored + id.x / 2u][id.x % 2u * 2u + 1u] = sum;
+        y[2u * stored + id.x] = vec2<f32>(most, sum);
       }
     }
 #endif
@@ -615,8 +628,6 @@ fn store_key(i: u32, key: Kv8) {
   keys[2u * i + 1u] = key.high;
 #elif KV == q8
   keys[i] = vec2<u32>(key.low, key.high);
-  let at = kv_scale_index(i);
-  keys[at / 2u][at % 2u] = bitcast<u32>(key.scale);  // all lanes of the block write the same
 #else
   keys[i] = key;
 #endif
@@ -628,8 +639,6 @@ fn store_value(i: u32, value: Kv8) {
   values[2u * i + 1u] = value.high;
 #elif KV == q8
   values[i] = vec2<u32>(value.low, value.high);
-  let at = kv_scale_index(i);
-  values[at / 2u][at % 2u] = bitcast<u32>(value.scale);  // all lanes of the block write the same
 #else
   values[i] = value;
 #endif

@@ -13,18 +13,15 @@
 //   k (decay S) = decay (k S);  q S' = decay (q S) + (q k) delta
 #include "step.wgsl"
 #include "softplus.wgsl"
-#include "head_matrix.wgsl"
+#include "scan_values.wgsl"
 // @param KEY_HEADS u32   neighbouring heads share a query and a key
 // @param HEADS u32
 // @param KEY_DIM u32     a multiple of 4 * SPLIT
 // @param VALUE_DIM u32   a multiple of 4
 // @param ROWS u32        a multiple of UNROLL
 // @param UNROLL u32      rows of the loop's body
-// @param COLUMNS u32     of a workgroup: a multiple of 4
-// @param SPLIT u32
 // @param LOADERS u32     invocations that load a row's q and k: ROWS * LOADERS are at most a workgroup
 // @param SUBGROUPS bool  SPLIT is a power of two and at most a subgroup, and that divides a workgroup
-// @param X_STRIDE u32
 // @param GATES_STRIDE u32
 // @param Y_STRIDE u32
 @group(0) @binding(0) var<storage, read> step: Step;
@@ -35,13 +32,11 @@
 @group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [HEADS][KEY_DIM][VALUE_DIM]
 @group(0) @binding(6) var<storage, read_write> y: array<Columns>;      // [rows][HEADS][VALUE_DIM]
 
-const TILES = COLUMNS / TILE;
-const WG = TILES * SPLIT;
 const QUADS = KEY_DIM / 4u;
+const FIRST_VALUE = 2u * KEY_HEADS * KEY_DIM;
 const EPS = 1e-6;
-// What an invocation loads of the rows: vec4 of q and of k, and of v.
+// What an invocation loads of the rows: vec4 of q and of k.
 #let LOADS = (KEY_DIM / 4 + LOADERS - 1) / LOADERS
-#let VALUES = (ROWS * COLUMNS / 4 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
 struct Factors {  // of a row
   beta: f32,
@@ -51,7 +46,6 @@ struct Factors {  // of a row
 
 var<workgroup> queries: array<vec4<f32>, ROWS * QUADS>;
 var<workgroup> keys: array<vec4<f32>, ROWS * QUADS>;
-var<workgroup> values: array<Columns, ROWS * TILES>;
 var<workgroup> factors: array<Factors, ROWS>;
 var<workgroup> row_sums: array<vec3<f32>, ROWS * LOADERS>;  // k k, q q, q k
 #if not SUBGROUPS
@@ -65,19 +59,9 @@ struct Rows {  // what an invocation loads of them
   q$l: vec4<f32>,
   k$l: vec4<f32>,
 #endfor
-#for l in 0..VALUES
-  value$l: vec4<f32>,
-#endfor
+  values: Values,
   b: f32,
   a: f32,
-}
-
-struct Task {  // of a workgroup
-  head: u32,
-  first_column: u32,
-  last_row: u32,
-  rate: f32,
-  bias: f32,
 }
 
 // Rows behind the last one are the last one.
@@ -94,15 +78,7 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
     rows.b = gates[row * GATES_STRIDE + task.head];
     rows.a = gates[row * GATES_STRIDE + task.head + HEADS];
   }
-#for l in 0..VALUES
-  {
-    let i = 4u * (tid + $lu * WG);
-    let column = min(task.first_column + i % COLUMNS, VALUE_DIM - 4u);
-    let at = min(first + i / COLUMNS, task.last_row) * X_STRIDE
-      + 2u * KEY_HEADS * KEY_DIM + task.head * VALUE_DIM + column;
-    rows.value$l = x[at / 4u];
-  }
-#endfor
+  rows.values = load_values(task, first, tid);
   return rows;
 }
 
@@ -142,16 +118,7 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
         Factors(select(0.0, beta, there), select(1.0, decay, there), q_scale * k_scale * sums.z);
     }
   }
-#for l in 0..VALUES
-  if (tid + $lu * WG < ROWS * COLUMNS / 4u) {
-#if TILE == 4
-    values[tid + $lu * WG] = rows.value$l;
-#else
-    values[2u * (tid + $lu * WG)] = rows.value$l.xy;
-    values[2u * (tid + $lu * WG) + 1u] = rows.value$l.zw;
-#endif
-  }
-#endfor
+  store_values(rows.values, tid);
   workgroupBarrier();
 }
 

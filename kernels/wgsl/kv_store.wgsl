@@ -9,6 +9,12 @@ fn to_kv(low: vec4<f32>, high: vec4<f32>) -> Kv8 {
   }
   return Kv8(to_int8(low, most), to_int8(high, most), int8_scale(most));
 }
+
+// The scales of a block and of the next, in lanes of the first of both.
+fn two_scales(kv: Kv8) -> vec2<u32> {
+  let next = subgroupShuffleXor(kv.scale, KV_BLOCK / 8u);
+  return bitcast<vec2<u32>>(vec2<f32>(kv.scale, next));
+}
 #elif KV == f32
 fn to_kv(low: vec4<f32>, high: vec4<f32>) -> Kv8 {
   return Kv8(bitcast<vec4<u32>>(low), bitcast<vec4<u32>>(high));

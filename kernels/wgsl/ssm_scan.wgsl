@@ -11,7 +11,7 @@
 // matmul_vec.wgsl.
 #include "step.wgsl"
 #include "softplus.wgsl"
-#include "head_matrix.wgsl"
+#include "scan_values.wgsl"
 #include "quantize_outputs.wgsl"
 // @param GROUPS u32      neighbouring heads share B and C
 // @param HEADS u32
@@ -21,9 +21,6 @@
 // @param DT_MAX f32
 // @param ROWS u32        a multiple of UNROLL
 // @param UNROLL u32      rows of the loop's body
-// @param COLUMNS u32     of a workgroup: a multiple of 4
-// @param SPLIT u32
-// @param X_STRIDE u32
 // @param Z_STRIDE u32
 // @param Z_OFFSET u32
 // @param DT_STRIDE u32
@@ -52,17 +49,15 @@
 @group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
 #endif
 
-const TILES = COLUMNS / TILE;
-const WG = TILES * SPLIT;
+const VALUE_DIM = HEAD_DIM;
+const FIRST_VALUE = 0u;
 const QUADS = STATE_DIM / 4u;
 const FOURS = COLUMNS / 4u;
-// What an invocation loads of the rows: vec4 of B and C, vec4 of x, values of z.
+// What an invocation loads of the rows: vec4 of B and C, values of z.
 #let LOADS = (ROWS * STATE_DIM / 2 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
-#let X_LOADS = (ROWS * COLUMNS / 4 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
-#let VALUES = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
+#let Z_LOADS = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
 var<workgroup> quads: array<vec4<f32>, ROWS * 2u * QUADS>;  // [ROWS][B, C]
-var<workgroup> values: array<Columns, ROWS * TILES>;        // x
 var<workgroup> steps: array<vec2<f32>, ROWS>;               // dt, exp(-dt exp(a_log))
 var<workgroup> sums: array<Columns, ROWS * WG>;             // C S, [ROWS][SPLIT][TILES]
 
@@ -70,18 +65,8 @@ struct Rows {  // what an invocation loads of them
 #for l in 0..LOADS
   quad$l: vec4<f32>,
 #endfor
-#for l in 0..X_LOADS
-  value$l: vec4<f32>,
-#endfor
+  values: Values,
   dt: f32,
-}
-
-struct Task {  // of a workgroup
-  head: u32,
-  first_column: u32,
-  last_row: u32,
-  rate: f32,
-  bias: f32,
 }
 
 // The column of y and z that belongs to the i-th of [ROWS][COLUMNS].
@@ -100,14 +85,7 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
     rows.quad$l = x[(row * X_STRIDE + HEADS * HEAD_DIM) / 4u + group * QUADS + i % QUADS];
   }
 #endfor
-#for l in 0..X_LOADS
-  {
-    let i = 4u * (tid + $lu * WG);
-    let column = min(task.first_column + i % COLUMNS, HEAD_DIM - 4u);
-    let row = min(first + i / COLUMNS, task.last_row);
-    rows.value$l = x[(row * X_STRIDE + task.head * HEAD_DIM + column) / 4u];
-  }
-#endfor
+  rows.values = load_values(task, first, tid);
   rows.dt = dt[min(first + tid % ROWS, task.last_row) * DT_STRIDE + DT_OFFSET + task.head];
   return rows;
 }
@@ -119,16 +97,7 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
     quads[tid + $lu * WG] = rows.quad$l;
   }
 #endfor
-#for l in 0..X_LOADS
-  if (tid + $lu * WG < ROWS * COLUMNS / 4u) {
-#if TILE == 4
-    values[tid + $lu * WG] = rows.value$l;
-#else
-    values[2u * (tid + $lu * WG)] = rows.value$l.xy;
-    values[2u * (tid + $lu * WG) + 1u] = rows.value$l.zw;
-#endif
-  }
-#endfor
+  store_values(rows.values, tid);
   let delta = clamp(softplus(rows.dt + task.bias), DT_MIN, DT_MAX);
   let own = vec2<f32>(delta, exp(-delta * task.rate));
   if (tid < ROWS) {
@@ -168,7 +137,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     if (first + ROWS <= task.last_row) {
       rows = load(task, first + ROWS, tid);
     }
-#for l in 0..VALUES
+#for l in 0..Z_LOADS
     let i$l = tid + $lu * WG;
     let row$l = min(first + i$l / COLUMNS, task.last_row);
     let gate$l = z[row$l * Z_STRIDE + Z_OFFSET + column_of(task, i$l)];
@@ -196,7 +165,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
     }
     workgroupBarrier();
-#for l in 0..VALUES
+#for l in 0..Z_LOADS
     var sum$l = skip * value$l;
     let sums$l = min(i$l / COLUMNS, ROWS - 1u) * WG + i$l % COLUMNS / TILE;
     for (var i = 0u; i < SPLIT; i++) {
