@@ -7,18 +7,18 @@
 #if WEIGHT == iq4nl
 alias Int8 = vec4<u32>;
 // llama.cpp, ggml-common.h
-const CODES_0_3: vec4<i32> = vec4<i32>(-127, -104, -83, -65);
-const CODES_4_7: vec4<i32> = vec4<i32>(-49, -35, -22, -10);
-const CODES_8_11: vec4<i32> = vec4<i32>(1, 13, 25, 38);
-const CODES_12_15: vec4<i32> = vec4<i32>(53, 69, 89, 113);
+const CODES_0_3 = vec4<i32>(-127, -104, -83, -65);
+const CODES_4_7 = vec4<i32>(-49, -35, -22, -10);
+const CODES_8_11 = vec4<i32>(1, 13, 25, 38);
+const CODES_12_15 = vec4<i32>(53, 69, 89, 113);
 #else
 alias Int8 = array<vec4<u32>, 2>;  // a number is the first + 256 * the second
 // 31,908 times the quantiles of weight.wgsl: the multiple of at most 16 bits that rounds them least, by
 // 7.9e-6 at most. Activations in int8 are rounded by up to 3.9e-3.
-const CODES_0_3: vec4<i32> = vec4<i32>(-31908, -22214, -16754, -12601);
-const CODES_4_7: vec4<i32> = vec4<i32>(-9076, -5896, -2905, 0);
-const CODES_8_11: vec4<i32> = vec4<i32>(2539, 5135, 7853, 10782);
-const CODES_12_15: vec4<i32> = vec4<i32>(14062, 17952, 23068, 31908);
+const CODES_0_3 = vec4<i32>(-31908, -22214, -16754, -12601);
+const CODES_4_7 = vec4<i32>(-9076, -5896, -2905, 0);
+const CODES_8_11 = vec4<i32>(2539, 5135, 7853, 10782);
+const CODES_12_15 = vec4<i32>(14062, 17952, 23068, 31908);
 #endif
 const TABLE_SIZE = 256u * $(COPIES)u;
 
