@@ -101,6 +101,9 @@ fn row_of(expert: u32) -> u32 {
 // grid (N / (TEAMS * OUTPUTS), rows * ALL_SLOTS); COMBINE: rows
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
+#if TABLE
+  fill_table(me.index, WG);
+#endif
   let first = id.x * (TEAMS * OUTPUTS);
 #if TEAM == WG
   let team = 0u;
@@ -181,9 +184,6 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   var squares = 0.0;
 #endif
 
-#if TABLE
-  fill_table(me.index, WG);
-#endif
   for (var base = lane; base < STEPS; base += TEAM * UNROLL) {
 #for u in 0..UNROLL
 #if COMBINE

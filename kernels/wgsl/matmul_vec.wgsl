@@ -100,6 +100,9 @@ fn main(
   if (first >= N) {
     return;
   }
+#if TABLE
+  fill_table(me.index, WG);
+#endif
 #if TEAM == WG
   let team = 0u;
   let lane = me.index;
@@ -178,9 +181,6 @@ fn main(
 #endif
 #endfor
 
-#if TABLE
-  fill_table(me.index, WG);
-#endif
   for (var base = lane; base < BLOCKS; base += TEAM * UNROLL) {
 #for u in 0..UNROLL
     let i$u = min(base + $uu * TEAM, BLOCKS - 1u);

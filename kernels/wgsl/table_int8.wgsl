@@ -7,56 +7,37 @@
 #if WEIGHT == iq4nl
 alias Int8 = vec4<u32>;
 // llama.cpp, ggml-common.h
-const CODES_0_3 = vec4<i32>(-127, -104, -83, -65);
-const CODES_4_7 = vec4<i32>(-49, -35, -22, -10);
-const CODES_8_11 = vec4<i32>(1, 13, 25, 38);
-const CODES_12_15 = vec4<i32>(53, 69, 89, 113);
+const INTEGERS_OF_CODES: array<i32, 16> = array<i32, 16>(
+  -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113);
 #else
 alias Int8 = array<vec4<u32>, 2>;  // a number is the first + 256 * the second
 // 31,908 times the quantiles of weight.wgsl: the multiple of at most 16 bits that rounds them least, by
 // 7.9e-6 at most. Activations in int8 are rounded by up to 3.9e-3.
-const CODES_0_3 = vec4<i32>(-31908, -22214, -16754, -12601);
-const CODES_4_7 = vec4<i32>(-9076, -5896, -2905, 0);
-const CODES_8_11 = vec4<i32>(2539, 5135, 7853, 10782);
-const CODES_12_15 = vec4<i32>(14062, 17952, 23068, 31908);
+const INTEGERS_OF_CODES: array<i32, 16> = array<i32, 16>(
+  -31908, -22214, -16754, -12601, -9076, -5896, -2905, 0, 2539, 5135,
+  7853, 10782, 14062, 17952, 23068, 31908);
 #endif
 const TABLE_SIZE = 256u * $(COPIES)u;
 
 var<workgroup> table: array<u32, TABLE_SIZE>;
 var<private> copy: u32;  // this invocation's
 
-// Needed before the first look-up; i: this invocation's index among `size`. The integers are taken from
-// words in registers: an array that data indexes would lie in memory.
+// Needed before the first look-up; i: this invocation's index among `size`.
 fn fill_table(i: u32, size: u32) {
-  let low = vec4<u32>(
-    pack4xI8(CODES_0_3), pack4xI8(CODES_4_7), pack4xI8(CODES_8_11), pack4xI8(CODES_12_15));
-#if PLANES == 2
-  let high = vec4<u32>(above(CODES_0_3), above(CODES_4_7), above(CODES_8_11), above(CODES_12_15));
-#endif
+  var values = INTEGERS_OF_CODES;
   for (var at = i; at < TABLE_SIZE; at += size) {
-    let first = (at / $(COPIES)u) & 15u;
-    let second = at / $(16 * COPIES)u;
+    let byte = at / $(COPIES)u;
+    let pair = vec2<i32>(values[byte & 15u], values[byte >> 4u]);
 #if PLANES == 2
-    table[at] = byte_of(high, first) | (byte_of(high, second) << 8u)
-      | (byte_of(low, first) << 16u) | (byte_of(low, second) << 24u);
+    let coarse = (pair + 128) >> vec2<u32>(8u);
+    table[at] = pack4xI8(vec4<i32>(coarse, pair - 256 * coarse));
 #else
-    table[at] = byte_of(low, first) | (byte_of(low, second) << 8u);
+    table[at] = pack4xI8(vec4<i32>(pair, 0, 0));
 #endif
   }
   copy = i % $(COPIES)u;
   workgroupBarrier();
 }
-
-fn byte_of(words: vec4<u32>, i: u32) -> u32 {
-  return (words[i / 4u] >> (i % 4u * 8u)) & 255u;
-}
-#if PLANES == 2
-
-// What remains to be counted 256 times when the lowest bytes are taken as int8.
-fn above(integers: vec4<i32>) -> u32 {
-  return pack4xI8((integers + 128) >> vec4<u32>(8u));
-}
-#endif
 
 // The first and the second half of a block.
 fn low_int8(codes: vec4<u32>) -> Int8 {
