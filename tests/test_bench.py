@@ -111,9 +111,7 @@ def device() -> Iterator[Device]:
 def make_engine(device: Device, config: dict[str, Any], context: int = 256) -> Engine:
     model = build_model(RawConfig(config))
     weights = random_weights(device, list(model.weights()), "bf16")
-    engine = Engine(device, model, weights, EngineOptions(context=context))
-    engine.compile()
-    return engine
+    return Engine(device, model, weights, EngineOptions(context=context))
 
 
 @pytest.fixture
@@ -240,7 +238,6 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
         assert abs(values.mean()) < 0.01
         assert values.std() * 256**0.5 == pytest.approx(1, rel=0.4)
         engine = Engine(device, model, weights, EngineOptions(context=64))
-        engine.compile()
         (step,) = engine.generate(
             [1, 2, 3], replace(measure.GREEDY, max_tokens=1), with_logits=True
         )

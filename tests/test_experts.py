@@ -512,7 +512,6 @@ def test_a_shared_expert_is_the_same_alone(
         for specs in (list(model.weights()), together):
             weights = load_weights(device, specs, checkpoint, dtype=dtype)
             engine = Engine(device, model, weights, EngineOptions(context=64, kv_dtype="f32"))
-            engine.compile()
             logits.append(np.append(scores(engine, range(3, 30)), answer(engine, [5], 4).logits, 0))
     assert relative_error(logits[1], logits[0]) <= 1e-5
 
