@@ -96,6 +96,22 @@ def test_options_do_not_change_the_answer(build: Build, case: str, options: dict
     assert relative_error(scores(other, prompt_ids), load(case).logits) <= TOLERANCE
 
 
+def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
+    """And an engine that was not asked to compile does so for the steps that come."""
+    folder = load("llama").write_checkpoint(tmp_path / "llama")
+    with Device.open() as device:
+        engine = build_engine(device, folder)
+        before = device.n_pipelines
+        engine.recording("decode", True, None)
+        first = device.n_pipelines
+        engine.compile()
+        compiled = device.n_pipelines
+        assert before < first < compiled
+        for kind in engine.rows:
+            engine.recording(kind, True, None)
+        assert device.n_pipelines == compiled
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 8, 9, 40])
 @pytest.mark.parametrize("case", CASES)
 def test_decode_is_prefill(build: Build, case: str, chunk: int) -> None:
