@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -207,13 +207,24 @@ class Engine:
         )
 
     def compile(self) -> None:
-        """Compile, in threads, what every generation needs. Before the first one."""
-        self.queue: StepQueue = (RawQueue if self.options.raw else PublicQueue)(self.device)
+        """Compile, in threads, what every generation needs, so that none has to wait for it."""
         self.device.pipelines(
             kernel.spec for lowering in self._lowered.values() for kernel in lowering.kernels
         )
-        for key, lowering in self._lowered.items():
-            self._plans[key] = lowering.place(self.arena)
+        for kind, adapter in self._lowered:
+            self._plan(kind, adapter)
+
+    @cached_property
+    def queue(self) -> StepQueue:
+        """What steps are submitted to."""
+        return (RawQueue if self.options.raw else PublicQueue)(self.device)
+
+    def _plan(self, kind: str, adapter: str | None) -> DispatchPlan:
+        """Made, and compiled where it is not yet, when it is first needed."""
+        key = kind, adapter
+        if key not in self._plans:
+            self._plans[key] = self._lowered[key].place(self.arena)
+        return self._plans[key]
 
     # Generating
 
@@ -456,7 +467,7 @@ class Engine:
     def recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
         key = (kind, self._adapter, head, chain)
         if key not in self._recordings:
-            plan = self._plans[kind, self._adapter]
+            plan = self._plan(kind, self._adapter)
             dispatches = [*plan.body, *plan.head] if head else [*plan.body]
             if chain is not None:
                 dispatches += self.sampler.dispatches(chain, gather=kind != "decode")

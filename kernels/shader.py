@@ -344,6 +344,8 @@ def _replace(line: Line, params: dict[str, Value], repeats: dict[str, int]) -> s
         return text
     for letter, i in repeats.items():
         text = text.replace(f"${letter}", str(i))
+    if "$" not in text:
+        return text
     if unknown := _REPEAT.search(text):
         raise ShaderError(f"{line.place}: {unknown[0]} is not the name of an enclosing #for")
     return _VALUE.sub(lambda match: str(_evaluate(line, match[1], params)), text)

@@ -259,6 +259,7 @@ class DeltaVariant(ScanVariant):
 _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 25  # values of a matrix
+_SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
 _FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
 _FEW_PLAIN = 8192  # the same of those that are no pairs
 MOST_SPLITS = 8  # of a matrix' columns
@@ -368,13 +369,16 @@ class Tuning:
         tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
         choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
         if self.software:
-            choice = {TileVariant(8, 8, True, 8, 8): 1.0}
+            tile = (4, 4) if n * k <= _SMALL_SOFTWARE else (8, 8)
+            choice = {TileVariant(*tile, True, 8, 8): 1.0}
         return self._fastest(choice, heads * rows, n, k, splits, least_rounds=1.0)
 
     def matmul_int8(self, rows: int, n: int, k: int, splits: bool, dtype: str) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
         share a multiprocessor, which one alone does not keep busy."""
         tiles = {(8, 8, True, 8, 16): 1.9}
+        if self.software and n * k <= _SMALL_SOFTWARE:
+            tiles = {(4, 4, True, 8, 16): 1.4}
         if not self.software:
             tiles |= {(4, 8, True, 16, 8): 1.7, (4, 4, True, 8, 16): 1.4}
         planes = PLANES.get(dtype, 1)

@@ -5,6 +5,7 @@ A machine without an adapter fails these tests: Mesa's software adapter serves a
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,3 +117,9 @@ def no_leak(devices: dict[Settings, Device]) -> Iterator[None]:
 def rng() -> np.random.Generator:
     """Random numbers, the same in every run."""
     return np.random.default_rng(0)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests live as long as the process: no need to look for garbage among them."""
+    gc.collect()
+    gc.freeze()

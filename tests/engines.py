@@ -47,9 +47,7 @@ def build_engine(
     beside = loras.allocate(device, weights)
     loras.fill(device, weights, beside)
     own: dict[str, Any] = {"context": 128, "kv_dtype": "f32"} | options
-    engine = Engine(device, model, weights, EngineOptions(**own), beside)
-    engine.compile()
-    return engine
+    return Engine(device, model, weights, EngineOptions(**own), beside)
 
 
 @dataclass(frozen=True)

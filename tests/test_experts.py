@@ -14,7 +14,17 @@ from conftest import LEAST, OpenDevice
 from engines import answer, scores
 from reference_models import DATA, load, relative_error
 from safetensors.numpy import save_file
-from test_kernels import EPS, INT8_LIMIT, LIMIT, SETTINGS, Case, Factors, covering, settings_of
+from test_kernels import (
+    EPS,
+    INT8_LIMIT,
+    LIMIT,
+    SETTINGS,
+    Case,
+    Factors,
+    covering,
+    meeting,
+    settings_of,
+)
 
 from infer.bench_measure import weight_bytes_per_token
 from infer.engine import Engine, EngineOptions
@@ -323,21 +333,24 @@ def layer_error(
     return nmse(output(), output(fuse=False).astype(np.float64))
 
 
-@pytest.mark.parametrize(("rows", "plan_rows"), [(1, 1), (3, 8), (9, 9), (40, 300)])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
-def test_a_layer_of_experts(
-    open_device: OpenDevice, rng: np.random.Generator, dtype: str, rows: int, plan_rows: int
-) -> None:
-    own = Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST
-    own += (Settings(storage_buffers=8),)
-    for i, settings in enumerate(own if rows < 10 else own[:1]):
-        device = open_device(settings)
-        with device.scope():
-            kinds = "stacked gated", "plain", "gated", "stacked", ""
-            shared = kinds[(i + rows) % 5]
-            error = layer_error(device, rng, dtype, rows, plan_rows, i % 2 == 0, shared)
-            # A sum that rounds otherwise may round another way to int8: 2e-6 for one of 96 values.
-            assert error <= (1e-5 if dtype in QUANTIZED else LIMIT), settings
+@meeting(
+    {
+        "rows": ((1, 1), (3, 8), (9, 9), (40, 300)),  # and those that the plan has room for
+        "dtype": ("f32", "bf16", "q8", "q4"),
+        "bias": (True, False),
+        "shared": ("stacked gated", "plain", "gated", "stacked", ""),
+        "settings": (
+            *(Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST),
+            Settings(storage_buffers=8),
+        ),
+    }
+)
+def test_a_layer_of_experts(open_device: OpenDevice, rng: np.random.Generator, case: Case) -> None:
+    device, dtype = open_device(case["settings"]), case["dtype"]
+    with device.scope():
+        error = layer_error(device, rng, dtype, *case["rows"], case["bias"], case["shared"])
+    # A sum that rounds otherwise may round another way to int8: 2e-6 for one of 96 values.
+    assert error <= (1e-5 if dtype in QUANTIZED else LIMIT)
 
 
 def test_prefill_is_deterministic(device: Device, rng: np.random.Generator) -> None:
@@ -556,7 +569,6 @@ def test_a_shared_expert_is_the_same_alone(
         for specs in (list(model.weights()), together):
             weights = load_weights(device, specs, checkpoint, dtype=dtype)
             engine = Engine(device, model, weights, EngineOptions(context=64, kv_dtype="f32"))
-            engine.compile()
             logits.append(np.append(scores(engine, range(3, 30)), answer(engine, [5], 4).logits, 0))
     assert relative_error(logits[1], logits[0]) <= 1e-5
 

@@ -118,6 +118,16 @@ def covering(factors: Factors) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("cases", [*few, *full])
 
 
+def meeting(factors: Factors) -> pytest.MarkDecorator:
+    """Parametrizes `case`: any two values of two factors meet, and in the full run all of them."""
+    few = pairwise(factors)
+    every = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+    rest = [pytest.param(case, marks=pytest.mark.full) for case in every if case not in few]
+    return pytest.mark.parametrize(
+        "case", [*few, *rest], ids=lambda case: "-".join(map(str, case.values()))
+    )
+
+
 def test_pairwise_is_pairwise() -> None:
     factors: Factors = {"a": (1, 2, 3), "b": "xy", "c": (True, False), "d": range(5)}
     cases = pairwise(factors)
@@ -414,21 +424,26 @@ def prepared(y: Array, dtype: str) -> Array:
     return (np.rint(blocks / scale) * scale).reshape(y.shape)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
-@pytest.mark.parametrize(
-    ("kind", "fuse"),
-    [(kind, True) for kind in ("gated", "product", "added", "normed", "scaled", "bare")]
-    + [("gated", False), ("added", False)],
+@meeting(
+    {
+        "kind": (
+            *((kind, True) for kind in ("gated", "product", "added", "normed", "scaled", "bare")),
+            *(("gated", False), ("added", False)),
+        ),
+        "dtype": tuple(product(("bf16", "q8", "q4"), (1, 3, 9))),
+        "settings": (
+            *(Settings(), Settings(bounds_checks=True), Settings(storage_buffers=8)),
+            *(Settings(subgroups=False), LEAST),
+        ),
+    }
 )
-@pytest.mark.parametrize("dtype", ["bf16", "q8", "q4"])
 def test_projections_in_a_row(
-    open_device: OpenDevice, rng: np.random.Generator, dtype: str, kind: str, rows: int, fuse: bool
+    open_device: OpenDevice, rng: np.random.Generator, case: Case
 ) -> None:
-    own = Settings(), Settings(bounds_checks=True), Settings(storage_buffers=8)
-    for settings in (*own, Settings(subgroups=False), LEAST):
-        device = open_device(settings)
-        with device.scope():
-            assert chain_error(device, rng, dtype, kind, rows, fuse=fuse) <= LIMIT, settings
+    """case: what lies between them, and whether kernels are fused; the weights, and the rows."""
+    device, (kind, fuse), (dtype, rows) = open_device(case["settings"]), case["kind"], case["dtype"]
+    with device.scope():
+        assert chain_error(device, rng, dtype, kind, rows, fuse=fuse) <= LIMIT
 
 
 @pytest.mark.parametrize("order", [("bf16", "q8"), ("q8", "bf16")])

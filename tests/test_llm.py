@@ -454,7 +454,7 @@ def test_a_thread_waits_for_the_stream_of_another(llm: LLM) -> None:
 # The module's own functions
 
 
-@pytest.mark.usefixtures("no_kept_model")
+@pytest.mark.usefixtures("no_kept_model", "same_kernels")
 def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[LLM] = []
     monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))

@@ -365,7 +365,6 @@ def test_a_model_computes_with_what_is_stored(
     logits = []
     for stored in (weights, exact):
         engine = Engine(device, model, stored, options)
-        engine.compile()
         logits.append(scores(engine, reference.prompt_ids.tolist()))
     errors = [relative_error(*rows) for rows in zip(*logits, strict=True)]
     assert 0 < np.quantile(errors, share) < 0.15
