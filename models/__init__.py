@@ -21,6 +21,7 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES = {  # by model_type
+    "afmoe": Architecture("Afmoe", "Trinity Nano, Mini and Large"),
     "apertus": Architecture("Apertus", "Apertus 8B and 70B"),
     "arcee": Architecture("Arcee", "AFM-4.5B"),
     "bamba": Architecture("Bamba", "Bamba 9B"),
@@ -33,6 +34,8 @@ ARCHITECTURES = {  # by model_type
     "ernie4_5": Architecture("Ernie45", "ERNIE 4.5 (dense)"),
     "ernie4_5_moe": Architecture("Ernie45Moe", "ERNIE 4.5 (21B-A3B, 300B-A47B)"),
     "exaone4": Architecture("Exaone4", "EXAONE 4.0"),
+    "exaone_moe": Architecture("ExaoneMoe", "K-EXAONE-236B-A23B"),
+    "flex_olmo": Architecture("FlexOlmo", "FlexOlmo-7x7B"),
     "gemma": Architecture("Gemma", "Gemma"),
     "gemma2": Architecture("Gemma2", "Gemma 2"),
     "gemma3_text": Architecture("Gemma3Text", "Gemma 3 (1B and 270M)"),
@@ -43,6 +46,7 @@ ARCHITECTURES = {  # by model_type
     "glm4_moe_lite": Architecture("Glm4MoeLite", "GLM-4.7-Flash"),
     "gpt2": Architecture("GPT2", "GPT-2, DistilGPT2"),
     "gpt_bigcode": Architecture("GPTBigCode", "StarCoder, StarCoderBase, SantaCoder"),
+    "gpt_neo": Architecture("GPTNeo", "GPT-Neo (125M to 2.7B), TinyStories"),
     "gpt_neox": Architecture("GPTNeoX", "GPT-NeoX, Pythia"),
     "gpt_oss": Architecture("GptOss", "gpt-oss-20b, gpt-oss-120b"),
     "granite": Architecture("Granite", "Granite 3"),
@@ -54,9 +58,15 @@ ARCHITECTURES = {  # by model_type
     "helium": Architecture("Helium", "Helium"),
     "hunyuan_v1_dense": Architecture("HunyuanDense", "Hunyuan 0.5B to 7B (dense)"),
     "hunyuan_v1_moe": Architecture("HunyuanMoe", "Hunyuan-A13B"),
+    "hy_v3": Architecture("HyV3", "Hy3"),
+    "internlm3": Architecture("InternLM3", "InternLM3"),
+    "iquestcoder": Architecture("IQuestCoder", "IQuest-Coder-V1"),
+    "jais2": Architecture("Jais2", "Jais 2"),
     "lfm2": Architecture("Lfm2", "LFM2 (350M to 2.6B)"),
     "lfm2_moe": Architecture("Lfm2Moe", "LFM2-8B-A1B"),
     "llama": Architecture("Llama", "Llama 2, Llama 3, 3.1 and 3.2 (text), SmolLM2, TinyLlama, Yi"),
+    "mellum": Architecture("Mellum", "Mellum 2"),
+    "minimax_m2": Architecture("MiniMaxM2", "MiniMax-M2, M2.1, M2.5"),
     "ministral": Architecture("Ministral", "Ministral"),
     "ministral3": Architecture("Ministral3", "Ministral 3"),
     "mistral": Architecture("Mistral", "Mistral 7B, with and without its sliding window"),
@@ -83,9 +93,11 @@ ARCHITECTURES = {  # by model_type
     ),
     "seed_oss": Architecture("SeedOss", "Seed-OSS"),
     "smollm3": Architecture("SmolLM3", "SmolLM3"),
+    "solar_open": Architecture("SolarOpen", "Solar-Open-100B"),
     "stablelm": Architecture("StableLm", "StableLM 2 1.6B, StableLM 3B"),
     "starcoder2": Architecture("Starcoder2", "StarCoder2"),
     "vaultgemma": Architecture("VaultGemma", "VaultGemma 1B"),
+    "youtu": Architecture("Youtu", "Youtu-LLM-2B"),
 }
 
 # Models that also see, and of which the text model is run.

@@ -114,9 +114,14 @@ class DeepseekV2(MixtureOfExperts):
 
 
 def read_latent(
-    raw: RawConfig, experts: ExpertsConfig, *, eps: float = 1e-6, interleaved: bool = True
+    raw: RawConfig,
+    experts: ExpertsConfig | None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = True,
+    tied: bool = False,
 ) -> DecoderConfig:
-    """The config of a model with multi-head latent attention; eps: where the config has none.
+    """The config of a model with multi-head latent attention; eps, tied: where it does not say.
     Raises UnsupportedError."""
     raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
     raw.expect("attention_bias", False)
@@ -133,6 +138,7 @@ def read_latent(
     return DecoderConfig.read(
         raw.with_values(num_key_value_heads=1, head_dim=latent.key_dim),
         eps=eps,
+        tied=tied,
         rope=rope,
         attention_multiplier=scale * score_factor(rope),
         experts=experts,

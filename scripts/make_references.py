@@ -1073,6 +1073,206 @@ def ernie4_5_moe(**changes: Any) -> dict[str, Any]:
     return small("ernie4_5_moe", **own | changes)
 
 
+def minimax_m2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "minimax_m2",
+        "attention_dropout": 0.0,
+        "attn_type_list": [1, 1],
+        "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": 24,
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "max_position_embeddings": 128,
+        "mlp_intermediate_size": 64,
+        "mtp_transformer_layers": 1,
+        "num_attention_heads": 2,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 8,
+        "num_mtp_modules": 3,
+        "output_router_logits": False,
+        "qk_norm_type": "per_layer",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000,
+        "rotary_dim": 8,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.46.1",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "vocab_size": 200,
+    } | changes
+
+
+def internlm3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"},
+        "bias": True,
+        "qkv_bias": True,
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"},
+        "rope_theta": 50000000,
+    }
+    config = small("internlm3", **own | changes)
+    others = ("attention_bias", "mlp_bias", "pretraining_tp")
+    return {key: value for key, value in config.items() if key not in others}
+
+
+def afmoe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_afmoe.AfmoeForCausalLM"},
+        "global_attn_every_n_layers": 2,
+        "load_balance_coeff": 0.001,
+        "moe_intermediate_size": 24,
+        "mup_enabled": True,
+        "n_group": 1,
+        "num_dense_layers": 1,
+        "num_expert_groups": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_limited_groups": 1,
+        "num_shared_experts": 1,
+        "route_norm": True,
+        "route_scale": 2.826,
+        "score_func": "sigmoid",
+        "sliding_window": 16,
+        "topk_group": 1,
+    }
+    config = small("afmoe", **own | changes)
+    return {
+        key: value for key, value in config.items() if key not in ("mlp_bias", "pretraining_tp")
+    }
+
+
+def exaone_moe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "first_k_dense_replace": 1,
+        "is_moe_layer": [False, True],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_nextn_predict_layers": 1,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "sliding_window": 16,
+        "sliding_window_pattern": "LG",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    }
+    return small("exaone_moe", **own | changes)
+
+
+def hy_v3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_bias": True,
+        "enable_moe_fp32_combine": False,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_nextn_predict_layers": 1,
+        "num_shared_experts": 1,
+        "qk_norm": True,
+        "route_norm": True,
+        "router_scaling_factor": 2.826,
+    }
+    return small("hy_v3", **own | changes)
+
+
+def mellum(**changes: Any) -> dict[str, Any]:
+    own = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "full_attention": {
+                "attention_factor": 1.2,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 500000.0,
+                "rope_type": "yarn",
+            },
+            "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+        },
+        "sliding_window": 16,
+        "transformers_version": "5.6.0",
+    }
+    config = small("mellum", **own | changes)
+    others = ("mlp_bias", "pretraining_tp", "rope_scaling", "rope_theta")
+    return {key: value for key, value in config.items() if key not in others}
+
+
+def youtu(**changes: Any) -> dict[str, Any]:
+    """With few heads, so that it is small: deepseek_v3 has what is more."""
+    own = {
+        "kv_lora_rank": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "rope_interleave": True,
+        "tie_word_embeddings": True,
+        "v_head_dim": 16,
+    }
+    config = small("youtu", **own | changes)
+    others = ("head_dim", "pad_token_id")
+    return {key: value for key, value in config.items() if key not in others}
+
+
+def gpt_neo(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neo",
+        "activation_function": "gelu_new",
+        "attention_dropout": 0,
+        "attention_layers": ["global", "local"],
+        "attention_types": [[["global", "local"], 1]],
+        "bos_token_id": 0,
+        "embed_dropout": 0,
+        "eos_token_id": 0,
+        "gradient_checkpointing": False,
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": None,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 96,
+        "num_heads": 3,
+        "num_layers": 2,
+        "resid_dropout": 0,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "transformers_version": "4.9.0.dev0",
+        "use_cache": True,
+        "vocab_size": 200,
+        "window_size": 16,
+    } | changes
+
+
 def multimodal(model_type: str, text: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A model that also sees, as little as it can: the text model must be found in it."""
     vision = {
@@ -1227,6 +1427,7 @@ CASES: dict[str, Case] = {
         ),
         transposed=True,
     ),
+    "afmoe": Case(afmoe()),
     "apertus": Case(
         small(
             "apertus",
@@ -1291,6 +1492,48 @@ CASES: dict[str, Case] = {
             sliding_window=16,
         )
     ),
+    "exaone_moe": Case(exaone_moe()),
+    "flex_olmo": Case(
+        olmoe(
+            model_type="flex_olmo",
+            clip_qkv=None,
+            hidden_size=48,
+            intermediate_size=16,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            vocab_size=200,
+        )
+    ),
+    "hy_v3": Case(hy_v3()),
+    "internlm3": Case(internlm3()),
+    "iquestcoder": Case(
+        small(
+            "iquestcoder",
+            auto_map={"AutoModelForCausalLM": "modeling_iquestcoder.IQuestCoderForCausalLM"},
+            clip_qkv=None,
+            use_sliding_window=False,
+        )
+    ),
+    "jais2": Case(
+        small("jais2", attention_bias=True, hidden_act="relu2", layer_norm_eps=1e-3, mlp_bias=True)
+    ),
+    "mellum": Case(mellum()),
+    "minimax_m2": Case(minimax_m2()),
+    "solar_open": Case(
+        glm4_moe(
+            "solar_open",
+            auto_map={"AutoModelForCausalLM": "modeling_solar_open.SolarOpenForCausalLM"},
+            first_k_dense_replace=0,
+            partial_rotary_factor=1.0,
+            rope_scaling={
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "type": "yarn",
+            },
+            use_qk_norm=False,
+        )
+    ),
+    "youtu": Case(youtu()),
     "ernie4_5_moe": Case(ernie4_5_moe()),
     "glm4_moe": Case(
         glm4_moe("glm4_moe", attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=True)
@@ -1532,6 +1775,7 @@ CASES: dict[str, Case] = {
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
     "gpt2": Case(gpt2(), embedding=0.02),
+    "gpt_neo": Case(gpt_neo(), embedding=0.02),
     "gpt_bigcode": Case(gpt_bigcode(), embedding=0.02),
     "opt": Case(opt(), embedding=0.02),
     "gpt_neox": Case(gpt_neox()),
@@ -1672,7 +1916,7 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     return model.eval()
 
 
-_ROUTERS = ("TopKRouter", "TopkRouter", "TextRouter", "MoEV1Gate")
+_ROUTERS = ("TopKRouter", "TopkRouter", "TextRouter", "TokenChoiceRouter", "MoEV1Gate")
 
 
 class RoutingMargins:
@@ -1700,7 +1944,7 @@ class RoutingMargins:
             logits = router.moe_statics(logits.softmax(-1))
         elif hasattr(router, "e_score_correction_bias"):
             logits = logits.sigmoid() + router.e_score_correction_bias
-        elif getattr(router, "use_expert_bias", False):
+        elif len(args) > 1 and args[1] is not None:  # the correction
             logits = logits.sigmoid() + args[1]
         if chosen < logits.shape[-1]:
             best = logits.topk(chosen + 1).values
