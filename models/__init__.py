@@ -40,6 +40,7 @@ ARCHITECTURES = {  # by model_type
     "gemma2": Architecture("Gemma2", "Gemma 2"),
     "gemma3_text": Architecture("Gemma3Text", "Gemma 3 (1B and 270M)"),
     "gemma4_text": Architecture("Gemma4Text", "Gemma 4, the text model"),
+    "gemma4_unified_text": Architecture("Gemma4UnifiedText", "Gemma 4 (12B), the text model"),
     "glm": Architecture("Glm", "GLM-4"),
     "glm4": Architecture("Glm4", "GLM-4-0414"),
     "glm4_moe": Architecture("Glm4Moe", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
@@ -104,6 +105,7 @@ ARCHITECTURES = {  # by model_type
 MULTIMODAL = {
     "gemma3": "Gemma 3 (4B to 27B)",
     "gemma4": "Gemma 4 (E2B, E4B, 26B-A4B, 31B)",
+    "gemma4_unified": "Gemma 4 (12B)",
     "idefics3": "Idefics3, SmolVLM",
     "internvl": "InternVL3 (in transformers' form)",
     "lfm2_vl": "LFM2-VL",

@@ -1359,6 +1359,29 @@ CASES: dict[str, Case] = {
         ),
         embedding=0.02,
     ),
+    "gemma4_unified": Case(
+        multimodal(
+            "gemma4_unified",
+            gemma4_text(
+                architectures=["Gemma4UnifiedForCausalLM"],
+                hidden_size=48,
+                layer_types=["sliding_attention", "full_attention"],
+                model_type="gemma4_unified_text",
+                num_hidden_layers=2,
+                vocab_size=200,
+                vocab_size_per_layer_input=200,
+            ),
+            audio_config=None,
+            vision_config={
+                "mm_embed_dim": 16,
+                "mm_posemb_size": 4,
+                "output_proj_dims": 16,
+                "patch_size": 2,
+                "pooling_kernel_size": 1,
+            },
+        ),
+        embedding=0.02,
+    ),
     "mistral3": Case(
         multimodal(
             "mistral3",
