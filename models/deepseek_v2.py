@@ -110,7 +110,8 @@ class DeepseekV2(MixtureOfExperts):
         q = ops.head_linear(q, w["w_uk"], heads, keep=True)
         k, v = ops.rope(k, rope, turned), ops.rmsnorm(v, w["kv_a_norm"], _EPS)
         y = ops.attention(q, k, v, cache, scale=c.attention_multiplier, window=window)
-        return ops.linear(ops.head_linear(y, w["w_uv"], heads), w["o_proj"])
+        y = ops.head_linear(y, w["w_uv"], heads)
+        return ops.linear(y, w["o_proj"], scale=c.residual_multiplier)
 
 
 def read_latent(
@@ -119,10 +120,10 @@ def read_latent(
     *,
     eps: float = 1e-6,
     interleaved: bool = True,
-    tied: bool = False,
+    **own: Any,
 ) -> DecoderConfig:
-    """The config of a model with multi-head latent attention; eps, tied: where it does not say.
-    Raises UnsupportedError."""
+    """The config of a model with multi-head latent attention, with fields of the model's own; eps:
+    where it does not say. Raises UnsupportedError."""
     raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
     raw.expect("attention_bias", False)
     raw.expect("num_key_value_heads", raw.size("num_attention_heads"))
@@ -138,9 +139,9 @@ def read_latent(
     return DecoderConfig.read(
         raw.with_values(num_key_value_heads=1, head_dim=latent.key_dim),
         eps=eps,
-        tied=tied,
         rope=rope,
         attention_multiplier=scale * score_factor(rope),
         experts=experts,
         latent=latent,
+        **own,
     )

@@ -1242,6 +1242,20 @@ def youtu(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in others}
 
 
+def minicpm3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM"},
+        "dim_model_base": 16,
+        "scale_depth": 1.1,
+        "scale_emb": 4,
+        "v_head_dim": None,
+    }
+    config = youtu(**own | changes)
+    return {key: value for key, value in config.items() if key != "rope_interleave"} | {
+        "model_type": "minicpm3"
+    }
+
+
 def gpt_neo(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "gpt_neo",
@@ -1529,6 +1543,20 @@ CASES: dict[str, Case] = {
     ),
     "hy_v3": Case(hy_v3()),
     "internlm3": Case(internlm3()),
+    "hyperclovax": Case(
+        granite(
+            model_type="hyperclovax",
+            attention_bias=False,
+            auto_map={"AutoModelForCausalLM": "modeling_hyperclovax.HyperCLOVAXForCausalLM"},
+            head_dim=16,
+            logits_scaling=0.125,
+            mlp_bias=False,
+            residual_multiplier=1.0,
+            tie_word_embeddings=False,
+            use_post_norm=True,
+            vocab_size=200,
+        )
+    ),
     "iquestcoder": Case(
         small(
             "iquestcoder",
@@ -1541,6 +1569,7 @@ CASES: dict[str, Case] = {
         small("jais2", attention_bias=True, hidden_act="relu2", layer_norm_eps=1e-3, mlp_bias=True)
     ),
     "mellum": Case(mellum()),
+    "minicpm3": Case(minicpm3(), embedding=0.02),
     "minimax_m2": Case(minimax_m2()),
     "solar_open": Case(
         glm4_moe(
@@ -1901,7 +1930,13 @@ def random_weight(
 ) -> NDArray[Any]:
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
     factors = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")
-    factors += ("ln_1.weight", "ln_2.weight", "ln_f.weight")
+    factors += (
+        "ln_1.weight",
+        "ln_2.weight",
+        "ln_f.weight",
+        "post_norm1.weight",
+        "post_norm2.weight",
+    )
     if name.endswith(factors):
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith(".gate_up_proj_bias"):
