@@ -35,6 +35,7 @@ ARCHITECTURES = {  # by model_type
     "ernie4_5_moe": Architecture("Ernie45Moe", "ERNIE 4.5 (21B-A3B, 300B-A47B)"),
     "exaone4": Architecture("Exaone4", "EXAONE 4.0"),
     "exaone_moe": Architecture("ExaoneMoe", "K-EXAONE-236B-A23B"),
+    "falcon_h1": Architecture("FalconH1", "Falcon-H1 (0.5B to 34B)"),
     "flex_olmo": Architecture("FlexOlmo", "FlexOlmo-7x7B"),
     "gemma": Architecture("Gemma", "Gemma"),
     "gemma2": Architecture("Gemma2", "Gemma 2"),

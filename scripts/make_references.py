@@ -960,6 +960,38 @@ def bamba(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "pretraining_tp"}
 
 
+def falcon_h1(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.25,
+        "embedding_multiplier": 3.0,
+        "key_multiplier": 0.7,
+        "lm_head_multiplier": 0.5,
+        "mamba_chunk_size": 16,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "mamba_norm_before_gate": False,
+        "mamba_proj_bias": False,
+        "mamba_rms_norm": False,
+        "mamba_use_mlp": True,
+        "mlp_expansion_factor": 8,
+        "mlp_multipliers": [0.9, 1.4],
+        "num_logits_to_keep": 1,
+        "projectors_bias": False,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.7, 0.5, 1.5, 0.9, 1.2],
+        "ssm_out_multiplier": 0.6,
+    }
+    config = small("falcon_h1", **own | changes)
+    return {key: value for key, value in config.items() if key != "pretraining_tp"}
+
+
 def nemotron_h(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "nemotron_h",
@@ -1626,6 +1658,10 @@ CASES: dict[str, Case] = {
         )
     ),
     "bamba": Case(bamba()),
+    "falcon_h1": Case(falcon_h1()),
+    "falcon_h1_norm": Case(
+        falcon_h1(mamba_n_groups=2, mamba_rms_norm=True, num_hidden_layers=1, vocab_size=150)
+    ),
     "nemotron_h": Case(nemotron_h()),
     "nemotron_h_experts": Case(nemotron_h_moe()),
     # All biases, and experts that see less than all of an activation.

@@ -31,6 +31,8 @@ MIXTURES = [case for case in MIXTURES if not case.startswith(("ernie4_5_moe", "g
 WITHOUT: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": False},
     "exaone_moe": {"routed_scaling_factor": 1.0},
+    "falcon_h1": {"ssm_multipliers": None},
+    "falcon_h1_norm": {"mamba_rms_norm": False},
     "flex_olmo": {"num_experts_per_tok": 1},
     "gpt_neo": {"window_size": 96},
     "hy_v3": {"router_scaling_factor": 1.0},
