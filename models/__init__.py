@@ -25,6 +25,7 @@ ARCHITECTURES = {  # by model_type
     "apertus": Architecture("Apertus", "Apertus 8B and 70B"),
     "arcee": Architecture("Arcee", "AFM-4.5B"),
     "bamba": Architecture("Bamba", "Bamba 9B"),
+    "codegen": Architecture("CodeGen", "CodeGen (350M to 16B)"),
     "cohere": Architecture("Cohere", "Command R"),
     "cohere2": Architecture("Cohere2", "Command R7B, Command A"),
     "cwm": Architecture("Cwm", "Code World Model"),
@@ -35,6 +36,7 @@ ARCHITECTURES = {  # by model_type
     "ernie4_5_moe": Architecture("Ernie45Moe", "ERNIE 4.5 (21B-A3B, 300B-A47B)"),
     "exaone4": Architecture("Exaone4", "EXAONE 4.0"),
     "exaone_moe": Architecture("ExaoneMoe", "K-EXAONE-236B-A23B"),
+    "falcon": Architecture("Falcon", "Falcon 7B, 40B and 11B"),
     "falcon_h1": Architecture("FalconH1", "Falcon-H1 (0.5B to 34B)"),
     "flex_olmo": Architecture("FlexOlmo", "FlexOlmo-7x7B"),
     "gemma": Architecture("Gemma", "Gemma"),
@@ -51,6 +53,7 @@ ARCHITECTURES = {  # by model_type
     "gpt_neo": Architecture("GPTNeo", "GPT-Neo (125M to 2.7B), TinyStories"),
     "gpt_neox": Architecture("GPTNeoX", "GPT-NeoX, Pythia"),
     "gpt_oss": Architecture("GptOss", "gpt-oss-20b, gpt-oss-120b"),
+    "gptj": Architecture("GPTJ", "GPT-J 6B"),
     "granite": Architecture("Granite", "Granite 3"),
     "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
     "granitemoehybrid": Architecture(

@@ -388,6 +388,49 @@ def gpt_bigcode(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in gpt2().items() if key != "n_ctx"} | own | changes
 
 
+def gptj(**changes: Any) -> dict[str, Any]:
+    own = {
+        "model_type": "gptj",
+        "gradient_checkpointing": False,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_inner": None,
+        "rotary": True,
+        "rotary_dim": 8,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.18.0.dev0",
+    }
+    return {key: value for key, value in gpt2().items() if key != "n_ctx"} | own | changes
+
+
+def falcon(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "falcon",
+        "activation": "gelu",
+        "alibi": False,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM"},
+        "bias": False,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+        "hidden_dropout": 0.0,
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 2,
+        "num_kv_heads": 3,
+        "parallel_attn": True,
+        "transformers_version": "4.27.4",
+        "use_cache": True,
+        "vocab_size": 200,
+    } | changes
+
+
 def opt(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "opt",
@@ -1863,6 +1906,22 @@ CASES: dict[str, Case] = {
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
     "gpt2": Case(gpt2(), embedding=0.02),
+    "codegen": Case(gptj(model_type="codegen", n_embd=32, n_ctx=96)),
+    "falcon": Case(falcon(), embedding=0.02),
+    # As the 40B model: heads of keys with several of queries, and two norms.
+    "falcon_groups": Case(
+        falcon(
+            bias=True,
+            ffn_hidden_size=64,
+            hidden_size=64,
+            new_decoder_architecture=True,
+            num_attention_heads=4,
+            num_kv_heads=2,
+            vocab_size=150,
+        ),
+        embedding=0.02,
+    ),
+    "gptj": Case(gptj(n_embd=32, n_head=2)),
     "gpt_neo": Case(gpt_neo(), embedding=0.02),
     "gpt_bigcode": Case(gpt_bigcode(), embedding=0.02),
     "opt": Case(opt(), embedding=0.02),
@@ -1966,13 +2025,8 @@ def random_weight(
 ) -> NDArray[Any]:
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
     factors = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")
-    factors += (
-        "ln_1.weight",
-        "ln_2.weight",
-        "ln_f.weight",
-        "post_norm1.weight",
-        "post_norm2.weight",
-    )
+    factors += ("ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+    factors += ("post_norm1.weight", "post_norm2.weight")
     if name.endswith(factors):
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith(".gate_up_proj_bias"):
@@ -1981,7 +2035,15 @@ def random_weight(
         return rng.normal(0.0, 0.2, shape)
     if name.endswith(".sinks"):
         return rng.normal(1.0, 1.0, shape)
-    if name.endswith(("embed_tokens.weight", "embed_positions.weight", "wte.weight", "wpe.weight")):
+    if name.endswith(
+        (
+            "embed_tokens.weight",
+            "embed_positions.weight",
+            "wte.weight",
+            "wpe.weight",
+            "word_embeddings.weight",
+        )
+    ):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
     if name.endswith("router.proj.weight"):  # what it gives is divided by the root of the width

@@ -31,6 +31,7 @@ MIXTURES = [case for case in MIXTURES if not case.startswith(("ernie4_5_moe", "g
 WITHOUT: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": False},
     "exaone_moe": {"routed_scaling_factor": 1.0},
+    "codegen": {"rotary_dim": 4},
     "falcon_h1": {"ssm_multipliers": None},
     "falcon_h1_norm": {"mamba_rms_norm": False},
     "flex_olmo": {"num_experts_per_tok": 1},
@@ -59,6 +60,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "glm4_moe": {"routed_scaling_factor": 1.0},
     "glm4_moe_lite": {"rope_interleave": True},
     "gpt_oss": {"swiglu_limit": 100.0},
+    "gptj": {"rotary_dim": 16},
     "granite": {"attention_multiplier": 0.45},
     "granitemoehybrid": {"position_embedding_type": None},
     "granitemoehybrid_experts": {"position_embedding_type": "rope"},
