@@ -55,6 +55,7 @@ ARCHITECTURES = {  # by model_type
     "gpt_oss": Architecture("GptOss", "gpt-oss-20b, gpt-oss-120b"),
     "gptj": Architecture("GPTJ", "GPT-J 6B"),
     "granite": Architecture("Granite", "Granite 3"),
+    "granite_swa": Architecture("GraniteSwa", "Granite Swash 2B"),
     "granitemoe": Architecture("GraniteMoe", "Granite 3 (1B-A400M, 3B-A800M)"),
     "granitemoehybrid": Architecture(
         "GraniteMoeHybrid", "Granite 4.0 (micro, tiny, small, 1B, 350M; also H)"

@@ -32,6 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hybrid_override_pattern": (None,),
     "is_encoder_decoder": (None, False),
     "kv_lora_rank": (None,),
+    "layer_rope_theta": (None,),
     "layers_block_type": (None,),
     "linear_conv_kernel_dim": (None,),
     "logit_scale": (None, 1, 1.0),

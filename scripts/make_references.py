@@ -1774,6 +1774,17 @@ CASES: dict[str, Case] = {
     "glm": Case(glm4(model_type="glm", partial_rotary_factor=0.25)),
     "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
+    "granite_swa": Case(
+        granite(
+            model_type="granite_swa",
+            layer_rope_theta=[0, 100.0, 10000.0],
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            num_hidden_layers=3,
+            sliding_window=16,
+            tie_word_embeddings=False,
+            vocab_size=150,
+        )
+    ),
     "helium": Case(small("helium", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
     "granitemoeshared": Case(
         granitemoe(

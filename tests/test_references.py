@@ -62,6 +62,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 100.0},
     "gptj": {"rotary_dim": 16},
     "granite": {"attention_multiplier": 0.45},
+    "granite_swa": {"layer_rope_theta": None},
     "granitemoehybrid": {"position_embedding_type": None},
     "granitemoehybrid_experts": {"position_embedding_type": "rope"},
     "hunyuan_v1_dense": {"rope_scaling": None},
