@@ -78,6 +78,7 @@ ARCHITECTURES = {  # by model_type
     "ministral": Architecture("Ministral", "Ministral"),
     "ministral3": Architecture("Ministral3", "Ministral 3"),
     "mistral": Architecture("Mistral", "Mistral 7B, with and without its sliding window"),
+    "mistral4": Architecture("Mistral4", "Mistral Small 4"),
     "mixtral": Architecture("Mixtral", "Mixtral 8x7B, 8x22B"),
     "nanochat": Architecture("NanoChat", "nanochat"),
     "nemotron": Architecture("Nemotron", "Nemotron-Mini, Minitron (4B and 8B)"),

@@ -106,6 +106,7 @@ class DeepseekV2(MixtureOfExperts):
         q, k, v = ops.split(both, both.width - latent.key_dim, turned, rank)
         if "q_b_proj" in w:
             q = ops.linear(ops.rmsnorm(q, w["q_a_norm"], _EPS), w["q_b_proj"])
+        q = layers.position_scaled(ops, q, c, cache)
         q = ops.rope(q, rope, turned + latent.qk_nope_head_dim)
         q = ops.head_linear(q, w["w_uk"], heads, keep=True)
         k, v = ops.rope(k, rope, turned), ops.rmsnorm(v, w["kv_a_norm"], _EPS)

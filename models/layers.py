@@ -428,9 +428,7 @@ def attention(
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
     if normed and config.norm_after_rope:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
-    scaling = config.position_scaling
-    if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
-        q = ops.position_scale(q, *scaling)
+    q = position_scaled(ops, q, config, cache)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping
     sinks = w.get("sinks")
@@ -438,6 +436,14 @@ def attention(
     for gate in gates:
         y = ops.sigmoid_gate(y, gate)
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
+
+
+def position_scaled(ops: Ops, q: Value, config: DecoderConfig, cache: LayerCache) -> Value:
+    """Queries times what grows with their position, where the config says so."""
+    scaling = config.position_scaling
+    if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
+        q = ops.position_scale(q, *scaling)
+    return q
 
 
 def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:

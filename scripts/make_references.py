@@ -1738,6 +1738,31 @@ CASES: dict[str, Case] = {
             sliding_window=None,
         )
     ),
+    "mistral4": Case(
+        deepseek(
+            "mistral4",
+            head_dim=24,
+            kv_lora_rank=32,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            q_lora_rank=24,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            rope_parameters={
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "llama_4_scaling_beta": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 10000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            v_head_dim=16,
+        )
+    ),
     "nanochat": Case(small("nanochat", final_logit_softcapping=2.0, hidden_act="relu2")),
     "nemotron": Case(
         small(

@@ -61,6 +61,8 @@ def test_any_name_may_be_a_key() -> None:
         ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("minimax_m2", {"attn_type_list": [0, 1]}, r"attn_type_list = \[0, 1\]"),
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias = False"),
+        ("mistral4", {"n_group": 2}, "n_group = 2"),
+        ("mistral4", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "lacks .llama_4"),
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm = True"),
         ("youtu", {"mlp_bias": True}, "mlp_bias = True"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must name"),

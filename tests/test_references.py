@@ -75,6 +75,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "llama_rope_yarn": {"rope_scaling": None},
     "ministral": {"layer_types": ["full_attention", "full_attention"]},
     "ministral3": {"rope_parameters": None},
+    "mistral4": {"rope_parameters": None},
     "mistral_sliding": {"sliding_window": None},
     "mixtral_sliding": {"sliding_window": None},
     "nanochat": {"final_logit_softcapping": 3.0},
