@@ -106,18 +106,25 @@ class DeepseekV2(MixtureOfExperts):
         q, k, v = ops.split(both, both.width - latent.key_dim, turned, rank)
         if "q_b_proj" in w:
             q = ops.linear(ops.rmsnorm(q, w["q_a_norm"], _EPS), w["q_b_proj"])
+        q = layers.position_scaled(ops, q, c, cache)
         q = ops.rope(q, rope, turned + latent.qk_nope_head_dim)
         q = ops.head_linear(q, w["w_uk"], heads, keep=True)
         k, v = ops.rope(k, rope, turned), ops.rmsnorm(v, w["kv_a_norm"], _EPS)
         y = ops.attention(q, k, v, cache, scale=c.attention_multiplier, window=window)
-        return ops.linear(ops.head_linear(y, w["w_uv"], heads), w["o_proj"])
+        y = ops.head_linear(y, w["w_uv"], heads)
+        return ops.linear(y, w["o_proj"], scale=c.residual_multiplier)
 
 
 def read_latent(
-    raw: RawConfig, experts: ExpertsConfig, *, eps: float = 1e-6, interleaved: bool = True
+    raw: RawConfig,
+    experts: ExpertsConfig | None,
+    *,
+    eps: float = 1e-6,
+    interleaved: bool = True,
+    **own: Any,
 ) -> DecoderConfig:
-    """The config of a model with multi-head latent attention; eps: where the config has none.
-    Raises UnsupportedError."""
+    """The config of a model with multi-head latent attention, with fields of the model's own; eps:
+    where it does not say. Raises UnsupportedError."""
     raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
     raw.expect("attention_bias", False)
     raw.expect("num_key_value_heads", raw.size("num_attention_heads"))
@@ -137,4 +144,5 @@ def read_latent(
         attention_multiplier=scale * score_factor(rope),
         experts=experts,
         latent=latent,
+        **own,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from infer.models.config import RawConfig
 from infer.models.layers import DecoderConfig, layer_windows
 from infer.models.olmo2 import Olmo2
@@ -12,9 +14,16 @@ class Exaone4(Olmo2):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        window = raw.size("sliding_window", None)
-        given = raw.values.get("layer_types") is not None  # then the pattern may be a word
-        pattern = 4 if given else raw.size("sliding_window_pattern", 4)
-        windows = layer_windows(raw, window, lambda layer: (layer + 1) % pattern != 0)
-        turned = [window is None or own > 0 for own in windows]
-        return DecoderConfig.read(raw, windows=windows, rope_layers=turned, eps=1e-5, qk_norm=True)
+        return read_exaone(raw)
+
+
+def read_exaone(raw: RawConfig, **own: Any) -> DecoderConfig:
+    """The config of EXAONE 4.0 and later."""
+    window = raw.size("sliding_window", None)
+    given = raw.values.get("layer_types") is not None  # then the pattern may be a word
+    pattern = 4 if given else raw.size("sliding_window_pattern", 4)
+    windows = layer_windows(raw, window, lambda layer: (layer + 1) % pattern != 0)
+    turned = [window is None or size > 0 for size in windows]
+    return DecoderConfig.read(
+        raw, windows=windows, rope_layers=turned, eps=1e-5, qk_norm=True, **own
+    )

@@ -22,5 +22,5 @@ class Glm4(Glm):
         y = layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
         h = h + ops.rmsnorm(y, w["post_self_attn_layernorm"], eps)
         x = ops.rmsnorm(h, w["post_attention_layernorm"], eps)
-        y = layers.mlp(ops, x, Scope(w, "mlp"), c)
+        y = self.mlp(ops, x, Scope(w, "mlp"))
         return h + ops.rmsnorm(y, w["post_mlp_layernorm"], eps)

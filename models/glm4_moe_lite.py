@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from infer.kernels.errors import UnsupportedError
 from infer.models.config import RawConfig
 from infer.models.deepseek_v2 import read_latent
 from infer.models.deepseek_v3 import DeepseekV3
@@ -18,13 +15,5 @@ class Glm4MoeLite(DeepseekV3):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         experts = read_sigmoid_experts(raw, dense=1, normalize=True)
-        types = raw.get("mlp_layer_types", None, list)
-        if types is not None:
-            if len(types) != len(experts.layers) or set(types) - {"dense", "sparse"}:
-                raise UnsupportedError(
-                    f"{raw.place}: mlp_layer_types must name dense or sparse for each of "
-                    f"{len(experts.layers)} layers; it is {types}."
-                )
-            experts = replace(experts, layers=tuple(kind == "sparse" for kind in types))
         interleaved = raw.get("rope_interleave", True, bool)
         return read_latent(raw, experts, eps=1e-5, interleaved=interleaved)

@@ -69,6 +69,7 @@ class GPT2(Llama):
     transposed = True
     prefix = "transformer."  # which the first files have not
     names: Mapping[str, str] = _NAMES
+    masks: tuple[str, ...] = (".attn.bias", ".attn.masked_bias")
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -91,7 +92,7 @@ class GPT2(Llama):
 
     def ignorable(self, key: str) -> bool:
         """Older checkpoints hold the causal mask too."""
-        return super().ignorable(key) or key.endswith((".attn.bias", ".attn.masked_bias"))
+        return super().ignorable(key) or key.endswith(self.masks)
 
     def embed(self, ops: Ops, w: Weights) -> Value:
         return super().embed(ops, w) + ops.position_embedding(w["embed_positions"])

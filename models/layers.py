@@ -60,6 +60,22 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class BranchesConfig:
+    """Mamba beside attention (Falcon-H1): whether Mamba has a norm behind it, and factors: of what
+    it projects into, its time steps, x, B and C besides, what it and attention add; of the MLP's
+    gates, and what that adds."""
+
+    normed: bool
+    mamba: float
+    time_steps: float
+    convolved: tuple[float, float, float]
+    mamba_out: float
+    attention_out: float
+    gate: float
+    mlp_out: float
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """config.json of a decoder-only transformer, with Hugging Face's field names.
 
@@ -115,6 +131,7 @@ class DecoderConfig:
     conv_bias: bool = False  # of a short convolution and, in LFM2, the projections around it
     mamba_proj_bias: bool = False  # of the projections around Mamba
     time_step_limit: tuple[float, float] = (0.0, inf)  # of Mamba
+    branches: BranchesConfig | None = None  # of Mamba and attention side by side
     gated_attention: bool = False  # its result, by a part of the projection of queries
     global_heads: tuple[int, int] | None = None  # KV heads and head_dim of layers without a window
     global_k_eq_v: bool = False  # values are the projection of keys in layers without a window
@@ -411,9 +428,7 @@ def attention(
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
     if normed and config.norm_after_rope:
         q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
-    scaling = config.position_scaling
-    if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
-        q = ops.position_scale(q, *scaling)
+    q = position_scaled(ops, q, config, cache)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping
     sinks = w.get("sinks")
@@ -421,6 +436,14 @@ def attention(
     for gate in gates:
         y = ops.sigmoid_gate(y, gate)
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
+
+
+def position_scaled(ops: Ops, q: Value, config: DecoderConfig, cache: LayerCache) -> Value:
+    """Queries times what grows with their position, where the config says so."""
+    scaling = config.position_scaling
+    if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
+        q = ops.position_scale(q, *scaling)
+    return q
 
 
 def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:

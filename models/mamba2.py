@@ -156,13 +156,22 @@ def weights(
         yield layers.stacked(f"{name}.out_proj.bias", prefix, {"out_proj.bias": (hidden,)})
 
 
-def mamba2(ops: Ops, x: Value, w: Weights, config: DecoderConfig, state: LayerState) -> Value:
-    """What a layer makes of x [rows, hidden_size]."""
-    shape = state.shape
-    zxbc = ops.linear(x, w["in_proj"], w.get("in_proj.bias"))
-    dt = ops.linear(x, w["gates"], w.get("gates.bias"))
+def mamba2(
+    ops: Ops,
+    x: Value,
+    w: Weights,
+    config: DecoderConfig,
+    state: LayerState,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> Value:
+    """What a layer makes of x [rows, hidden_size]; scales: of what it projects x to, and of the
+    time steps."""
+    shape, (scale, dt_scale) = state.shape, scales
+    zxbc = ops.linear(x, w["in_proj"], w.get("in_proj.bias"), scale)
+    dt = ops.linear(x, w["gates"], w.get("gates.bias"), dt_scale)
     z, xbc = ops.split(zxbc, shape.heads * shape.value_dim, shape.channels)
     xbc = ops.short_conv(xbc, w["conv1d"], w.get("conv1d.bias"), state, activation="silu")
     y = ops.ssm_scan(xbc, z, dt, w["heads"], state, config.time_step_limit)
-    y = ops.rmsnorm(y, w["norm"], config.rms_norm_eps, groups=shape.key_heads)
+    if "norm" in w:
+        y = ops.rmsnorm(y, w["norm"], config.rms_norm_eps, groups=shape.key_heads)
     return ops.linear(y, w["out_proj"], w.get("out_proj.bias"), config.residual_multiplier)

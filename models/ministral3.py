@@ -32,11 +32,15 @@ class Ministral3(Mistral):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        raw = raw.with_defaults(**_DEFAULTS)
-        rope = raw.section("rope_parameters")
-        beta = rope.get("llama_4_scaling_beta", kind=float)
-        interval = rope.size("original_max_position_embeddings")
-        own = {"llama_4_scaling_beta", "max_position_embeddings"}
-        known = {key: value for key, value in rope.values.items() if key not in own}
-        config = super().read_config(raw.with_values(rope_parameters=known))
-        return replace(config, position_scaling=(beta, interval))
+        raw, scaling = read_position_scaling(raw.with_defaults(**_DEFAULTS))
+        return replace(super().read_config(raw), position_scaling=scaling)
+
+
+def read_position_scaling(raw: RawConfig) -> tuple[RawConfig, tuple[float, int]]:
+    """The config with the rope alone in rope_parameters, and how queries grow."""
+    rope = raw.section("rope_parameters")
+    beta = rope.get("llama_4_scaling_beta", kind=float)
+    interval = rope.size("original_max_position_embeddings")
+    own = {"llama_4_scaling_beta", "max_position_embeddings"}
+    known = {key: value for key, value in rope.values.items() if key not in own}
+    return raw.with_values(rope_parameters=known), (beta, interval)

@@ -54,7 +54,11 @@ class MixtureOfExperts(Llama):
         own, other = (layers.stacked("", place, router).sources for place in (prefix, fused))
         yield WeightSpec(f"{name}.router", own, other)
         if experts.correction:
-            yield self.correction_weight(f"{name}.correction", f"{prefix}.{experts.correction}")
+            correction, in_memory = (
+                self.correction_weight(f"{name}.correction", f"{place}.{experts.correction}")
+                for place in (prefix, fused)
+            )
+            yield replace(correction, others=in_memory.sources)
         yield from self.expert_weights(name, prefix, fused)
         if experts.shared_inner:
             shared = replace(c, intermediate_size=experts.shared_inner)
@@ -179,8 +183,8 @@ def read_chosen(raw: RawConfig, key: str, n_experts: int, default: int) -> int:
 
 def read_sigmoid_experts(raw: RawConfig, *, dense: int, normalize: bool) -> ExpertsConfig:
     """The keys of models that choose as DeepSeek-V3 does: by sigmoids and a correction, besides
-    experts that all tokens share. dense: how many layers have none of them, and normalize, where
-    the config does not say. Raises UnsupportedError."""
+    experts that all tokens share. dense: how many of the first layers have none of them, and
+    normalize, where the config does not say. Raises UnsupportedError."""
     raw.expect("hidden_act", "silu", "swish")
     count, inner = raw.size("n_routed_experts"), raw.size("moe_intermediate_size")
     first = raw.get("first_k_dense_replace", dense, int)
@@ -191,13 +195,28 @@ def read_sigmoid_experts(raw: RawConfig, *, dense: int, normalize: bool) -> Expe
         inner,
         raw.get("norm_topk_prob", normalize, bool),
         raw.size("n_shared_experts", 1) * inner,
-        tuple(layer >= first for layer in range(raw.size("num_hidden_layers"))),
+        read_sparse(raw, first),
         scale=raw.factor("routed_scaling_factor"),
         sigmoid=True,
         correction="gate.e_score_correction_bias",
         gated=False,
         groups=read_groups(raw, count, chosen, least=2),
     )
+
+
+def read_sparse(raw: RawConfig, dense: int) -> tuple[bool, ...]:
+    """For each layer whether it has experts: by mlp_layer_types where given, else all but the first
+    so many. Raises UnsupportedError."""
+    n_layers = raw.size("num_hidden_layers")
+    types = raw.get("mlp_layer_types", None, list)
+    if types is None:
+        return tuple(layer >= dense for layer in range(n_layers))
+    if len(types) != n_layers or any(kind not in ("dense", "sparse") for kind in types):
+        raise UnsupportedError(
+            f"{raw.place}: mlp_layer_types must name dense or sparse for each of {n_layers} "
+            f"layers; it is {types}."
+        )
+    return tuple(kind == "sparse" for kind in types)
 
 
 def read_groups(raw: RawConfig, n_experts: int, chosen: int, least: int = 1) -> tuple[int, int]:

@@ -51,7 +51,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
 _OTHER = re.compile(
     r"^(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|connector"
-    r"|image_newline|audio_tower|embed_vision|embed_audio)(?:\.|$)"
+    r"|image_newline|audio_tower|embed_vision|embed_audio|vision_embedder)(?:\.|$)"
 )
 
 

@@ -26,5 +26,5 @@ class Olmo2(Llama):
         c = self.config
         y = layers.attention(ops, h, Scope(w, "self_attn"), c, rope, cache, window)
         h = h + ops.rmsnorm(y, w["post_attention_layernorm"], c.rms_norm_eps)
-        y = layers.mlp(ops, h, Scope(w, "mlp"), c)
+        y = self.mlp(ops, h, Scope(w, "mlp"))
         return h + ops.rmsnorm(y, w["post_feedforward_layernorm"], c.rms_norm_eps)

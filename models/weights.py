@@ -81,7 +81,7 @@ class Source:
     """A tensor of the checkpoint and the shape it must have; of it, all rows or those of `part`,
     and all columns or those of `across`. transposed: where it is of floats, each of its matrices
     has columns for rows in the file; `part` lies in one of them. turned: the rows of `part` become
-    the columns of the weight."""
+    the columns of the weight. factor: of a vector's values."""
 
     key: str
     shape: tuple[int, ...]
@@ -89,6 +89,7 @@ class Source:
     transposed: bool = False
     turned: bool = False
     across: range | None = None
+    factor: float = 1.0
 
     @property
     def file_shape(self) -> tuple[int, ...]:
@@ -547,6 +548,7 @@ class _Rows:
     lying: _Lying
     added: float = 0.0
     change: Change | None = None
+    factor: float = 1.0
 
     @classmethod
     def of(
@@ -574,7 +576,8 @@ class _Rows:
             height = source.shape[-2]
             matrix, row = divmod(row, height)
             first, row_step = matrix * height * columns + row, source.step
-        return cls(info, first, columns, dtype, stride, row_step, height, lying, added, change)
+        own = (added, change, source.factor)
+        return cls(info, first, columns, dtype, stride, row_step, height, lying, *own)
 
     @property
     def place(self) -> tuple[Path, int]:
@@ -587,7 +590,7 @@ class _Rows:
         value = self.first + start // self.stride * self.row_step
         close = self.row_step == self.columns and not self.height
         as_it_is = info.dtype == self.dtype and not self.added and self.change is None
-        if close and as_it_is and self.stride == self.columns * width:
+        if close and as_it_is and self.factor == 1.0 and self.stride == self.columns * width:
             info.read_into(view, value * width)
             return
         rows = np.frombuffer(view, _STORAGE[self.dtype]).reshape(len(view) // self.stride, -1)
@@ -600,6 +603,8 @@ class _Rows:
             own = slice(left, left + self.columns)
             factors = None if changed is None else (changed[0][part], changed[1][:, own])
             rows[part, : self.columns] = self._convert(values[part], factors)
+        if self.factor != 1.0:
+            rows[:, : self.columns] *= self.factor
         if self.added:
             rows[:, : self.columns] += self.added
         rows[:, self.columns :] = 0

@@ -388,6 +388,49 @@ def gpt_bigcode(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in gpt2().items() if key != "n_ctx"} | own | changes
 
 
+def gptj(**changes: Any) -> dict[str, Any]:
+    own = {
+        "model_type": "gptj",
+        "gradient_checkpointing": False,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_inner": None,
+        "rotary": True,
+        "rotary_dim": 8,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.18.0.dev0",
+    }
+    return {key: value for key, value in gpt2().items() if key != "n_ctx"} | own | changes
+
+
+def falcon(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "falcon",
+        "activation": "gelu",
+        "alibi": False,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM"},
+        "bias": False,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+        "hidden_dropout": 0.0,
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "num_attention_heads": 3,
+        "num_hidden_layers": 2,
+        "num_kv_heads": 3,
+        "parallel_attn": True,
+        "transformers_version": "4.27.4",
+        "use_cache": True,
+        "vocab_size": 200,
+    } | changes
+
+
 def opt(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "opt",
@@ -960,6 +1003,38 @@ def bamba(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "pretraining_tp"}
 
 
+def falcon_h1(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.25,
+        "embedding_multiplier": 3.0,
+        "key_multiplier": 0.7,
+        "lm_head_multiplier": 0.5,
+        "mamba_chunk_size": 16,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "mamba_norm_before_gate": False,
+        "mamba_proj_bias": False,
+        "mamba_rms_norm": False,
+        "mamba_use_mlp": True,
+        "mlp_expansion_factor": 8,
+        "mlp_multipliers": [0.9, 1.4],
+        "num_logits_to_keep": 1,
+        "projectors_bias": False,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.7, 0.5, 1.5, 0.9, 1.2],
+        "ssm_out_multiplier": 0.6,
+    }
+    config = small("falcon_h1", **own | changes)
+    return {key: value for key, value in config.items() if key != "pretraining_tp"}
+
+
 def nemotron_h(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "nemotron_h",
@@ -1073,6 +1148,220 @@ def ernie4_5_moe(**changes: Any) -> dict[str, Any]:
     return small("ernie4_5_moe", **own | changes)
 
 
+def minimax_m2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "minimax_m2",
+        "attention_dropout": 0.0,
+        "attn_type_list": [1, 1],
+        "auto_map": {"AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM"},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": 24,
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+        "max_position_embeddings": 128,
+        "mlp_intermediate_size": 64,
+        "mtp_transformer_layers": 1,
+        "num_attention_heads": 2,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 8,
+        "num_mtp_modules": 3,
+        "output_router_logits": False,
+        "qk_norm_type": "per_layer",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000,
+        "rotary_dim": 8,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.46.1",
+        "use_cache": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "vocab_size": 200,
+    } | changes
+
+
+def internlm3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"},
+        "bias": True,
+        "qkv_bias": True,
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"},
+        "rope_theta": 50000000,
+    }
+    config = small("internlm3", **own | changes)
+    others = ("attention_bias", "mlp_bias", "pretraining_tp")
+    return {key: value for key, value in config.items() if key not in others}
+
+
+def afmoe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_afmoe.AfmoeForCausalLM"},
+        "global_attn_every_n_layers": 2,
+        "load_balance_coeff": 0.001,
+        "moe_intermediate_size": 24,
+        "mup_enabled": True,
+        "n_group": 1,
+        "num_dense_layers": 1,
+        "num_expert_groups": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_limited_groups": 1,
+        "num_shared_experts": 1,
+        "route_norm": True,
+        "route_scale": 2.826,
+        "score_func": "sigmoid",
+        "sliding_window": 16,
+        "topk_group": 1,
+    }
+    config = small("afmoe", **own | changes)
+    return {
+        key: value for key, value in config.items() if key not in ("mlp_bias", "pretraining_tp")
+    }
+
+
+def exaone_moe(**changes: Any) -> dict[str, Any]:
+    own = {
+        "first_k_dense_replace": 1,
+        "is_moe_layer": [False, True],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_nextn_predict_layers": 1,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "sliding_window": 16,
+        "sliding_window_pattern": "LG",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    }
+    return small("exaone_moe", **own | changes)
+
+
+def hy_v3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "attention_bias": True,
+        "enable_moe_fp32_combine": False,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_nextn_predict_layers": 1,
+        "num_shared_experts": 1,
+        "qk_norm": True,
+        "route_norm": True,
+        "router_scaling_factor": 2.826,
+    }
+    return small("hy_v3", **own | changes)
+
+
+def mellum(**changes: Any) -> dict[str, Any]:
+    own = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "full_attention": {
+                "attention_factor": 1.2,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 500000.0,
+                "rope_type": "yarn",
+            },
+            "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+        },
+        "sliding_window": 16,
+        "transformers_version": "5.6.0",
+    }
+    config = small("mellum", **own | changes)
+    others = ("mlp_bias", "pretraining_tp", "rope_scaling", "rope_theta")
+    return {key: value for key, value in config.items() if key not in others}
+
+
+def youtu(**changes: Any) -> dict[str, Any]:
+    """With few heads, so that it is small: deepseek_v3 has what is more."""
+    own = {
+        "kv_lora_rank": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "rope_interleave": True,
+        "tie_word_embeddings": True,
+        "v_head_dim": 16,
+    }
+    config = small("youtu", **own | changes)
+    others = ("head_dim", "pad_token_id")
+    return {key: value for key, value in config.items() if key not in others}
+
+
+def minicpm3(**changes: Any) -> dict[str, Any]:
+    own = {
+        "auto_map": {"AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM"},
+        "dim_model_base": 16,
+        "scale_depth": 1.1,
+        "scale_emb": 4,
+        "v_head_dim": None,
+    }
+    config = youtu(**own | changes)
+    return {key: value for key, value in config.items() if key != "rope_interleave"} | {
+        "model_type": "minicpm3"
+    }
+
+
+def gpt_neo(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neo",
+        "activation_function": "gelu_new",
+        "attention_dropout": 0,
+        "attention_layers": ["global", "local"],
+        "attention_types": [[["global", "local"], 1]],
+        "bos_token_id": 0,
+        "embed_dropout": 0,
+        "eos_token_id": 0,
+        "gradient_checkpointing": False,
+        "hidden_size": 48,
+        "initializer_range": 0.02,
+        "intermediate_size": None,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 96,
+        "num_heads": 3,
+        "num_layers": 2,
+        "resid_dropout": 0,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "transformers_version": "4.9.0.dev0",
+        "use_cache": True,
+        "vocab_size": 200,
+        "window_size": 16,
+    } | changes
+
+
 def multimodal(model_type: str, text: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A model that also sees, as little as it can: the text model must be found in it."""
     vision = {
@@ -1159,6 +1448,29 @@ CASES: dict[str, Case] = {
         ),
         embedding=0.02,
     ),
+    "gemma4_unified": Case(
+        multimodal(
+            "gemma4_unified",
+            gemma4_text(
+                architectures=["Gemma4UnifiedForCausalLM"],
+                hidden_size=48,
+                layer_types=["sliding_attention", "full_attention"],
+                model_type="gemma4_unified_text",
+                num_hidden_layers=2,
+                vocab_size=200,
+                vocab_size_per_layer_input=200,
+            ),
+            audio_config=None,
+            vision_config={
+                "mm_embed_dim": 16,
+                "mm_posemb_size": 4,
+                "output_proj_dims": 16,
+                "patch_size": 2,
+                "pooling_kernel_size": 1,
+            },
+        ),
+        embedding=0.02,
+    ),
     "mistral3": Case(
         multimodal(
             "mistral3",
@@ -1227,6 +1539,7 @@ CASES: dict[str, Case] = {
         ),
         transposed=True,
     ),
+    "afmoe": Case(afmoe()),
     "apertus": Case(
         small(
             "apertus",
@@ -1291,6 +1604,63 @@ CASES: dict[str, Case] = {
             sliding_window=16,
         )
     ),
+    "exaone_moe": Case(exaone_moe()),
+    "flex_olmo": Case(
+        olmoe(
+            model_type="flex_olmo",
+            clip_qkv=None,
+            hidden_size=48,
+            intermediate_size=16,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            vocab_size=200,
+        )
+    ),
+    "hy_v3": Case(hy_v3()),
+    "internlm3": Case(internlm3()),
+    "hyperclovax": Case(
+        granite(
+            model_type="hyperclovax",
+            attention_bias=False,
+            auto_map={"AutoModelForCausalLM": "modeling_hyperclovax.HyperCLOVAXForCausalLM"},
+            head_dim=16,
+            logits_scaling=0.125,
+            mlp_bias=False,
+            residual_multiplier=1.0,
+            tie_word_embeddings=False,
+            use_post_norm=True,
+            vocab_size=200,
+        )
+    ),
+    "iquestcoder": Case(
+        small(
+            "iquestcoder",
+            auto_map={"AutoModelForCausalLM": "modeling_iquestcoder.IQuestCoderForCausalLM"},
+            clip_qkv=None,
+            use_sliding_window=False,
+        )
+    ),
+    "jais2": Case(
+        small("jais2", attention_bias=True, hidden_act="relu2", layer_norm_eps=1e-3, mlp_bias=True)
+    ),
+    "mellum": Case(mellum()),
+    "minicpm3": Case(minicpm3(), embedding=0.02),
+    "minimax_m2": Case(minimax_m2()),
+    "solar_open": Case(
+        glm4_moe(
+            "solar_open",
+            auto_map={"AutoModelForCausalLM": "modeling_solar_open.SolarOpenForCausalLM"},
+            first_k_dense_replace=0,
+            partial_rotary_factor=1.0,
+            rope_scaling={
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "type": "yarn",
+            },
+            use_qk_norm=False,
+        )
+    ),
+    "youtu": Case(youtu()),
     "ernie4_5_moe": Case(ernie4_5_moe()),
     "glm4_moe": Case(
         glm4_moe("glm4_moe", attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=True)
@@ -1331,6 +1701,10 @@ CASES: dict[str, Case] = {
         )
     ),
     "bamba": Case(bamba()),
+    "falcon_h1": Case(falcon_h1()),
+    "falcon_h1_norm": Case(
+        falcon_h1(mamba_n_groups=2, mamba_rms_norm=True, num_hidden_layers=1, vocab_size=150)
+    ),
     "nemotron_h": Case(nemotron_h()),
     "nemotron_h_experts": Case(nemotron_h_moe()),
     # All biases, and experts that see less than all of an activation.
@@ -1362,6 +1736,31 @@ CASES: dict[str, Case] = {
                 "type": "yarn",
             },
             sliding_window=None,
+        )
+    ),
+    "mistral4": Case(
+        deepseek(
+            "mistral4",
+            head_dim=24,
+            kv_lora_rank=32,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            q_lora_rank=24,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            rope_parameters={
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "llama_4_scaling_beta": 0.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 10000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            v_head_dim=16,
         )
     ),
     "nanochat": Case(small("nanochat", final_logit_softcapping=2.0, hidden_act="relu2")),
@@ -1400,6 +1799,17 @@ CASES: dict[str, Case] = {
     "glm": Case(glm4(model_type="glm", partial_rotary_factor=0.25)),
     "glm4": Case(glm4()),
     "granite": Case(granite(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)),
+    "granite_swa": Case(
+        granite(
+            model_type="granite_swa",
+            layer_rope_theta=[0, 100.0, 10000.0],
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            num_hidden_layers=3,
+            sliding_window=16,
+            tie_word_embeddings=False,
+            vocab_size=150,
+        )
+    ),
     "helium": Case(small("helium", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3)),
     "granitemoeshared": Case(
         granitemoe(
@@ -1532,6 +1942,23 @@ CASES: dict[str, Case] = {
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
     "gpt2": Case(gpt2(), embedding=0.02),
+    "codegen": Case(gptj(model_type="codegen", n_embd=32, n_ctx=96)),
+    "falcon": Case(falcon(), embedding=0.02),
+    # As the 40B model: heads of keys with several of queries, and two norms.
+    "falcon_groups": Case(
+        falcon(
+            bias=True,
+            ffn_hidden_size=64,
+            hidden_size=64,
+            new_decoder_architecture=True,
+            num_attention_heads=4,
+            num_kv_heads=2,
+            vocab_size=150,
+        ),
+        embedding=0.02,
+    ),
+    "gptj": Case(gptj(n_embd=32, n_head=2)),
+    "gpt_neo": Case(gpt_neo(), embedding=0.02),
     "gpt_bigcode": Case(gpt_bigcode(), embedding=0.02),
     "opt": Case(opt(), embedding=0.02),
     "gpt_neox": Case(gpt_neox()),
@@ -1634,7 +2061,8 @@ def random_weight(
 ) -> NDArray[Any]:
     """float64 values for spread logits and peaked attention; no norm or bias is without effect."""
     factors = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")
-    factors += ("ln_1.weight", "ln_2.weight", "ln_f.weight")
+    factors += ("ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+    factors += ("post_norm1.weight", "post_norm2.weight")
     if name.endswith(factors):
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith(".gate_up_proj_bias"):
@@ -1643,7 +2071,15 @@ def random_weight(
         return rng.normal(0.0, 0.2, shape)
     if name.endswith(".sinks"):
         return rng.normal(1.0, 1.0, shape)
-    if name.endswith(("embed_tokens.weight", "embed_positions.weight", "wte.weight", "wpe.weight")):
+    if name.endswith(
+        (
+            "embed_tokens.weight",
+            "embed_positions.weight",
+            "wte.weight",
+            "wpe.weight",
+            "word_embeddings.weight",
+        )
+    ):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
     if name.endswith("router.proj.weight"):  # what it gives is divided by the root of the width
@@ -1672,7 +2108,7 @@ def random_model(case: Case, rng: np.random.Generator) -> PreTrainedModel:
     return model.eval()
 
 
-_ROUTERS = ("TopKRouter", "TopkRouter", "TextRouter", "MoEV1Gate")
+_ROUTERS = ("TopKRouter", "TopkRouter", "TextRouter", "TokenChoiceRouter", "MoEV1Gate")
 
 
 class RoutingMargins:
@@ -1700,7 +2136,7 @@ class RoutingMargins:
             logits = router.moe_statics(logits.softmax(-1))
         elif hasattr(router, "e_score_correction_bias"):
             logits = logits.sigmoid() + router.e_score_correction_bias
-        elif getattr(router, "use_expert_bias", False):
+        elif len(args) > 1 and args[1] is not None:  # the correction
             logits = logits.sigmoid() + args[1]
         if chosen < logits.shape[-1]:
             best = logits.topk(chosen + 1).values

@@ -510,7 +510,7 @@ BAD_MODELS = {
     "no weights": ({WEIGHTS: None}, "has no weights"),
     "architecture": (
         {"config__json": json_with(model_type="bloom")},
-        "the architecture 'bloom' is not implemented. Implemented: apertus, arcee, bamba,",
+        "the architecture 'bloom' is not implemented. Implemented: afmoe, apertus, arcee,",
     ),
     "no tokenizer": ({"tokenizer__json": None}, "has no tokenizer.json"),
 }

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative_error
 
+from infer.models import open_model
+from infer.models.weights import check_checkpoint
+
 pytestmark = pytest.mark.live
 
 # float32 sums in another order, over two or three layers; the models are held to 1e-4.
@@ -20,8 +23,24 @@ TOLERANCE = 1e-5
 # for one pass only. Of Bamba transformers counts the positions of each pass from 0, if not told.
 ONE_PASS = ("bamba", "llama_rope_dynamic", "phi3_longrope", "phi3_longrope_switch")
 
+# Those with experts whose tensors have one name for all, or another that is read.
+MIXTURES = [case for case in cases() if load(case).routing_margin is not None]
+MIXTURES = [case for case in MIXTURES if not case.startswith(("ernie4_5_moe", "granitemoe"))]
+
 # What turns off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
+    "afmoe": {"mup_enabled": False},
+    "exaone_moe": {"routed_scaling_factor": 1.0},
+    "codegen": {"rotary_dim": 4},
+    "falcon_h1": {"ssm_multipliers": None},
+    "falcon_h1_norm": {"mamba_rms_norm": False},
+    "flex_olmo": {"num_experts_per_tok": 1},
+    "gpt_neo": {"window_size": 96},
+    "hy_v3": {"router_scaling_factor": 1.0},
+    "mellum": {"layer_types": ["full_attention", "full_attention"]},
+    "minimax_m2": {"rotary_dim": 16},
+    "solar_open": {"rope_scaling": None},
+    "youtu": {"rope_interleave": False},
     "apertus": {"rope_scaling": None},
     "cwm": {"sliding_window": 128},
     "deepseek_v2": {"rope_scaling": None},
@@ -41,7 +60,9 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "glm4_moe": {"routed_scaling_factor": 1.0},
     "glm4_moe_lite": {"rope_interleave": True},
     "gpt_oss": {"swiglu_limit": 100.0},
+    "gptj": {"rotary_dim": 16},
     "granite": {"attention_multiplier": 0.45},
+    "granite_swa": {"layer_rope_theta": None},
     "granitemoehybrid": {"position_embedding_type": None},
     "granitemoehybrid_experts": {"position_embedding_type": "rope"},
     "hunyuan_v1_dense": {"rope_scaling": None},
@@ -54,6 +75,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "llama_rope_yarn": {"rope_scaling": None},
     "ministral": {"layer_types": ["full_attention", "full_attention"]},
     "ministral3": {"rope_parameters": None},
+    "mistral4": {"rope_parameters": None},
     "mistral_sliding": {"sliding_window": None},
     "mixtral_sliding": {"sliding_window": None},
     "nanochat": {"final_logit_softcapping": 3.0},
@@ -189,6 +211,17 @@ def test_chunks_do_not_change_the_answers(case: str, chunk: int, tmp_path: Path)
     assert relative_error(logits[:n_prompt], reference.logits) < TOLERANCE
     assert relative_error(logits[-1], reference.final_logits) < TOLERANCE
     assert logits[n_prompt - 1 :].argmax(axis=-1).tolist() == reference.greedy_ids.tolist()
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.usefixtures("script")
+def test_experts_are_found_as_transformers_keeps_them(case: str, tmp_path: Path) -> None:
+    """In files that it writes as it has them in memory, a layer's experts are two tensors."""
+    model = from_pretrained(load(case).write_checkpoint(tmp_path / case))
+    model.save_pretrained(tmp_path / "memory", save_original_format=False)
+    ours, checkpoint = open_model(tmp_path / "memory")
+    assert any(key.endswith("experts.down_proj") for key in checkpoint.tensors)
+    check_checkpoint(list(ours.weights()), checkpoint, ours.ignorable)
 
 
 @pytest.mark.usefixtures("script")

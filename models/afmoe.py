@@ -1,0 +1,81 @@
+"""Trinity (Arcee AI 2025): the norms of GLM-4-0414, a gate behind attention, and experts that are
+chosen as in DeepSeek-V3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.glm4 import Glm4
+from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.moe import MixtureOfExperts, read_sigmoid_experts
+from infer.models.weights import Source, WeightSpec
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {
+    "head_dim": 128,
+    "max_position_embeddings": 16384,
+    "num_shared_experts": 2,
+    "sliding_window": 1024,
+}
+# Choices that the files' own code has, and transformers has not.
+_ONE_KIND = {"num_expert_groups": 1, "num_limited_groups": 1, "route_norm": True}
+_NAMES = {
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "mlp.gate.weight": "mlp.router.gate.weight",
+}
+
+
+class Afmoe(MixtureOfExperts, Glm4):
+    """q and k are normed head by head. Layers that see everything know no positions."""
+
+    shared = "shared_experts"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
+        raw.expect("attention_bias", False)
+        raw.expect("score_func", "sigmoid")
+        for key, value in _ONE_KIND.items():
+            raw.expect(key, value)
+        every = raw.size("global_attn_every_n_layers", 4)
+        window = raw.size("sliding_window", None)
+        windows = layer_windows(raw, window, lambda layer: (layer + 1) % every != 0)
+        theirs = {
+            "first_k_dense_replace": raw.get("num_dense_layers", 1, int),
+            "n_routed_experts": raw.size("num_experts"),
+            "n_shared_experts": raw.size("num_shared_experts"),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": raw.factor("route_scale"),
+        }
+        experts = read_sigmoid_experts(raw.with_values(**theirs), dense=1, normalize=True)
+        scaled = raw.get("mup_enabled", False, bool)
+        return DecoderConfig.read(
+            raw,
+            windows=windows,
+            rope_layers=[size > 0 for size in windows],
+            eps=1e-5,
+            embedding_multiplier=math.sqrt(raw.size("hidden_size")) if scaled else 1.0,
+            qk_norm=True,
+            gated_attention=True,
+            experts=replace(experts, correction="expert_bias"),
+        )
+
+    def weights(self) -> Iterator[WeightSpec]:
+        return layers.renamed(super().weights(), _NAMES)
+
+    def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
+        """Those of attention, and the gate's behind q, k and v."""
+        c = self.config
+        shape = (c.num_attention_heads * c.head_dim, c.hidden_size)
+        gate = Source(f"{prefix}.self_attn.gate_proj.weight", shape)
+        plain = replace(c, gated_attention=False)
+        own, key = f"{name}.self_attn", f"{prefix}.self_attn"
+        for spec in layers.attention_weights(plain, own, key):
+            qkv = spec.name.endswith("qkv_proj")
+            yield replace(spec, sources=(*spec.sources, gate)) if qkv else spec

@@ -1,0 +1,41 @@
+"""K-EXAONE (LG AI Research 2025): the attention of EXAONE 4.0, behind its norm as in Llama, and
+experts, which are chosen as in DeepSeek-V3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.exaone4 import read_exaone
+from infer.models.layers import DecoderConfig
+from infer.models.moe import MixtureOfExperts, read_sigmoid_experts
+from infer.models.weights import WeightSpec
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {"num_shared_experts": 1, "routed_scaling_factor": 2.5, "sliding_window": 4096}
+
+
+class ExaoneMoe(MixtureOfExperts):
+    """What checkpoints have besides predicts further tokens."""
+
+    shared = "shared_experts"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        raw.expect("scoring_func", "sigmoid")
+        raw.expect("topk_method", "noaux_tc")
+        counts = {
+            "n_routed_experts": raw.size("num_experts"),
+            "n_shared_experts": raw.size("num_shared_experts"),
+        }
+        experts = read_sigmoid_experts(raw.with_values(**counts), dense=1, normalize=True)
+        return read_exaone(raw, experts=experts)
+
+    def weights(self) -> Iterator[WeightSpec]:
+        names = {".gate.e_score_correction_bias": ".e_score_correction_bias"}
+        return layers.renamed(super().weights(), names)
+
+    def ignorable(self, key: str) -> bool:
+        return super().ignorable(key) or key.startswith("mtp.")

@@ -1,0 +1,65 @@
+"""GPT-Neo (Black et al. 2021), TinyStories (Eldan & Li 2023): GPT-2 with a window in some layers,
+and attention scores that are not scaled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from infer.kernels.errors import UnsupportedError
+from infer.models.config import RawConfig
+from infer.models.gpt2 import GPT2, read_gpt2
+from infer.models.layers import DecoderConfig
+
+# What the config calls GPT-2's keys.
+_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "num_heads": "n_head",
+    "num_layers": "n_layer",
+}
+
+# Parts of the names of tensors, by Llama's.
+_NAMES = {
+    **GPT2.names,
+    "self_attn.o_proj.": "attn.attention.out_proj.",
+    "self_attn.": "attn.attention.",
+}
+
+
+class GPTNeo(GPT2):
+    """Its matrices are not transposed; q, k and v are three, without biases."""
+
+    transposed = False
+    names = _NAMES
+    masks = (".attention.bias", ".attention.masked_bias")
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        window = raw.size("window_size", 256)
+        config = read_gpt2(
+            raw.with_values(**{own: raw.get(key, None) for key, own in _KEYS.items()})
+        )
+        kinds = _read_kinds(raw, config.num_hidden_layers)
+        return replace(
+            config,
+            windows=tuple(window if kind == "local" else 0 for kind in kinds),
+            attention_multiplier=1.0,
+            fused_qkv=False,
+            qkv_bias=False,
+        )
+
+
+def _read_kinds(raw: RawConfig, n_layers: int) -> list[str]:
+    """What each layer is, by lists of kinds and how often each is repeated."""
+    types = raw.get("attention_types", [[["global", "local"], 12]], list)
+    try:
+        kinds = [kind for repeated, times in types for kind in repeated * times]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) != n_layers or any(kind not in ("global", "local") for kind in kinds):
+        raise UnsupportedError(
+            f"{raw.place}: attention_types must name global or local for each of {n_layers} "
+            f"layers; it is {types}."
+        )
+    return kinds

@@ -1,0 +1,52 @@
+"""GPT-J (Wang & Komatsuzaki 2021): the config of GPT-2, a rotary part of each head, and attention
+and MLP side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infer.models import layers
+from infer.models.cohere import Cohere
+from infer.models.config import RawConfig
+from infer.models.gpt2 import read_gpt2
+from infer.models.layers import DecoderConfig
+from infer.models.weights import WeightSpec
+
+# Parts of the names of tensors, by Llama's.
+_NAMES = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.norm.": "transformer.ln_f.",
+    "model.layers.": "transformer.h.",
+    "input_layernorm.": "ln_1.",
+    "self_attn.o_proj.": "attn.out_proj.",
+    "self_attn.": "attn.",
+    "mlp.up_proj.": "mlp.fc_in.",
+    "mlp.down_proj.": "mlp.fc_out.",
+}
+
+
+class GPTJ(Cohere):
+    """Neighbouring dimensions turn together; the MLP and the output have biases."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(n_positions=2048, tie_word_embeddings=False)
+        raw.expect("rotary", True)
+        head_dim = raw.size("n_embd") // raw.size("n_head")
+        part = raw.size("rotary_dim", 64) / head_dim
+        return replace(
+            read_gpt2(raw, head_bias=True),
+            rope=raw.rope(head_dim, default_partial=part, interleaved=True),
+            rope_layers=(True,) * raw.size("n_layer"),
+            fused_qkv=False,
+            qkv_bias=False,
+            output_bias=False,
+        )
+
+    def weights(self) -> Iterator[WeightSpec]:
+        return layers.renamed(super().weights(), _NAMES)
+
+    def ignorable(self, key: str) -> bool:
+        """Older checkpoints hold the causal mask too."""
+        return super().ignorable(key) or key.endswith((".attn.bias", ".attn.masked_bias"))

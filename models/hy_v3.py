@@ -1,0 +1,66 @@
+"""Hy3 (Tencent 2026): Qwen3 with experts, which are chosen as in DeepSeek-V3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from infer.models import layers
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.moe import MixtureOfExperts, predicts_further, read_sigmoid_experts
+from infer.models.weights import WeightSpec
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "num_experts": 192,
+    "num_key_value_heads": 8,
+    "num_shared_experts": 1,
+    "router_scaling_factor": 2.826,
+}
+# What checkpoints call what transformers has in memory, and writes if it is told to.
+_NAMES = {
+    "mlp.gate.weight": "mlp.router.gate.weight",
+    "mlp.e_score_correction_bias": "mlp.expert_bias",
+    "mlp.shared_experts.": "mlp.shared_mlp.",
+}
+
+
+class HyV3(MixtureOfExperts):
+    shared = "shared_experts"
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
+        raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
+        for key in ("qk_norm", "route_norm"):
+            raw.expect(key, True)
+        raw.expect("mlp_bias", False)
+        theirs = {
+            "n_routed_experts": raw.size("num_experts"),
+            "n_shared_experts": raw.size("num_shared_experts"),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": raw.factor("router_scaling_factor"),
+        }
+        experts = read_sigmoid_experts(raw.with_values(**theirs), dense=1, normalize=True)
+        bias = raw.get("attention_bias", False, bool)
+        return DecoderConfig.read(
+            raw,
+            eps=1e-5,
+            theta=11158840.0,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            experts=replace(experts, correction="e_score_correction_bias"),
+        )
+
+    def weights(self) -> Iterator[WeightSpec]:
+        for spec in super().weights():
+            (own,) = layers.renamed([spec], _NAMES)
+            yield replace(own, others=spec.others or spec.sources)
+
+    def ignorable(self, key: str) -> bool:
+        return super().ignorable(key) or predicts_further(self.config, key)

@@ -1,0 +1,26 @@
+"""Jais 2 (Inception, MBZUAI and Cerebras 2025): Llama with layer norms, an MLP of squared relu
+without a gate, and biases."""
+
+from __future__ import annotations
+
+from infer.models.config import RawConfig
+from infer.models.layers import DecoderConfig
+from infer.models.llama import Llama
+
+
+class Jais2(Llama):
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(hidden_act="relu2", max_position_embeddings=8192)
+        bias = raw.get("attention_bias", True, bool)
+        return DecoderConfig.read(
+            raw,
+            eps=1e-5,
+            eps_key="layer_norm_eps",
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=raw.get("mlp_bias", True, bool),
+            layer_norm=True,
+            norm_bias=True,
+            gated=False,
+        )

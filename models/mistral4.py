@@ -1,0 +1,50 @@
+"""Mistral Small 4 (Mistral AI 2026): DeepSeek-V2 with queries that grow with their position, as in
+Ministral 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from infer.models.config import RawConfig
+from infer.models.deepseek_v2 import DeepseekV2, read_latent
+from infer.models.layers import DecoderConfig
+from infer.models.ministral3 import read_position_scaling
+from infer.models.moe import read_sigmoid_experts
+
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 1048576,
+    "num_experts_per_tok": 4,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 128.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 10000.0,
+        "type": "yarn",
+    },
+}
+
+
+class Mistral4(DeepseekV2):
+    """partial_rotary_factor is what part of a whole head turns."""
+
+    @classmethod
+    def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw, scaling = read_position_scaling(raw.with_defaults(**_DEFAULTS))
+        raw.expect("n_group", 1)
+        turned, still = raw.size("qk_rope_head_dim"), raw.size("qk_nope_head_dim")
+        rope = raw.section("rope_parameters")
+        rope.expect("partial_rotary_factor", turned / (turned + still))
+        known = rope.values | {"partial_rotary_factor": 1.0}  # read_latent means what turns
+        experts = read_sigmoid_experts(raw, dense=0, normalize=True)
+        return read_latent(
+            raw.with_values(rope_parameters=known),
+            replace(experts, sigmoid=False, correction=None),
+            interleaved=raw.get("rope_interleave", True, bool),
+            position_scaling=scaling,
+        )
