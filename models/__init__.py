@@ -134,6 +134,7 @@ MULTIMODAL = {
 def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     """The model in a folder or a GGUF file, and its checkpoint, of which the headers are read.
     Raises ModelError for what is missing, damaged or not implemented."""
+    from infer.kernels.errors import UnsupportedError
     from infer.models.checkpoint import Checkpoint
     from infer.models.config import RawConfig
     from infer.models.formats import find_format, find_packed
@@ -153,6 +154,11 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
             raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw, path)
     model = build_model(raw)
+    if model.folded_by_mlx and checkpoint.whole_norms:
+        raise UnsupportedError(
+            f"{path} is as MLX converts {model.config.model_type}, with factors of config.json in "
+            "its weights, which is not implemented. Take the model in Hugging Face form."
+        )
     return model, find_packed(checkpoint, found, model.weights())
 
 

@@ -42,6 +42,8 @@ _NAMES = {
 class FalconH1(Llama):
     """Mamba may have a norm behind it."""
 
+    folded_by_mlx = True
+
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)

@@ -18,6 +18,7 @@ class Llama:
     """Norm, attention, norm, SwiGLU; each with a residual."""
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
+    folded_by_mlx = False  # whether its files have factors of the config in their weights
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config

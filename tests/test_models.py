@@ -18,6 +18,7 @@ from engines import answer, build_engine, scores
 from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative_error
 
 from infer.kernels.device import Device
+from infer.kernels.errors import UnsupportedError
 from infer.kernels.kv_cache import kept
 from infer.memory import kv_bytes_per_position
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model
@@ -92,6 +93,18 @@ def test_the_first_files_of_gpt2_have_other_names() -> None:
     for spec in model.weights():
         new, own = (file.tensors[s.key] for file in (checkpoint, first) for s in spec.found(file))
         assert own is new
+
+
+def test_factors_that_mlx_has_multiplied_weights_by_are_refused(tmp_path: Path) -> None:
+    """Its files tell by the taps of convolutions, which lie the other way."""
+    folder = load("falcon_h1").write_checkpoint(tmp_path / "falcon")
+    open_model(folder)
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    assert data.count(b"[96,1,4]") == 2
+    file.write_bytes(data.replace(b"[96,1,4]", b"[96,4,1]"))
+    with pytest.raises(UnsupportedError, match="as MLX converts falcon_h1"):
+        open_model(folder)
 
 
 # Each has a kernel, or a way through them, that the others have not.
