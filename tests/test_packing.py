@@ -362,6 +362,59 @@ def test_a_quantised_model_answers_as_its_values_do(
     assert relative_error(expected, load("llama").logits) > 1e-3  # it was quantised
 
 
+@pytest.mark.parametrize("scales", ["one", "two", "blocks"])
+def test_mistral_small_4_as_it_is_published(device: Device, scales: str, tmp_path: Path) -> None:
+    """As a part of a model that sees, in E4M3: with a scale for each matrix, or two for an expert's
+    gate and up, or for eight rows."""
+    source = LLAMA.parent / "mistral4"
+    packed: dict[str, Array] = {}
+    floats: dict[str, Array] = {}
+    for key, info in Checkpoint.open(source).tensors.items():
+        floats[key] = values = read_rows(info)
+        own = f"language_model.{key}"
+        if "_proj" not in key:
+            packed[own] = values
+            continue
+        *stack, rows, columns = values.shape
+        high = 8 if scales == "blocks" else rows
+        high = rows // 2 if scales == "two" and key.endswith("gate_up_proj") else high
+        blocks = values.reshape(*stack, rows // high, high, columns)
+        scale = (abs(blocks).max(axis=(-2, -1), keepdims=True) / 448).astype(np.float32)
+        table = TABLES["e4m3"][:127]
+        codes = abs(abs(blocks / scale)[..., None] - table).argmin(axis=-1).astype(np.uint8)
+        codes = np.where(blocks < 0, codes | 0x80, codes)
+        floats[key] = (scale * TABLES["e4m3"][codes]).astype(np.float32).reshape(values.shape)
+        plain = scales != "blocks" and not stack
+        packed |= {
+            own: codes.reshape(values.shape),
+            f"{own}_scale_inv": scale.reshape(() if plain else (*stack, rows // high, -1)),
+            f"{own.removesuffix('weight')}{'_' * bool(stack)}activation_scale": scale.ravel()[:1],
+        }
+    config = json.loads((source / "config.json").read_text())
+    size = [8, 64] if scales == "blocks" else None
+    own_config = {
+        "model_type": "mistral3",
+        "text_config": config,
+        "quantization_config": {
+            "activation_scheme": "static",
+            "quant_method": "fp8",
+            "weight_block_size": size,
+        },
+    }
+    folders = tmp_path / "floats", tmp_path / "packed"
+    for folder, tensors, of, saved in zip(
+        folders, (floats, packed), (config, own_config), (save_file, save), strict=True
+    ):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(of))
+        saved(tensors, folder / "model.safetensors")
+    ids = load("mistral4").prompt_ids.tolist()
+    with device.scope():
+        expected, actual = (scores(build_engine(device, folder), ids) for folder in folders)
+    assert relative_error(actual, expected) <= 1e-5
+    assert relative_error(expected, load("mistral4").logits) > 1e-3  # it was quantised
+
+
 def mxfp4_packed(values: Array) -> tuple[Array, Array, Array]:
     """Blocks and scales of matrices [experts, rows, columns], and what values they mean."""
     groups = values.reshape(*values.shape[:-1], -1, 32)

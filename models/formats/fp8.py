@@ -9,13 +9,20 @@ For a module of `columns` inputs and `rows` outputs, and weight_block_size (h, w
 A value is scale * code: despite its name, the scale is not inverted. Files with one scale for a
 tensor or a row may call it weight_scale.
 
+The matrices of a layer's experts may be a stack X, as in Mistral Small 4:
+
+    X            E4M3 [experts, rows, columns]
+    X_scale_inv  [experts, ceil(rows / h), ceil(columns / w)], or one value for each expert, or two:
+                 for its gate and its up
+
 Activations and the cache are not quantised, which is nearer to the model before its weights were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from infer.kernels.errors import UnsupportedError
 from infer.models.checkpoint import Checkpoint
@@ -55,23 +62,34 @@ class Fp8(Format):
         info = checkpoint.tensors.get(key)
         if info is None or info.dtype != "F8_E4M3":
             return None
-        rows, columns = matrix_shape(checkpoint, key, shape)
-        shapes: list[tuple[int, ...]] = [(), (1,), (1, 1)]
-        height, group = rows, columns
-        name = f"{key}_scale_inv"
+        stack = tuple(shape[:1]) if len(shape) == 3 else ()
+        total, columns = matrix_shape(
+            checkpoint, key, (shape[0] * shape[1], shape[2]) if stack else shape
+        )
+        rows, name = shape[-2], f"{key}_scale_inv"
         if self.block is not None:
-            height, group = self.block[0], min(self.block[1], columns)
-            shapes = [(-(-rows // height), -(-columns // group))]
-        elif name not in checkpoint.tensors:
-            name = f"{key}_scale"
-        found = checkpoint.tensors.get(name)
-        if self.block is None and found is not None and found.shape == (rows, 1):
-            height, shapes = 1, [(rows, 1)]
+            height, group = min(self.block[0], rows), min(self.block[1], columns)
+            if stack and rows % height:
+                raise UnsupportedError(
+                    f"{checkpoint.folder}: {key} has {rows} rows for each expert, which are not "
+                    f"blocks of {height}."
+                )
+            shapes = [(*stack, -(-rows // height), -(-columns // group))]
+        else:
+            group = columns
+            shapes = [(), (1,), (1, 1), (*stack, rows, 1)]
+            if stack:
+                shapes += [stack, (*stack, 1), (*stack, 1, 1), (*stack, 2, 1)]
+            elif name not in checkpoint.tensors:
+                name = f"{key}_scale"
         scales = part(checkpoint, name, shapes, [*FLOATS, "F8_E8M0"])
-        weight = part(checkpoint, key, [(rows, columns)], ["F8_E4M3"])
+        if self.block is None:
+            height = total // prod(scales.shape)
+        scales = replace(scales, shape=(-(-total // height), -(-columns // group)))
+        weight = replace(part(checkpoint, key, [tuple(shape)], ["F8_E4M3"]), shape=(total, columns))
         dtype = "e8m0" if scales.dtype == "F8_E8M0" else scales.dtype
         scheme = Scheme("e4m3", 8, group, dtype)
-        return _Matrix(key, (rows, columns), scheme, (weight, scales), height)
+        return _Matrix(key, (total, columns), scheme, (weight, scales), height)
 
     def ignorable(self, checkpoint: Checkpoint, name: str) -> bool:
         """Scales of activations and of the cache."""

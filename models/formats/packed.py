@@ -29,6 +29,7 @@ _LEFT_OUT = {
         ".input_zero_point",
         ".output_scale",
         ".activation_scale",
+        "_proj_activation_scale",
     ),
 }
 
