@@ -18,6 +18,7 @@ from infer.models.weights import Source, WeightSpec
 _DEFAULTS = {
     "head_dim": 128,
     "max_position_embeddings": 16384,
+    "num_experts_per_tok": 6,
     "num_shared_experts": 2,
     "sliding_window": 1024,
 }

@@ -72,7 +72,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # Counts of things that are listed one by one: more of them would be damage.
 _MOST = dict.fromkeys(
-    ("num_hidden_layers", "num_experts", "num_local_experts", "block_count", "expert_count"), 10_000
+    (
+        *("num_hidden_layers", "n_layer", "block_count"),
+        *("num_experts", "num_local_experts", "n_routed_experts", "expert_count"),
+    ),
+    10_000,
 )
 
 

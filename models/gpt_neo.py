@@ -54,7 +54,7 @@ def _read_kinds(raw: RawConfig, n_layers: int) -> list[str]:
     """What each layer is, by lists of kinds and how often each is repeated."""
     types = raw.get("attention_types", [[["global", "local"], 12]], list)
     try:
-        kinds = [kind for repeated, times in types for kind in repeated * times]
+        kinds = [kind for repeated, times in types for kind in repeated * min(times, n_layers + 1)]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != n_layers or any(kind not in ("global", "local") for kind in kinds):

@@ -11,12 +11,17 @@ from infer.models.layers import DecoderConfig
 from infer.models.youtu import Youtu
 
 # What transformers takes for keys that a config leaves out.
-_DEFAULTS = {"max_position_embeddings": 32768, "scale_depth": 1.4, "scale_emb": 12}
+_DEFAULTS = {
+    "dim_model_base": 256,
+    "max_position_embeddings": 32768,
+    "scale_depth": 1.4,
+    "scale_emb": 12,
+}
 
 
 class MiniCPM3(Youtu):
     """scale_depth is of what all layers add, dim_model_base the width at which logits are as they
-    are."""
+    are; without one of them there is no such factor."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -24,6 +29,7 @@ class MiniCPM3(Youtu):
         raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
         raw.expect("mlp_bias", False)
         hidden, n_layers = raw.size("hidden_size"), raw.size("num_hidden_layers")
+        depth = math.sqrt(n_layers)
         value_dim = raw.size("v_head_dim", hidden // raw.size("num_attention_heads"))
         return read_latent(
             raw.with_values(v_head_dim=value_dim),
@@ -32,6 +38,6 @@ class MiniCPM3(Youtu):
             interleaved=False,
             tied=True,
             embedding_multiplier=raw.factor("scale_emb"),
-            residual_multiplier=raw.factor("scale_depth") / math.sqrt(n_layers),
-            logits_scaling=hidden / raw.size("dim_model_base", 256),
+            residual_multiplier=raw.factor("scale_depth", depth) / depth,
+            logits_scaling=hidden / raw.size("dim_model_base", hidden),
         )

@@ -52,8 +52,10 @@ def test_any_name_may_be_a_key() -> None:
         ("falcon_h1", {"mamba_d_head": "auto", "mamba_d_ssm": 62}, "62 values"),
         ("falcon_h1", {"ssm_multipliers": [1.0, 0.0, 1.0, 1.0, 1.0]}, "must be 5 positive"),
         ("falcon_h1_norm", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = true"),
+        ("gpt2", {"n_layer": 2**31 - 1}, "'n_layer' must be a count"),
         ("gpt_neo", {"attention_types": [[["global"], 1]]}, "for each of 2 layers"),
         ("gpt_neo", {"attention_types": [2, "local"]}, "attention_types must name"),
+        ("gpt_neo", {"attention_types": [[["global"], 2**62]]}, "attention_types must name"),
         ("granite_swa", {"layer_rope_theta": [0, 1.0]}, "for each of 3 layers"),
         ("granite_swa", {"layer_rope_theta": [2.0, 1.0, 3.0]}, "layer_rope_theta = "),
         ("hyperclovax", {"use_post_norm": False}, "use_post_norm = False"),
@@ -181,6 +183,25 @@ def test_gpt2_says_the_width_of_its_mlp_or_not() -> None:
     for given, width in ((None, 4 * 48), (100, 100)):
         config = build_model(RawConfig(values | {"n_inner": given})).config
         assert config.intermediate_size == width
+
+
+def test_minicpm3_has_factors_or_not() -> None:
+    values = json.loads((DATA / "minicpm3" / CONFIG_FILES["published"]).read_text())
+    no, n_layers, hidden = None, values["num_hidden_layers"], values["hidden_size"]
+    for depth, base, factors in (
+        (no, no, (1.0, 1.0)),
+        (2.0, hidden // 2, (2 / math.sqrt(n_layers), 2.0)),
+    ):
+        own = {"scale_depth": depth, "dim_model_base": base}
+        config = build_model(RawConfig(values | own)).config
+        assert (config.residual_multiplier, config.logits_scaling) == factors
+    for key in own:
+        values.pop(key)
+    config = build_model(RawConfig(values)).config
+    assert (config.residual_multiplier, config.logits_scaling) == (
+        1.4 / math.sqrt(n_layers),
+        hidden / 256,
+    )
 
 
 def test_what_the_first_files_leave_out_of_text_config() -> None:
