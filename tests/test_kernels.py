@@ -1431,17 +1431,26 @@ def test_workgroups_that_share_columns(open_device: OpenDevice, rng: np.random.G
 
 def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator) -> None:
     variants = {
-        tuning.matmul_int8(rows, n, k, True, "q8")
-        for tuning in rules(device)
+        tuning.matmul_int8(rows, n, k, dtype == "q8", dtype)
+        for tuning, dtype in product(rules(device), ("q8", "nf4"))
         for rows, n, k in product((9, 33, 65, 512, 2048), (16, 1024, 30000), (128, 2048))
     }
     assert len(variants) > 1
     variants.add(Int8TileVariant(4, 4, double=True, m_size=8, n_size=8, splits=2))
-    cases = product(sorted(variants, key=repr), (("q8", (37, 150)), ("q4", (328, 16))))
-    for variant, (dtype, shape) in cases:
+    # With two buffers it needs more memory than software adapters have.
+    variants.add(Int8TileVariant(8, 8, double=False, m_size=16, n_size=16, planes=2))
+    for variant in sorted(variants, key=repr):
         tuning = Forced(device, variant)
-        error = quantized_error(device, rng, 140, shape, dtype, "", tuning=tuning)
-        assert error <= INT8_LIMIT, (variant, dtype)
+        if variant.planes == 2:
+            weight, values = grouped(rng, (150, 37), "nf4", Grouping(64, "f32"))
+            x, exact = int8_rows(rng, 140, 37, many=True)
+            y = functions.matmul(device, x, weight, tuning=tuning)
+            error = nmse(y, reference.matmul(exact, multiplied(weight, values)))
+            assert error <= INT8_LIMIT, variant
+            continue
+        for dtype, shape in (("q8", (37, 150)), ("q4", (328, 16))):
+            error = quantized_error(device, rng, 140, shape, dtype, "", tuning=tuning)
+            assert error <= INT8_LIMIT, (variant, dtype)
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8), (16, 16)])
