@@ -49,6 +49,6 @@ def _ropes(raw: RawConfig, windows: list[int]) -> dict[str, Any]:
     (own,), (local,) = wide, narrow
     return {
         "rope": replace(rope, theta=float(own)),
-        "local_rope": replace(rope, theta=float(local)),
+        "local_rope": None if wide == narrow else replace(rope, theta=float(local)),
         "rope_layers": [theta > 0 for theta in thetas],
     }

@@ -185,6 +185,18 @@ def test_gpt2_says_the_width_of_its_mlp_or_not() -> None:
         assert config.intermediate_size == width
 
 
+def test_a_rope_that_changes_with_the_length_is_that_of_all_layers() -> None:
+    """The engine keeps up the table of one alone."""
+    values = json.loads((DATA / "granite_swa" / CONFIG_FILES["published"]).read_text())
+    values |= {"rope_scaling": {"factor": 2.0, "rope_type": "dynamic"}}
+    for thetas in (None, [0, 10000.0, 10000.0]):
+        config = build_model(RawConfig(values | {"layer_rope_theta": thetas})).config
+        assert config.rope.kind == "dynamic"
+        assert config.local_rope is None
+    with pytest.raises(UnsupportedError, match="layer_rope_theta"):
+        build_model(RawConfig(values | {"layer_rope_theta": [0, 100.0, 10000.0]}))
+
+
 def test_minicpm3_has_factors_or_not() -> None:
     values = json.loads((DATA / "minicpm3" / CONFIG_FILES["published"]).read_text())
     no, n_layers, hidden = None, values["num_hidden_layers"], values["hidden_size"]
