@@ -415,6 +415,21 @@ def test_mistral_small_4_as_it_is_published(device: Device, scales: str, tmp_pat
     assert relative_error(expected, load("mistral4").logits) > 1e-3  # it was quantised
 
 
+def test_stacks_that_lie_transposed_are_refused(tmp_path: Path) -> None:
+    """As Qwen3-VL is published in E4M3."""
+    source = LLAMA.parent / "qwen3_vl_moe"
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | quantized))
+    tensors = {
+        key: np.zeros(info.shape, np.uint8 if ".experts." in key else np.float32)
+        for key, info in Checkpoint.open(source).tensors.items()
+    }
+    save(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="is quantised and lies transposed"):
+        open_model(tmp_path)
+
+
 def mxfp4_packed(values: Array) -> tuple[Array, Array, Array]:
     """Blocks and scales of matrices [experts, rows, columns], and what values they mean."""
     groups = values.reshape(*values.shape[:-1], -1, 32)

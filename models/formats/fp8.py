@@ -66,6 +66,11 @@ class Fp8(Format):
         total, columns = matrix_shape(
             checkpoint, key, (shape[0] * shape[1], shape[2]) if stack else shape
         )
+        if stack and info.shape == (*stack, shape[2], shape[1]) != tuple(shape):
+            raise UnsupportedError(
+                f"{checkpoint.folder}: {key} is quantised and lies transposed, which is not "
+                "implemented."
+            )
         rows, name = shape[-2], f"{key}_scale_inv"
         if self.block is not None:
             height, group = min(self.block[0], rows), min(self.block[1], columns)
