@@ -217,21 +217,21 @@ class Lora:
             raise self._misfit(f"it changes {listed(foreign)}, which this model does not have")
         found: dict[str, dict[str, Pair]] = {}
         for key, pair in all_pairs.items():
-            spec, source = places[key]
-            other = spec.name == "embed_tokens" or ".experts." in spec.name or spec.heads
-            other = other or source.transposed
-            if key == source.key and other:
-                raise UnsupportedError(
-                    f"{self.name} changes {key}: adapters of embeddings, of experts, of what "
-                    "makes keys and values of latents and of matrices that lie transposed are not "
-                    f"implemented. {_MERGE}"
-                )
-            if pair.shape != source.shape or pair.rank > max(pair.shape):
-                raise self._misfit(
-                    f"{pair.a.name} is {pair.a.shape} and {pair.b.name} {pair.b.shape}, and {key} "
-                    f"is {source.shape}"
-                )
-            found.setdefault(spec.name, {})[source.key] = pair
+            for spec, source in places[key]:
+                other = spec.name == "embed_tokens" or ".experts." in spec.name or spec.heads
+                other = other or source.transposed
+                if key == source.key and other:
+                    raise UnsupportedError(
+                        f"{self.name} changes {key}: adapters of embeddings, of experts, of what "
+                        "makes keys and values of latents and of matrices that lie transposed are "
+                        f"not implemented. {_MERGE}"
+                    )
+                if pair.shape != source.shape or pair.rank > max(pair.shape):
+                    raise self._misfit(
+                        f"{pair.a.name} is {pair.a.shape} and {pair.b.name} {pair.b.shape}, and "
+                        f"{key} is {source.shape}"
+                    )
+                found.setdefault(spec.name, {})[source.key] = pair
         return found
 
     def copied(self, model: Llama, checkpoint: Checkpoint) -> list[Copy]:
@@ -240,7 +240,7 @@ class Lora:
         places, found = _places(model, checkpoint), []
         copies = self.copies if checkpoint.part_of is None else text_tensors(self.copies)
         for key, copy in copies.items():
-            source = places[key][1] if key in places else None
+            source = places[key][0][1] if key in places else None
             own = checkpoint.tensors.get(source.key) if source is not None else None
             if own is None:
                 raise UnsupportedError(
@@ -261,14 +261,15 @@ class Lora:
         )
 
 
-def _places(model: Llama, checkpoint: Checkpoint) -> dict[str, tuple[WeightSpec, Source]]:
-    """The matrices of a model by the names of their tensors, and the one of a head that is tied."""
-    places: dict[str, tuple[WeightSpec, Source]] = {}
+def _places(model: Llama, checkpoint: Checkpoint) -> dict[str, list[tuple[WeightSpec, Source]]]:
+    """The matrices of a model that are made of a tensor, by its name, and the one of a head that is
+    tied."""
+    places: dict[str, list[tuple[WeightSpec, Source]]] = {}
     for spec in model.weights():
         for source in spec.found(checkpoint) if len(spec.shape) == 2 else ():
-            places[source.key] = spec, source
+            places.setdefault(source.key, []).append((spec, source))
             if spec.name == "embed_tokens" and model.config.tie_word_embeddings:
-                places |= {head: (spec, source) for head in _HEADS if head not in places}
+                places |= {head: [(spec, source)] for head in _HEADS if head not in places}
     return places
 
 

@@ -16,7 +16,7 @@ import pytest
 from engines import answer, build_engine, scores
 from numpy.typing import NDArray
 from reference_models import DATA as MODELS
-from reference_models import relative_error
+from reference_models import load, relative_error
 from safetensors.numpy import load_file, save_file
 from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
@@ -129,6 +129,32 @@ def test_a_gguf_file_takes_an_adapter(device: Device, tmp_path: Path) -> None:
         Reference.load("llama").assert_same(merged)
         beside = build_engine(device, file, adapters={"own": adapter})
         Reference.load("llama").assert_same(beside, "own")
+
+
+def test_a_tensor_of_which_two_weights_are_made(device: Device, tmp_path: Path) -> None:
+    """As of Mamba's in_proj, whose time steps are a weight of their own."""
+    source, adapter, rng = MODELS / "falcon_h1", tmp_path / "adapter", np.random.default_rng(0)
+    module = "base_model.model.model.layers.1.mamba.in_proj"
+    rows, columns = Checkpoint.open(source).tensors["model.layers.1.mamba.in_proj.weight"].shape
+    adapter.mkdir()
+    shutil.copy(DATA / "llama" / ADAPTER_CONFIG, adapter)
+    pairs = {"lora_A": (4, columns), "lora_B": (rows, 4)}
+    tensors = {
+        f"{module}.{half}.weight": rng.normal(0, 0.3, shape).astype(np.float32)
+        for half, shape in pairs.items()
+    }
+    save_file(tensors, adapter / ADAPTER_TENSORS)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    shutil.copy(source / "config.json", merged)
+    save_file(merged_tensors(source, adapter), merged / "model.safetensors")
+    ids = load("falcon_h1").prompt_ids.tolist()
+    with device.scope():
+        expected = scores(build_engine(device, merged), ids)
+        for own in ({"dtype": "f32", "adapter": adapter}, {"adapters": {"own": adapter}}):
+            name = "own" if "adapters" in own else None
+            got = scores(build_engine(device, source, **own), ids, name)
+            assert relative_error(got, expected) <= TOLERANCE
 
 
 def test_a_model_that_also_sees_takes_an_adapter(device: Device, tmp_path: Path) -> None:
