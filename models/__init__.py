@@ -120,7 +120,7 @@ MULTIMODAL = {
     "llava": "LLaVA 1.5",
     "llava_next": "LLaVA 1.6",
     "llava_onevision": "LLaVA-OneVision",
-    "mistral3": "Mistral Small 3.1 and 3.2, Ministral 3",
+    "mistral3": "Mistral Small 3.1, 3.2 and 4, Ministral 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_vl": "Qwen2-VL",
     "qwen3_5": "Qwen3.5 (dense)",

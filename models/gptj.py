@@ -9,7 +9,7 @@ from dataclasses import replace
 from infer.models import layers
 from infer.models.cohere import Cohere
 from infer.models.config import RawConfig
-from infer.models.gpt2 import read_gpt2
+from infer.models.gpt2 import GPT2, read_gpt2
 from infer.models.layers import DecoderConfig
 from infer.models.weights import WeightSpec
 
@@ -49,4 +49,4 @@ class GPTJ(Cohere):
 
     def ignorable(self, key: str) -> bool:
         """Older checkpoints hold the causal mask too."""
-        return super().ignorable(key) or key.endswith((".attn.bias", ".attn.masked_bias"))
+        return super().ignorable(key) or key.endswith(GPT2.masks)
