@@ -38,7 +38,8 @@ const UNIT = 1.0;
 fn load_block(row: u32, i: u32) -> Block {
 #if CODES
   let group = i * 16u / GROUP_SIZE;
-  return Block(weight[row * BLOCKS + i], widen_scale(load_scale(row, group), group).x);
+  let scale = load_scale(row, group);  // asked for first: the other order is 4 % slower
+  return Block(weight[row * BLOCKS + i], widen_scale(scale, group).x);
 #else
   return load8(row * BLOCKS + i);
 #endif
