@@ -94,7 +94,7 @@ class Int8TileVariant(TileVariant):
 
     @property
     def storage(self) -> int:
-        rows = 3 * 16 + 4 + 8  # the integers of a block, their scale, and what offsets need
+        rows = 3 * 16 + 4 + 8  # integers of a block, their scale, and offsets or a table
         columns = (1 + 2 * self.planes) * 16 + 2 * 8  # two scales, each with an offset
         return (1 + self.double) * (self.rows * rows + self.columns * columns)
 
