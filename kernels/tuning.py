@@ -375,15 +375,15 @@ class Tuning:
 
     def matmul_int8(self, rows: int, n: int, k: int, splits: bool, dtype: str) -> Int8TileVariant:
         """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
-        share a multiprocessor, which one alone does not keep busy."""
+        share a multiprocessor, which one alone does not keep busy. 128x128 too for two planes."""
+        planes = PLANES.get(dtype, 1)
         tiles = {(8, 8, True, 8, 16): 1.9}
-        if self.software and n * k <= _SMALL_SOFTWARE:
-            tiles = {(4, 4, True, 8, 16): 1.4}
         if not self.software:
             tiles |= {(4, 8, True, 16, 8): 1.7, (4, 4, True, 8, 16): 1.4}
-        planes = PLANES.get(dtype, 1)
-        if planes > 1 and not self.software:
-            tiles[8, 8, True, 16, 16] = 2.1  # what is read of x serves twice as many products
+            if planes > 1:
+                tiles[8, 8, True, 16, 16] = 2.1  # what is read of x serves twice as many products
+        elif n * k <= _SMALL_SOFTWARE:
+            tiles = {(4, 4, True, 8, 16): 1.4}
         choice = {Int8TileVariant(*tile, planes=planes): speed for tile, speed in tiles.items()}
         return self._fastest(choice, rows, n, k, splits, least_rounds=1.4)
 

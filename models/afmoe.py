@@ -47,14 +47,13 @@ class Afmoe(MixtureOfExperts, Glm4):
         every = raw.size("global_attn_every_n_layers", 4)
         window = raw.size("sliding_window", None)
         windows = layer_windows(raw, window, lambda layer: (layer + 1) % every != 0)
-        theirs = {
-            "first_k_dense_replace": raw.get("num_dense_layers", 1, int),
-            "n_routed_experts": raw.size("num_experts"),
-            "n_shared_experts": raw.size("num_shared_experts"),
-            "norm_topk_prob": True,
-            "routed_scaling_factor": raw.factor("route_scale"),
-        }
-        experts = read_sigmoid_experts(raw.with_values(**theirs), dense=1, normalize=True)
+        experts = read_sigmoid_experts(
+            raw,
+            dense=raw.get("num_dense_layers", 1, int),
+            normalize=True,
+            routed="num_experts",
+            shared="num_shared_experts",
+        )
         scaled = raw.get("mup_enabled", False, bool)
         return DecoderConfig.read(
             raw,
@@ -64,7 +63,12 @@ class Afmoe(MixtureOfExperts, Glm4):
             embedding_multiplier=math.sqrt(raw.size("hidden_size")) if scaled else 1.0,
             qk_norm=True,
             gated_attention=True,
-            experts=replace(experts, correction="expert_bias"),
+            experts=replace(
+                experts,
+                normalize=True,
+                scale=raw.factor("route_scale"),
+                correction="expert_bias",
+            ),
         )
 
     def weights(self) -> Iterator[WeightSpec]:

@@ -26,11 +26,9 @@ class ExaoneMoe(MixtureOfExperts):
         raw = raw.with_defaults(**_DEFAULTS)
         raw.expect("scoring_func", "sigmoid")
         raw.expect("topk_method", "noaux_tc")
-        counts = {
-            "n_routed_experts": raw.size("num_experts"),
-            "n_shared_experts": raw.size("num_shared_experts"),
-        }
-        experts = read_sigmoid_experts(raw.with_values(**counts), dense=1, normalize=True)
+        experts = read_sigmoid_experts(
+            raw, dense=1, normalize=True, routed="num_experts", shared="num_shared_experts"
+        )
         return read_exaone(raw, experts=experts)
 
     def weights(self) -> Iterator[WeightSpec]:

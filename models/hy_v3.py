@@ -39,13 +39,9 @@ class HyV3(MixtureOfExperts):
         for key in ("qk_norm", "route_norm"):
             raw.expect(key, True)
         raw.expect("mlp_bias", False)
-        theirs = {
-            "n_routed_experts": raw.size("num_experts"),
-            "n_shared_experts": raw.size("num_shared_experts"),
-            "norm_topk_prob": True,
-            "routed_scaling_factor": raw.factor("router_scaling_factor"),
-        }
-        experts = read_sigmoid_experts(raw.with_values(**theirs), dense=1, normalize=True)
+        experts = read_sigmoid_experts(
+            raw, dense=1, normalize=True, routed="num_experts", shared="num_shared_experts"
+        )
         bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
@@ -54,7 +50,12 @@ class HyV3(MixtureOfExperts):
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=True,
-            experts=replace(experts, correction="e_score_correction_bias"),
+            experts=replace(
+                experts,
+                normalize=True,
+                scale=raw.factor("router_scaling_factor"),
+                correction="e_score_correction_bias",
+            ),
         )
 
     def weights(self) -> Iterator[WeightSpec]:

@@ -181,12 +181,20 @@ def read_chosen(raw: RawConfig, key: str, n_experts: int, default: int) -> int:
     return chosen
 
 
-def read_sigmoid_experts(raw: RawConfig, *, dense: int, normalize: bool) -> ExpertsConfig:
+def read_sigmoid_experts(
+    raw: RawConfig,
+    *,
+    dense: int,
+    normalize: bool,
+    routed: str = "n_routed_experts",
+    shared: str = "n_shared_experts",
+) -> ExpertsConfig:
     """The keys of models that choose as DeepSeek-V3 does: by sigmoids and a correction, besides
     experts that all tokens share. dense: how many of the first layers have none of them, and
-    normalize, where the config does not say. Raises UnsupportedError."""
+    normalize, where the config does not say. routed and shared: what the config calls their counts.
+    Raises UnsupportedError."""
     raw.expect("hidden_act", "silu", "swish")
-    count, inner = raw.size("n_routed_experts"), raw.size("moe_intermediate_size")
+    count, inner = raw.size(routed), raw.size("moe_intermediate_size")
     first = raw.get("first_k_dense_replace", dense, int)
     chosen = read_chosen(raw, "num_experts_per_tok", count, 8)
     return ExpertsConfig(
@@ -194,7 +202,7 @@ def read_sigmoid_experts(raw: RawConfig, *, dense: int, normalize: bool) -> Expe
         chosen,
         inner,
         raw.get("norm_topk_prob", normalize, bool),
-        raw.size("n_shared_experts", 1) * inner,
+        raw.size(shared, 1) * inner,
         read_sparse(raw, first),
         scale=raw.factor("routed_scaling_factor"),
         sigmoid=True,

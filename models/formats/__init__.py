@@ -69,7 +69,7 @@ FORMATS = {  # by quant_method
         "Fp8",
         "FP8",
         "8",
-        "blocks, rows or tensors (`weight_scale_inv`), as DeepSeek, Qwen3, Mistral publish it",
+        "blocks, rows or tensors (`weight_scale_inv`), as DeepSeek, Qwen3 and Mistral publish it",
     ),
     "mxfp4": FormatEntry("mxfp4", "Mxfp4", "MXFP4", "4", "experts, as gpt-oss publishes them"),
     "bitsandbytes": FormatEntry(
