@@ -139,9 +139,12 @@ class AttentionVariant:
     max_split: int
 
     def count(self, positions: int) -> int:
-        """Splits of that many positions: what attention_split.wgsl says on the GPU."""
-        even = -(-positions // self.splits)
-        return -(-positions // min(max(even, self.min_split), self.max_split))
+        """The most splits that attention_split.wgsl makes of that many positions or fewer: the
+        rows of a step have unlike contexts, and a longer one may have fewer splits (of 32 that
+        have at least 16 each, 512 positions take all and 513 one less)."""
+        if positions <= self.splits * self.max_split:
+            return min(self.splits, -(-positions // self.min_split))
+        return -(-positions // self.max_split)
 
     def storage(self, merged: int, lanes: int) -> int:
         """Bytes of workgroup memory, in which so many heads of each subgroup are merged at once."""

@@ -1521,6 +1521,21 @@ def test_any_variant_of_attention(
         assert error <= LIMIT, (past, window)
 
 
+# (splits, least of a split, positions before the first row): the last row has fewer splits than one
+# before it, which needs the most that the shorter context has, and more than the whole cache.
+UNLIKE_SPLITS = [(5, 1, 3), (9, 1, 56), (32, 16, 508), (32, 16, 540), (64, 8, 508)]
+
+
+@pytest.mark.parametrize(("splits", "least", "past"), UNLIKE_SPLITS)
+@pytest.mark.parametrize("window", [0, 513])
+def test_rows_with_more_splits_than_the_last(
+    device: Device, rng: np.random.Generator, splits: int, least: int, past: int, window: int
+) -> None:
+    tuning = Forced(device, AttentionVariant(32, 1, 8, 1, 1, splits, least, 512))
+    shape = (1, 1), 64, past, window, "f32"
+    assert rope_attention_error(device, rng, *shape, rows=8, tuning=tuning) <= LIMIT
+
+
 def test_a_variant_of_attention_that_needs_too_much_memory(least_device: Device) -> None:
     wide = AttentionVariant(256, 4, 1, 64, 1, 8, 32, 256)
     assert wide.merged(16384, lanes=8) == 0

@@ -22,7 +22,6 @@ from infer.kernels.plan import NOTHING, DispatchPlan, linear_grid
 from infer.kernels.reference import nmse
 from infer.kernels.shader import KernelSpec, render
 from infer.kernels.tensor import GpuTensor, allocate
-from infer.kernels.tuning import AttentionVariant
 
 # A model of two layers with all that the architectures have: biases, norms of heads, a window.
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 40, 56, 61, 4, 2, 16
@@ -581,16 +580,6 @@ def test_a_linear_grid_covers_its_count_within_the_limit(count: int) -> None:
     assert x <= 8
     assert z == 1
     assert count <= x * y < max(count, 1) + 8
-
-
-@pytest.mark.parametrize("positions", [1, 31, 32, 33, 255, 256, 257, 4095, 4096, 100_000])
-def test_splits_cover_the_context(positions: int) -> None:
-    """As attention_split.wgsl does it: lengths from the number of positions alone."""
-    for splits in (1, 3, 16, 256):
-        variant = AttentionVariant(256, 1, 1, 1, 1, splits, 32, 256)
-        count = variant.count(positions)
-        length = min(max(-(-positions // splits), 32), 256)
-        assert (count - 1) * length < positions <= count * length
 
 
 def test_misfitting_widths_are_refused_while_tracing() -> None:
