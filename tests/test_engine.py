@@ -434,8 +434,11 @@ def test_the_next_step_is_submitted_before_an_id_is_read(
     assert polls == TOKENS
 
 
-def test_a_generation_creates_nothing(build: Build, counting: CountingLib) -> None:
+def test_a_generation_creates_nothing(
+    build: Build, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once its kernels have been compiled, from the prompt on: neither on the GPU nor for it."""
+    monkeypatch.setattr("infer.engine.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
     engine, prompt_ids = build("qwen3", prefill_chunk=16), prompt_of("qwen3")
     engine.queue = RawQueue(engine.device)
     for _ in range(2):
@@ -505,6 +508,7 @@ def test_prompts_of_any_length_have_steps_of_their_size(
     build: Build, own_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU has tiles for short prompts."""
+    monkeypatch.setattr(own_device, "software", True)
     engine = build("llama", context=501)
     assert {kind for _, _, kind in engine.chunks(300)} == {"prefill"}
     lengths = (9, 33, 129, 300)
