@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,8 +51,7 @@ from infer.terminal import (
 )
 
 if TYPE_CHECKING:
-    from infer.llm import LLM, Result
-    from infer.sampling import SamplingParams
+    from infer.llm import LLM, Result, Stream
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -283,7 +283,6 @@ def run(
                 download_progress=progress.shown,
                 engine={"fuse": not no_fuse},
             )
-        load_seconds = time.perf_counter() - begin
         with llm:
             params = params.resolved(llm.defaults)
             if llm.device.software and not quiet:
@@ -291,14 +290,19 @@ def run(
                     f"note: {llm.device.adapter.name} is a software adapter: it computes on the "
                     "CPU, slowly"
                 )
-            if verbose:
-                note(report.load_details(llm, params, load_seconds))
             messages = make_prompt(llm, text, system, template_args, raw=raw)
-            result = generate(llm, messages, params, template_args, streamed=not as_json)
+            with llm.stream(messages, params=params, template_args=template_args) as stream:
+                with progress:
+                    of_kernels = partial(progress.loading, "kernels")
+                    llm.engine.warm_up(stream.result.prompt_tokens, params, of_kernels)
+                loading = report.Loading(time.perf_counter() - begin, progress.waiting)
+                if verbose:
+                    note(report.load_details(llm, params, loading))
+                result = generate(stream, streamed=not as_json)
             if as_json:
-                write_json(report.result_json(llm, result, params, load_seconds))
+                write_json(report.result_json(llm, result, params, loading))
             elif not quiet:
-                note(report.statistics_text(llm, result, load_seconds))
+                note(report.statistics_text(llm, result, loading))
     if result.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -320,30 +324,22 @@ def make_prompt(
     return text
 
 
-def generate(
-    llm: LLM,
-    prompt: str | list[dict[str, str]],
-    params: SamplingParams,
-    template_args: dict[str, Any],
-    *,
-    streamed: bool,
-) -> Result:
+def generate(stream: Stream, *, streamed: bool) -> Result:
     """The answer; streamed: written while it comes. After Ctrl-C, what there is by then."""
     written = 0
-    with llm.stream(prompt, params=params, template_args=template_args) as stream:
-        try:
-            for chunk in stream:
-                with uninterrupted():
-                    if streamed:
-                        write(chunk.text)
-                    written += len(chunk.text)
-        except KeyboardInterrupt:
-            if streamed:
-                write(stream.result.text[written:])
-        finally:
-            if streamed:
-                write("\n")
-        return stream.result
+    try:
+        for chunk in stream:
+            with uninterrupted():
+                if streamed:
+                    write(chunk.text)
+                written += len(chunk.text)
+    except KeyboardInterrupt:
+        if streamed:
+            write(stream.result.text[written:])
+    finally:
+        if streamed:
+            write("\n")
+    return stream.result
 
 
 @app.command()

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from infer.sampling import LogitsProcessor, SamplingParams, logprobs
 from infer.tokenizer import Tokenizer, read_json
 
 Message = Mapping[str, Any]
+# What is being done ("weights" or "kernels"), how much of it is done, and how much there is of it.
+Progress = Callable[[str, int, int], None]
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -346,7 +349,7 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     revision: str | None = None,
     offline: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     download_progress: bool = False,
     settings: Settings | None = None,
     engine: Mapping[str, Any] | None = None,
@@ -364,7 +367,9 @@ def load(
     weights, before `quantize` if that is given, or applied beside those that the files have
     quantised. adapters: several by names of your own, applied beside the weights; none is on but
     the one that a call names (`generate(..., adapter=name)`).
-    revision, offline: see `infer.hub.resolve`. progress: called with bytes loaded and bytes in all.
+    revision, offline: see `infer.hub.resolve`. progress: called with "weights", bytes read and
+    bytes in all, and meanwhile and afterwards, from another thread, with "kernels", how many are
+    compiled and how many there are. download_progress: whether huggingface_hub may show its bars.
     engine: other fields of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
@@ -423,7 +428,7 @@ def _load(
     kv_dtype: str,
     always: Lora | None,
     named: Mapping[str, Lora],
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
     engine_options: Mapping[str, Any],
 ) -> LLM:
     try:
@@ -447,6 +452,8 @@ def _load(
             may_shrink=context is None,
             loras=loras,
         )
+        of_weights = None if progress is None else partial(progress, "weights")
+        of_kernels = None if progress is None else partial(progress, "kernels")
         started: list[tuple[Engine, Future[None]]] = []
         # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
         with ThreadPoolExecutor(1) as thread:
@@ -454,7 +461,7 @@ def _load(
             def allocated(weights: dict[str, GpuTensor]) -> None:
                 beside = loras.allocate(device, weights)
                 engine = Engine(device, model, weights, options, beside)
-                started.append((engine, thread.submit(engine.compile)))
+                started.append((engine, thread.submit(engine.compile, of_kernels)))
                 loras.fill(device, weights, beside)
 
             load_weights(
@@ -465,7 +472,7 @@ def _load(
                 dtype=dtype,
                 changes=loras.merged,
                 allocated=allocated,
-                progress=progress,
+                progress=of_weights,
             )
         ((engine, compiled),) = started
         compiled.result()

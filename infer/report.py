@@ -361,8 +361,21 @@ def versions() -> dict[str, str]:
     }
 
 
-def statistics_text(llm: LLM, result: Result, load_seconds: float) -> str:
-    """Tokens and tokens per second, time to the first token, memory."""
+@dataclass(frozen=True)
+class Loading:
+    """Seconds until a model was ready; the last `compiling` of them had nothing but kernels to
+    wait for."""
+
+    seconds: float
+    compiling: float
+
+    def __str__(self) -> str:
+        kernels = f", {self.compiling:.1f} s of it compiling kernels"
+        return f"{self.seconds:.1f} s" + (kernels if self.compiling >= 0.05 else "")
+
+
+def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
+    """Tokens and tokens per second, time to the first token, memory, time to load."""
     timings, memory = result.timings, llm.memory_stats()
     prompt = f"{result.prompt_tokens} tokens"
     if timings.prefill_seconds:
@@ -376,13 +389,14 @@ def statistics_text(llm: LLM, result: Result, load_seconds: float) -> str:
             "prompt": prompt,
             "generation": f"{generation}, finish reason {result.finish_reason}",
             "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
-            f"({size(memory.peak)} at most); loaded in {load_seconds:.1f} s",
+            f"({size(memory.peak)} at most)",
+            "loading": str(loading),
         }
     )
 
 
 def result_json(
-    llm: LLM, result: Result, params: SamplingParams, load_seconds: float
+    llm: LLM, result: Result, params: SamplingParams, loading: Loading
 ) -> dict[str, Any]:
     """All about a generation. params: as they were used."""
     memory = llm.memory_stats()
@@ -398,7 +412,8 @@ def result_json(
         "prompt_tps": result.prompt_tps,
         "generation_tps": result.generation_tps,
         "ttft_s": result.timings.prefill_seconds,
-        "load_s": load_seconds,
+        "load_s": loading.seconds,
+        "compile_s": loading.compiling,
         "memory": {"allocated_bytes": memory.allocated, "peak_bytes": memory.peak},
         "model": llm.name,
         "context": llm.context,
@@ -408,7 +423,7 @@ def result_json(
     }
 
 
-def load_details(llm: LLM, params: SamplingParams, load_seconds: float) -> str:
+def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
     """For --verbose: what runs, and how."""
     device, engine = llm.device, llm.engine
     dtypes = sorted({tensor.dtype for tensor in engine.weights.values() if len(tensor.shape) > 1})
@@ -422,7 +437,7 @@ def load_details(llm: LLM, params: SamplingParams, load_seconds: float) -> str:
             "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
             "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
-            "loaded": f"in {load_seconds:.2f} s, {device.n_pipelines} kernels compiled",
+            "loading": f"{loading}; {device.n_pipelines} kernels",
             "versions": ", ".join(f"{name} {value}" for name, value in versions().items()),
         }
     )

@@ -162,6 +162,7 @@ class ProgressLine:
     def __init__(self, shown: bool = True) -> None:
         self.shown = shown and is_terminal(sys.stderr)
         self._begin, self._next, self._width = time.perf_counter(), 0.0, 0
+        self._read: float | None = None  # when the weights were
 
     def __enter__(self) -> ProgressLine:
         return self
@@ -171,16 +172,30 @@ class ProgressLine:
             self._replace("")
             self._replace("")
 
-    def show(self, line: str) -> None:
-        """Replace the line, ten times a second at most."""
-        if self.shown and time.perf_counter() >= self._next:
+    def show(self, line: str, now: bool = False) -> None:
+        """Replace the line, ten times a second at most but for what is to be shown now."""
+        if self.shown and (now or time.perf_counter() >= self._next):
             self._next = time.perf_counter() + 0.1
             self._replace(line)
 
-    def loading(self, done: int, total: int) -> None:
-        """Show that so many of all bytes are loaded, and how fast that went."""
-        rate = done / max(time.perf_counter() - self._begin, 1e-9)
-        self.show(f"loading {done / total:4.0%}, {size(done)} of {size(total)}, {size(rate)}/s")
+    @property
+    def waiting(self) -> float:
+        """Seconds since the weights were read."""
+        return 0.0 if self._read is None else time.perf_counter() - self._read
+
+    def loading(self, what: str, done: int, total: int) -> None:
+        """The progress of `infer.load`: bytes of weights, and how fast they come; when they are
+        there, the kernels that are compiled, and since when nothing else is done."""
+        if what == "kernels":
+            if self._read is not None:
+                self.show(f"compiling kernels: {done} of {total}, {self.waiting:.1f} s")
+        elif done == total:
+            self._read = time.perf_counter()
+            self.show("compiling kernels", now=True)
+        else:
+            rate = done / max(time.perf_counter() - self._begin, 1e-9)
+            part = f"{size(done)} of {size(total)}, {size(rate)}/s"
+            self.show(f"reading weights: {done / total:.0%}, {part}")
 
     def _replace(self, line: str) -> None:
         _write("\r" + line.ljust(self._width), sys.stderr)  # what was longer is wiped out

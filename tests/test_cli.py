@@ -4,6 +4,7 @@ pipes, imports and exit codes."""
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,7 +161,7 @@ def test_run_prints_the_answer_and_statistics(llm: LLM) -> None:
     result = invoke("run", "demo", "--prompt", PROMPT, "--max-tokens", 12)
     assert result.exit_code == 0
     assert result.stdout == expected.text + "\n"
-    note, prompt, generation, memory = result.stderr.splitlines()
+    note, prompt, generation, memory, loading = result.stderr.splitlines()
     assert llm.device.software == note.startswith(f"note: {llm.device.adapter.name} is a software")
     assert prompt.split()[:3] == ["prompt", str(expected.prompt_tokens), "tokens,"]
     assert "tokens/s, first token after" in prompt
@@ -167,6 +169,7 @@ def test_run_prints_the_answer_and_statistics(llm: LLM) -> None:
     assert generation.endswith("tokens/s, finish reason length")
     assert llm.device.adapter.name in memory
     assert "MiB" in memory
+    assert re.fullmatch(r"loading     [\d.]+ s(, [\d.]+ s of it compiling kernels)?", loading)
 
 
 def test_quiet_leaves_the_answer_alone(llm: LLM) -> None:
@@ -177,7 +180,7 @@ def test_quiet_leaves_the_answer_alone(llm: LLM) -> None:
 
 def test_verbose_tells_what_runs(llm: LLM) -> None:
     told = invoke("run", "demo", "-p", PROMPT, "-n", 1, "-v", "--no-fuse", "--context", 256).stderr
-    for part in (llm.device.adapter.driver, "context 256", "fuse False", "kernels compiled"):
+    for part in (llm.device.adapter.driver, "context 256", "fuse False", " kernels\n"):
         assert part in told
     for version in infer.report.versions().values():
         assert version in told
@@ -204,7 +207,8 @@ def test_json(llm: LLM) -> None:
     assert got["adapter"]["name"] == llm.device.adapter.name
     assert got["versions"]["numpy"] == np.__version__
     assert 0 < got["memory"]["allocated_bytes"] <= got["memory"]["peak_bytes"]
-    assert min(got["prompt_tps"], got["generation_tps"], got["ttft_s"], got["load_s"]) > 0
+    assert min(got["prompt_tps"], got["generation_tps"], got["ttft_s"]) > 0
+    assert 0 <= got["compile_s"] < got["load_s"]
 
 
 def test_the_prompt_goes_through_the_chat_template_unless_raw(llm: LLM) -> None:
@@ -419,16 +423,35 @@ def test_progress_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     for stream, shown, expected in ((io.StringIO(), True, ""), (Terminal(), False, "")):
         monkeypatch.setattr(sys, "stderr", stream)
         with ProgressLine(shown) as progress:
-            progress.loading(1, 2)
+            progress.loading("weights", 1, 2)
         assert stream.getvalue() == expected
+
+
+def test_progress_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("infer.terminal.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
+
+    def shown() -> str:
+        """The line that is there, wiped of what was longer."""
+        return stream.getvalue().rsplit("\r", 1)[1].rstrip()
+
     with ProgressLine() as progress:
-        progress.loading(3 << 20, 4 << 20)
-        progress.loading(4 << 20, 4 << 20)  # too soon to be shown
-    line = stream.getvalue().split("\r")
-    assert line[1].startswith("loading  75%, 3.0 MiB of 4.0 MiB, ")
-    assert line[2] == " " * len(line[1])
-    assert line[3:] == [""]
+        now += 1
+        progress.loading("weights", 3 << 20, 4 << 20)
+        assert shown() == "reading weights: 75%, 3.0 MiB of 4.0 MiB, 3.0 MiB/s"
+        progress.loading("weights", (4 << 20) - 1, 4 << 20)  # too soon to be shown
+        now += 1
+        progress.loading("kernels", 1, 8)  # nobody waits for them yet
+        assert shown().startswith("reading weights: 75%")
+        assert progress.waiting == 0.0
+        progress.loading("weights", 4 << 20, 4 << 20)
+        assert shown() == "compiling kernels"
+        now += 2.5
+        progress.loading("kernels", 3, 8)
+        assert shown() == "compiling kernels: 3 of 8, 2.5 s"
+        assert progress.waiting == 2.5
+    assert shown() == ""
 
 
 @pytest.mark.parametrize(

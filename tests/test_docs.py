@@ -90,8 +90,8 @@ def test_the_session_looks_like_a_session() -> None:
     assert done.exit_code == 0
     # Adapters round differently, so the story may go on differently; it begins the same.
     assert done.stdout[:40] in session
-    printed = done.stderr.splitlines()[-3:]
-    assert [re.split(r"\d", line)[0] for line in lines[-3:]] == [
+    printed = done.stderr.splitlines()[-4:]
+    assert [re.split(r"\d", line)[0] for line in lines[-4:]] == [
         re.split(r"\d", line)[0] for line in printed
     ]
 

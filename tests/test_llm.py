@@ -595,6 +595,20 @@ def test_loads_that_cannot_be_served(
         infer.load(DEMO, **options)
 
 
+@pytest.mark.usefixtures("same_kernels")
+def test_loading_tells_how_far_it_is() -> None:
+    seen: list[tuple[str, int, int]] = []
+    with infer.load(DEMO, progress=lambda *progress: seen.append(progress)) as llm:
+        kernels = [step for step in seen if step[0] == "kernels"]
+        number = len(kernels)
+        assert number <= llm.device.n_pipelines
+    assert kernels == [("kernels", done, number) for done in range(1, number + 1)]
+    weights = [step[1:] for step in seen if step[0] == "weights"]
+    assert len(kernels) + len(weights) == len(seen)
+    assert weights == sorted(weights)
+    assert weights[-1][0] == weights[-1][1]
+
+
 def copy_of_demo(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO_FOLDER, tmp_path / "demo"))
 
