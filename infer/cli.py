@@ -6,10 +6,13 @@ Nothing heavy is imported before a command runs, so that `infer --help` answers 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +21,8 @@ import infer
 from infer.kernels.errors import RequestError
 from infer.options import (
     AdapterOption,
+    Command,
+    Commands,
     ContextOption,
     DeviceOption,
     DtypeOption,
@@ -26,23 +31,30 @@ from infer.options import (
     KVDtypeOption,
     ModelArgument,
     OfflineOption,
+    OptionalModelArgument,
     QuantizeOption,
     RevisionOption,
     VerboseOption,
+    bench_option,
+    format_names,
     loading_option,
     output_option,
     parse_bias,
+    parse_depths,
     parse_template_arg,
     prompt_option,
     sampling_option,
+    shape_names,
 )
 from infer.terminal import (
     INTERRUPTED,
     ProgressLine,
+    discard,
     exit_codes,
     is_terminal,
     never_fail_to_encode,
     note,
+    of_system,
     read_prompt,
     show,
     uninterrupted,
@@ -54,9 +66,9 @@ if TYPE_CHECKING:
     from infer.llm import LLM, Result, Stream
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -67,7 +79,14 @@ def main() -> None:
     never_fail_to_encode()
     # Without it the Vulkan loader's search for a display complains on stderr, in containers mostly.
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
-    app(prog_name="infer")
+    if hasattr(signal, "SIGPIPE"):  # help that nobody reads to its end ends like any program's
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        app(prog_name="infer")
+    except OSError as error:  # of a help text: commands tell theirs
+        note(f"error: The output cannot be written: {of_system(error)}")
+        discard(1)
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -76,28 +95,41 @@ def _root(
 ) -> None:
     """Run language models on your own GPU, through WebGPU.
 
-    Try it with the model that is included: infer run demo --prompt "Once upon a time"
+    Try it with the model that is included: infer run demo "Once upon a time"
 
     Results go to standard output, everything else to standard error. Exit codes: 0 for success, 1
     for an error, which is explained, 2 for wrong usage, 130 after Ctrl-C.
     """
     if version:
-        write(f"infer {infer.__version__}\n")
+        with exit_codes():
+            write(f"infer {infer.__version__}\n")
         raise typer.Exit
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer run demo "Why is the sky blue?"
+
+    cat report.txt | infer run Qwen/Qwen3-0.6B --system "Summarise this." --context 16384
+""",
+)
 def run(
     model: ModelArgument,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            show_default=False,
+            help="The text to answer. With - it is read from standard input, and without it too "
+            "where something is piped in; one line end at its end is dropped.",
+        ),
+    ] = None,
     prompt: Annotated[
         str | None,
-        prompt_option(
-            "--prompt",
-            "-p",
-            metavar="TEXT",
-            help="The text to answer. With - it is read from standard input, and without this "
-            "option too where something is piped in; one line end at its end is dropped.",
-        ),
+        prompt_option("--prompt", "-p", metavar="TEXT", help="Another way to give the prompt."),
     ] = None,
     system: Annotated[
         str | None,
@@ -243,7 +275,9 @@ def run(
             raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
         bias = dict(map(parse_bias, logit_bias or ()))
         template_args = dict(map(parse_template_arg, template_arg or ()))
-        text = read_prompt(prompt)
+        if prompt is not None and words:
+            raise typer.BadParameter("there is a prompt after the model", param_hint="--prompt")
+        text = read_prompt(" ".join(words) if words else prompt)
 
         from infer.kernels.adapters import start_drivers
 
@@ -342,7 +376,14 @@ def generate(stream: Stream, *, streamed: bool) -> Result:
     return stream.result
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog="""
+Example:
+
+    infer info unsloth/Qwen3-0.6B-GGUF:Q4_K_M --context 4096
+""",
+)
 def info(
     model: ModelArgument,
     device: DeviceOption = None,
@@ -381,7 +422,14 @@ def info(
         show(found, as_json)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog="""
+Example:
+
+    infer devices --check
+""",
+)
 def devices(
     device: DeviceOption = None,
     check: Annotated[
@@ -414,12 +462,129 @@ def devices(
 
 
 @app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(arguments: typer.Context) -> None:
-    """Measure how fast a model runs on this machine (see infer bench --help)."""
-    with exit_codes():
-        from infer.bench import main as bench_main
+    cls=Command,
+    epilog="""
+Examples:
 
-        raise typer.Exit(bench_main(arguments.args))
+    infer bench demo
+
+    infer bench --shape llama-3.2-1b --quantize q4 --depth 4096
+""",
+)
+def bench(
+    model: OptionalModelArgument = None,
+    shape: Annotated[
+        str | None,
+        bench_option(
+            "--shape",
+            metavar="SHAPE",
+            help="Instead of a model: the shape of one, such as llama-3.2-1b, on random weights. "
+            "An unknown name is answered with all that there are.",
+            autocompletion=shape_names,
+        ),
+    ] = None,
+    format: Annotated[
+        str | None,
+        bench_option(
+            "--format",
+            metavar="FORMAT",
+            help="Random weights as checkpoints of that kind have them, such as gptq or q4_k.",
+            autocompletion=format_names,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        bench_option(
+            "--prompt-tokens",
+            metavar="N",
+            help="Of the prefill test. Where this or one of the next two is left out, it is 512, "
+            "128 and 5, or less, so that a slow adapter ends in about a minute.",
+        ),
+    ] = None,
+    decode_tokens: Annotated[
+        int | None,
+        bench_option("--decode-tokens", "-n", metavar="N", help="Of every decode test."),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        bench_option("--repeats", "-r", metavar="N", help="Runs of a test, after a warm-up."),
+    ] = None,
+    depth: Annotated[
+        str | None,
+        bench_option(
+            "--depth", metavar="N,N", help="Also decode with so many tokens in the cache before."
+        ),
+    ] = None,
+    profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
+    device: DeviceOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    kv_dtype: KVDtypeOption = KVDtype.F16,
+    adapter: AdapterOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    as_json: JsonOption = False,
+    save: Annotated[
+        Path | None,
+        output_option(
+            "--save",
+            metavar="PATH",
+            help="Write the JSON object to a file too, or under a name of its own into a folder.",
+        ),
+    ] = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure how fast a model runs on this machine.
+
+    The prefill of a prompt, decoding, and decoding with all sampling options on: tokens a second,
+    and the share that decoding reaches of the bandwidth that a copy on the same adapter has. All
+    weights may be random, as speed does not depend on them: with --shape nothing is fetched.
+    """
+    with exit_codes(verbose):
+        depths = parse_depths(depth)
+
+        from infer import bench as benchmark
+        from infer.bench_report import format_report
+
+        if save is not None:
+            benchmark.check_writable(save)
+        last = ""
+
+        def tell(test: str, done: int, runs: int) -> None:
+            nonlocal last
+            if line.shown:
+                line.show(f"{test}: {done} of {runs} runs" if runs else test, now=True)
+            elif test != last:
+                note(test)
+            last = test
+
+        with ProgressLine() as line:
+            result = benchmark.run_bench(
+                model,
+                shape,
+                device=device,
+                context=context,
+                dtype=dtype,
+                quantize=quantize,
+                format=format,
+                kv_dtype=kv_dtype,
+                adapter=adapter,
+                revision=revision,
+                offline=offline,
+                prompt_tokens=prompt_tokens,
+                decode_tokens=decode_tokens,
+                depths=depths,
+                repeats=repeats,
+                profile=profile,
+                progress=tell,
+                loading=line.loading,
+                download_progress=line.shown,
+            )
+        if as_json:
+            write(result.to_json())
+        else:
+            width = get_terminal_size().columns if is_terminal(sys.stdout) else None
+            write(format_report(result, width) + "\n")
+        if save is not None:
+            note(f"wrote {benchmark.save(result, save)}")

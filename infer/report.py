@@ -32,7 +32,7 @@ from infer.models.lora import Loras
 from infer.models.packing import WIDENED, Stored
 from infer.models.weights import WeightSpec, check_checkpoint, stored
 from infer.sampling import SamplingParams
-from infer.terminal import size
+from infer.terminal import size, visible
 from infer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ _FEATURES = ("subgroup", "shader-f16", "timestamp-query")
 def _table(rows: Mapping[str, str], indent: str = "") -> str:
     """A line for each entry, its values in one column."""
     width = max(map(len, rows))
-    return "\n".join(f"{indent}{name:{width}}  {value}" for name, value in rows.items())
+    lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
+    return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
 
 
 def _count(things: Sized, noun: str) -> str:

@@ -23,24 +23,41 @@ from infer.kernels.errors import InferError, RequestError
 INTERRUPTED, NOBODY_READS = 130, 141
 
 
+# Whether a line for standard error could not be written there.
+_note_lost = False
+
+
 @contextmanager
 def exit_codes(verbose: bool = False) -> Iterator[None]:
-    """Ends a command as a shell expects: after an InferError with its message and code 1, after
-    Ctrl-C with 130, and with 141 when nobody reads the output any more. verbose adds the traceback
-    of an InferError; any other exception is a bug, and passes."""
+    """Ends a command as a shell expects: after an InferError, or an error of the system, with its
+    message and code 1, after Ctrl-C with 130, with 141 when nobody reads the output any more, and
+    with 1 where all was well but a note was lost. verbose adds the traceback of an error; any other
+    exception is a bug, and passes."""
+    global _note_lost
+    _note_lost = False
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # of a connection too, which must not end us
     try:
         yield
-    except InferError as error:
+    except BrokenPipeError:
+        discard(1)
+        raise typer.Exit(NOBODY_READS) from None
+    except (InferError, OSError) as error:
         if verbose:
-            traceback.print_exc()
-        note(f"error: {error}")
+            note(traceback.format_exc().rstrip())
+        note(f"error: {error if isinstance(error, InferError) else of_system(error)}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         note("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        _discard(1)
-        raise typer.Exit(NOBODY_READS) from None
+    if _note_lost:
+        raise typer.Exit(1)
+
+
+def of_system(error: OSError) -> str:
+    """What the system refused, and of which file."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{reason}." if error.filename is None else f"{error.filename}: {reason}."
 
 
 @contextmanager
@@ -71,30 +88,50 @@ def never_fail_to_encode() -> None:
             stream.reconfigure(errors="replace")
 
 
+def visible(text: str) -> str:
+    """Text that a terminal shows and does not obey: control characters but for line ends and tabs
+    as \\x1b and the like. What comes out of files or out of a model may hold any."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
 def write(text: str) -> None:
-    """Text on standard output, at once."""
-    _write(text, sys.stdout)
+    """Text on standard output, at once; a terminal shows control characters and obeys none."""
+    if sys.stdout is None:  # as it is where a program is started with the stream closed
+        return
+    try:
+        # typer.echo would take escape sequences out, and would put UTF-8 into an ASCII stream.
+        sys.stdout.write(visible(text) if is_terminal(sys.stdout) else text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard(sys.stdout.fileno())
+        raise InferError(f"The output cannot be written: {error.strerror}.") from error
 
 
 def note(text: str) -> None:
-    """A line on standard error."""
-    _write(text + "\n", sys.stderr)
+    """A line on standard error, its control characters visible. Where it cannot be written, no
+    answer is lost for it: `exit_codes` tells."""
+    _note(visible(text) + "\n")
 
 
-def _write(text: str, stream: TextIO | None) -> None:
-    # typer.echo would take escape sequences out, and would put UTF-8 into an ASCII stream.
-    if stream is not None:  # as it is where a program is started with the stream closed
-        try:
-            stream.write(text)
-            stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            _discard(stream.fileno())
-            raise InferError(f"The output cannot be written: {error.strerror}.") from error
+def _note(text: str) -> None:
+    global _note_lost
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        discard(sys.stderr.fileno())
+        _note_lost = True
 
 
-def _discard(descriptor: int) -> None:
+def discard(descriptor: int) -> None:
+    """From now on, whatever is written there is lost."""
     # Python flushes at its exit too; what is still buffered must have somewhere to go.
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
@@ -125,7 +162,10 @@ def read_prompt(given: str | None) -> str:
     if given is not None and given != "-":
         text = given
     elif sys.stdin is None or (given is None and is_terminal(sys.stdin)):
-        raise typer.BadParameter("give the text, or pipe it in", param_hint="--prompt")
+        raise typer.BadParameter(
+            'give it after the model, as in infer run demo "Why is the sky blue?", or pipe it in',
+            param_hint="PROMPT",
+        )
     else:
         try:
             text = re.sub(r"\r?\n\Z", "", sys.stdin.buffer.read().decode("utf-8"))
@@ -135,7 +175,7 @@ def read_prompt(given: str | None) -> str:
                 f"{error.start}. Convert the text first, for example with iconv."
             ) from error
     if not text:
-        raise RequestError("The prompt is empty. Give some text with --prompt, or pipe it in.")
+        raise RequestError("The prompt is empty. Give some text after the model, or pipe it in.")
     return text
 
 
@@ -198,5 +238,6 @@ class ProgressLine:
             self.show(f"reading weights: {done / total:.0%}, {part}")
 
     def _replace(self, line: str) -> None:
-        _write("\r" + line.ljust(self._width), sys.stderr)  # what was longer is wiped out
+        line = visible(line)
+        _note("\r" + line.ljust(self._width))  # what was longer is wiped out
         self._width = len(line)

@@ -37,7 +37,7 @@ from infer.kernels.device import Device
 from infer.kernels.errors import DeviceError
 from infer.models.checkpoint import TensorInfo
 from infer.options import parse_bias, parse_template_arg
-from infer.terminal import ProgressLine, size
+from infer.terminal import ProgressLine, note, size, write
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
@@ -137,20 +137,39 @@ def test_version() -> None:
     assert invoke("--version").stdout == f"infer {infer.__version__}\n"
 
 
+def test_help_shows_an_example_and_values_in_capitals() -> None:
+    for name in ("run", "info", "devices", "bench"):
+        shown = " ".join(invoke(name, "--help").stdout.split())
+        assert re.search(rf"Examples?: infer {name} ", shown)
+        assert not re.search(r"<bool>|<str>|\[str\]", shown)
+    assert "run [OPTIONS] MODEL [PROMPT]..." in invoke("run", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("rnu", "Did you mean 'run'?"), ("llama3", "infer run MODEL")]
+)
+def test_an_unknown_command_gets_a_hint(name: str, message: str) -> None:
+    told = refused(name, code=2)
+    assert message in told
+    assert "run, info, devices, bench" in told
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(environment: dict[str, str], shell: str) -> None:
+    script = run_process("--show-completion", shell, env=environment | {"SHELL": f"/bin/{shell}"})
+    assert "_INFER_COMPLETE" in script.stdout
+    words = "infer bench --shape llama"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": "3", "_TYPER_COMPLETE_ARGS": words}
+    asked |= {"_INFER_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = run_process(env=environment | asked)
+    assert "llama-3.2-1b" in done.stdout
+    assert "smollm2" not in done.stdout
+
+
 def test_every_sampling_parameter_has_an_option() -> None:
     shown = invoke("run", "--help").stdout
     for field in fields(SamplingParams):
         assert f"--{field.name.replace('_', '-')} " in shown
-
-
-def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    import infer.bench
-
-    given: list[Sequence[str]] = []
-    monkeypatch.setattr(infer.bench, "main", lambda arguments: given.append(arguments) or 3)
-    result = invoke("bench", "demo", "--shape", "x", "-n", "5", "--json", "--help")
-    assert result.exit_code == 3
-    assert given == [["demo", "--shape", "x", "-n", "5", "--json", "--help"]]
 
 
 # infer run
@@ -243,13 +262,26 @@ def test_a_model_without_a_template_continues_the_prompt(llm: LLM, tmp_path: Pat
     assert result.stderr.startswith("error: base has no chat template")
 
 
-@pytest.mark.parametrize("flags", [(), ("--prompt", "-")])
+@pytest.mark.parametrize("flags", [(), ("--prompt", "-"), ("-",)])
 def test_the_prompt_comes_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     seen = captured_stream(monkeypatch)
     invoke("run", "demo", *flags, stdin="Grüße,\r\nWelt\r\n".encode())
     assert seen["prompt"] == chat("Grüße,\r\nWelt")
+
+
+@pytest.mark.parametrize(
+    "words", [("Why is it blue?",), ("Why", "is", "it", "blue?"), ("--", "Why is it blue?")]
+)
+def test_the_prompt_follows_the_model(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    seen = captured_stream(monkeypatch)
+    invoke("run", "-n", 1, "demo", *words)
+    assert seen["prompt"] == chat("Why is it blue?")
+    message = refused("run", "--prompt", "x", "demo", *words, code=2)
+    assert "there is a prompt after the model" in message
 
 
 def captured_stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -310,13 +342,15 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Ctrl-C, pipes and encodings
 
-ENDLESS = ("-n", 1000, "--logit-bias", "2=-100", "--logit-bias", "3=-100")  # no end of turn
+ENDLESS = ("--logit-bias", "2=-100", "--logit-bias", "3=-100")  # no end of turn
+LONG = 100_000  # positions: an answer that fills them takes longer than any test
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one process")
-def test_ctrl_c_keeps_what_was_generated(llm: LLM, environment: dict[str, str]) -> None:
+def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: Path) -> None:
+    folder = demo_with(tmp_path / "long", config__json=json_with(max_position_embeddings=LONG))
     with subprocess.Popen(
-        command("run", "demo", "-p", PROMPT, *ENDLESS),
+        command("run", folder, PROMPT, "--context", LONG, *ENDLESS),
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -329,10 +363,13 @@ def test_ctrl_c_keeps_what_was_generated(llm: LLM, environment: dict[str, str]) 
     text, errors = (begin + rest).decode(), stderr.decode()
     assert process.returncode == 130
     assert text.endswith("\n")
-    with llm.stream(chat(PROMPT), max_tokens=1000, logit_bias={2: -100, 3: -100}) as stream:
+    with (
+        infer.load(folder, context=LONG) as llm,
+        llm.stream(chat(PROMPT), logit_bias={2: -100, 3: -100}) as stream,
+    ):
         while len(stream.result.text) < len(text) - 1:
             next(stream)
-    assert stream.result.text == text[:-1]
+        assert stream.result.text == text[:-1]
     assert "finish reason cancelled" in errors
     assert "Traceback" not in errors
 
@@ -393,6 +430,78 @@ def test_a_full_disk_is_one_line(
     ]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("run", "--help")])
+def test_help_on_a_full_disk_is_one_line(
+    environment: dict[str, str], arguments: tuple[object, ...]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*arguments), env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: The output cannot be written: No space left on device.\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+def test_an_answer_is_not_lost_for_its_statistics(llm: LLM, environment: dict[str, str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("run", "demo", PROMPT, "-n", 3),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stdout == llm.chat(PROMPT, max_tokens=3).text + "\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGPIPE")
+@pytest.mark.parametrize(("option", "code"), [("--help", -signal.SIGPIPE), ("--version", 141)])
+def test_help_that_nobody_reads_ends_quietly(
+    environment: dict[str, str], option: str, code: int
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command(option), env=environment, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_control_characters_are_shown_and_not_obeyed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text, shown = "a\tb\x1b[2J\x9b0m\r\x07é🙂\n", "a\tb\\x1b[2J\\x9b0m\\x0d\\x07é🙂\n"
+    for stream, expected in ((Terminal(), shown), (io.StringIO(), text)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        write(text)
+        assert stream.getvalue() == expected
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    note(text[:-1])
+    assert stream.getvalue() == shown
+
+
+def test_names_out_of_files_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    folder = demo_with(tmp_path / "a\x1b[2J\nb")
+    assert invoke("info", folder).stdout.startswith("model       a\\x1b[2J\\nb, llama\n")
+    assert "\x1b" not in refused("run", folder / "none", "-p", "x")
+
+
+def test_an_error_of_the_system_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        (tmp_path / "none").read_text()
+
+    monkeypatch.setattr(infer.llm, "load", load)
+    expected = f"error: {tmp_path}/none: No such file or directory."
+    assert refused("run", "demo", "x") == expected
+    assert "Traceback" in invoke("run", "demo", "x", "--verbose").stderr
+
+
 def test_output_that_the_terminal_cannot_show_is_replaced(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -411,7 +520,7 @@ def test_closed_streams(environment: dict[str, str]) -> None:
     shell = f"{sys.executable} -m infer run demo <&-"
     done = subprocess.run(shell, shell=True, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 2
-    assert b"--prompt" in done.stderr
+    assert b"pipe it in" in done.stderr
 
 
 class Terminal(io.StringIO):
@@ -589,6 +698,7 @@ def test_bad_values(flags: tuple[str, ...], message: str) -> None:
         (("--logit-bias", "5"), "'5' is not a token id"),
         (("--template-arg", "a=b"), "JSON value"),
         (("--no-such-option",), "No such option"),
+        (("--temprature", "1"), "--temperature"),
     ],
 )
 def test_wrong_usage(flags: tuple[str, ...], message: str) -> None:
@@ -615,7 +725,7 @@ def test_no_prompt_at_a_terminal(environment: dict[str, str]) -> None:
     os.close(main_end)
     os.close(terminal)
     assert done.returncode == 2
-    assert "--prompt" in done.stderr
+    assert "pipe it in" in done.stderr
 
 
 def test_a_prompt_longer_than_the_context_names_both_numbers(llm: LLM) -> None:
