@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +40,7 @@ from infer.options import (
     output_option,
     parse_bias,
     parse_depths,
+    parse_save,
     parse_template_arg,
     prompt_option,
     sampling_option,
@@ -526,7 +526,7 @@ def bench(
     offline: OfflineOption = False,
     as_json: JsonOption = False,
     save: Annotated[
-        Path | None,
+        str | None,
         output_option(
             "--save",
             metavar="PATH",
@@ -542,13 +542,13 @@ def bench(
     weights may be random, as speed does not depend on them: with --shape nothing is fetched.
     """
     with exit_codes(verbose):
-        depths = parse_depths(depth)
+        depths, path = parse_depths(depth), parse_save(save)
 
         from infer import bench as benchmark
         from infer.bench_report import format_report
 
-        if save is not None:
-            benchmark.check_writable(save)
+        if path is not None:
+            benchmark.check_writable(path)
         last = ""
 
         def tell(test: str, done: int, runs: int) -> None:
@@ -586,5 +586,5 @@ def bench(
         else:
             width = get_terminal_size().columns if is_terminal(sys.stdout) else None
             write(format_report(result, width) + "\n")
-        if save is not None:
-            note(f"wrote {benchmark.save(result, save)}")
+        if path is not None:
+            note(f"wrote {benchmark.save(result, path)}")

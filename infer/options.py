@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -192,7 +193,7 @@ def parse_bias(option: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise typer.BadParameter(
-            f"{option!r} is not a token id, = and a number, as in 42=-1.5",
+            f"{shortened(option)} is not a token id, = and a number, as in 42=-1.5",
             param_hint="--logit-bias",
         ) from None
 
@@ -201,12 +202,19 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
     """KEY=JSON as a name and a value. Raises typer.BadParameter."""
     name, _, value = option.partition("=")
     try:
-        return name, json.loads(value)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{option!r} is not a name, = and a JSON value, as in effort='\"high\"'",
-            param_hint="--template-arg",
-        ) from None
+        if name:
+            return name, json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    raise typer.BadParameter(
+        f"{shortened(option)} is not a name, = and a JSON value, as in effort='\"high\"'",
+        param_hint="--template-arg",
+    )
+
+
+def shortened(text: str) -> str:
+    """The text in quotes, as much of it as a message has room for."""
+    return repr(text if len(text) <= 80 else f"{text[:79]}…")
 
 
 def parse_depths(option: str | None) -> list[int]:
@@ -215,8 +223,19 @@ def parse_depths(option: str | None) -> list[int]:
         return [int(depth) for depth in option.split(",")] if option is not None else []
     except ValueError:
         raise typer.BadParameter(
-            f"{option!r} are no numbers like 4096,16384", param_hint="--depth"
+            f"{shortened(option or '')} are no numbers like 4096,16384", param_hint="--depth"
         ) from None
+
+
+def parse_save(option: str | None) -> Path | None:
+    """A file's name or a folder. Raises typer.BadParameter for neither."""
+    if option is None:
+        return None
+    if not option or (option[-1] in "/\\" and not Path(option).is_dir()):
+        raise typer.BadParameter(
+            f"{option!r} is neither a file's name nor a folder", param_hint="--save"
+        )
+    return Path(option)
 
 
 # What shells complete

@@ -160,23 +160,28 @@ def read_prompt(given: str | None) -> str:
     """The prompt: as given, or what standard input holds, without its last line end, where "-" or
     nothing is given. Raises typer.BadParameter without a prompt, RequestError for an empty one."""
     if given is not None and given != "-":
-        text = given
+        # Of arguments that are not UTF-8, Python has kept the bytes.
+        text = _of_bytes(given.encode("utf-8", sys.getfilesystemencodeerrors()), "The prompt")
     elif sys.stdin is None or (given is None and is_terminal(sys.stdin)):
         raise typer.BadParameter(
             'give it after the model, as in infer run demo "Why is the sky blue?", or pipe it in',
             param_hint="PROMPT",
         )
     else:
-        try:
-            text = re.sub(r"\r?\n\Z", "", sys.stdin.buffer.read().decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"Standard input is not UTF-8: byte {error.object[error.start]:#04x} at "
-                f"{error.start}. Convert the text first, for example with iconv."
-            ) from error
+        text = re.sub(r"\r?\n\Z", "", _of_bytes(sys.stdin.buffer.read(), "Standard input"))
     if not text:
         raise RequestError("The prompt is empty. Give some text after the model, or pipe it in.")
     return text
+
+
+def _of_bytes(text: bytes, what: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{what} is not UTF-8: byte {text[error.start]:#04x} at {error.start}. Convert the "
+            "text first, for example with iconv."
+        ) from error
 
 
 def size(nbytes: float) -> str:

@@ -466,6 +466,7 @@ def test_bad_commands(
 
 def test_wrong_usage() -> None:
     assert "are no numbers like 4096,16384" in refused("bench", "demo", "--depth", "1,x", code=2)
+    assert "neither a file" in refused("bench", "demo", "--save", "none/", code=2)
     assert "No such option: -p" in refused("bench", "demo", "-p", "4", code=2)
 
 

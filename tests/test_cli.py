@@ -697,6 +697,8 @@ def test_bad_values(flags: tuple[str, ...], message: str) -> None:
         (("--logprobs", "3"), "--json"),
         (("--logit-bias", "5"), "'5' is not a token id"),
         (("--template-arg", "a=b"), "JSON value"),
+        (("--template-arg", "a=" + "[" * 100_000), "[…' is not a name, = and a JSON value"),
+        (("--template-arg", "=1"), "JSON value"),
         (("--no-such-option",), "No such option"),
         (("--temprature", "1"), "--temperature"),
     ],
@@ -713,6 +715,8 @@ def test_bad_paths(tmp_path: Path) -> None:
 
 
 def test_bad_standard_input() -> None:
+    message = refused("run", "demo", os.fsdecode("naïve".encode("latin-1")))
+    assert message.startswith("error: The prompt is not UTF-8: byte 0xef at 2.")
     message = refused("run", "demo", stdin="naïve".encode("latin-1"))
     assert message.startswith("error: Standard input is not UTF-8: byte 0xef at 2.")
     assert "The prompt is empty" in refused("run", "demo", "--prompt", "-", stdin=b"\n")

@@ -136,7 +136,7 @@ def test_the_script_of_the_benchmark_takes_what_is_shown() -> None:
         params = commands()[name].make_context(name, arguments).params
         assert params["shape"] == "llama-3.2-1b"
         assert params["profile"] == ("--profile" in given)
-        save = ROOT / "scripts" / "results" if "--json" in given else None
+        save = str(ROOT / "scripts" / "results") if "--json" in given else None
         assert params["save"] == save
 
 
