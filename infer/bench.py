@@ -67,7 +67,7 @@ def run_bench(
     depths: Sequence[int] = (),
     repeats: int | None = None,
     profile: bool = False,
-    progress: Progress = lambda test, done, runs: None,
+    progress: Progress = lambda test, run, runs: None,
     loading: Callable[[str, int, int], None] | None = None,
     download_progress: bool = False,
 ) -> BenchReport:

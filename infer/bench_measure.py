@@ -42,7 +42,7 @@ LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself cos
 _PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size
 _SECONDS = 45.0  # that all tests take at most where their sizes are chosen
 
-# What is measured, how many runs of it are done, and how many there are (0: it is not counted).
+# What is measured, the run of it that begins (0: the warm-up), and how many there are (0: no runs).
 Progress = Callable[[str, int, int], None]
 
 
@@ -227,8 +227,8 @@ class EngineBench:
         while time.perf_counter() < end:
             runs[0]()
         times = []
-        for done in range(self.repeats):
-            self.progress(tests, done, self.repeats)
+        for number in range(1, self.repeats + 1):
+            self.progress(tests, number, self.repeats)
             times.append([run() for run in runs])
         return list(zip(*times, strict=True))
 

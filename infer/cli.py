@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from functools import partial
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -49,6 +48,8 @@ from infer.options import (
 from infer.terminal import (
     INTERRUPTED,
     ProgressLine,
+    TextWriter,
+    columns,
     discard,
     exit_codes,
     is_terminal,
@@ -360,19 +361,19 @@ def make_prompt(
 
 def generate(stream: Stream, *, streamed: bool) -> Result:
     """The answer; streamed: written while it comes. After Ctrl-C, what there is by then."""
-    written = 0
+    writer, written = TextWriter() if streamed else None, 0
     try:
         for chunk in stream:
             with uninterrupted():
-                if streamed:
-                    write(chunk.text)
+                if writer is not None:
+                    writer.write(chunk.text)
                 written += len(chunk.text)
     except KeyboardInterrupt:
-        if streamed:
-            write(stream.result.text[written:])
+        if writer is not None:
+            writer.write(stream.result.text[written:])
     finally:
-        if streamed:
-            write("\n")
+        if writer is not None:
+            writer.end()
     return stream.result
 
 
@@ -551,10 +552,11 @@ def bench(
             benchmark.check_writable(path)
         last = ""
 
-        def tell(test: str, done: int, runs: int) -> None:
+        def tell(test: str, number: int, runs: int) -> None:
             nonlocal last
             if line.shown:
-                line.show(f"{test}: {done} of {runs} runs" if runs else test, now=True)
+                run = f": run {number} of {runs}" if number else ": warm-up" if runs else ""
+                line.show(test + run, now=True)
             elif test != last:
                 note(test)
             last = test
@@ -584,7 +586,7 @@ def bench(
         if as_json:
             write(result.to_json())
         else:
-            width = get_terminal_size().columns if is_terminal(sys.stdout) else None
+            width = columns(sys.stdout) if is_terminal(sys.stdout) else None
             write(format_report(result, width) + "\n")
         if path is not None:
             note(f"wrote {benchmark.save(result, path)}")

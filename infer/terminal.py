@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
@@ -112,6 +113,78 @@ def write(text: str) -> None:
         raise InferError(f"The output cannot be written: {error.strerror}.") from error
 
 
+_BULLET = re.compile(r"[-*+•]|\d+[.)]")
+
+
+class TextWriter:
+    """Writes streamed text on standard output. On a terminal a word that would cross the right edge
+    goes whole to the next line, and so a word is written when it has ended.
+
+    The line is filled up with spaces, as a terminal takes lines that it has wrapped by itself for
+    one when they are copied. Left to the terminal are tables and code: between ```, or four columns
+    from the edge. And so is the rest of a line after a character whose width terminals do not agree
+    on, such as a joined emoji."""
+
+    def __init__(self) -> None:
+        self._wraps = is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
+        self._word, self._column = "", 0
+        self._begins = True  # whether the line has had no word yet
+        self._after_space = False
+        self._fenced = self._as_it_is = False
+
+    def write(self, text: str) -> None:
+        """Text at once, but for a word that may go on."""
+        if not self._wraps:
+            write(text)
+            return
+        width = columns(sys.stdout)
+        pieces: list[str] = []
+        for character in visible(text):
+            if character.isspace() or unicodedata.east_asian_width(character) in "WF":
+                pieces += [self._placed(width), self._placed_one(character, width)]
+            else:
+                self._word += character
+                if len(self._word) >= width:
+                    pieces.append(self._placed(width))
+        write("".join(pieces))
+
+    def end(self) -> None:
+        """What was held back, and a line end."""
+        write((self._placed(columns(sys.stdout)) if self._word else "") + "\n")
+
+    def _placed(self, width: int) -> str:
+        """The word, on the next line if it does not fit into this one."""
+        word, self._word = self._word, ""
+        if not word:
+            return ""
+        if self._begins:
+            self._begins = False
+            self._fenced ^= word.startswith("```")
+            indented = self._column >= 4 and not _BULLET.fullmatch(word)
+            self._as_it_is |= self._fenced or indented or word.startswith(("```", "|"))
+        self._as_it_is |= any(unicodedata.category(c) in ("Mn", "Me", "Cf") for c in word)
+        fill = ""
+        # The last column is for the space after a word.
+        if self._after_space and not self._as_it_is and self._column + len(word) >= width:
+            fill, self._column = " " * (width - self._column), 0
+        self._column = (self._column + len(word)) % width
+        self._after_space = False
+        return fill + word
+
+    def _placed_one(self, character: str, width: int) -> str:
+        """A space, a line end, or a wide character, which is a word of its own."""
+        if character == "\n":
+            self._column, self._begins, self._as_it_is = 0, True, False
+            return character
+        wide = not character.isspace()
+        self._as_it_is |= character == "\t"
+        self._begins, self._after_space = self._begins and not wide, not wide
+        if wide and self._column == width - 1:  # it does not fit into one column
+            self._column = 0
+        self._column = (self._column + 1 + wide) % width
+        return character
+
+
 def note(text: str) -> None:
     """A line on standard error, its control characters visible. Where it cannot be written, no
     answer is lost for it: `exit_codes` tells."""
@@ -195,6 +268,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024:,.1f} GiB"
 
 
+def columns(stream: TextIO) -> int:
+    """Of the terminal that the stream is."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether a person sees the stream (None: the program was started with it closed)."""
     return stream is not None and stream.isatty()
@@ -243,6 +324,6 @@ class ProgressLine:
             self.show(f"reading weights: {done / total:.0%}, {part}")
 
     def _replace(self, line: str) -> None:
-        line = visible(line)
+        line = visible(line)[: columns(sys.stderr) - 1]
         _note("\r" + line.ljust(self._width))  # what was longer is wiped out
         self._width = len(line)
