@@ -30,7 +30,7 @@ from infer.bench_report import (
 from infer.engine import Engine, EngineOptions
 from infer.kernels.bandwidth import BLOCK, copy, copy_bandwidth
 from infer.kernels.device import Device
-from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError
+from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.forward import Forward
 from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
@@ -462,6 +462,23 @@ def test_bad_commands(
     """All are said before anything is measured."""
     monkeypatch.delattr(bench, "copy_bandwidth")
     assert re.search(message, refused("bench", "--shape", "tiny", *flags))
+
+
+def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run_bench(model: str | None, shape: str | None, **options: Any) -> None:
+        seen.update(options, model=model, shape=shape)
+        raise RequestError("seen enough")
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    flags = ("--device", "1", "--dtype", "f16", "--revision", "v2", "--offline", "--profile")
+    sizes = ("--prompt-tokens", 7, "-n", 8, "-r", 9, "--depth", "3,4", "--kv-dtype", "q8")
+    assert refused("bench", "org/name", *flags, *sizes) == "error: seen enough"
+    expected = {"model": "org/name", "shape": None, "device": "1", "dtype": "f16", "format": None}
+    expected |= {"revision": "v2", "offline": True, "profile": True, "kv_dtype": "q8"}
+    expected |= {"prompt_tokens": 7, "decode_tokens": 8, "repeats": 9, "depths": [3, 4]}
+    assert seen.items() >= expected.items()
 
 
 def test_wrong_usage() -> None:

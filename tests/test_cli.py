@@ -634,6 +634,8 @@ def test_progress_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         now += 2.5
         progress.loading("kernels", 3, 8)
         assert shown() == "compiling kernels: 3 of 8, 2.5 s"
+        progress.show("x" * 200, now=True)
+        assert shown() == "x" * 79
         assert progress.waiting == 2.5
     assert shown() == ""
 
