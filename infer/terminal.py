@@ -116,6 +116,11 @@ def write(text: str) -> None:
 _BULLET = re.compile(r"[-*+•]|\d+[.)]")
 
 
+def _is_wide(character: str) -> bool:
+    """Whether it takes two columns."""
+    return unicodedata.east_asian_width(character) in ("W", "F")
+
+
 class TextWriter:
     """Writes streamed text on standard output. On a terminal a word that would cross the right edge
     goes whole to the next line, and so a word is written when it has ended.
@@ -140,7 +145,7 @@ class TextWriter:
         width = columns(sys.stdout)
         pieces: list[str] = []
         for character in visible(text):
-            if character.isspace() or unicodedata.east_asian_width(character) in "WF":
+            if character.isspace() or _is_wide(character):
                 pieces += [self._placed(width), self._placed_one(character, width)]
             else:
                 self._word += character
@@ -176,9 +181,9 @@ class TextWriter:
         if character == "\n":
             self._column, self._begins, self._as_it_is = 0, True, False
             return character
-        wide = not character.isspace()
+        wide, self._after_space = _is_wide(character), character.isspace()
         self._as_it_is |= character == "\t"
-        self._begins, self._after_space = self._begins and not wide, not wide
+        self._begins &= self._after_space
         if wide and self._column == width - 1:  # it does not fit into one column
             self._column = 0
         self._column = (self._column + 1 + wide) % width

@@ -545,6 +545,8 @@ def test_what_is_left_to_the_terminal(
 def test_wide_characters_take_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     output = wrapped(monkeypatch, "你好世界 hello 你好 hello world", 17, 1)
     assert rows_of(output, 17) == ["你好世界 hello 你", "好 hello world", ""]
+    output = wrapped(monkeypatch, "你好世界\u3000hello hello world", 17, 1)
+    assert rows_of(output, 17) == ["你好世界\u3000hello  ", "hello world", ""]
     output = wrapped(monkeypatch, "你好世界 hello world hello", 17, 1)
     assert rows_of(output, 17) == ["你好世界 hello   ", "world hello", ""]
 
