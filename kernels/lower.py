@@ -343,12 +343,12 @@ class Lowering:
         scales = [] if shard.scales is None else [shard.scales]
         return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
-    @staticmethod
-    def whole_rows(weight: GpuTensor) -> dict[str, int]:
+    def whole_rows(self, weight: GpuTensor) -> dict[str, int]:
         """What matmul, which f32 activations go through, has to know to read whole rows."""
         if weight.dtype in INTEGERS:
             return {}
-        return {"X_STRIDE": stride(weight.shape[1]), "X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
+        heads = {"X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
+        return heads | {"X_STRIDE": stride(weight.shape[1]), "SOFTWARE": self.device.software}
 
     def _matmul_vec(
         self,
@@ -518,6 +518,7 @@ class Lowering:
                     "BIAS": False,
                     "RESIDUAL": False,
                     "SPLIT_ROWS": 0,
+                    "SOFTWARE": self.device.software,
                 }
                 | _UNGROUPED
                 | tile.params,

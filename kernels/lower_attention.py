@@ -488,6 +488,7 @@ def _attention_tiled(low: Lowering, value: Value, query: Value, common: dict[str
             "V_DEPTH": variant.v_depth(cache.head_dim),
             "DOUBLE": variant.double,
             "SINKS": bool(_sinks(value)),
+            "SOFTWARE": low.device.software,
         },
         flops=lambda rows, kv_len: 2 * rows * value.width * (2 * kv_len - rows),
     )

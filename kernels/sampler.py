@@ -156,6 +156,7 @@ class Sampler:
     def _build(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
         sizes: dict[str, Value] = {"BLOCKS": self._blocks, "VOCAB": self.vocab_size}
         gathers: dict[str, Value] = {"GATHER": gather, "SEQUENCES": self.sequences}
+        gathers["SOFTWARE"] = self.device.software
         rows = min(MAX_LOGITS_ROWS, self.max_rows)
         tokens = sizes | gathers | {"STRIDE": self._stride}
         changes: dict[str, Value] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}

@@ -14,6 +14,7 @@
 #include "kv_read_values.wgsl"
 #include "attention_range.wgsl"
 #include "capped.wgsl"
+#include "rolled.wgsl"
 // @param GROUP u32               query heads per KV head
 // @param SCALE f32
 // @param Q_STRIDE u32
@@ -211,7 +212,7 @@ fn main(
     var s$i_$j = 0.0;
 #endfor
 #endfor
-    for (var slice = 0u; slice < SLICES; slice++) {
+    for (var slice = 0u; slice < rolled(SLICES, id.z); slice++) {
       if (slice + 1u < SLICES) {
         qk = load_qk(task, tile, slice + 1u, tid);
       } else {
@@ -219,20 +220,20 @@ fn main(
       }
       let a = buffer + ty * STRIDE;
       let b = buffer + (ROWS + tx) * STRIDE;
-#for k in 0..DEPTH / 4
+      for (var k = 0u; k < rolled(DEPTH / 4u, id.z); k++) {
 #for j in 0..N_TILE
-      let b$k_$j = slices[b + $ju * N_SIZE * STRIDE + $ku];
+      let b$j = slices[b + $ju * N_SIZE * STRIDE + k];
 #endfor
 #for i in 0..M_TILE
-      let a$k_$i = slices[a + $iu * M_SIZE * STRIDE + $ku];
+      let a$i = slices[a + $iu * M_SIZE * STRIDE + k];
 #for j in 0..N_TILE
-      s$i_$j = fma(a$k_$i.x, b$k_$j.x, s$i_$j);
-      s$i_$j = fma(a$k_$i.y, b$k_$j.y, s$i_$j);
-      s$i_$j = fma(a$k_$i.z, b$k_$j.z, s$i_$j);
-      s$i_$j = fma(a$k_$i.w, b$k_$j.w, s$i_$j);
+      s$i_$j = fma(a$i.x, b$j.x, s$i_$j);
+      s$i_$j = fma(a$i.y, b$j.y, s$i_$j);
+      s$i_$j = fma(a$i.z, b$j.z, s$i_$j);
+      s$i_$j = fma(a$i.w, b$j.w, s$i_$j);
 #endfor
 #endfor
-#endfor
+      }
 #if DOUBLE
       buffer = BUFFER - buffer;
 #else
@@ -276,9 +277,9 @@ fn main(
     // P = exp(S - maximum)
 #for i in 0..M_TILE
     let before$i = most$i;
-#for n in 0..N_SIZE
-    most$i = max(most$i, exchange[(ty + $iu * M_SIZE) * N_SIZE + $nu]);
-#endfor
+    for (var n = 0u; n < rolled(N_SIZE, id.z); n++) {
+      most$i = max(most$i, exchange[(ty + $iu * M_SIZE) * N_SIZE + n]);
+    }
     let factor$i = exp2(before$i - most$i);
     sum$i *= factor$i;
 #for j in 0..D_TILE
@@ -296,29 +297,29 @@ fn main(
     workgroupBarrier();
 
     // O += P V
-    for (var slice = 0u; slice < V_SLICES; slice++) {
+    for (var slice = 0u; slice < rolled(V_SLICES, id.z); slice++) {
       if (slice + 1u < V_SLICES) {
         v = load_v(task, tile, slice + 1u, tid);
       } else if (next.base < task.end) {
         qk = load_qk(task, next, 0u, tid);
       }
       let p = ty * P_STRIDE + slice * (V_DEPTH / 4u);
-#for k in 0..V_DEPTH / 4
+      for (var k = 0u; k < rolled(V_DEPTH / 4u, id.z); k++) {
 #for j in 0..D_TILE
 #for c in 0..4
-      let v$k_$c_$j = slices[buffer + $($k * 4 + $c)u * (HEAD_DIM / 4u) + d$j];
+      let v$c_$j = slices[buffer + (4u * k + $cu) * (HEAD_DIM / 4u) + d$j];
 #endfor
 #endfor
 #for i in 0..M_TILE
-      let p$k_$i = weights[p + $iu * M_SIZE * P_STRIDE + $ku];
+      let p$i = weights[p + $iu * M_SIZE * P_STRIDE + k];
 #for j in 0..D_TILE
-      o$i_$j = fma(vec4<f32>(p$k_$i.x), v$k_0_$j, o$i_$j);
-      o$i_$j = fma(vec4<f32>(p$k_$i.y), v$k_1_$j, o$i_$j);
-      o$i_$j = fma(vec4<f32>(p$k_$i.z), v$k_2_$j, o$i_$j);
-      o$i_$j = fma(vec4<f32>(p$k_$i.w), v$k_3_$j, o$i_$j);
+      o$i_$j = fma(vec4<f32>(p$i.x), v0_$j, o$i_$j);
+      o$i_$j = fma(vec4<f32>(p$i.y), v1_$j, o$i_$j);
+      o$i_$j = fma(vec4<f32>(p$i.z), v2_$j, o$i_$j);
+      o$i_$j = fma(vec4<f32>(p$i.w), v3_$j, o$i_$j);
 #endfor
 #endfor
-#endfor
+      }
 #if DOUBLE
       buffer = BUFFER - buffer;
 #else
@@ -343,9 +344,9 @@ fn main(
   workgroupBarrier();
 #for i in 0..M_TILE
   var total$i = 0.0;
-#for n in 0..N_SIZE
-  total$i += exchange[(ty + $iu * M_SIZE) * N_SIZE + $nu];
-#endfor
+  for (var n = 0u; n < rolled(N_SIZE, id.z); n++) {
+    total$i += exchange[(ty + $iu * M_SIZE) * N_SIZE + n];
+  }
   if (first_row + ty + $iu * M_SIZE <= last_row) {
     let out = ((first_row + ty + $iu * M_SIZE) * Y_STRIDE + id.x * HEAD_DIM) / 4u;
 #for j in 0..D_TILE

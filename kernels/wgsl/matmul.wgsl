@@ -12,6 +12,7 @@
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
+#include "rolled.wgsl"
 #include "weight_group.wgsl"
 #include "activate.wgsl"
 #include "tile_rows.wgsl"
@@ -162,20 +163,20 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       let x_base = ty * STRIDE;
       let w_base = tx * STRIDE;
 #endif
-#for k in 0..4
+      for (var k = 0u; k < rolled(4u, id.z); k++) {
 #for j in 0..N_TILE
-      let b$k_$j = w_tile[w_base + $ju * N_SIZE * STRIDE + $ku];
+      let b$j = w_tile[w_base + $ju * N_SIZE * STRIDE + k];
 #endfor
 #for i in 0..M_TILE
-      let a$k_$i = x_tile[x_base + $iu * M_SIZE * STRIDE + $ku];
+      let a$i = x_tile[x_base + $iu * M_SIZE * STRIDE + k];
 #for j in 0..N_TILE
-      c$i_$j = fma(a$k_$i.x, b$k_$j.x, c$i_$j);
-      c$i_$j = fma(a$k_$i.y, b$k_$j.y, c$i_$j);
-      c$i_$j = fma(a$k_$i.z, b$k_$j.z, c$i_$j);
-      c$i_$j = fma(a$k_$i.w, b$k_$j.w, c$i_$j);
+      c$i_$j = fma(a$i.x, b$j.x, c$i_$j);
+      c$i_$j = fma(a$i.y, b$j.y, c$i_$j);
+      c$i_$j = fma(a$i.z, b$j.z, c$i_$j);
+      c$i_$j = fma(a$i.w, b$j.w, c$i_$j);
 #endfor
 #endfor
-#endfor
+      }
 #if not DOUBLE
       workgroupBarrier();
 #endif

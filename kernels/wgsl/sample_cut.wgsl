@@ -107,15 +107,15 @@ fn sum_before(li: u32, own: vec2<u32>) -> Sums {
   workgroupBarrier();
   let group = li & ~15u;
   var sums = Sums();
-#for i in 0..15
-  sums.before += select(vec2<u32>(0u), pairs[group + $iu], group + $iu < li);
-#endfor
+  for (var i = 0u; i < rolled(15u, step.n_rows); i++) {
+    sums.before += select(vec2<u32>(0u), pairs[group + i], group + i < li);
+  }
   if (li == group + 15u) { groups[group / 16u] = sums.before + own; }
   workgroupBarrier();
-#for i in 0..16
-  sums.before += select(vec2<u32>(0u), groups[$i], 16u * $iu < group);
-  sums.total += groups[$i];
-#endfor
+  for (var i = 0u; i < rolled(16u, step.n_rows); i++) {
+    sums.before += select(vec2<u32>(0u), groups[i], 16u * i < group);
+    sums.total += groups[i];
+  }
   return sums;
 }
 

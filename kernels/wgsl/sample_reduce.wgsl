@@ -1,4 +1,5 @@
 // What a workgroup's invocations find together: the best candidate, or the statistics of scores.
+#include "rolled.wgsl"
 
 // 256 values are combined as 16 groups of 16, with two barriers where a tree needs eight. Every use
 // writes pairs, waits, reads pairs and writes groups, waits, and reads groups, so that uses can follow
@@ -16,14 +17,14 @@ fn best_of_workgroup(li: u32, own: vec2<u32>) -> vec2<u32> {
   workgroupBarrier();
   let group = li & ~15u;
   var best = own;
-#for i in 0..16
-  best = better(best, pairs[group + $iu]);
-#endfor
+  for (var i = 0u; i < rolled(16u, step.n_rows); i++) {
+    best = better(best, pairs[group + i]);
+  }
   if (li == group) { groups[group / 16u] = best; }
   workgroupBarrier();
-#for i in 0..16
-  best = better(best, groups[$i]);
-#endfor
+  for (var i = 0u; i < rolled(16u, step.n_rows); i++) {
+    best = better(best, groups[i]);
+  }
   return best;
 }
 
@@ -38,14 +39,14 @@ fn stats_of_workgroup(li: u32, own: vec2<f32>) -> vec2<f32> {
   workgroupBarrier();
   let group = li & ~15u;
   var all = vec2<f32>(LOWEST, 0.0);
-#for i in 0..16
-  all = join_stats(all, bitcast<vec2<f32>>(pairs[group + $iu]));
-#endfor
+  for (var i = 0u; i < rolled(16u, step.n_rows); i++) {
+    all = join_stats(all, bitcast<vec2<f32>>(pairs[group + i]));
+  }
   if (li == group) { groups[group / 16u] = bitcast<vec2<u32>>(all); }
   workgroupBarrier();
   all = vec2<f32>(LOWEST, 0.0);
-#for i in 0..16
-  all = join_stats(all, bitcast<vec2<f32>>(groups[$i]));
-#endfor
+  for (var i = 0u; i < rolled(16u, step.n_rows); i++) {
+    all = join_stats(all, bitcast<vec2<f32>>(groups[i]));
+  }
   return all;
 }
