@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -30,7 +31,9 @@ from infer.models.files import open_file, read_text
 T = TypeVar("T")
 
 ASK_SECONDS = 10.0  # for the question whether there is something newer than what is cached
-STALL_SECONDS = 120.0  # without a byte, of an answer or of all files that are fetched at once
+ANSWER_SECONDS = 60.0  # for the same where nothing is
+STALL_SECONDS = 120.0  # for downloads without progress, which so many bytes of all files are:
+STALL_BYTES = 1 << 14
 _GRACE_SECONDS = 1.0  # for threads to end, and to remove what they have fetched in part
 _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # before a file is asked for again, where it got no further
 _WORKERS = 8
@@ -86,9 +89,10 @@ class Repository:
 
         try:
             validate_repo_id(id)
-        except errors.HFValidationError as error:
+        except errors.HFValidationError:
             raise ModelNotFoundError(
-                f"{id} is neither a local folder nor a valid hub id. {error}"
+                f"{id[:200]} is neither a local folder nor a valid hub id, which has 96 characters "
+                "at most, and neither -- nor .. in it."
             ) from None
         if revision is not None and not (isinstance(revision, str) and is_path(revision)):
             raise ModelNotFoundError(
@@ -145,12 +149,13 @@ class Repository:
 
     # What there is
 
-    def ask(self, seconds: float) -> Listing:
-        """What the hub has.
+    def ask(self, *, cached: bool) -> Listing:
+        """What the hub has. cached: it is not waited for long.
 
-        Raises RefusedError, TimeoutError after so many seconds, and any error of the HTTP client:
-        `error` translates all of them.
+        Raises RefusedError, TimeoutError, and any error of the HTTP client: `error` translates all
+        of them.
         """
+        seconds = ASK_SECONDS if cached else ANSWER_SECONDS
         late = threading.Event()
         job = _start(lambda: self._listing(late))
         try:
@@ -211,7 +216,7 @@ class Repository:
         jobs: list[Future[None]] = []
         try:
             jobs += [_start(work) for _ in range(min(_WORKERS, len(todo)))]
-            _wait_for(jobs, lambda: bar.moves)
+            _wait_for(jobs, lambda: bar.moved)
         except Exception as error:
             raise self.error(error) from None
         finally:
@@ -254,7 +259,7 @@ class Repository:
             self._receive(url, headers, about, name, part, bar)
             if about.size is not None and _size(part) != about.size:
                 raise ConnectionError(f"{_size(part)} of {about.size} bytes came")
-            if not _has_digest(part, about.etag):
+            if not _has_digest(part, about.etag, bar):
                 part.unlink()
                 raise ModelError(
                     f"{name} of {self.id} arrived damaged: it has not the digest that {self._hub} "
@@ -324,6 +329,13 @@ class Repository:
                 token = get_token()
             except UnicodeDecodeError:  # which would hold all of the file
                 token = "not ASCII"
+            except OSError as error:
+                if not error.filename:
+                    raise
+                raise ModelAccessError(
+                    f"{error.filename}, for the token of a login, cannot be read "
+                    f"({error.strerror}). Change its permissions, or set HF_HOME to another folder."
+                ) from None
         self._token = token = (token or "").strip()
         if token and not _TOKEN.fullmatch(token):
             raise ModelAccessError(
@@ -421,20 +433,21 @@ def _start(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _wait_for(jobs: list[Future[None]], moves: Callable[[], int]) -> None:
-    """Waits until all have ended, or one of them with an error, or nothing has moved for long."""
+def _wait_for(jobs: list[Future[None]], moved: Callable[[], int]) -> None:
+    """Waits until all have ended, or one of them with an error, or hardly a byte moves."""
     tick = min(1.0, STALL_SECONDS / 10)
-    before, idle = moves(), 0.0
+    before, idle = moved(), 0.0
     while True:
         done, running = wait(jobs, tick, return_when=FIRST_EXCEPTION)
         for job in done:
             job.result()
         if not running:
             return
-        now = moves()
-        before, idle = now, idle + tick if now == before else 0.0
+        idle += tick  # no clock, which runs on while a computer sleeps
+        if moved() - before >= STALL_BYTES:
+            before, idle = moved(), 0.0
         if idle >= STALL_SECONDS:
-            raise TimeoutError(f"nothing came for {STALL_SECONDS:g} s")
+            raise TimeoutError(f"hardly a byte came for {STALL_SECONDS:g} s")
 
 
 @contextmanager
@@ -444,7 +457,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[tuple[int, Iterator[b
     from huggingface_hub.utils import get_session
 
     client, seconds = get_session(), constants.HF_HUB_DOWNLOAD_TIMEOUT
-    if hasattr(client, "stream"):  # httpx; requests before huggingface_hub 1
+    if callable(client.stream):  # httpx; requests before huggingface_hub 1
         answer = client.stream("GET", url, headers=headers, timeout=seconds, follow_redirects=True)
     else:
         answer = client.get(url, headers=headers, timeout=seconds, stream=True)
@@ -464,21 +477,20 @@ def _may_pass(error: Exception) -> bool:
     return not isinstance(status, int) or status in (408, 429) or status >= 500
 
 
-def _has_digest(path: Path, digest: str) -> bool:
+def _has_digest(path: Path, digest: str, bar: Any) -> bool:
     """Whether a file is the one that is meant. An ETag that is no digest means any."""
     if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", digest):
         return True
-
-    def git() -> Any:
-        return hashlib.sha1(b"blob %d\0" % _size(path), usedforsecurity=False)
-
+    found = [hashlib.sha256()]
+    if len(digest) == 40:  # git's, or plain: mirrors may know nothing of git
+        sha1 = partial(hashlib.sha1, usedforsecurity=False)
+        found = [sha1(b"blob %d\0" % _size(path)), sha1()]
     with open_file(path) as file:
-        if len(digest) == 64:
-            return hashlib.file_digest(file, "sha256").hexdigest() == digest
-        if hashlib.file_digest(file, git).hexdigest() == digest:
-            return True
-        file.seek(0)  # mirrors may know nothing of git
-        return hashlib.file_digest(file, "sha1").hexdigest() == digest
+        while piece := file.read(1 << 20):
+            for one in found:
+                one.update(piece)
+            bar.moved += len(piece)  # a large file takes minutes
+    return digest in [one.hexdigest() for one in found]
 
 
 def _link(blob: Path, pointer: Path, part: Path, *, new: bool) -> None:
@@ -509,25 +521,25 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _bar(title: str, shown: bool) -> Any:
-    """A bar of bytes that several threads move. `moves` counts how often they did."""
+    """A bar of bytes that several threads move. `moved` counts what came, and each file too."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        moves, total = 0, 0
+        moved, total = 0, 0
         own_lock = threading.Lock()
 
         def expect(self, size: int | None) -> None:
             with self.own_lock:
-                self.moves += 1
+                self.moved += STALL_BYTES
                 self.total = (self.total or 0) + (size or 0)
 
         def update(self, n: float | None = 1) -> None:
             with self.own_lock:
-                self.moves += 1
+                self.moved += int(n or 0)
                 super().update(n)
 
         def update_transfer(self, n: float | None = 1) -> None:  # by Xet, of bytes not yet written
-            self.moves += 1
+            self.moved += int(n or 0)
 
         def set_postfix_str(self, *_: Any, **__: Any) -> None:  # of a single file
             pass

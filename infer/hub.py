@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from infer.download import ASK_SECONDS, STALL_SECONDS, Listing, Repository
+from infer.download import Listing, Repository
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -239,7 +239,7 @@ def _from_hub(
     with suppress(InferError):
         cached = find()
     try:
-        listing = repository.ask(STALL_SECONDS if cached is None else ASK_SECONDS)
+        listing = repository.ask(cached=cached is not None)
     except Exception as error:  # no network, no access, or a hub that is down
         if cached is None or getattr(error, "code", None) == "RevisionNotFound":
             raise repository.error(error, cached=False) from None
