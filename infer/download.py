@@ -53,6 +53,17 @@ def is_path(name: str) -> bool:
     return all(part not in ("", ".", "..") and len(part.encode()) < 256 for part in parts)
 
 
+def settings() -> Any:
+    """huggingface_hub's own. Raises ModelError for a variable that it cannot read."""
+    try:
+        from huggingface_hub import constants
+    except ValueError as error:
+        raise ModelError(
+            f"huggingface_hub cannot read one of the variables HF_* ({error}). Mend or unset it."
+        ) from None
+    return constants
+
+
 @dataclass(frozen=True)
 class Listing:
     """A repository at a revision: its commit, and the names of its files."""
@@ -84,7 +95,8 @@ class Repository:
     """
 
     def __init__(self, id: str, given: str, revision: str | None, token: str | None) -> None:
-        from huggingface_hub import constants, errors
+        constants = settings()
+        from huggingface_hub import errors
         from huggingface_hub.utils import validate_repo_id
 
         try:
@@ -108,7 +120,7 @@ class Repository:
         self.id, self.given, self.revision = id, given, revision
         self.folder = cache.absolute() / f"models--{id.replace('/', '--')}"
         self._token, self._stop = token, threading.Event()
-        self._hub = _without_password(constants.ENDPOINT)
+        self._hub = _without_password(constants.ENDPOINT) or "HF_ENDPOINT, which is empty,"
 
     # The cache
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from infer.download import Listing, Repository
+from infer.download import Listing, Repository, settings
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -198,15 +198,14 @@ def _of_page(model: str, revision: str | None) -> tuple[str, str | None]:
     if site := HUB_SITE.match(model):
         rest = model[site.end() :]
     elif "://" in model:
-        from huggingface_hub import constants
-
-        if not model.startswith(f"{constants.ENDPOINT}/"):
+        endpoint = settings().ENDPOINT
+        if not model.startswith(f"{endpoint}/"):
             raise ModelNotFoundError(
                 "The URL of a model begins with https://huggingface.co/, or with the address in "
                 "HF_ENDPOINT, and holds no token. Give it as https://huggingface.co/org/name, or "
                 "as org/name."
             )
-        rest = model[len(constants.ENDPOINT) + 1 :]
+        rest = model[len(endpoint) + 1 :]
     if rest is None:
         return model, revision
     page = HUB_PAGE.fullmatch(unquote(re.split(r"[?#]", rest)[0]).strip("/"))
@@ -231,9 +230,7 @@ def _from_hub(
     fetch: Callable[[Listing], ResolvedModel],
 ) -> ResolvedModel:
     """What a repository has: found in the cache, or fetched where the hub has something newer."""
-    from huggingface_hub import constants
-
-    if offline or constants.HF_HUB_OFFLINE:
+    if offline or settings().HF_HUB_OFFLINE:
         return find()
     cached = None
     with suppress(InferError):

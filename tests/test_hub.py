@@ -646,10 +646,11 @@ def test_an_index_reaches_nothing_but_shards(session: dict[str, Any], tmp_path: 
     [
         ("HF_HUB_CACHE", "file/x", "ModelError", "file/x.* cannot be written .*HF_HOME"),
         ("HF_HUB_CACHE", "~no-such-user/x", "ModelError", "no home folder.*HF_HOME"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "~x", "ModelError", "cannot read one of the variables HF_"),
         ("HF_HOME", "file/x", "ModelAccessError", "file/x/token.* cannot be read .*HF_HOME"),
     ],
 )
-def test_a_cache_that_cannot_be_written(
+def test_variables_that_lead_nowhere(
     session: dict[str, Any], tmp_path: Path, variable: str, place: str, error: str, message: str
 ) -> None:
     (tmp_path / "file").write_text("")
