@@ -92,20 +92,22 @@ def resolve(
     Args:
         model: `demo`, a local folder or GGUF file, or a hub id `org/name`. Of a repository of
             several GGUF models, `org/name:Q4_K_M` or `org/name/file.gguf` is one: by what stands in
-            its file's name, in either case, or by its path.
+            its file's name, in either case, or by its path. Or the hub's page of any of these, such
+            as `https://huggingface.co/org/name/tree/main` or `hf.co/org/name:Q4_K_M`.
         revision: branch, tag or commit of a hub id.
         offline: use the cache alone.
         token: for gated and private repositories; by default the one that `hf auth login` stored,
             or the environment's HF_TOKEN.
-        progress: whether huggingface_hub may show its progress bars.
+        progress: whether to show a bar while files are fetched.
 
     Raises:
         ModelNotFoundError: no name, no such folder, file, repository, revision or cached snapshot,
             or several models that could be meant.
-        ModelAccessError: a gated or private repository.
+        ModelAccessError: a gated or private repository, or a token that cannot be one.
         UnsupportedError: no safetensors, but weights in another format.
         CheckpointError: weights that are missing in part or altogether.
-        ModelError: the hub did not serve the files.
+        ModelError: the hub did not serve the files, or others than it states; the cache cannot be
+            written.
     """
     if not model:
         raise ModelNotFoundError(
@@ -337,7 +339,8 @@ def _choose_gguf(model: re.Match[str], names: list[str], where: str) -> str:
     found = _find_gguf(wanted, models)
     if len(found) == 1:
         return found[0]
-    choices = listed((_gguf_id(repo, name, models) for name in found or models), limit=100)
+    some = found or models
+    choices = listed([_gguf_id(repo, name, models) for name in some[:100]] + some[100:], limit=100)
     if found:
         called = f" called {wanted}" if wanted else ""
         raise ModelNotFoundError(f"{where} has several GGUF models{called}. Give one: {choices}.")
@@ -365,7 +368,8 @@ def _is_gguf_model(name: str) -> bool:
     """Whether a file is a GGUF model, or the first of the several that one is: no encoder of images
     (mmproj), and no statistics for quantising (imatrix)."""
     helps = re.search("mmproj|imatrix", PurePosixPath(name).name, re.IGNORECASE)
-    return _is_gguf(name) and not helps and gguf_parts(name)[:1] == [name]
+    later = re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", name)
+    return _is_gguf(name) and not helps and not later
 
 
 def _shards(folder: Path) -> list[str]:
