@@ -287,16 +287,16 @@ class Repository:
         self, url: str, headers: dict[str, str], about: Any, name: str, part: Path, bar: Any
     ) -> None:
         """Append to `part` what it lacks of the file."""
-        from huggingface_hub import utils
+        from huggingface_hub import file_download
 
         xet = getattr(about, "xet_file_data", None)
-        if xet is not None and about.size is not None and utils.is_xet_available():
-            from huggingface_hub.file_download import xet_get
-
+        # No public part of the library: where it has another place some day, HTTP serves as well.
+        is_there = getattr(file_download, "is_xet_available", bool)
+        if xet is not None and about.size is not None and is_there():
             bar.expect(about.size)
             with _writing(part):
                 part.write_bytes(b"")
-            xet_get(
+            file_download.xet_get(
                 incomplete_path=part,
                 xet_file_data=xet,
                 headers=headers,

@@ -59,10 +59,10 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         show_default=False,
-        help="A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, fetched on its first "
-        "use; one GGUF model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; "
-        "a folder with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the "
-        "small model that comes with this package.",
+        help="A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, fetched on its "
+        "first use; one GGUF model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or "
+        "org/name/file.gguf; a folder with config.json, tokenizer.json and *.safetensors; a .gguf "
+        "file; or demo, the small model that comes with this package.",
     ),
 ]
 DeviceOption = Annotated[

@@ -42,7 +42,18 @@ UNWANTED = [
 ]
 Q4, Q8 = "tiny-Q4_K_M.gguf", "Q8_0/tiny-Q8_0-00001-of-00002.gguf"
 # Repositories of a hub that is broken or hostile: of files that are not what they should be,
-ODD = ["etag", "etag-2", "commit", "gone", "stalled", "flipped", "flipped-small", "long", "cut"]
+ODD = [
+    "etag",
+    "etag-2",
+    "commit",
+    "gone",
+    "stalled",
+    "flipped",
+    "flipped-small",
+    "long",
+    "cut",
+    "xet",
+]
 HEADERS = {
     "org/etag": {"ETag": '"../../../../escaped"', "X_Linked_Etag": '"../../../../escaped"'},
     "org/etag-2": {"ETag": '"/tmp/escaped-of-infer"', "X_Linked_Etag": '"/tmp/escaped-of-infer"'},
@@ -185,6 +196,8 @@ class Hub:
                 if large:
                     headers["X_Linked_Etag"] = f'"{hashlib.sha256(body).hexdigest()}"'
                     headers["X_Linked_Size"] = str(len(body))
+                    if repo == "org/xet":
+                        headers |= {"X_Xet_Hash": "a" * 64, "X_Xet_Refresh_Route": "/token"}
                 else:
                     blob = b"blob %d\0" % len(body) + body
                     headers["ETag"] = f'"{hashlib.sha1(blob).hexdigest()}"'
@@ -262,6 +275,16 @@ import traceback
 from infer import download
 from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import InferError
+if arrives := os.environ.get("XET"):
+    import inspect
+    from huggingface_hub import file_download
+    signature = inspect.signature(file_download.xet_get)
+    def xet_get(**given):
+        signature.bind(**given)
+        given["_tqdm_bar"].update(len(arrives))
+        given["_tqdm_bar"].set_postfix_str("1 MB/s", refresh=False)
+        Path(given["incomplete_path"]).write_text(arrives)
+    file_download.xet_get = xet_get
 for name, value in json.loads(os.environ.get("LIMITS", "{}")).items():
     setattr(download, name, value)
 outcomes = []
@@ -386,6 +409,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             "fetched": list(hub.fetched),
             "home": home,
             "url": hub.url,
+            "hub": hub,
         }
 
 
@@ -523,6 +547,18 @@ def test_a_hub_that_is_down_is_not_needed(session: dict[str, Any], tmp_path: Pat
     down, missing, private = resolve_all(session["url"], home, calls)
     assert down["path"] == private["path"] == "tiny.gguf"
     assert "answered 500" in missing["message"]
+
+
+def test_files_of_xet_come_through_its_library(session: dict[str, Any], tmp_path: Path) -> None:
+    """Its service is none that runs here: what is called in its place has the same signature."""
+    large = content("org/xet", MAIN, "model.safetensors").decode()
+    calls = [{"model": "org/xet", "progress": True}]
+    before = len(session["hub"].fetched)
+    (found,) = resolve_all(session["url"], tmp_path / "a", calls, XET=large)
+    assert found["files"]["model.safetensors"] == large
+    (damaged,) = resolve_all(session["url"], tmp_path / "b", calls, XET="?" + large[1:])
+    assert "arrived damaged" in damaged["message"]
+    assert {*session["hub"].fetched[before:]} == {"org/xet/config.json"}
 
 
 @contextmanager
