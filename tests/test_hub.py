@@ -153,8 +153,9 @@ class Hub:
                 self.send_header("Content-Length", str(length))
                 self.end_headers()
                 self.close_connection = True
-                while not hub.closing.wait(0.02):
-                    self.wfile.write(b" ")
+                with suppress(OSError):
+                    while not hub.closing.wait(0.02):
+                        self.wfile.write(b" ")
 
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path)
