@@ -356,7 +356,7 @@ def load(
 ) -> LLM:
     """Load a model onto a GPU.
 
-    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct"), one of the GGUF models there
+    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct") or its URL, one of the GGUF models there
     ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
     device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
     context: positions for prompt and answer; None takes the smaller of the model's own and 8192,

@@ -112,10 +112,10 @@ def bench_option(
 # What several commands take
 
 _MODEL = (
-    "A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, fetched on its first use; one GGUF "
-    "model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; a folder "
-    "with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the small model "
-    "that comes with this package."
+    "A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, fetched on its first use; "
+    "one GGUF model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; "
+    "a folder with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the small "
+    "model that comes with this package."
 )
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=_MODEL)]
 OptionalModelArgument = Annotated[

@@ -9,6 +9,7 @@ import tokenizers
 
 from infer.chat import choose_template, read_templates, render
 from infer.kernels.errors import RequestError, TokenizerError
+from infer.models.files import open_file, read_text
 
 
 class Tokenizer:
@@ -68,14 +69,15 @@ class Tokenizer:
             TokenizerError: no tokenizer.json, or a file that cannot be read.
         """
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise TokenizerError(
                 f"{folder} has no tokenizer.json, and a tokenizer.model or vocab.json alone is not "
                 "supported. transformers writes one: AutoTokenizer.from_pretrained(folder)"
                 ".save_pretrained(folder)."
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            with open_file(path):  # a regular one: the library would wait for a pipe
+                backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
             raise TokenizerError(
                 f"{path} cannot be read as a tokenizer: {error}. Fetch the model again."
@@ -184,10 +186,10 @@ class Tokenizer:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} where there is no file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}. Fetch the model again.") from error
     if not isinstance(value, dict):
