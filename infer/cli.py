@@ -5,10 +5,8 @@ Nothing heavy is imported before a command runs, so that `infer --help` answers 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import tempfile
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,8 +76,6 @@ app = typer.Typer(
 def main() -> None:
     """The program `infer`."""
     never_fail_to_encode()
-    # Without it the Vulkan loader's search for a display complains on stderr, in containers mostly.
-    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
     if hasattr(signal, "SIGPIPE"):  # help that nobody reads to its end ends like any program's
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

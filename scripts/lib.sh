@@ -3,9 +3,6 @@
 
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-# Without it the Vulkan loader's search for a display complains, in containers mostly.
-export XDG_RUNTIME_DIR="${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}"
-
 say() { printf '%s\n' "$*" >&2; }
 
 fail() {

@@ -54,11 +54,11 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """For a process of its own."""
-    (tmp_path / "runtime").mkdir(mode=0o700)  # Mesa complains on stderr without it
-    own = {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "COLUMNS": "200"}
-    return {name: os.environ[name] for name in os.environ if name != "INFER_DEVICE"} | own
+    mine = ("INFER_DEVICE", "XDG_RUNTIME_DIR")
+    own = {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return {name: os.environ[name] for name in os.environ if name not in mine} | own
 
 
 def invoke(*arguments: object, stdin: bytes | None = None) -> Result:
