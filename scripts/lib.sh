@@ -59,9 +59,10 @@ make_venv() {
   "$python" -m venv --clear .venv || fail "The virtual environment could not be made."
 }
 
-# install_package [EXTRAS]: this working tree, so that changes in it count at once.
+# install_package WHAT...: as pip install takes it.
 install_package() {
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${1:-}" >&2 ||
+  rm -rf build/lib # or what is no longer in the tree would be installed with the rest
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" >&2 ||
     fail "pip could not install the package; its message is above."
 }
 
