@@ -299,7 +299,7 @@ def run(
             logprobs=logprobs,
         )
         begin = time.perf_counter()
-        with ProgressLine(shown=not quiet) as progress:
+        with ProgressLine(shown=False if quiet else None) as progress:
             llm = load(
                 model,
                 device=device,

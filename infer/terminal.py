@@ -286,12 +286,17 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-class ProgressLine:
-    """A line on standard error that is written over, and gone in the end. Only where a person sees
-    it: elsewhere, and with shown=False, nothing is written."""
+def _is_seen(stream: TextIO | None) -> bool:
+    """The same, and in a notebook, whose streams are ipykernel's and no terminals."""
+    return is_terminal(stream) or type(stream).__module__.partition(".")[0] == "ipykernel"
 
-    def __init__(self, shown: bool = True) -> None:
-        self.shown = shown and is_terminal(sys.stderr)
+
+class ProgressLine:
+    """A line on standard error that is written over, and gone in the end. shown=None: where a
+    person sees it, and nothing is written elsewhere."""
+
+    def __init__(self, shown: bool | None = None) -> None:
+        self.shown = _is_seen(sys.stderr) if shown is None else shown
         self._begin, self._next, self._width = time.perf_counter(), 0.0, 0
         self._read: float | None = None  # when the weights were
 

@@ -120,6 +120,12 @@ class Tokenizer:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of a token within a text: the first of one may lose the space that it begins
+        with, so it is what a second one adds. A special token's is its name."""
+        first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        return both[len(first) :]
+
     def is_shown(self, token_id: int) -> bool:
         """Whether `decode` keeps the id: not a special token, nor outside of the vocabulary."""
         known = self._backend.id_to_token(token_id) is not None
