@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +25,7 @@ import infer.llm
 import infer.memory
 from infer import LLM
 from infer.engine import Engine
-from infer.hub import DEMO, resolve
+from infer.hub import DEMO, ResolvedModel, resolve
 from infer.kernels.adapters import MemoryInfo
 from infer.kernels.device import Buffer, Device
 from infer.kernels.kv_cache import PAGE
@@ -493,7 +495,7 @@ def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[LLM] = []
     monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
     assert infer.generate(DEMO, COUNT).text == COUNTED
-    assert infer.generate(DEMO, COUNT, max_tokens=5, seed=1).completion_tokens == 5
+    assert infer.generate(DEMO, COUNT, max_tokens=5, progress=False).completion_tokens == 5
     chunks = infer.stream(DEMO, COUNT)
     assert "".join(chunk.text for chunk in chunks) == COUNTED
     assert len(loaded) == 1
@@ -633,6 +635,50 @@ def test_loads_that_cannot_be_served(
 ) -> None:
     with pytest.raises(error, match=message):
         infer.load(DEMO, **options)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Notebook(io.StringIO):
+    """As ipykernel has it, which says that it is no terminal."""
+
+    __module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize(
+    ("progress", "kind", "shown"),
+    [
+        (None, Terminal, True),
+        (None, Notebook, True),
+        (None, io.StringIO, False),
+        (True, io.StringIO, True),
+        (False, Terminal, False),
+        (lambda *_: None, Terminal, False),
+    ],
+)
+def test_loading_is_shown_to_who_sees_it(
+    monkeypatch: pytest.MonkeyPatch, progress: Any, kind: type[io.StringIO], shown: bool
+) -> None:
+    """A line of ours, and before it huggingface_hub's bars."""
+    bars = []
+
+    def found(*_: object, progress: bool, **__: object) -> ResolvedModel:
+        bars.append(progress)
+        return ResolvedModel(DEMO_FOLDER, DEMO)
+
+    def loaded(*arguments: Any) -> None:
+        arguments[7]("weights", 1, 2)
+
+    for name, stand_in in (("resolve", found), ("Device", lambda *_: None), ("_load", loaded)):
+        monkeypatch.setattr(infer.llm, name, stand_in)
+    monkeypatch.setattr(sys, "stderr", stream := kind())
+    infer.load(DEMO, progress=progress)
+    assert bars == [shown]
+    assert ("reading weights: 50%" in stream.getvalue()) == shown
+    assert (stream.getvalue() != "") == shown
 
 
 @pytest.mark.usefixtures("same_kernels")
