@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+import infer
 import infer.llm
 from infer.bench_report import BenchReport
 from infer.cli import app
@@ -24,6 +27,7 @@ from infer.kernels.device import DryDevice, Limits
 from infer.kernels.tensor import allocate
 from infer.models import build_model
 from infer.models.config import RawConfig
+from infer.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/decisions.md")
@@ -76,6 +80,74 @@ def test_the_forbidden_word_is_not_written(capsys: pytest.CaptureFixture[str]) -
     assert "Rosa" in capsys.readouterr().out
     exec(compile(code, "README.md", "exec"), {})
     assert "Rosa" not in capsys.readouterr().out
+
+
+RunExample = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch, same_kernels: None) -> RunExample:
+    """Runs a file of examples/ as a program. Returns what is defined in it."""
+
+    def run(name: str, *arguments: object, stdin: str = "") -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        return runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+    return run
+
+
+def test_every_example_is_in_the_readme() -> None:
+    linked = set(re.findall(r"\(examples/(\w+\.py)\)", read("README.md")))
+    assert linked == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_the_chat_remembers(run_example: RunExample, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example("chat.py", stdin="My cat is called Milo.\nWhat is my cat called?\n")
+    assert "\n> Your cat is called Milo.\n" in capsys.readouterr().out
+
+
+def test_the_chat_forgets_what_has_no_room(
+    run_example: RunExample,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(infer, "load", partial(infer.load, context=64))
+    run_example("chat.py", stdin="What is 4 plus 7?\n" * 6)
+    assert capsys.readouterr().out.count("4 plus 7 is 11.\n") == 6
+
+
+def test_summaries_compute_their_instructions_once(
+    run_example: RunExample,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    texts = {"a": "Rosa has a blue hat.", "long": "Rosa sings. " * 500, "b": "Theo sleeps."}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    instructions = run_example("summaries.py", "demo", *(tmp_path / name for name in texts))
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [str(tmp_path / name) for name in "ab"]
+    refused, last = printed.err.splitlines()
+    assert refused.startswith(f"{tmp_path / 'long'}: The prompt has ")
+    tokens = len(Tokenizer.open(resolve(DEMO).path).encode(instructions["INSTRUCTIONS"]))
+    reused, prompts = map(int, re.findall(r"\d+", last))
+    assert tokens - 5 < reused < prompts - tokens
+
+
+def test_scores_are_those_of_what_is_generated(
+    run_example: RunExample, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = run_example("scoring.py")
+    best, *others = capsys.readouterr().out.splitlines()
+    assert best.endswith("a clever witch")
+    assert len(others) == 2
+    with infer.load("demo") as llm:
+        result = llm.generate(names["PROMPT"], max_tokens=6, logprobs=0)
+        assert result.logprobs is not None
+        score = names["log_likelihood"](llm, names["PROMPT"], result.text)
+    assert score == pytest.approx(sum(entry.logprob for entry in result.logprobs), abs=2e-2)
 
 
 @pytest.mark.usefixtures("same_kernels")
@@ -166,7 +238,7 @@ def test_links_and_paths_lead_somewhere(document: str) -> None:
     text = read(document)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     links = [link.partition("#")[0] for link in links if "://" not in link]
-    paths = re.findall(r"(?:scripts|tests|docs)/[\w/]+\.\w+", text)
+    paths = re.findall(r"(?:examples|scripts|tests|docs)/[\w/]+\.\w+", text)
     folder = (ROOT / document).parent
     missing = [link for link in links if not (folder / link).exists()]
     assert not missing + [path for path in paths if not (ROOT / path).exists()]

@@ -83,8 +83,10 @@ def test_mypy_refuses_wrong_options_and_no_others(tmp_path: Path) -> None:
     """With the project's settings: what mypy remembers of checking the project serves it too."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", file]
+    examples = (ROOT / "examples").glob("*.py")
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", file, *examples]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "examples" not in done.stdout
     refused = {int(number) for number in re.findall(r":(\d+): error: ", done.stdout)}
     lines = enumerate(PROGRAM.splitlines(), 1)
     expected = {number for number, line in lines if line.endswith("# refused")}
