@@ -56,8 +56,9 @@ class TokenLogprob(TopLogprob):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream: text that is now certain (perhaps none), and the token that led to it
-    (None in the last piece, when text was held back). logprob is there when asked for."""
+    """A piece of a stream, which prints as its text: what is now certain (perhaps nothing), and the
+    token that led to it (None in the last piece, when text was held back). logprob is there when
+    asked for."""
 
     text: str
     token_id: int | None
@@ -69,7 +70,7 @@ class Chunk:
 
 @dataclass
 class Result:
-    """A whole generation.
+    """A whole generation, which prints as its text.
 
     token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
     string), "length" (max_tokens, or the context is full) or "cancelled" (closed before its end).
