@@ -16,7 +16,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from math import prod
@@ -39,6 +39,7 @@ from infer.kernels.device import Device, Limits
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import GpuTensor
+from infer.keywords import Progress as LoadProgress
 from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
 from infer.models import build_model
@@ -68,8 +69,7 @@ def run_bench(
     repeats: int | None = None,
     profile: bool = False,
     progress: Progress = lambda test, run, runs: None,
-    loading: Callable[[str, int, int], None] | None = None,
-    download_progress: bool = False,
+    loading: LoadProgress | None = None,
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
@@ -79,8 +79,8 @@ def run_bench(
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
     that are in the cache before it. Each test runs `repeats` times after a warm-up. What of these
     three is None is 512, 128 and 5, or as much less as keeps a slow adapter to about a minute.
-    profile: time every kernel. progress is told what runs; loading and download_progress: as for
-    `load`. Raises RequestError and whatever `load` raises.
+    profile: time every kernel. progress is told what runs; loading: as progress of `load`. Raises
+    RequestError and whatever `load` raises.
     """
     given = [n for n in (prompt_tokens, decode_tokens, repeats, *depths) if n is not None]
     if min(given, default=1) < 1:
@@ -108,7 +108,6 @@ def run_bench(
         offline,
         needed=needed,
         loading=loading,
-        download_progress=download_progress,
     )
     lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
     progress(f"copy bandwidth of {gpu}", 0, 0)
@@ -206,8 +205,7 @@ def open_engine(
     offline: bool = False,
     *,
     needed: int = 2,
-    loading: Callable[[str, int, int], None] | None = None,
-    download_progress: bool = False,
+    loading: LoadProgress | None = None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
 
@@ -225,10 +223,10 @@ def open_engine(
             "adapter": adapter,
             "revision": revision,
             "offline": offline,
-            "download_progress": download_progress,
+            "progress": loading,
         }
         _check_model(model, options, needed)
-        return _loaded(model, options | {"progress": loading})
+        return _loaded(model, options)
     if shape is not None and model is None:
         if adapter is not None:
             raise RequestError(

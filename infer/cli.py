@@ -311,7 +311,6 @@ def run(
                 revision=revision,
                 offline=offline,
                 progress=progress.loading,
-                download_progress=progress.shown,
                 engine={"fuse": not no_fuse},
             )
         with llm:
@@ -404,18 +403,19 @@ def info(
     with exit_codes(verbose):
         from infer.report import inspect_model
 
-        found = inspect_model(
-            model,
-            device=device,
-            context=context,
-            dtype=dtype,
-            quantize=quantize,
-            kv_dtype=kv_dtype,
-            adapter=adapter,
-            revision=revision,
-            offline=offline,
-            download_progress=is_terminal(sys.stderr),
-        )
+        with ProgressLine() as line:
+            found = inspect_model(
+                model,
+                device=device,
+                context=context,
+                dtype=dtype,
+                quantize=quantize,
+                kv_dtype=kv_dtype,
+                adapter=adapter,
+                revision=revision,
+                offline=offline,
+                progress=line.loading,
+            )
         show(found, as_json)
 
 
@@ -577,7 +577,6 @@ def bench(
                 profile=profile,
                 progress=tell,
                 loading=line.loading,
-                download_progress=line.shown,
             )
         if as_json:
             write(result.to_json())

@@ -29,6 +29,7 @@ from infer.kernels.errors import InferError, ModelAccessError, ModelError, Model
 from infer.models.files import open_file, read_text
 
 T = TypeVar("T")
+Progress = Callable[[int, int], None]
 
 ASK_SECONDS = 10.0  # for the question whether there is something newer than what is cached
 ANSWER_SECONDS = 60.0  # for the same where nothing is
@@ -207,8 +208,9 @@ class Repository:
 
     # Fetching
 
-    def fetch(self, commit: str, names: Iterable[str], shown: bool) -> Path:
-        """The folder of a commit that holds these files, of `ask`. shown: with a bar of progress.
+    def fetch(self, commit: str, names: Iterable[str], progress: Progress) -> Path:
+        """The folder of a commit that holds these files, of `ask`. progress gets bytes that came,
+        and those of all files that were begun.
 
         Raises ModelError.
         """
@@ -217,7 +219,7 @@ class Repository:
         if not todo:
             return folder
         self._stop = stop = threading.Event()
-        bar = _bar(f"Fetching {len(todo)} files", shown)
+        bar = _bar()
         parts: set[Path] = set()
 
         def work() -> None:
@@ -226,18 +228,24 @@ class Repository:
                     self._fetch_file(commit, todo.popleft(), bar, parts)
 
         jobs: list[Future[None]] = []
+
+        def steps() -> Iterator[None]:
+            try:
+                jobs.extend(_start(work) for _ in range(min(_WORKERS, len(todo))))
+                yield from _until_done(jobs, lambda: bar.moved)
+            except Exception as error:
+                raise self.error(error) from None
+
         try:
-            jobs += [_start(work) for _ in range(min(_WORKERS, len(todo)))]
-            _wait_for(jobs, lambda: bar.moved)
-        except Exception as error:
-            raise self.error(error) from None
+            progress(0, 0)
+            for _ in steps():
+                progress(bar.done, bar.total)
         finally:
             stop.set()
             wait(jobs, _GRACE_SECONDS)
             for part in [*parts]:
                 with suppress(OSError):
                     part.unlink()
-            bar.close()
         return folder
 
     def _fetch_file(self, commit: str, name: str, bar: Any, parts: set[Path]) -> None:
@@ -445,14 +453,16 @@ def _start(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _wait_for(jobs: list[Future[None]], moved: Callable[[], int]) -> None:
-    """Waits until all have ended, or one of them with an error, or hardly a byte moves."""
-    tick = min(1.0, STALL_SECONDS / 10)
+def _until_done(jobs: list[Future[None]], moved: Callable[[], int]) -> Iterator[None]:
+    """Steps of a quarter of a second until all have ended, or one of them with an error, or hardly
+    a byte moves."""
+    tick = min(0.25, STALL_SECONDS / 10)
     before, idle = moved(), 0.0
     while True:
         done, running = wait(jobs, tick, return_when=FIRST_EXCEPTION)
         for job in done:
             job.result()
+        yield
         if not running:
             return
         idle += tick  # no clock, which runs on while a computer sleeps
@@ -532,12 +542,14 @@ def _writing(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _bar(title: str, shown: bool) -> Any:
-    """A bar of bytes that several threads move. `moved` counts what came, and each file too."""
+def _bar() -> Any:
+    """Bytes that came (`done`), of those that are expected (`total`), counted by several threads.
+    `moved` counts whatever does, and each file too. As Xet asks for, a bar of huggingface_hub's,
+    which shows nothing."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        moved, total = 0, 0
+        done, moved, total = 0, 0, 0
         own_lock = threading.Lock()
 
         def expect(self, size: int | None) -> None:
@@ -548,7 +560,7 @@ def _bar(title: str, shown: bool) -> Any:
         def update(self, n: float | None = 1) -> None:
             with self.own_lock:
                 self.moved += int(n or 0)
-                super().update(n)
+                self.done += int(n or 0)
 
         def update_transfer(self, n: float | None = 1) -> None:  # by Xet, of bytes not yet written
             self.moved += int(n or 0)
@@ -558,4 +570,4 @@ def _bar(title: str, shown: bool) -> Any:
 
         set_transfer_postfix_str = set_postfix_str
 
-    return Bar(desc=title, unit="B", unit_scale=True, total=0, disable=not shown)
+    return Bar(total=0, disable=True)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from infer.download import Listing, Repository, settings
+from infer.download import Listing, Progress, Repository, settings
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -85,7 +85,7 @@ def resolve(
     revision: str | None = None,
     offline: bool = False,
     token: str | None = None,
-    progress: bool = True,
+    progress: Progress = lambda done, total: None,
 ) -> ResolvedModel:
     """Find a model's files, fetching from the hub what is not in its cache.
 
@@ -98,7 +98,7 @@ def resolve(
         offline: use the cache alone.
         token: for gated and private repositories; by default the one that `hf auth login` stored,
             or the environment's HF_TOKEN.
-        progress: whether to show a bar while files are fetched.
+        progress: called with bytes that came and bytes of all files that were begun.
 
     Raises:
         ModelNotFoundError: no name, no such folder, file, repository, revision or cached snapshot,
@@ -151,7 +151,11 @@ def resolve(
 
 
 def resolve_adapter(
-    adapter: str, *, offline: bool = False, token: str | None = None, progress: bool = True
+    adapter: str,
+    *,
+    offline: bool = False,
+    token: str | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> ResolvedModel:
     """Find the files of a LoRA adapter: `adapter` is a local folder, a hub id or its URL. For the
     rest and the errors see `resolve`."""
@@ -311,7 +315,7 @@ def _find_in_cache(repository: Repository, model: re.Match[str]) -> ResolvedMode
 
 
 def _fetch(
-    repository: Repository, model: re.Match[str], listing: Listing, progress: bool
+    repository: Repository, model: re.Match[str], listing: Listing, progress: Progress
 ) -> ResolvedModel:
     """What a model needs of the files of its repository."""
     repo, commit, names = repository.id, listing.commit, listing.names

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from infer.kernels.errors import RequestError
 from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams
 
-# What is being done ("weights" or "kernels"), how much of it is done, and how much there is of it.
+# What is being done ("download", "weights" or "kernels"), how much is done, and how much there is.
 Progress = Callable[[str, int, int], None]
 
 

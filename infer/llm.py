@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -380,7 +380,6 @@ def load(
     revision: str | None = None,
     offline: bool = False,
     progress: bool | Progress | None = None,
-    download_progress: bool | None = None,
     settings: Settings | None = None,
     engine: Mapping[str, Any] | None = None,
     **unknown: Never,
@@ -400,10 +399,10 @@ def load(
     the one that a call names (`generate(..., adapter=name)`).
     revision, offline: see `infer.hub.resolve`.
     progress: whether a line on standard error shows how far it is; None: where a person sees it,
-    in a terminal or a notebook. Or a function, called with "weights", bytes read and bytes in all,
-    and meanwhile and afterwards, from another thread, with "kernels", how many are compiled and how
-    many there are. download_progress: whether huggingface_hub may show its bars; None: where that
-    line is shown. engine: other fields of EngineOptions.
+    in a terminal or a notebook. Or a function, called with "download", bytes that came and bytes
+    of all files that were begun; with "weights", bytes read and bytes in all; and meanwhile and
+    afterwards, from another thread, with "kernels", how many are compiled and how many there are.
+    engine: other fields of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
     """
@@ -414,9 +413,10 @@ def load(
     converted = weight_dtype(dtype, quantize)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
     with ProgressLine(False if callable(progress) else progress) as line:
-        bars = line.shown if download_progress is None else download_progress
-        resolved = resolve(str(model), revision=revision, offline=offline, progress=bars)
-        always, named = open_adapters(adapter, adapters, offline, bars)
+        report = progress if callable(progress) else line.loading
+        fetched = partial(report, "download")
+        resolved = resolve(str(model), revision=revision, offline=offline, progress=fetched)
+        always, named = open_adapters(adapter, adapters, offline, fetched)
         return _load(
             resolved,
             Device(choose_adapter(device), settings),
@@ -425,7 +425,7 @@ def load(
             kv_dtype,
             always,
             named,
-            progress if callable(progress) else line.loading,
+            report,
             engine or {},
         )
 
@@ -438,7 +438,7 @@ def open_adapters(
     adapter: str | Path | None,
     adapters: Mapping[str, str | Path] | None,
     offline: bool,
-    progress: bool,
+    progress: Callable[[int, int], None],
 ) -> tuple[Lora | None, dict[str, Lora]]:
     """The adapter that is always on, and those that are chosen by name. Raises ModelError, and
     RequestError where both are given."""

@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isnan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from infer.hub import resolve
 from infer.kernels.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.device import Device, Limits
 from infer.kernels.errors import OutOfMemoryError
+from infer.keywords import Progress
 from infer.llm import LLM, Result, open_adapters, weight_dtype
 from infer.memory import (
     checked_context,
@@ -275,16 +277,17 @@ def inspect_model(
     adapter: str | Path | None = None,
     revision: str | None = None,
     offline: bool = False,
-    download_progress: bool = False,
+    progress: Progress | None = None,
 ) -> ModelReport:
     """What `infer.load` with the same arguments would need. Reads no weights, opens no device, and
-    works without one.
+    works without one. progress: as for `load`, of a download.
 
     Raises ModelError, DeviceError, TokenizerError, RequestError.
     """
     converted = weight_dtype(dtype, quantize)
-    found = resolve(model, revision=revision, offline=offline, progress=download_progress)
-    always, _ = open_adapters(adapter, None, offline, download_progress)
+    fetched = partial(progress or (lambda *_: None), "download")
+    found = resolve(model, revision=revision, offline=offline, progress=fetched)
+    always, _ = open_adapters(adapter, None, offline, fetched)
     llama, checkpoint = open_model(found.path)
     specs = list(llama.weights())
     check_checkpoint(specs, checkpoint, llama.ignorable)

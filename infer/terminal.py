@@ -297,7 +297,8 @@ class ProgressLine:
 
     def __init__(self, shown: bool | None = None) -> None:
         self.shown = _is_seen(sys.stderr) if shown is None else shown
-        self._begin, self._next, self._width = time.perf_counter(), 0.0, 0
+        self._begin = self._end = time.perf_counter()
+        self._next, self._width = 0.0, 0
         self._read: float | None = None  # when the weights were
 
     def __enter__(self) -> ProgressLine:
@@ -320,18 +321,28 @@ class ProgressLine:
         return 0.0 if self._read is None else time.perf_counter() - self._read
 
     def loading(self, what: str, done: int, total: int) -> None:
-        """The progress of `infer.load`: bytes of weights, and how fast they come; when they are
-        there, the kernels that are compiled, and since when nothing else is done."""
-        if what == "kernels":
+        """The progress of `infer.load`: bytes that are fetched, then bytes of weights, and how fast
+        they come; when they are there, the kernels that are compiled, and since when nothing else
+        is done."""
+        now = time.perf_counter()
+        if what == "download":
+            if total == 0:
+                self._begin = now
+            else:
+                self._show_bytes("fetching", done, total, now - self._begin)
+            self._end = now  # of fetching: the weights begin
+        elif what == "kernels":
             if self._read is not None:
                 self.show(f"compiling kernels: {done} of {total}, {self.waiting:.1f} s")
         elif done == total:
-            self._read = time.perf_counter()
+            self._read = now
             self.show("compiling kernels", now=True)
         else:
-            rate = done / max(time.perf_counter() - self._begin, 1e-9)
-            part = f"{size(done)} of {size(total)}, {size(rate)}/s"
-            self.show(f"reading weights: {done / total:.0%}, {part}")
+            self._show_bytes("reading weights", done, total, now - self._end)
+
+    def _show_bytes(self, what: str, done: int, total: int, seconds: float) -> None:
+        rate = size(done / max(seconds, 1e-9))
+        self.show(f"{what}: {done / total:.0%}, {size(done)} of {size(total)}, {rate}/s")
 
     def _replace(self, line: str) -> None:
         line = visible(line)[: columns(sys.stderr) - 1]

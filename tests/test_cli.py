@@ -338,7 +338,7 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.items() >= given.items()
     refused("run", "demo", "-p", "x", "--quantize", "q4")
     assert (seen["dtype"], seen["quantize"]) == (None, "q4")
-    assert seen["download_progress"] is False  # standard error is no terminal
+    assert seen["progress"].__self__.shown is False  # standard error is no terminal
 
 
 # Ctrl-C, pipes and encodings
@@ -623,6 +623,13 @@ def test_progress_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         return stream.getvalue().rsplit("\r", 1)[1].rstrip()
 
     with ProgressLine() as progress:
+        now += 5
+        progress.loading("download", 0, 0)
+        now += 2
+        progress.loading("download", 1 << 20, 8 << 20)
+        assert shown() == "fetching: 12%, 1.0 MiB of 8.0 MiB, 512.0 KiB/s"
+        now += 10
+        progress.loading("download", 8 << 20, 8 << 20)
         now += 1
         progress.loading("weights", 3 << 20, 4 << 20)
         assert shown() == "reading weights: 75%, 3.0 MiB of 4.0 MiB, 3.0 MiB/s"

@@ -289,7 +289,9 @@ if arrives := os.environ.get("XET"):
 for name, value in json.loads(os.environ.get("LIMITS", "{}")).items():
     setattr(download, name, value)
 outcomes = []
+reports = []
 for kwargs in json.loads(sys.argv[1]):
+    kwargs["progress"] = lambda *report: reports.append(report)
     os.environ.update(kwargs.pop("env", {}))
     if login := kwargs.pop("login", ""):
         Path(os.environ["HF_HOME"], "token").write_bytes(login.encode("latin-1"))
@@ -304,6 +306,9 @@ for kwargs in json.loads(sys.argv[1]):
         outcomes.append({"name": found.name, "revision": found.revision})
         outcomes[-1]["path"] = found.path.relative_to(folder).as_posix()
         outcomes[-1]["files"] = {name: path.read_text() for name, path in files.items()}
+    if os.environ.get("REPORTS"):
+        outcomes[-1]["reports"] = reports[:]
+        reports.clear()
 print(json.dumps(outcomes))
 """
 
@@ -705,12 +710,17 @@ def test_interrupted_download_is_completed(session: dict[str, Any], tmp_path: Pa
     assert outcome == session["found"][0]
 
 
-def test_progress_bars(session: dict[str, Any], tmp_path: Path) -> None:
-    for shown in (True, False):
-        calls = [{"model": model, "progress": shown} for model in ("org/sharded", "org/one-gguf")]
-        done = run(session["url"], tmp_path / str(shown), calls)
-        assert ("Fetching" in done.stderr) == shown
-        assert shown or not done.stderr
+def test_progress_counts_what_is_fetched(session: dict[str, Any], tmp_path: Path) -> None:
+    done = run(session["url"], tmp_path, [{"model": "org/sharded"}] * 2, REPORTS="1")
+    assert not done.stderr
+    fetched, cached = json.loads(done.stdout)
+    ends = [i for i, report in enumerate(fetched["reports"]) if report == [0, 0]]
+    small, large = (fetched["reports"][a:b] for a, b in ((0, ends[1]), (ends[1], None)))
+    sizes = {name: len(text.encode()) for name, text in fetched["files"].items()}
+    weights = sum(size for name, size in sizes.items() if name in SHARDS)
+    assert large[-1] == [weights, weights]
+    assert small[-1] == [sum(sizes.values()) - weights] * 2
+    assert cached["reports"] == []
 
 
 # Without the hub
