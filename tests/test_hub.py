@@ -291,13 +291,14 @@ for name, value in json.loads(os.environ.get("LIMITS", "{}")).items():
 outcomes = []
 reports = []
 for kwargs in json.loads(sys.argv[1]):
-    kwargs["progress"] = lambda *report: reports.append(report)
+    fails = kwargs.pop("fails", False)
+    kwargs["progress"] = lambda *report: reports.append(report) or (fails and 1 / 0)
     os.environ.update(kwargs.pop("env", {}))
     if login := kwargs.pop("login", ""):
         Path(os.environ["HF_HOME"], "token").write_bytes(login.encode("latin-1"))
     try:
         found = (resolve_adapter if "adapter" in kwargs else resolve)(**kwargs)
-    except InferError as error:
+    except (InferError, ZeroDivisionError) as error:
         outcomes.append({"error": type(error).__name__, "message": str(error)})
         outcomes[-1]["trace"] = traceback.format_exc()
     else:
@@ -721,6 +722,13 @@ def test_progress_counts_what_is_fetched(session: dict[str, Any], tmp_path: Path
     assert large[-1] == [weights, weights]
     assert small[-1] == [sum(sizes.values()) - weights] * 2
     assert cached["reports"] == []
+
+
+def test_an_error_of_the_users_function_is_theirs(session: dict[str, Any], tmp_path: Path) -> None:
+    call = {"model": "org/sharded", "fails": True}
+    (outcome,) = resolve_all(session["url"], tmp_path, [call])
+    assert outcome["error"] == "ZeroDivisionError"
+    assert not list(tmp_path.rglob("*.incomplete"))
 
 
 # Without the hub
