@@ -27,7 +27,17 @@ from infer.kernels.errors import (
 if TYPE_CHECKING:
     from infer.kernels.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.device import Device, MemoryStats, Settings
-    from infer.llm import LLM, Chunk, Result, Stream, TokenLogprob, generate, load, stream
+    from infer.llm import (
+        LLM,
+        Chunk,
+        Result,
+        Stream,
+        TokenLogprob,
+        TopLogprob,
+        generate,
+        load,
+        stream,
+    )
     from infer.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -44,6 +54,7 @@ _LAZY = {
     "Settings": "infer.kernels.device",
     "Stream": "infer.llm",
     "TokenLogprob": "infer.llm",
+    "TopLogprob": "infer.llm",
     "generate": "infer.llm",
     "is_available": "infer.kernels.adapters",
     "list_adapters": "infer.kernels.adapters",
@@ -73,6 +84,7 @@ __all__ = [
     "Stream",
     "TokenLogprob",
     "TokenizerError",
+    "TopLogprob",
     "UnsupportedError",
     "generate",
     "is_available",
@@ -82,10 +94,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'infer' has no attribute {name!r}")
+if not TYPE_CHECKING:  # for type checkers, a name that is not above is a mistake
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return getattr(import_module(_LAZY[name]), name)
+        raise AttributeError(f"module 'infer' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

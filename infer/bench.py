@@ -12,11 +12,9 @@ copy on the same adapter in the same run.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,21 +30,22 @@ from wgpu.backends.wgpu_native import lib_version_info
 
 import infer
 from infer.bench_measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
-from infer.bench_report import BenchReport, format_report
+from infer.bench_report import BenchReport
 from infer.engine import Engine, EngineOptions
 from infer.hub import resolve_adapter
 from infer.kernels.adapters import AdapterInfo, choose_adapter
 from infer.kernels.bandwidth import copy_bandwidth
 from infer.kernels.device import Device, Limits
-from infer.kernels.errors import InferError, OutOfMemoryError, RequestError
+from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.kv_cache import KV_DTYPES
-from infer.kernels.tensor import QUANTIZED, GpuTensor
+from infer.kernels.tensor import GpuTensor
+from infer.keywords import Progress as LoadProgress
 from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
 from infer.models import build_model
 from infer.models.llama import Llama
 from infer.models.packing import Stored
-from infer.models.shapes import PUBLISHED, SHAPES, Published, shape_config
+from infer.models.shapes import PUBLISHED, Published, shape_config
 from infer.models.weights import WeightSpec, joined, random_storage, random_weights
 from infer.report import inspect_model
 
@@ -62,53 +61,69 @@ def run_bench(
     format: str | None = None,
     kv_dtype: str = "f16",
     adapter: str | Path | None = None,
-    prompt_tokens: int = 512,
-    decode_tokens: int = 128,
+    revision: str | None = None,
+    offline: bool = False,
+    prompt_tokens: int | None = None,
+    decode_tokens: int | None = None,
     depths: Sequence[int] = (),
-    repeats: int = 5,
+    repeats: int | None = None,
     profile: bool = False,
-    json_path: Path | None = None,
-    progress: Progress = lambda message: None,
+    progress: Progress = lambda test, run, runs: None,
+    loading: LoadProgress | None = None,
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, context, dtype, quantize, kv_dtype, adapter: as for `load`; a shape's weights are
-    bf16 where dtype and quantize are None, or packed as in checkpoints of a `format` (a key of
-    PUBLISHED), and have no adapter. prompt_tokens of the prefill test; decode_tokens of every
-    decode test, of which there is one more for each of `depths`, the tokens that are in the cache
-    before it. Each test runs `repeats` times after a warm-up. profile: time every kernel.
-    json_path: a file to write the report to, or a folder, for a file named after date, GPU and
-    model. progress is told what runs. Raises RequestError and whatever `load` raises.
+    model, device, context, dtype, quantize, kv_dtype, adapter, revision, offline: as for `load`; a
+    shape's weights are bf16 where dtype and quantize are None, or packed as in checkpoints of a
+    `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the prefill test;
+    decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
+    that are in the cache before it. Each test runs `repeats` times after a warm-up. What of these
+    three is None is 512, 128 and 5, or as much less as keeps a slow adapter to about a minute.
+    profile: time every kernel. progress is told what runs; loading: as progress of `load`. Raises
+    RequestError and whatever `load` raises.
     """
-    if min(prompt_tokens, decode_tokens, repeats, *depths, 1) < 1:
+    given = [n for n in (prompt_tokens, decode_tokens, repeats, *depths) if n is not None]
+    if min(given, default=1) < 1:
         raise RequestError("Counts of tokens, depths and repeats must be at least 1.")
     if dtype not in (None, *DTYPES) or kv_dtype not in KV_DTYPES:
         raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16, f32 or q8.")
     weight_dtype(dtype, quantize)
-    if json_path is not None:
-        _check_writable(json_path)
-    needed = max(prompt_tokens, max(depths, default=1) + decode_tokens) + 1
+    needed = max(prompt_tokens or 1, max(depths, default=1) + (decode_tokens or 1)) + 1
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
     gpu = choose_adapter(device)
     if profile and "timestamp-query" not in gpu.features:
         raise RequestError(f"{gpu} has no timestamp queries: leave out --profile.")
     opened = open_engine(
-        model, shape, device, context, dtype, kv_dtype, quantize, format, adapter, needed=needed
+        model,
+        shape,
+        device,
+        context,
+        dtype,
+        kv_dtype,
+        quantize,
+        format,
+        adapter,
+        revision,
+        offline,
+        needed=needed,
+        loading=loading,
     )
     lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
-    progress(f"copy bandwidth of {gpu}")
+    progress(f"copy bandwidth of {gpu}", 0, 0)
     with Device(gpu) as own:
         bandwidth = copy_bandwidth(own)
-    progress(f"loading {model or shape}")
+    progress(f"loading {model or shape}", 0, 0)
     begin = time.perf_counter()
     with opened as (name, engine):
         load_seconds = time.perf_counter() - begin
-        bench = EngineBench(engine, bandwidth, repeats, progress)
-        prefill = bench.prefill(prompt_tokens)
-        greedy, sampled = bench.decode(decode_tokens, 0, GREEDY, SAMPLED)
-        deep = {depth: bench.decode(decode_tokens, depth, GREEDY)[0] for depth in depths}
-        progress("host and GPU of a step")
+        bench = EngineBench(engine, bandwidth, repeats or 1, progress)
+        sizes = bench.sizes(prompt_tokens, decode_tokens, repeats, max(depths, default=1))
+        bench.repeats = sizes.repeats
+        prefill = bench.prefill(sizes.prompt)
+        greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
+        deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
+        progress("host and GPU of a step", 0, 0)
         submit_seconds, read_seconds = bench.host_seconds()
         host_seconds = submit_seconds + read_seconds
         gpu_seconds = bench.gpu_seconds(greedy)
@@ -145,116 +160,18 @@ def run_bench(
             gpu_seconds=gpu_seconds,
             profiles=tuple(profiles),
         )
-    if json_path is not None:
-        path = json_path / report.file_name if json_path.is_dir() else json_path
-        path.write_text(report.to_json(), encoding="utf-8")
-        progress(f"wrote {path}")
     return report
 
 
-def print_report(report: BenchReport) -> None:
-    """The report on stdout."""
-    print(format_report(report))
+def save(report: BenchReport, path: Path) -> Path:
+    """Write the report to a file, or under its own name into a folder, and return where it is."""
+    path = path / report.file_name if path.is_dir() else path
+    path.write_text(report.to_json(), encoding="utf-8")
+    return path
 
 
-def main(
-    argv: Sequence[str] | None = None, *, prog: str = "infer bench", results: str = "."
-) -> int:
-    """The command; returns its exit code. A bare --json writes into the folder `results`."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Measure how fast a model runs on this machine's GPU."
-    )
-    parser.add_argument(
-        "model", nargs="?", help="a hub id, org/name:Q4_K_M, a folder, a .gguf file, or demo"
-    )
-    parser.add_argument(
-        "--shape", choices=SHAPES, help="instead of a model: the shape of one, on random weights"
-    )
-    parser.add_argument("--device", help="index or part of the name of an adapter")
-    parser.add_argument(
-        "--context", type=int, help="positions of the KV cache (default: as for infer run)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights")
-    parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
-    parser.add_argument(
-        "--format", choices=PUBLISHED, help="random weights as checkpoints of that kind have them"
-    )
-    parser.add_argument(
-        "--kv-dtype", choices=KV_DTYPES, default="f16", help="of the KV cache (default: f16)"
-    )
-    parser.add_argument(
-        "--adapter",
-        metavar="PATH",
-        help="a LoRA adapter of the model (a folder or a hub id): merged into the weights, or "
-        "applied beside those that the files have quantised",
-    )
-
-    def count(short: str, name: str, default: int, text: str) -> None:
-        parser.add_argument(short, name, type=int, default=default, metavar="N", help=text)
-
-    count("-p", "--prompt-tokens", 512, "tokens of the prefill test (default: 512)")
-    count("-n", "--decode-tokens", 128, "tokens of every decode test (default: 128)")
-    count("-r", "--repeats", 5, "runs of a test, after a warm-up (default: 5)")
-    parser.add_argument(
-        "--depth",
-        type=_depths,
-        default=[],
-        metavar="N,N",
-        help="also decode with so many tokens in the cache",
-    )
-    parser.add_argument("--profile", action="store_true", help="time every kernel of a step")
-    parser.add_argument(
-        "--json",
-        type=_report_path,
-        nargs="?",
-        const=Path(results),
-        metavar="PATH",
-        help="write the report to a file, or under its own name to a folder (default: %(const)s)",
-    )
-    options = parser.parse_args(argv)
-    try:
-        report = run_bench(
-            options.model,
-            options.shape,
-            device=options.device,
-            context=options.context,
-            dtype=options.dtype,
-            quantize=options.quantize,
-            format=options.format,
-            kv_dtype=options.kv_dtype,
-            adapter=options.adapter,
-            prompt_tokens=options.prompt_tokens,
-            decode_tokens=options.decode_tokens,
-            depths=options.depth,
-            repeats=options.repeats,
-            profile=options.profile,
-            json_path=options.json,
-            progress=lambda message: print(message, file=sys.stderr, flush=True),
-        )
-    except InferError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print_report(report)
-    return 0
-
-
-def _depths(text: str) -> list[int]:
-    try:
-        return [int(depth) for depth in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers like 4096,16384") from None
-
-
-def _report_path(text: str) -> Path:
-    if not text or (text[-1] in "/\\" and not Path(text).is_dir()):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a file's name nor a folder")
-    return Path(text)
-
-
-def _check_writable(path: Path) -> None:
-    """A report that cannot be written would be lost with all that was measured for it."""
+def check_writable(path: Path) -> None:
+    """Raises RequestError where `save` would fail: before anything is measured for it."""
     if not path.parent.is_dir():
         raise RequestError(f"There is no folder {path.parent} to write the report to.")
     try:
@@ -284,8 +201,11 @@ def open_engine(
     quantize: str | None = None,
     format: str | None = None,
     adapter: str | Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
     *,
     needed: int = 2,
+    loading: LoadProgress | None = None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
 
@@ -301,6 +221,9 @@ def open_engine(
             "quantize": quantize,
             "kv_dtype": kv_dtype,
             "adapter": adapter,
+            "revision": revision,
+            "offline": offline,
+            "progress": loading,
         }
         _check_model(model, options, needed)
         return _loaded(model, options)

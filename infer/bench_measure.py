@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -39,7 +39,24 @@ _WARM_UP_SECONDS = 0.3  # a GPU that was idle needs work before its clock is up
 _HOST_STEPS = 32
 LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself costs some 3 µs
 
-Progress = Callable[[str], None]
+_PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size
+_SECONDS = 45.0  # that all tests take at most where their sizes are chosen
+
+# What is measured, the run of it that begins (0: the warm-up), and how many there are (0: no runs).
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of the prefill test and of a decode test, and the runs of each after its warm-up."""
+
+    prompt: int = 512
+    decode: int = 128
+    repeats: int = 5
+
+
+# On slow adapters one of the others, which take a third as long as the one before, or less.
+_SIZES = (Sizes(), Sizes(256, 64, 3), Sizes(128, 32, 2), Sizes(64, 16, 1), Sizes(16, 8, 1))
 
 
 # What a step has to read and to compute
@@ -103,11 +120,38 @@ def prefill_flops(model: Llama, tokens: int) -> int:
 
 class EngineBench:
     """The tests of one engine. bandwidth: bytes per second that a copy reads and writes. Each test
-    runs `repeats` times after a warm-up, and progress is told its name."""
+    runs `repeats` times after a warm-up, and progress is told its name and its runs."""
 
     def __init__(self, engine: Engine, bandwidth: float, repeats: int, progress: Progress) -> None:
         self.engine, self.bandwidth = engine, bandwidth
         self.repeats, self.progress = repeats, progress
+
+    def sizes(
+        self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
+    ) -> Sizes:
+        """What is None, so large that the tests of no depth take _SECONDS at most, and that the
+        context holds them: decode begins after `depth` tokens."""
+        if prompt and decode and repeats:
+            return Sizes(prompt, decode, repeats)
+        self.progress("sizes of the tests", 0, 0)
+        room = self.engine.context - 1
+        ids = self._ids(min(_PROBE, room))
+        params = replace(GREEDY, max_tokens=5)
+        for _ in range(2):  # the first time compiles
+            self.engine.tokens.clear()
+            to_first, to_last = self._generate(ids, params)
+        chosen = Sizes()
+        for sizes in _SIZES:
+            chosen = Sizes(
+                prompt or min(sizes.prompt, room),
+                decode or max(1, min(sizes.decode, room - depth)),
+                repeats or sizes.repeats,
+            )
+            steps = 2 * chosen.decode * to_last / 4  # greedy and sampled
+            run = chosen.prompt * to_first / len(ids) + steps
+            if (chosen.repeats + 1) * run <= _SECONDS:
+                break
+        return chosen
 
     def prefill(self, tokens: int) -> Row:
         ids = self._ids(tokens)
@@ -176,13 +220,17 @@ class EngineBench:
 
     def _repeat(self, tests: str, *runs: Callable[[], float]) -> list[tuple[float, ...]]:
         """What each of the runs returns, time after time, after a warm-up."""
-        self.progress(tests)
+        self.progress(tests, 0, self.repeats)
         end = time.perf_counter() + _WARM_UP_SECONDS
         for run in runs:
             run()
         while time.perf_counter() < end:
             runs[0]()
-        return list(zip(*([run() for run in runs] for _ in range(self.repeats)), strict=True))
+        times = []
+        for number in range(1, self.repeats + 1):
+            self.progress(tests, number, self.repeats)
+            times.append([run() for run in runs])
+        return list(zip(*times, strict=True))
 
     # One step on its own
 
@@ -250,7 +298,7 @@ class EngineBench:
     ) -> Profile:
         """A kernel of the plan is timed by all its calls in one pass; one of the sampler, which
         needs what those before it have left, by what it adds to a pass of them."""
-        self.progress(f"profile: {step}")
+        self.progress(f"profile: {step}", 0, 0)
         calls: dict[str, list[Dispatch]] = {}
         for item in needed(plan, rows, kv_len):
             calls.setdefault(kernel_label(item.pipeline.spec), []).append(item)

@@ -156,19 +156,24 @@ class BenchReport:
 # Tables
 
 
-def format_report(report: BenchReport) -> str:
-    """Everything, as text to read: where and what, the table of tests, the rest, the profile."""
+def format_report(report: BenchReport, width: int | None = None) -> str:
+    """Everything, as text to read: where and what, the table of tests, the rest, the profile.
+    width: of a line; tables leave out what they can do without rather than be wider."""
     r = report
     commit = f" ({r.commit})" if r.commit else ""
     versions = ", ".join(f"{name} {version}" for name, version in r.versions.items())
     ttft, deviation = r.ttft_seconds
+    size = _scaled(r.weight_bytes, (2**30, "GiB"), (2**20, "MiB"))
+    parameters = _scaled(r.parameters, (10**9, "B"), (10**6, "M"))
     lines = [
         f"{r.adapter} ({r.adapter_kind}, {r.backend}), driver {r.driver}",
         f"{r.date}, {versions}{commit}",
-        f"context {r.context}, KV cache {r.kv_dtype}",
+        f"{r.model_and_dtypes}: {size}, {parameters} parameters; context {r.context}, "
+        f"KV cache {r.kv_dtype}",
         "",
-        results_table(r),
+        results_table(r, width),
         "",
+        f"runs                 {len(r.rows[0].seconds)} of each test, after a warm-up",
         f"copy bandwidth       {r.copy_bandwidth / 1e9:,.1f} GB/s (read + written)",
         f"time to first token  {1e3 * ttft:,.2f} ± {1e3 * deviation:,.2f} ms ({r.rows[0].test})",
         f"sampler chain        {100 * r.sampled_share:.1f} % of greedy speed",
@@ -178,29 +183,25 @@ def format_report(report: BenchReport) -> str:
         f"load                 {r.load_seconds:.2f} s",
     ]
     for profile in r.profiles:
-        lines += ["", profile_table(profile, r.copy_bandwidth)]
+        lines += ["", profile_table(profile, r.copy_bandwidth, width)]
     return "\n".join(lines)
 
 
-def results_table(report: BenchReport) -> str:
+def results_table(report: BenchReport, width: int | None = None) -> str:
     """The tests of a report, a row each."""
-    header = ["model", "size", "params", "backend", "test", "t/s", "GB/s", "share", "TFLOP/s"]
+    header = ["test", "t/s", "GB/s", "share", "TFLOP/s"]
     rows = [
         [
-            report.model_and_dtypes,
-            _scaled(report.weight_bytes, (2**30, "GiB"), (2**20, "MiB")),
-            _scaled(report.parameters, (10**9, "B"), (10**6, "M")),
-            report.backend,
             row.test,
             f"{row.tps:,.2f} ± {row.tps_deviation:,.2f}",
             *_rates(row.bandwidth, row.share, row.flops_per_second),
         ]
         for row in report.rows
     ]
-    return markdown_table(header, rows, left=5)
+    return _fitting(header, rows, ("GB/s", "TFLOP/s"), width)
 
 
-def profile_table(profile: Profile, copy_bandwidth: float) -> str:
+def profile_table(profile: Profile, copy_bandwidth: float, width: int | None = None) -> str:
     """The kernels of a step, and what of the step's time is in none of them."""
     whole = profile.step_seconds or profile.gpu_seconds
     header = ["kernel", "calls", "µs each", "µs", "of step", "GB/s", "share", "TFLOP/s"]
@@ -227,7 +228,8 @@ def profile_table(profile: Profile, copy_bandwidth: float) -> str:
     title = f"{profile.step}: rows {profile.rows}, positions {profile.kv_len}"
     if profile.host_seconds is not None:
         title += f"; meanwhile the host takes {1e6 * profile.host_seconds:,.0f} µs"
-    return f"{title}\n\n{markdown_table(header, rows, left=1)}"
+    table = _fitting(header, rows, ("µs each", "calls", "TFLOP/s", "GB/s", "share"), width)
+    return f"{title}\n\n{table}"
 
 
 def _host(r: BenchReport) -> str:
@@ -263,6 +265,19 @@ def _rates(bandwidth: float | None, share: float | None, flops: float | None) ->
 def _scaled(value: int, large: tuple[int, str], small: tuple[int, str]) -> str:
     unit, name = large if value >= large[0] else small
     return f"{value / unit:.2f} {name}"
+
+
+def _fitting(
+    header: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str], width: int | None
+) -> str:
+    """A table without as many of the spare columns, in their order, as are too many for a line."""
+    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
+    for name in (*spare, None):
+        table = markdown_table(list(columns), list(zip(*columns.values(), strict=True)), left=1)
+        if name is None or width is None or table.index("\n") <= width:
+            break
+        del columns[name]
+    return table
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:

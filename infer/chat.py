@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.kernels.errors import RequestError, TokenizerError
+from infer.models.files import read_text
 
 # A message's reasoning, under the names that APIs give it; templates read the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -23,11 +24,11 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
     """
     paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     try:
-        templates = {path.stem: path.read_text(encoding="utf-8") for path in paths}
-        if (path := folder / "chat_template.jinja").is_file():
-            templates["default"] = path.read_text(encoding="utf-8")
-        elif (path := folder / "chat_template.json").is_file():
-            templates["default"] = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+        templates = {path.stem: read_text(path) for path in paths}
+        if (path := folder / "chat_template.jinja").exists():
+            templates["default"] = read_text(path)
+        elif (path := folder / "chat_template.json").exists():
+            templates["default"] = json.loads(read_text(path))["chat_template"]
         if not templates and (entry := tokenizer_config.get("chat_template")):
             named = isinstance(entry, list)
             templates = {t["name"]: t["template"] for t in entry} if named else {"default": entry}

@@ -5,10 +5,10 @@ Nothing heavy is imported before a command runs, so that `infer --help` answers 
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
-import tempfile
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +17,8 @@ import infer
 from infer.kernels.errors import RequestError
 from infer.options import (
     AdapterOption,
+    Command,
+    Commands,
     ContextOption,
     DeviceOption,
     DtypeOption,
@@ -25,23 +27,33 @@ from infer.options import (
     KVDtypeOption,
     ModelArgument,
     OfflineOption,
+    OptionalModelArgument,
     QuantizeOption,
     RevisionOption,
     VerboseOption,
+    bench_option,
+    format_names,
     loading_option,
     output_option,
     parse_bias,
+    parse_depths,
+    parse_save,
     parse_template_arg,
     prompt_option,
     sampling_option,
+    shape_names,
 )
 from infer.terminal import (
     INTERRUPTED,
     ProgressLine,
+    TextWriter,
+    columns,
+    discard,
     exit_codes,
     is_terminal,
     never_fail_to_encode,
     note,
+    of_system,
     read_prompt,
     show,
     uninterrupted,
@@ -50,13 +62,12 @@ from infer.terminal import (
 )
 
 if TYPE_CHECKING:
-    from infer.llm import LLM, Result
-    from infer.sampling import SamplingParams
+    from infer.llm import LLM, Result, Stream
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -65,9 +76,14 @@ app = typer.Typer(
 def main() -> None:
     """The program `infer`."""
     never_fail_to_encode()
-    # Without it the Vulkan loader's search for a display complains on stderr, in containers mostly.
-    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
-    app(prog_name="infer")
+    if hasattr(signal, "SIGPIPE"):  # help that nobody reads to its end ends like any program's
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        app(prog_name="infer")
+    except OSError as error:  # of a help text: commands tell theirs
+        note(f"error: The output cannot be written: {of_system(error)}")
+        discard(1)
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -76,28 +92,41 @@ def _root(
 ) -> None:
     """Run language models on your own GPU, through WebGPU.
 
-    Try it with the model that is included: infer run demo --prompt "Once upon a time"
+    Try it with the model that is included: infer run demo "Once upon a time"
 
     Results go to standard output, everything else to standard error. Exit codes: 0 for success, 1
     for an error, which is explained, 2 for wrong usage, 130 after Ctrl-C.
     """
     if version:
-        write(f"infer {infer.__version__}\n")
+        with exit_codes():
+            write(f"infer {infer.__version__}\n")
         raise typer.Exit
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer run demo "Why is the sky blue?"
+
+    cat report.txt | infer run Qwen/Qwen3-0.6B --system "Summarise this." --context 16384
+""",
+)
 def run(
     model: ModelArgument,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            show_default=False,
+            help="The text to answer. With - it is read from standard input, and without it too "
+            "where something is piped in; one line end at its end is dropped.",
+        ),
+    ] = None,
     prompt: Annotated[
         str | None,
-        prompt_option(
-            "--prompt",
-            "-p",
-            metavar="TEXT",
-            help="The text to answer. With - it is read from standard input, and without this "
-            "option too where something is piped in; one line end at its end is dropped.",
-        ),
+        prompt_option("--prompt", "-p", metavar="TEXT", help="Another way to give the prompt."),
     ] = None,
     system: Annotated[
         str | None,
@@ -243,7 +272,9 @@ def run(
             raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
         bias = dict(map(parse_bias, logit_bias or ()))
         template_args = dict(map(parse_template_arg, template_arg or ()))
-        text = read_prompt(prompt)
+        if prompt is not None and words:
+            raise typer.BadParameter("there is a prompt after the model", param_hint="--prompt")
+        text = read_prompt(" ".join(words) if words else prompt)
 
         from infer.kernels.adapters import start_drivers
 
@@ -268,7 +299,7 @@ def run(
             logprobs=logprobs,
         )
         begin = time.perf_counter()
-        with ProgressLine(shown=not quiet) as progress:
+        with ProgressLine(shown=False if quiet else None) as progress:
             llm = load(
                 model,
                 device=device,
@@ -280,10 +311,8 @@ def run(
                 revision=revision,
                 offline=offline,
                 progress=progress.loading,
-                download_progress=progress.shown,
                 engine={"fuse": not no_fuse},
             )
-        load_seconds = time.perf_counter() - begin
         with llm:
             params = params.resolved(llm.defaults)
             if llm.device.software and not quiet:
@@ -291,14 +320,19 @@ def run(
                     f"note: {llm.device.adapter.name} is a software adapter: it computes on the "
                     "CPU, slowly"
                 )
-            if verbose:
-                note(report.load_details(llm, params, load_seconds))
             messages = make_prompt(llm, text, system, template_args, raw=raw)
-            result = generate(llm, messages, params, template_args, streamed=not as_json)
+            with llm.stream(messages, params=params, template_args=template_args) as stream:
+                with progress:
+                    of_kernels = partial(progress.loading, "kernels")
+                    llm.engine.warm_up(stream.result.prompt_tokens, params, of_kernels)
+                loading = report.Loading(time.perf_counter() - begin, progress.waiting)
+                if verbose:
+                    note(report.load_details(llm, params, loading))
+                result = generate(stream, streamed=not as_json)
             if as_json:
-                write_json(report.result_json(llm, result, params, load_seconds))
+                write_json(report.result_json(llm, result, params, loading))
             elif not quiet:
-                note(report.statistics_text(llm, result, load_seconds))
+                note(report.statistics_text(llm, result, loading))
     if result.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -320,33 +354,32 @@ def make_prompt(
     return text
 
 
-def generate(
-    llm: LLM,
-    prompt: str | list[dict[str, str]],
-    params: SamplingParams,
-    template_args: dict[str, Any],
-    *,
-    streamed: bool,
-) -> Result:
+def generate(stream: Stream, *, streamed: bool) -> Result:
     """The answer; streamed: written while it comes. After Ctrl-C, what there is by then."""
-    written = 0
-    with llm.stream(prompt, params=params, template_args=template_args) as stream:
-        try:
-            for chunk in stream:
-                with uninterrupted():
-                    if streamed:
-                        write(chunk.text)
-                    written += len(chunk.text)
-        except KeyboardInterrupt:
-            if streamed:
-                write(stream.result.text[written:])
-        finally:
-            if streamed:
-                write("\n")
-        return stream.result
+    writer, written = TextWriter() if streamed else None, 0
+    try:
+        for chunk in stream:
+            with uninterrupted():
+                if writer is not None:
+                    writer.write(chunk.text)
+                written += len(chunk.text)
+    except KeyboardInterrupt:
+        if writer is not None:
+            writer.write(stream.result.text[written:])
+    finally:
+        if writer is not None:
+            writer.end()
+    return stream.result
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog="""
+Example:
+
+    infer info unsloth/Qwen3-0.6B-GGUF:Q4_K_M --context 4096
+""",
+)
 def info(
     model: ModelArgument,
     device: DeviceOption = None,
@@ -370,22 +403,30 @@ def info(
     with exit_codes(verbose):
         from infer.report import inspect_model
 
-        found = inspect_model(
-            model,
-            device=device,
-            context=context,
-            dtype=dtype,
-            quantize=quantize,
-            kv_dtype=kv_dtype,
-            adapter=adapter,
-            revision=revision,
-            offline=offline,
-            download_progress=is_terminal(sys.stderr),
-        )
+        with ProgressLine() as line:
+            found = inspect_model(
+                model,
+                device=device,
+                context=context,
+                dtype=dtype,
+                quantize=quantize,
+                kv_dtype=kv_dtype,
+                adapter=adapter,
+                revision=revision,
+                offline=offline,
+                progress=line.loading,
+            )
         show(found, as_json)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog="""
+Example:
+
+    infer devices --check
+""",
+)
 def devices(
     device: DeviceOption = None,
     check: Annotated[
@@ -418,12 +459,129 @@ def devices(
 
 
 @app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(arguments: typer.Context) -> None:
-    """Measure how fast a model runs on this machine (see infer bench --help)."""
-    with exit_codes():
-        from infer.bench import main as bench_main
+    cls=Command,
+    epilog="""
+Examples:
 
-        raise typer.Exit(bench_main(arguments.args))
+    infer bench demo
+
+    infer bench --shape llama-3.2-1b --quantize q4 --depth 4096
+""",
+)
+def bench(
+    model: OptionalModelArgument = None,
+    shape: Annotated[
+        str | None,
+        bench_option(
+            "--shape",
+            metavar="SHAPE",
+            help="Instead of a model: the shape of one, such as llama-3.2-1b, on random weights. "
+            "An unknown name is answered with all that there are.",
+            autocompletion=shape_names,
+        ),
+    ] = None,
+    format: Annotated[
+        str | None,
+        bench_option(
+            "--format",
+            metavar="FORMAT",
+            help="Random weights as checkpoints of that kind have them, such as gptq or q4_k.",
+            autocompletion=format_names,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        bench_option(
+            "--prompt-tokens",
+            metavar="N",
+            help="Of the prefill test. Where this or one of the next two is left out, it is 512, "
+            "128 and 5, or less, so that a slow adapter ends in about a minute.",
+        ),
+    ] = None,
+    decode_tokens: Annotated[
+        int | None,
+        bench_option("--decode-tokens", "-n", metavar="N", help="Of every decode test."),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        bench_option("--repeats", "-r", metavar="N", help="Runs of a test, after a warm-up."),
+    ] = None,
+    depth: Annotated[
+        str | None,
+        bench_option(
+            "--depth", metavar="N,N", help="Also decode with so many tokens in the cache before."
+        ),
+    ] = None,
+    profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
+    device: DeviceOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    kv_dtype: KVDtypeOption = KVDtype.F16,
+    adapter: AdapterOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    as_json: JsonOption = False,
+    save: Annotated[
+        str | None,
+        output_option(
+            "--save",
+            metavar="PATH",
+            help="Write the JSON object to a file too, or under a name of its own into a folder.",
+        ),
+    ] = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure how fast a model runs on this machine.
+
+    The prefill of a prompt, decoding, and decoding with all sampling options on: tokens a second,
+    and the share that decoding reaches of the bandwidth that a copy on the same adapter has. All
+    weights may be random, as speed does not depend on them: with --shape nothing is fetched.
+    """
+    with exit_codes(verbose):
+        depths, path = parse_depths(depth), parse_save(save)
+
+        from infer import bench as benchmark
+        from infer.bench_report import format_report
+
+        if path is not None:
+            benchmark.check_writable(path)
+        last = ""
+
+        def tell(test: str, number: int, runs: int) -> None:
+            nonlocal last
+            if line.shown:
+                run = f": run {number} of {runs}" if number else ": warm-up" if runs else ""
+                line.show(test + run, now=True)
+            elif test != last:
+                note(test)
+            last = test
+
+        with ProgressLine() as line:
+            result = benchmark.run_bench(
+                model,
+                shape,
+                device=device,
+                context=context,
+                dtype=dtype,
+                quantize=quantize,
+                format=format,
+                kv_dtype=kv_dtype,
+                adapter=adapter,
+                revision=revision,
+                offline=offline,
+                prompt_tokens=prompt_tokens,
+                decode_tokens=decode_tokens,
+                depths=depths,
+                repeats=repeats,
+                profile=profile,
+                progress=tell,
+                loading=line.loading,
+            )
+        if as_json:
+            write(result.to_json())
+        else:
+            width = columns(sys.stdout) if is_terminal(sys.stdout) else None
+            write(format_report(result, width) + "\n")
+        if path is not None:
+            note(f"wrote {benchmark.save(result, path)}")

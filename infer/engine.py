@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from types import MappingProxyType
@@ -206,13 +206,36 @@ class Engine:
             fuse=self.options.fuse,
         )
 
-    def compile(self) -> None:
-        """Compile, in threads, what every generation needs, so that none has to wait for it."""
-        self.device.pipelines(
-            kernel.spec for lowering in self._lowered.values() for kernel in lowering.kernels
-        )
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile, in threads, what every generation needs, so that none has to wait for it.
+        `progress` gets how many kernels are done, and how many there are."""
+        specs = (kernel.spec for lowering in self._lowered.values() for kernel in lowering.kernels)
+        self.device.pipelines(specs, progress)
         for kind, adapter in self._lowered:
             self._plan(kind, adapter)
+
+    def warm_up(
+        self,
+        prompt_tokens: int,
+        params: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Have compiled beforehand what a generation from a prompt of that length would compile
+        on its way: the sampler, and on a software adapter, whose driver puts a kernel off until it
+        first runs, all the rest. params: `resolved`. progress: as for `compile`."""
+        last = min(prompt_tokens, MAX_VEC_ROWS) if self.states else 0  # a step of their own
+        parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
+        kinds = dict.fromkeys(kind for part in parts for *_, kind in self.chunks(part))
+        recordings = [self.recording(kind, True, params.chain()) for kind in kinds]
+        if not self.device.software:
+            return
+        first = {item.pipeline: item for r in recordings for item in r.dispatches}
+        for done, item in enumerate(first.values(), 1):
+            # No workgroup runs, but the driver has to have the kernel.
+            nothing = Recording([replace(item, grid=(0, 1, 1))])
+            self.queue.wait(self.queue.submit(nothing, 0, 0, ()))
+            if progress is not None:
+                progress(done, len(first))
 
     @cached_property
     def queue(self) -> StepQueue:

@@ -1,25 +1,31 @@
 """From what a user calls a model to a folder of files: bundled, local, or fetched from the hub."""
 
 import importlib.resources
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from glob import escape
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from urllib.parse import unquote
 
+from infer.download import Listing, Progress, Repository, settings
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
-    ModelAccessError,
     ModelError,
     ModelNotFoundError,
     UnsupportedError,
 )
-from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, INDEX, SINGLE, listed
+from infer.models.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    INDEX,
+    SINGLE,
+    listed,
+    read_index,
+)
 from infer.models.config import RawConfig
 from infer.models.formats import OLD_GPTQ
 from infer.models.formats.gguf import gguf_parts
@@ -47,6 +53,13 @@ HUB_MODEL = re.compile(
     rf"(?P<repo>{HUB_ID.pattern})(?::(?P<quantisation>[\w.-]+)|/(?P<file>[^\\]+\.gguf))?",
     re.ASCII | re.IGNORECASE,
 )
+# What the pages of the hub are called, and what is in them.
+HUB_SITE = re.compile(r"(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
+HUB_PAGE = re.compile(
+    rf"(?P<model>{HUB_ID.pattern}(?::[\w.-]+)?)"
+    r"(?:/(?:tree|blob|resolve|raw)/(?P<revision>refs/\w+/[^/]+|[^/]+)(?:/(?P<path>.+))?)?",
+    re.ASCII,
+)
 # Such as Q4_K_M, IQ4_XS, BF16 and MXFP4, where they stand in the name of a file.
 QUANTISATION = re.compile(r"(?:^|[-.])([A-Z]*[QFP]\d\w*)(?=[-.]|$)", re.ASCII | re.IGNORECASE)
 
@@ -72,88 +85,171 @@ def resolve(
     revision: str | None = None,
     offline: bool = False,
     token: str | None = None,
-    progress: bool = True,
+    progress: Progress = lambda done, total: None,
 ) -> ResolvedModel:
     """Find a model's files, fetching from the hub what is not in its cache.
 
     Args:
         model: `demo`, a local folder or GGUF file, or a hub id `org/name`. Of a repository of
             several GGUF models, `org/name:Q4_K_M` or `org/name/file.gguf` is one: by what stands in
-            its file's name, in either case, or by its path.
+            its file's name, in either case, or by its path. Or the hub's page of any of these, such
+            as `https://huggingface.co/org/name/tree/main` or `hf.co/org/name:Q4_K_M`.
         revision: branch, tag or commit of a hub id.
         offline: use the cache alone.
         token: for gated and private repositories; by default the one that `hf auth login` stored,
             or the environment's HF_TOKEN.
-        progress: whether huggingface_hub may show its progress bars.
+        progress: called with bytes that came and bytes of all files that were begun.
 
     Raises:
         ModelNotFoundError: no name, no such folder, file, repository, revision or cached snapshot,
             or several models that could be meant.
-        ModelAccessError: a gated or private repository.
+        ModelAccessError: a gated or private repository, or a token that cannot be one.
         UnsupportedError: no safetensors, but weights in another format.
         CheckpointError: weights that are missing in part or altogether.
-        ModelError: the hub did not serve the files.
+        ModelError: the hub did not serve the files, or others than it states; the cache cannot be
+            written.
     """
     if not model:
         raise ModelNotFoundError(
             f"The name of the model is empty. Give {DEMO!r}, a local folder (. is this one), a "
             ".gguf file, or a hub id such as org/name."
         )
-    path = _demo_folder() if model == DEMO else Path(os.path.expanduser(model))
-    if path.is_dir():
+    path = _demo_folder() if model == DEMO else _local(model)
+    if path is not None and os.path.isdir(path):
         if revision is not None:
             raise ModelNotFoundError(
                 f"{model} is a local folder, which has no revisions. Give the revision of a hub "
                 "id, or none."
             )
         return ResolvedModel(_check_folder(path), path.resolve().name)
-    if path.is_file() and _is_gguf(path.name):
+    if path is not None and os.path.isfile(path) and _is_gguf(path.name):
         if revision is not None:
             raise ModelNotFoundError(f"{model} is a local file, which has no revisions.")
         return ResolvedModel(path, path.stem)
-    if path.is_file():
+    if path is not None and os.path.isfile(path):
         raise UnsupportedError(
             f"{model} is a file. Give the folder that holds config.json and *.safetensors, or a "
             ".gguf file."
         )
-    of_hub = HUB_MODEL.fullmatch(model)
-    if of_hub is None or (of_hub["file"] and Path(of_hub["repo"]).is_dir()):
+    if path is not None and os.path.exists(path):
+        raise UnsupportedError(f"{model} is neither a folder nor a regular file. Give one of them.")
+    called, revision = _of_page(model, revision)
+    of_hub = HUB_MODEL.fullmatch(called)
+    if of_hub is None or (of_hub["file"] and os.path.isdir(of_hub["repo"])):
         raise ModelNotFoundError(
-            f"There is no folder or file {model}. A model is a local folder, a .gguf file, a hub "
-            f"id such as org/name, a GGUF model there such as org/name:Q4_K_M, or {DEMO!r}."
+            f"There is no folder or file {_short(model)}. A model is a local folder, a .gguf file, "
+            "a hub id such as org/name or its URL, a GGUF model there such as org/name:Q4_K_M, or "
+            f"{DEMO!r}."
         )
-    return _resolve_hub_id(of_hub, revision, offline, token, progress)
+    repository = Repository(of_hub["repo"], of_hub[0], revision, token)
+    return _from_hub(
+        repository,
+        offline,
+        find=lambda: _find_in_cache(repository, of_hub),
+        fetch=lambda listing: _fetch(repository, of_hub, listing, progress),
+    )
 
 
 def resolve_adapter(
-    adapter: str, *, offline: bool = False, token: str | None = None, progress: bool = True
+    adapter: str,
+    *,
+    offline: bool = False,
+    token: str | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> ResolvedModel:
-    """Find the files of a LoRA adapter: `adapter` is a local folder or a hub id. For the rest and
-    the errors see `resolve`."""
+    """Find the files of a LoRA adapter: `adapter` is a local folder, a hub id or its URL. For the
+    rest and the errors see `resolve`."""
     if not adapter:
         raise ModelNotFoundError(
             "The name of the adapter is empty. Give a local folder (. is this one) or a hub id "
             "such as org/name, or leave the adapter out."
         )
-    path = Path(os.path.expanduser(adapter))
-    if path.is_dir():
+    path = _local(adapter)
+    if path is not None and os.path.isdir(path):
         return ResolvedModel(_check_adapter(path), path.resolve().name)
-    if path.exists() or not HUB_ID.fullmatch(adapter):
+    called, revision = _of_page(adapter, None)
+    if (path is not None and os.path.exists(path)) or not HUB_ID.fullmatch(called):
         raise ModelNotFoundError(
-            f"There is no folder {adapter}. An adapter is a local folder that holds "
+            f"There is no folder {_short(adapter)}. An adapter is a local folder that holds "
             f"{ADAPTER_CONFIG} and {ADAPTER_TENSORS}, or a hub id such as org/name."
         )
-    from huggingface_hub import constants, snapshot_download
+    repository = Repository(called, called, revision, token)
 
-    offline = offline or constants.HF_HUB_OFFLINE
-    with _progress_bars(progress), _hub_errors(adapter, adapter, None, offline):
-        folder = snapshot_download(
-            adapter,
-            token=token,
-            local_files_only=offline,
-            allow_patterns=[ADAPTER_CONFIG, ADAPTER_TENSORS],
+    def find() -> ResolvedModel:
+        if (folder := repository.cached()) is None:
+            raise repository.not_cached()
+        return ResolvedModel(_check_adapter(folder), called, folder.name)
+
+    def fetch(listing: Listing) -> ResolvedModel:
+        names = [name for name in listing.names if name in (ADAPTER_CONFIG, ADAPTER_TENSORS)]
+        folder = repository.fetch(listing.commit, names, progress)
+        return ResolvedModel(_check_adapter(folder), called, listing.commit)
+
+    return _from_hub(repository, offline, find, fetch)
+
+
+def _local(name: str) -> Path | None:
+    """The path that a name is, if it can be one."""
+    return None if "\0" in name else Path(os.path.expanduser(name))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:200]}..."
+
+
+def _of_page(model: str, revision: str | None) -> tuple[str, str | None]:
+    """A hub id, or what else `model` is, and the revision: of a page of the hub, such as
+    https://huggingface.co/org/name/tree/main, those that it shows."""
+    rest = None
+    if site := HUB_SITE.match(model):
+        rest = model[site.end() :]
+    elif "://" in model:
+        endpoint = settings().ENDPOINT
+        if not model.startswith(f"{endpoint}/"):
+            raise ModelNotFoundError(
+                "The URL of a model begins with https://huggingface.co/, or with the address in "
+                "HF_ENDPOINT, and holds no token. Give it as https://huggingface.co/org/name, or "
+                "as org/name."
+            )
+        rest = model[len(endpoint) + 1 :]
+    if rest is None:
+        return model, revision
+    page = HUB_PAGE.fullmatch(unquote(re.split(r"[?#]", rest)[0]).strip("/"))
+    path = page and page["path"]
+    if page is None or (path and not _is_gguf(path)):
+        raise ModelNotFoundError(
+            f"{_short(model)!r} is not the page of a model. Give that of a repository, such as "
+            "https://huggingface.co/org/name, or of a .gguf file in one."
         )
-        return ResolvedModel(_check_adapter(Path(folder)), adapter, Path(folder).name)
+    if revision not in (None, page["revision"]) and page["revision"]:
+        raise ModelNotFoundError(
+            f"{_short(model)} is of the revision {page['revision']!r}, but {revision!r} is asked "
+            "for. Give one of them."
+        )
+    return f"{page['model']}/{path}" if path else page["model"], revision or page["revision"]
+
+
+def _from_hub(
+    repository: Repository,
+    offline: bool,
+    find: Callable[[], ResolvedModel],
+    fetch: Callable[[Listing], ResolvedModel],
+) -> ResolvedModel:
+    """What a repository has: found in the cache, or fetched where the hub has something newer."""
+    if offline or settings().HF_HUB_OFFLINE:
+        return find()
+    cached = None
+    with suppress(InferError):
+        cached = find()
+    try:
+        listing = repository.ask(cached=cached is not None)
+    except Exception as error:  # no network, no access, or a hub that is down
+        if cached is None or getattr(error, "code", None) == "RevisionNotFound":
+            raise repository.error(error, cached=False) from None
+        return cached
+    found = fetch(listing)
+    repository.remember(listing.commit)
+    return found
 
 
 def _check_adapter(folder: Path) -> Path:
@@ -178,7 +274,13 @@ def _demo_folder() -> Path:
 
 def _check_folder(folder: Path) -> Path:
     """`folder`, if it looks like a model's; whether its weights are whole, the loader finds out."""
-    names = [path.name for path in folder.iterdir()]
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{folder} cannot be read ({error.strerror}). Change its permissions, or give another "
+            "folder."
+        ) from None
     lacks_weights = not _has_weights(folder)
     if ADAPTER_CONFIG in names and "config.json" not in names:
         base = RawConfig.open(folder, ADAPTER_CONFIG).get("base_model_name_or_path", None, str)
@@ -186,7 +288,7 @@ def _check_folder(folder: Path) -> Path:
             f"{folder} is a LoRA adapter. Give the model that it was made for, "
             f"{base or 'which it does not name'}, and the adapter beside it (--adapter {folder})."
         )
-    if not (folder / "config.json").is_file() and not (lacks_weights and any(map(_is_gguf, names))):
+    if "config.json" not in names and not (lacks_weights and any(map(_is_gguf, names))):
         raise ModelNotFoundError(
             f"{folder} has no config.json, so it is not a model. Give the folder of a model in "
             "the Hugging Face layout: config.json, tokenizer.json and *.safetensors."
@@ -196,38 +298,11 @@ def _check_folder(folder: Path) -> Path:
     return folder
 
 
-def _resolve_hub_id(
-    model: re.Match[str], revision: str | None, offline: bool, token: str | None, progress: bool
-) -> ResolvedModel:
-    from huggingface_hub import HfApi, constants, errors
-
-    repo = model["repo"]
-    offline = offline or constants.HF_HUB_OFFLINE
-    with _progress_bars(progress), _hub_errors(repo, model[0], revision, offline):
-        if offline:
-            return _find_in_cache(model, revision)
-        try:
-            # list_repo_files repeats what fails for half a minute, before the cache is looked into
-            files = HfApi(token=token).model_info(repo, revision=revision).siblings or []
-        except errors.RevisionNotFoundError:
-            raise
-        except Exception as error:  # no network, no access, or a hub that is down
-            with suppress(InferError, errors.LocalEntryNotFoundError):
-                return _find_in_cache(model, revision)
-            if isinstance(error, errors.HfHubHTTPError):
-                raise
-            raise _unreachable(repo, error) from error
-        return _fetch(model, [file.rfilename for file in files], revision, token)
-
-
-def _find_in_cache(model: re.Match[str], revision: str | None) -> ResolvedModel:
+def _find_in_cache(repository: Repository, model: re.Match[str]) -> ResolvedModel:
     """A model of the hub as an earlier run has fetched it."""
-    from huggingface_hub import snapshot_download
-
-    repo = model["repo"]
-    folder = Path(  # no patterns: it is only to be found, since optional files may be absent
-        snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[])
-    )
+    repo = repository.id
+    if (folder := repository.cached()) is None:
+        raise repository.not_cached()
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
     file = _choose_gguf(model, names, f"The cached snapshot of {repo}, all that --offline uses,")
     lacking = sorted({*gguf_parts(file)} - {*names}) if file else _lacking(folder)
@@ -240,27 +315,21 @@ def _find_in_cache(model: re.Match[str], revision: str | None) -> ResolvedModel:
 
 
 def _fetch(
-    model: re.Match[str], names: list[str], revision: str | None, token: str | None
+    repository: Repository, model: re.Match[str], listing: Listing, progress: Progress
 ) -> ResolvedModel:
     """What a model needs of the files of its repository."""
-    from huggingface_hub import snapshot_download
+    repo, commit, names = repository.id, listing.commit, listing.names
 
-    repo = model["repo"]
-
-    def fetch(patterns: Iterable[str], at: str | None) -> Path:
-        return Path(
-            snapshot_download(repo, revision=at, token=token, allow_patterns=list(patterns))
-        )
+    def fetch(wanted: Iterable[str]) -> Path:
+        return repository.fetch(commit, sorted({*wanted} & {*names}), progress)
 
     if file := _choose_gguf(model, names, repo):
-        folder = fetch(map(escape, gguf_parts(file)), revision)
-        return ResolvedModel(folder / file, model[0], folder.name)
-    folder = fetch(SMALL_FILES, revision)
-    commit = folder.name
+        return ResolvedModel(fetch(gguf_parts(file)) / file, model[0], commit)
+    folder = fetch(n for n in names if any(fnmatchcase(n, small) for small in SMALL_FILES))
     weights = [SINGLE] if SINGLE in names else list(filter(_is_weights, names))
     if not (needed := _shards(folder) or weights):
         raise _no_weights(repo, names)
-    fetch(map(escape, needed), commit)
+    fetch(needed)
     return ResolvedModel(_check_folder(folder), repo, commit)
 
 
@@ -274,7 +343,8 @@ def _choose_gguf(model: re.Match[str], names: list[str], where: str) -> str:
     found = _find_gguf(wanted, models)
     if len(found) == 1:
         return found[0]
-    choices = listed((_gguf_id(repo, name, models) for name in found or models), limit=100)
+    some = found or models
+    choices = listed([_gguf_id(repo, name, models) for name in some[:100]] + some[100:], limit=100)
     if found:
         called = f" called {wanted}" if wanted else ""
         raise ModelNotFoundError(f"{where} has several GGUF models{called}. Give one: {choices}.")
@@ -302,19 +372,14 @@ def _is_gguf_model(name: str) -> bool:
     """Whether a file is a GGUF model, or the first of the several that one is: no encoder of images
     (mmproj), and no statistics for quantising (imatrix)."""
     helps = re.search("mmproj|imatrix", PurePosixPath(name).name, re.IGNORECASE)
-    return _is_gguf(name) and not helps and gguf_parts(name)[:1] == [name]
+    later = re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", name)
+    return _is_gguf(name) and not helps and not later
 
 
 def _shards(folder: Path) -> list[str]:
     """The weight files that the index names, [] where there is no index."""
     path = folder / INDEX
-    if not path.is_file():
-        return []
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted({str(name) for name in names})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r}). Fetch the model again.") from error
+    return sorted({*read_index(path).values()}) if os.path.exists(path) else []
 
 
 def _lacking(folder: Path) -> list[str]:
@@ -355,96 +420,3 @@ def _no_weights(where: str, names: list[str]) -> ModelError:
         f"{where} has no weights: model.safetensors, or {INDEX} and its shards. Fetch the model "
         "again."
     )
-
-
-@contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
-@contextmanager
-def _hub_errors(repo: str, given: str, revision: str | None, offline: bool) -> Iterator[None]:
-    """Turn the errors of huggingface_hub into ours. `given` is what the user called the model."""
-    from huggingface_hub import constants, errors
-
-    hub = constants.ENDPOINT
-    log_in = "log in with `hf auth login`, or set HF_TOKEN"
-    try:
-        yield
-    except InferError:
-        raise
-    except errors.HFValidationError as error:
-        raise ModelNotFoundError(
-            f"{repo} is neither a local folder nor a valid hub id. {error}"
-        ) from error
-    except errors.GatedRepoError as error:
-        raise ModelAccessError(
-            f"{repo} is gated: accept its conditions on {hub}/{repo}, then {log_in}."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{repo} has no revision {revision!r}. Its branches and tags are on {hub}/{repo}."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        if _status(error) == 404:
-            raise ModelNotFoundError(
-                f"There is no repository {repo} on {hub}, nor a local file or folder {given}. "
-                "Check the spelling."
-            ) from error
-        raise ModelAccessError(  # without a valid token, the hub does not say which
-            f"{repo} is private, or does not exist, and there is no local file or folder {given}. "
-            f"Check the spelling; if it is private, {log_in}."
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        if offline:
-            at = f" at revision {revision!r}" if revision else ""
-            raise ModelNotFoundError(
-                f"{repo} is not in the cache{at} ({constants.HF_HUB_CACHE}). Run it once without "
-                "--offline, and without HF_HUB_OFFLINE."
-            ) from error
-        cause = error.__cause__ or error
-        if _status(cause) is not None:
-            raise _refused(repo, hub, cause) from error
-        raise _unreachable(repo, cause) from error
-    except errors.HfHubHTTPError as error:
-        raise _refused(repo, hub, error) from error
-    except Exception as error:  # the HTTP client's own, and it differs between releases
-        raise ModelError(f"Fetching {repo} failed: {error!r}. Try again.") from error
-
-
-def _unreachable(repo: str, error: BaseException) -> ModelError:
-    from huggingface_hub import constants
-
-    return ModelNotFoundError(
-        f"{constants.ENDPOINT} cannot be reached ({error!r}), and {repo} is not in the cache. "
-        "Check the network, or give a local folder."
-    )
-
-
-def _refused(repo: str, hub: str, error: BaseException) -> ModelError:
-    status = _status(error)
-    if status in (401, 403):
-        return ModelAccessError(
-            f"{hub} refused the token for {repo} ({status}). Log in again with `hf auth login`, or "
-            "set HF_TOKEN to a token that may read it."
-        )
-    return ModelError(f"{hub} answered {status} for {repo}. Try again later.")
-
-
-def _status(error: Any) -> int | None:
-    """The HTTP status that an error carries, if any."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None

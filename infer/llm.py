@@ -7,8 +7,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Never, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +23,13 @@ from infer.kernels.device import Device, MemoryStats, Settings
 from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
 from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
+from infer.keywords import AnswerOptions, LoadOptions, Options, Progress, check_names
 from infer.memory import checked_context, fitting_options
 from infer.models import open_model
 from infer.models.lora import Lora, Loras
 from infer.models.packing import Stored
 from infer.models.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
-from infer.sampling import LogitsProcessor, SamplingParams, logprobs
+from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
 from infer.tokenizer import Tokenizer, read_json
 
 Message = Mapping[str, Any]
@@ -34,28 +37,40 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """The log probability of a token that was chosen, and the most probable ones in its place,
-    (id, log probability), best first. Of the model itself: before any filter or penalty."""
+class TopLogprob:
+    """A token that may come next, and the log probability that it does: of the model itself, before
+    any filter or penalty. text: as the token stands within a text, where it is special by its name,
+    and U+FFFD for a part of a character."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenLogprob(TopLogprob):
+    """The same of the token that was chosen. top: the most probable in its place, best first."""
+
+    top: tuple[TopLogprob, ...]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream: text that is now certain (perhaps none), and the token that led to it
-    (None in the last piece, when text was held back). logprob is there when asked for."""
+    """A piece of a stream, which prints as its text: what is now certain (perhaps nothing), and the
+    token that led to it (None in the last piece, when text was held back). logprob is there when
+    asked for."""
 
     text: str
     token_id: int | None
     logprob: TokenLogprob | None = None
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass
 class Result:
-    """A whole generation.
+    """A whole generation, which prints as its text.
 
     token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
     string), "length" (max_tokens, or the context is full) or "cancelled" (closed before its end).
@@ -67,6 +82,9 @@ class Result:
     logprobs: list[TokenLogprob] | None = None
     prompt_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def completion_tokens(self) -> int:
@@ -156,7 +174,7 @@ class LLM:
 
     # Generating
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result:
         """The whole answer to a prompt.
 
         prompt: text to be continued, token ids, or chat messages ({"role", "content"}), which go
@@ -167,8 +185,9 @@ class LLM:
                 pass
             return stream.result
 
-    def chat(self, messages: str | Sequence[Message], **options: Any) -> Result:
-        """The answer to chat messages, or to one user message given as text."""
+    def chat(self, messages: str | Sequence[Message], **options: Unpack[AnswerOptions]) -> Result:
+        """The answer to chat messages, or to one user message given as text. options: as for
+        `stream`."""
         return self.generate(_messages(messages), **options)
 
     def stream(
@@ -179,7 +198,7 @@ class LLM:
         logits_processor: LogitsProcessor | None = None,
         template_args: Mapping[str, Any] | None = None,
         adapter: str | None = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Stream:
         """The answer piece by piece.
 
@@ -192,6 +211,7 @@ class LLM:
         Raises RequestError at once for a prompt or a value that cannot be served.
         """
         self._check_open()
+        check_names(sampling, AnswerOptions.__optional_keys__, _LOAD_NAMES, "load()")
         self.engine.check_adapter(adapter)
         _check_processor(logits_processor)
         params = _params(params, sampling).resolved(self.defaults)
@@ -213,6 +233,17 @@ class LLM:
             if all(isinstance(item, int | np.integer) for item in items):
                 return [int(item) for item in items]
         raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
+
+    def decode(self, ids: int | Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, or of one; bytes that are not UTF-8 become U+FFFD. Raises
+        RequestError for what is no id of the model's."""
+        listed = list(ids) if isinstance(ids, Iterable) else [ids]
+        for i in listed:
+            if not (isinstance(i, int | np.integer) and 0 <= i < self.engine.vocab_size):
+                raise RequestError(
+                    f"Token ids are integers from 0 to {self.engine.vocab_size - 1}, not {i!r}."
+                )
+        return self.tokenizer.decode(list(map(int, listed)), skip_special_tokens)
 
     def logits(self, prompt: Prompt, *, adapter: str | None = None) -> NDArray[np.float32]:
         """The logits after every token of a prompt, [tokens, vocab_size]: for scoring."""
@@ -254,8 +285,10 @@ class LLM:
                     break
                 logprob = None
                 if n_logprobs is not None and step.logits is not None:
-                    own, top = logprobs(step.logits, step.token, n_logprobs)
-                    logprob = TokenLogprob(step.token, own, tuple(top))
+                    own, best = logprobs(step.logits, step.token, n_logprobs)
+                    text_of = self.tokenizer.token_text
+                    top = tuple(TopLogprob(i, value, text_of(i)) for i, value in best)
+                    logprob = TokenLogprob(step.token, own, text_of(step.token), top)
                     assert result.logprobs is not None
                     result.logprobs.append(logprob)
                 result.token_ids.append(step.token)
@@ -346,14 +379,14 @@ def load(
     adapters: Mapping[str, str | Path] | None = None,
     revision: str | None = None,
     offline: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    download_progress: bool = False,
+    progress: bool | Progress | None = None,
     settings: Settings | None = None,
     engine: Mapping[str, Any] | None = None,
+    **unknown: Never,
 ) -> LLM:
     """Load a model onto a GPU.
 
-    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct"), one of the GGUF models there
+    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct") or its URL, one of the GGUF models there
     ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
     device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
     context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
@@ -364,33 +397,48 @@ def load(
     weights, before `quantize` if that is given, or applied beside those that the files have
     quantised. adapters: several by names of your own, applied beside the weights; none is on but
     the one that a call names (`generate(..., adapter=name)`).
-    revision, offline: see `infer.hub.resolve`. progress: called with bytes loaded and bytes in all.
+    revision, offline: see `infer.hub.resolve`.
+    progress: whether a line on standard error shows how far it is; None: where a person sees it,
+    in a terminal or a notebook. Or a function, called with "download", bytes that came and bytes
+    of all files that were begun; with "weights", bytes read and bytes in all; and meanwhile and
+    afterwards, from another thread, with "kernels", how many are compiled and how many there are.
     engine: other fields of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
     """
+    from infer.terminal import ProgressLine  # imports typer
+
+    check_names(unknown, _LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
+    check_names(engine or (), _ENGINE_NAMES, _LOAD_NAMES, "load()")
     converted = weight_dtype(dtype, quantize)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
-    resolved = resolve(str(model), revision=revision, offline=offline, progress=download_progress)
-    always, named = open_adapters(adapter, adapters, offline, download_progress)
-    return _load(
-        resolved,
-        Device(choose_adapter(device), settings),
-        context,
-        converted,
-        kv_dtype,
-        always,
-        named,
-        progress,
-        engine or {},
-    )
+    with ProgressLine(False if callable(progress) else progress) as line:
+        report = progress if callable(progress) else line.loading
+        fetched = partial(report, "download")
+        resolved = resolve(str(model), revision=revision, offline=offline, progress=fetched)
+        always, named = open_adapters(adapter, adapters, offline, fetched)
+        return _load(
+            resolved,
+            Device(choose_adapter(device), settings),
+            context,
+            converted,
+            kv_dtype,
+            always,
+            named,
+            report,
+            engine or {},
+        )
+
+
+_LOAD_NAMES = [name for name in signature(load).parameters if name not in ("model", "unknown")]
+_ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(_LOAD_NAMES)
 
 
 def open_adapters(
     adapter: str | Path | None,
     adapters: Mapping[str, str | Path] | None,
     offline: bool,
-    progress: bool,
+    progress: Callable[[int, int], None],
 ) -> tuple[Lora | None, dict[str, Lora]]:
     """The adapter that is always on, and those that are chosen by name. Raises ModelError, and
     RequestError where both are given."""
@@ -423,7 +471,7 @@ def _load(
     kv_dtype: str,
     always: Lora | None,
     named: Mapping[str, Lora],
-    progress: Callable[[int, int], None] | None,
+    progress: Progress,
     engine_options: Mapping[str, Any],
 ) -> LLM:
     try:
@@ -454,7 +502,9 @@ def _load(
             def allocated(weights: dict[str, GpuTensor]) -> None:
                 beside = loras.allocate(device, weights)
                 engine = Engine(device, model, weights, options, beside)
-                started.append((engine, thread.submit(engine.compile)))
+                started.append(
+                    (engine, thread.submit(engine.compile, partial(progress, "kernels")))
+                )
                 loras.fill(device, weights, beside)
 
             load_weights(
@@ -465,7 +515,7 @@ def _load(
                 dtype=dtype,
                 changes=loras.merged,
                 allocated=allocated,
-                progress=progress,
+                progress=partial(progress, "weights"),
             )
         ((engine, compiled),) = started
         compiled.result()
@@ -501,37 +551,25 @@ _last: tuple[tuple[Any, ...], LLM] | None = None
 _last_lock = threading.Lock()
 
 
-def _model(model: str | Path | LLM, options: Mapping[str, Any]) -> LLM:
+def _model(model: str | Path | LLM, options: dict[str, Any]) -> LLM:
     global _last
     if isinstance(model, LLM):
         if options:
             raise RequestError("Load options go to load(), where the LLM comes from.")
         return model
+    progress = options.pop("progress", None)
     key = (str(model), *sorted(options.items()))
     with _last_lock:
         if _last is not None and (_last[0] != key or _last[1]._closing):
             _last[1].close()
             _last = None
         if _last is None:
-            _last = (key, load(model, **options))
+            _last = (key, load(model, progress=progress, **options))
         return _last[1]
 
 
-_LOAD_OPTIONS = ("device", "context", "dtype", "quantize", "kv_dtype", "revision", "offline")
-
-
-def _params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> SamplingParams:
-    known = {f.name for f in fields(SamplingParams)}
-    unknown = sampling.keys() - known
-    if "adapters" in unknown:
-        raise RequestError(
-            "adapters are loaded with the model: give them to load(), and here the name of one."
-        )
-    if unknown:
-        raise RequestError(
-            f"{', '.join(sorted(unknown))} is not a sampling option. There are: "
-            f"{', '.join(sorted(known))}."
-        )
+def _params(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
+    """sampling: checked for names."""
     if params is not None and sampling:
         raise RequestError("Give either params or single sampling options, not both.")
     return params if params is not None else SamplingParams(**sampling)
@@ -550,35 +588,37 @@ def _check_options(
     logits_processor: LogitsProcessor | None = None,
     template_args: Mapping[str, Any] | None = None,
     adapter: str | None = None,
-    **sampling: Any,
+    **sampling: Unpack[SamplingOptions],
 ) -> None:
     """What `stream` refuses of its options whatever the model is: before one is loaded."""
     _check_processor(logits_processor)
     _params(params, sampling)
 
 
-def _split(
-    model: str | Path | LLM, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    names = _LOAD_OPTIONS if isinstance(model, LLM) else (*_LOAD_OPTIONS, "adapter")
-    given = {name: options.pop(name) for name in names if name in options}
-    return given, options
+def _split(model: str | Path | LLM, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of `load`, and those of `LLM.stream`."""
+    check_names(options, Options.__optional_keys__, _LOAD_NAMES, "load()")
+    names = set(LoadOptions.__optional_keys__)
+    if not isinstance(model, LLM):
+        names.add("adapter")
+    given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    return given, {name: value for name, value in options.items() if name not in names}
 
 
-def generate(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Result:
+def generate(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Result:
     """The answer of a model to a prompt: `load` and `LLM.generate` in one.
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
     asked for. options: those of `LLM.stream`, and of `load`: device, context, dtype, quantize,
-    kv_dtype, revision, offline, and, where the model is not an LLM, adapter.
+    kv_dtype, revision, offline, progress, and, where the model is not an LLM, adapter.
     """
-    given, options = _split(model, options)
-    _check_options(**options)
-    return _model(model, given).generate(prompt, **options)
+    given, rest = _split(model, options)
+    _check_options(**rest)
+    return _model(model, given).generate(prompt, **rest)
 
 
-def stream(model: str | Path | LLM, prompt: Prompt, **options: Any) -> Stream:
+def stream(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Stream:
     """The same as `generate`, piece by piece."""
-    given, options = _split(model, options)
-    _check_options(**options)
-    return _model(model, given).stream(prompt, **options)
+    given, rest = _split(model, options)
+    _check_options(**rest)
+    return _model(model, given).stream(prompt, **rest)

@@ -1,13 +1,56 @@
-"""What the commands' options are made of: their groups in the help, those that several commands
-take, and the values that typer cannot read."""
+"""What the commands are made of: how their help looks, the groups of options in it, those that
+several commands take, and the values that typer cannot read."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+def _tidied(params: Iterable[Any]) -> list[Any]:
+    """Parameters whose help shows neither a value where there is none nor a type of Python's."""
+    params = list(params)
+    for param in params:
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: None
+        elif param.is_flag:
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command whose usage shows its arguments by their metavars."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _tidied(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [p.metavar or "" for p in self.params if p.param_type_name == "argument"]
+        return [self.options_metavar or "", *arguments]
+
+
+class Commands(TyperGroup):
+    """The group of all commands, which says what there is instead of one that there is not."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _tidied(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            close = get_close_matches(args[0], self.commands, 1)
+            meant = f"Did you mean {close[0]!r}? " if close else ""
+            ctx.fail(
+                f"There is no command {args[0]!r}. {meant}There are: {', '.join(self.commands)}. "
+                'To run a model: infer run MODEL "PROMPT".'
+            )
+        return super().resolve_command(ctx, args)
 
 
 class Dtype(StrEnum):
@@ -53,17 +96,30 @@ def output_option(*names: str, help: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Output")
 
 
+def bench_option(
+    *names: str, help: str, metavar: str | None = None, autocompletion: Any = None
+) -> Any:
+    """An option about what is measured."""
+    return typer.Option(
+        *names,
+        metavar=metavar,
+        help=help,
+        rich_help_panel="Tests",
+        autocompletion=autocompletion,
+    )
+
+
 # What several commands take
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        show_default=False,
-        help="A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, fetched on its first use; one "
-        "GGUF model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; "
-        "a folder with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the "
-        "small model that comes with this package.",
-    ),
+_MODEL = (
+    "A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, fetched on its first use; "
+    "one GGUF model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; "
+    "a folder with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the small "
+    "model that comes with this package."
+)
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=_MODEL)]
+OptionalModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", show_default=False, help=_MODEL)
 ]
 DeviceOption = Annotated[
     str | None,
@@ -137,7 +193,7 @@ def parse_bias(option: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise typer.BadParameter(
-            f"{option!r} is not a token id, = and a number, as in 42=-1.5",
+            f"{shortened(option)} is not a token id, = and a number, as in 42=-1.5",
             param_hint="--logit-bias",
         ) from None
 
@@ -146,9 +202,52 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
     """KEY=JSON as a name and a value. Raises typer.BadParameter."""
     name, _, value = option.partition("=")
     try:
-        return name, json.loads(value)
+        if name:
+            return name, json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    raise typer.BadParameter(
+        f"{shortened(option)} is not a name, = and a JSON value, as in effort='\"high\"'",
+        param_hint="--template-arg",
+    )
+
+
+def shortened(text: str) -> str:
+    """The text in quotes, as much of it as a message has room for."""
+    return repr(text if len(text) <= 80 else f"{text[:79]}…")
+
+
+def parse_depths(option: str | None) -> list[int]:
+    """N,N as numbers. Raises typer.BadParameter."""
+    try:
+        return [int(depth) for depth in option.split(",")] if option is not None else []
     except ValueError:
         raise typer.BadParameter(
-            f"{option!r} is not a name, = and a JSON value, as in effort='\"high\"'",
-            param_hint="--template-arg",
+            f"{shortened(option or '')} are no numbers like 4096,16384", param_hint="--depth"
         ) from None
+
+
+def parse_save(option: str | None) -> Path | None:
+    """A file's name or a folder. Raises typer.BadParameter for neither."""
+    if option is None:
+        return None
+    if not option or (option[-1] in "/\\" and not Path(option).is_dir()):
+        raise typer.BadParameter(
+            f"{option!r} is neither a file's name nor a folder", param_hint="--save"
+        )
+    return Path(option)
+
+
+# What shells complete
+
+
+def shape_names(incomplete: str) -> list[str]:
+    from infer.models.shapes import SHAPES
+
+    return [name for name in SHAPES if name.startswith(incomplete)]
+
+
+def format_names(incomplete: str) -> list[str]:
+    from infer.models.shapes import PUBLISHED
+
+    return [name for name in PUBLISHED if name.startswith(incomplete)]

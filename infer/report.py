@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isnan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from infer.hub import resolve
 from infer.kernels.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.device import Device, Limits
 from infer.kernels.errors import OutOfMemoryError
+from infer.keywords import Progress
 from infer.llm import LLM, Result, open_adapters, weight_dtype
 from infer.memory import (
     checked_context,
@@ -32,7 +34,7 @@ from infer.models.lora import Loras
 from infer.models.packing import WIDENED, Stored
 from infer.models.weights import WeightSpec, check_checkpoint, stored
 from infer.sampling import SamplingParams
-from infer.terminal import size
+from infer.terminal import size, visible
 from infer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ _FEATURES = ("subgroup", "shader-f16", "timestamp-query")
 def _table(rows: Mapping[str, str], indent: str = "") -> str:
     """A line for each entry, its values in one column."""
     width = max(map(len, rows))
-    return "\n".join(f"{indent}{name:{width}}  {value}" for name, value in rows.items())
+    lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
+    return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
 
 
 def _count(things: Sized, noun: str) -> str:
@@ -274,16 +277,17 @@ def inspect_model(
     adapter: str | Path | None = None,
     revision: str | None = None,
     offline: bool = False,
-    download_progress: bool = False,
+    progress: Progress | None = None,
 ) -> ModelReport:
     """What `infer.load` with the same arguments would need. Reads no weights, opens no device, and
-    works without one.
+    works without one. progress: as for `load`, of a download.
 
     Raises ModelError, DeviceError, TokenizerError, RequestError.
     """
     converted = weight_dtype(dtype, quantize)
-    found = resolve(model, revision=revision, offline=offline, progress=download_progress)
-    always, _ = open_adapters(adapter, None, offline, download_progress)
+    fetched = partial(progress or (lambda *_: None), "download")
+    found = resolve(model, revision=revision, offline=offline, progress=fetched)
+    always, _ = open_adapters(adapter, None, offline, fetched)
     llama, checkpoint = open_model(found.path)
     specs = list(llama.weights())
     check_checkpoint(specs, checkpoint, llama.ignorable)
@@ -361,8 +365,21 @@ def versions() -> dict[str, str]:
     }
 
 
-def statistics_text(llm: LLM, result: Result, load_seconds: float) -> str:
-    """Tokens and tokens per second, time to the first token, memory."""
+@dataclass(frozen=True)
+class Loading:
+    """Seconds until a model was ready; the last `compiling` of them had nothing but kernels to
+    wait for."""
+
+    seconds: float
+    compiling: float
+
+    def __str__(self) -> str:
+        kernels = f", {self.compiling:.1f} s of it compiling kernels"
+        return f"{self.seconds:.1f} s" + (kernels if self.compiling >= 0.05 else "")
+
+
+def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
+    """Tokens and tokens per second, time to the first token, memory, time to load."""
     timings, memory = result.timings, llm.memory_stats()
     prompt = f"{result.prompt_tokens} tokens"
     if timings.prefill_seconds:
@@ -376,13 +393,14 @@ def statistics_text(llm: LLM, result: Result, load_seconds: float) -> str:
             "prompt": prompt,
             "generation": f"{generation}, finish reason {result.finish_reason}",
             "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
-            f"({size(memory.peak)} at most); loaded in {load_seconds:.1f} s",
+            f"({size(memory.peak)} at most)",
+            "loading": str(loading),
         }
     )
 
 
 def result_json(
-    llm: LLM, result: Result, params: SamplingParams, load_seconds: float
+    llm: LLM, result: Result, params: SamplingParams, loading: Loading
 ) -> dict[str, Any]:
     """All about a generation. params: as they were used."""
     memory = llm.memory_stats()
@@ -398,7 +416,8 @@ def result_json(
         "prompt_tps": result.prompt_tps,
         "generation_tps": result.generation_tps,
         "ttft_s": result.timings.prefill_seconds,
-        "load_s": load_seconds,
+        "load_s": loading.seconds,
+        "compile_s": loading.compiling,
         "memory": {"allocated_bytes": memory.allocated, "peak_bytes": memory.peak},
         "model": llm.name,
         "context": llm.context,
@@ -408,7 +427,7 @@ def result_json(
     }
 
 
-def load_details(llm: LLM, params: SamplingParams, load_seconds: float) -> str:
+def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
     """For --verbose: what runs, and how."""
     device, engine = llm.device, llm.engine
     dtypes = sorted({tensor.dtype for tensor in engine.weights.values() if len(tensor.shape) > 1})
@@ -422,7 +441,7 @@ def load_details(llm: LLM, params: SamplingParams, load_seconds: float) -> str:
             "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
             "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
-            "loaded": f"in {load_seconds:.2f} s, {device.n_pipelines} kernels compiled",
+            "loading": f"{loading}; {device.n_pipelines} kernels",
             "versions": ", ".join(f"{name} {value}" for name, value in versions().items()),
         }
     )

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,6 +187,23 @@ class SamplingParams:
             raise RequestError(
                 f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {wrong[0]}."
             )
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The same fields, as keyword arguments."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    max_tokens: int | None
+    stop: Sequence[str]
+    logprobs: int | None
 
 
 def _is(value: Any, kind: type) -> bool:

@@ -9,6 +9,7 @@ import tokenizers
 
 from infer.chat import choose_template, read_templates, render
 from infer.kernels.errors import RequestError, TokenizerError
+from infer.models.files import open_file, read_text
 
 
 class Tokenizer:
@@ -68,14 +69,15 @@ class Tokenizer:
             TokenizerError: no tokenizer.json, or a file that cannot be read.
         """
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise TokenizerError(
                 f"{folder} has no tokenizer.json, and a tokenizer.model or vocab.json alone is not "
                 "supported. transformers writes one: AutoTokenizer.from_pretrained(folder)"
                 ".save_pretrained(folder)."
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            with open_file(path):  # a regular one: the library would wait for a pipe
+                backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
             raise TokenizerError(
                 f"{path} cannot be read as a tokenizer: {error}. Fetch the model again."
@@ -117,6 +119,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token within a text: the first of one may lose the space that it begins
+        with, so it is what a second one adds. A special token's is its name."""
+        first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        return both[len(first) :]
 
     def is_shown(self, token_id: int) -> bool:
         """Whether `decode` keeps the id: not a special token, nor outside of the vocabulary."""
@@ -184,10 +192,10 @@ class Tokenizer:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} where there is no file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}. Fetch the model again.") from error
     if not isinstance(value, dict):

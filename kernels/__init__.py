@@ -56,12 +56,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "functions":
-        return import_module("infer.kernels.functions")
-    if name in _LAZY:
-        return getattr(import_module(f"infer.kernels.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'infer.kernels' has no attribute {name!r}")
+if not TYPE_CHECKING:  # for type checkers, a name that is not above is a mistake
+
+    def __getattr__(name: str) -> Any:
+        if name == "functions":
+            return import_module("infer.kernels.functions")
+        if name in _LAZY:
+            return getattr(import_module(f"infer.kernels.{_LAZY[name]}"), name)
+        raise AttributeError(f"module 'infer.kernels' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,8 @@ import os
 import re
 import subprocess
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,12 +99,30 @@ def _handles() -> list[Any]:
     ffi, lib = wgpu_native.ffi, wgpu_native.lib
     options = ffi.new("WGPUInstanceEnumerateAdapterOptions *")
     options.backends = wgpu_native._mappings.native_flags["InstanceBackend.Primary"]
-    with _lock:
+    with _lock, _runtime_dir():
         instance = wgpu_native._helpers.get_wgpu_instance()
         count = lib.wgpuInstanceEnumerateAdapters(instance, options, ffi.NULL)
         handles = ffi.new("WGPUAdapter[]", count)
         lib.wgpuInstanceEnumerateAdapters(instance, options, handles)
     return [wgpu_native.gpu._create_adapter(handle) for handle in handles]
+
+
+@contextmanager
+def _runtime_dir() -> Iterator[None]:
+    """Where XDG_RUNTIME_DIR is empty or not set, the search of Vulkan's drivers for a display
+    complains on standard error, in containers mostly: it has a value in the block."""
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    if before:
+        yield
+        return
+    os.environ["XDG_RUNTIME_DIR"] = os.sep
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["XDG_RUNTIME_DIR"]
+        else:
+            os.environ["XDG_RUNTIME_DIR"] = before
 
 
 def _import_wgpu() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -308,10 +308,16 @@ class Device:
         with self._lock:
             return self._pipelines.setdefault(spec, pipeline)
 
-    def pipelines(self, specs: Iterable[KernelSpec]) -> None:
-        """Compile several kernels at once, in threads: a large one can take seconds."""
+    def pipelines(
+        self, specs: Iterable[KernelSpec], progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Compile several kernels at once, in threads: a large one can take seconds. `progress`
+        gets how many of them are done, and how many there are."""
+        distinct = list(dict.fromkeys(specs))
         with ThreadPoolExecutor(max_workers=8) as pool:
-            list(pool.map(self.pipeline, dict.fromkeys(specs)))
+            for done, _ in enumerate(pool.map(self.pipeline, distinct), 1):
+                if progress is not None:
+                    progress(done, len(distinct))
 
     @property
     def n_pipelines(self) -> int:

@@ -9,6 +9,7 @@ tensors themselves are read from the file as bytes, since numpy has no bf16.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError
+from infer.models.files import open_file, read_text
 
 if TYPE_CHECKING:
     from infer.models.formats.packed import Packed
@@ -68,7 +70,7 @@ class TensorInfo:
         """
         done = 0
         try:
-            with open(self.file, "rb", buffering=0) as file:
+            with open_file(self.file) as file:
                 file.seek(self.offset + start)
                 while done < len(view):
                     count = file.readinto(view[done:])
@@ -165,14 +167,14 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one file, by name. Raises CheckpointError for a file that is damaged."""
     try:
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
             if stream.read(23) == b"version https://git-lfs":
                 raise CheckpointError(
                     f"{file} is only a Git LFS pointer to the weights. Run `git lfs pull` there."
                 )
         with safe_open(file, framework="numpy"):  # validates the header
             pass
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header: dict[str, Any] = json.loads(stream.read(length))
     except (SafetensorError, OSError, ValueError) as error:
@@ -189,9 +191,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     """The tensors of all files that the index names, by name."""
-    file_of = _read_index(folder / INDEX)
+    file_of = read_index(folder / INDEX)
     files = sorted(set(file_of.values()))
-    missing = [file for file in files if not (folder / file).exists()]
+    missing = [file for file in files if not os.path.exists(folder / file)]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {listed(missing)}, which {INDEX} names. Download the rest of the "
@@ -220,10 +222,10 @@ def _holds(tensors: dict[str, TensorInfo], name: str, file: Path) -> bool:
     return name in tensors and tensors[name].file == file
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def read_index(file: Path) -> dict[str, str]:
     """The file name of each tensor."""
     try:
-        index = json.loads(file.read_bytes())
+        index = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({error}). {_AGAIN}") from error
     file_of = index.get("weight_map") if isinstance(index, dict) else None

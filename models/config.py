@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.kernels.errors import ModelNotFoundError, UnsupportedError
+from infer.models.files import read_text
 
 _MISSING = object()
 
@@ -105,7 +106,7 @@ class RawConfig:
     def open(cls, folder: Path, name: str = "config.json") -> RawConfig:
         path = folder / name
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_text(path))
         except FileNotFoundError:
             raise ModelNotFoundError(
                 f"{folder} has no {name}. Give the folder of a model in Hugging Face form."

@@ -1,6 +1,6 @@
 """`infer bench` from a checkout: python scripts/bench.py MODEL, or --shape llama-3.2-1b.
 
-A bare --json writes the report under scripts/results/, where scripts/bench_table.py finds it.
+--json writes the report under scripts/results/, where scripts/bench_table.py finds it.
 """
 
 import sys
@@ -9,7 +9,15 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS.parent))
 
-from infer.bench import main  # noqa: E402
+from infer.cli import main  # noqa: E402
+
+
+def arguments(given: list[str]) -> list[str]:
+    """Those of `infer`."""
+    save = f"--save={SCRIPTS / 'results'}"
+    return ["bench", *(save if word == "--json" else word for word in given)]
+
 
 if __name__ == "__main__":
-    sys.exit(main(prog="scripts/bench.py", results=str(SCRIPTS / "results")))
+    sys.argv[1:] = arguments(sys.argv[1:])
+    main()

@@ -3,9 +3,6 @@
 
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-# Without it the Vulkan loader's search for a display complains, in containers mostly.
-export XDG_RUNTIME_DIR="${XDG_RUNTIME_DIR:-${TMPDIR:-/tmp}}"
-
 say() { printf '%s\n' "$*" >&2; }
 
 fail() {
@@ -62,9 +59,10 @@ make_venv() {
   "$python" -m venv --clear .venv || fail "The virtual environment could not be made."
 }
 
-# install_package [EXTRAS]: this working tree, so that changes in it count at once.
+# install_package WHAT...: as pip install takes it.
 install_package() {
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${1:-}" >&2 ||
+  rm -rf build/lib # or what is no longer in the tree would be installed with the rest
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" >&2 ||
     fail "pip could not install the package; its message is above."
 }
 

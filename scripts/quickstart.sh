@@ -5,7 +5,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
 make_venv
-install_package
+install_package .
 ensure_adapter
-.venv/bin/infer run demo --prompt "Once upon a time"
-say "This was .venv/bin/infer run demo --prompt \"Once upon a time\"; see .venv/bin/infer --help."
+.venv/bin/infer run demo "Once upon a time"
+say "This was .venv/bin/infer run demo \"Once upon a time\"; see .venv/bin/infer --help."

@@ -5,7 +5,9 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
 make_venv
-install_package '[test]'
+# This working tree, so that changes in it count at once. By its path: the finder that setuptools
+# installs otherwise loses against the folder above, if that of the clone is called infer.
+install_package --config-settings editable_mode=compat --editable '.[test]'
 ensure_adapter
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check

@@ -2,16 +2,18 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from test_cli import invoke, refused
 from test_llm import report_free
 
 from infer import bench
@@ -28,7 +30,7 @@ from infer.bench_report import (
 from infer.engine import Engine, EngineOptions
 from infer.kernels.bandwidth import BLOCK, copy, copy_bandwidth
 from infer.kernels.device import Device
-from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError
+from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.forward import Forward
 from infer.kernels.profile import profile_passes
 from infer.kernels.record import run
@@ -37,6 +39,7 @@ from infer.models import build_model
 from infer.models.config import RawConfig
 from infer.models.shapes import PUBLISHED, SHAPES, shape_config
 from infer.models.weights import Source, WeightSpec, random_storage, random_weights
+from infer.sampling import SamplingParams
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -311,7 +314,7 @@ def short(monkeypatch: pytest.MonkeyPatch, same_kernels: None) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
-    row = measure.EngineBench(engine, 1e9, 2, lambda message: None).prefill(20)
+    row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).prefill(20)
     assert (row.test, row.tokens, len(row.seconds)) == ("pp20", 20, 2)
     assert (engine.timings.prefilled_tokens, engine.timings.reused_tokens) == (20, 0)
     speeds = [20 / seconds for seconds in row.seconds]
@@ -324,7 +327,7 @@ def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("depth", "prompt", "test"), [(0, 1, "tg6"), (40, 40, "tg6 @ d40")])
 def test_decode_times_only_its_steps(engine: Engine, depth: int, prompt: int, test: str) -> None:
-    measured = measure.EngineBench(engine, 1e9, 1, lambda message: None)
+    measured = measure.EngineBench(engine, 1e9, 1, lambda *_: None)
     (row,) = measured.decode(6, depth, measure.GREEDY)
     assert row.test == test
     assert engine.timings.reused_tokens == prompt - 1
@@ -343,15 +346,23 @@ def test_sampled_test_uses_every_stage() -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counts = ["-p", "20", "-n", "4", "-r", "2", "--depth", "30", "--context", "256"]
-    assert bench.main(["--shape", "tiny", *counts, "--profile", "--json", str(tmp_path)]) == 0
-    captured = capsys.readouterr()
+def test_end_to_end(tmp_path: Path) -> None:
+    counts = ("--prompt-tokens", 20, "-n", 4, "-r", 2, "--depth", 30, "--context", 256)
+    done = invoke("bench", "--shape", "tiny", *counts, "--profile", "--save", tmp_path)
+    assert done.exit_code == 0
     (path,) = tmp_path.iterdir()
     report = BenchReport.from_json(path.read_text(encoding="utf-8"))
+    assert done.stderr.splitlines()[1:6] == [
+        "loading tiny",
+        "pp20",
+        "tg4, tg4 sampled",
+        "tg4 @ d30",
+        "host and GPU of a step",
+    ]
+    assert done.stderr.endswith(f"\nwrote {path}\n")
     assert path.name == report.file_name
     assert path.name.endswith("-tiny-bf16.json")
-    assert captured.out == format_report(report) + "\n"
+    assert done.stdout == format_report(report) + "\n"
     assert [row.test for row in report.rows] == ["pp20", "tg4", "tg4 sampled", "tg4 @ d30"]
     assert all(len(row.seconds) == 2 for row in report.rows)
     assert report.random_weights
@@ -387,7 +398,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
     params = replace(measure.GREEDY, max_tokens=5)
     before = [step.token for step in engine.generate([5, 6, 7], params)]
-    measured = measure.EngineBench(engine, 1e9, 1, lambda message: None)
+    measured = measure.EngineBench(engine, 1e9, 1, lambda *_: None)
     prefill, (decode, _) = (
         measured.prefill(12),
         measured.decode(4, 0, measure.GREEDY, measure.SAMPLED),
@@ -408,8 +419,6 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "repeats": 0}, "at least 1"),
         ({"model": "demo", "depths": [100, 0]}, "at least 1"),
         ({"shape": "smollm2-135m", "dtype": "int4"}, "f32, f16 or bf16"),
-        ({"model": "demo", "json_path": Path("/no/such/folder/x.json")}, "no folder"),
-        ({"model": "demo", "json_path": Path("x" * 300)}, "cannot be written .*too long"),
         ({"model": "/no/such"}, "no folder or file /no/such"),
         ({"model": "demo", "context": 1025}, "1025 .* positions up to 1024"),
         ({"model": "demo", "decode_tokens": 10**9}, "positions up to 1024"),
@@ -436,12 +445,79 @@ def test_a_model_that_does_not_fit_is_not_measured(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("short")
-def test_context_too_small_for_the_tests(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--context", "256", "--prompt-tokens", "512"), "need 513 positions, and the context"),
+        (("--context", "256", "--depth", "300"), "need 302 positions, and the context holds 256"),
+        (("--save", "/no/such/folder/x.json"), "no folder /no/such/folder"),
+        (("--save", "x" * 300), "cannot be written .*too long"),
+        (("demo",), "either a model or a shape"),
+        (("--device", "99"), "No adapter matches"),
+    ],
+)
+def test_bad_commands(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], message: str
 ) -> None:
+    """All are said before anything is measured."""
     monkeypatch.delattr(bench, "copy_bandwidth")
-    assert bench.main(["--shape", "tiny", "-n", "4", "--depth", "300", "--context", "256"]) == 1
-    assert "need 513 positions, and the context holds 256" in capsys.readouterr().err
+    assert re.search(message, refused("bench", "--shape", "tiny", *flags))
+
+
+def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run_bench(model: str | None, shape: str | None, **options: Any) -> None:
+        seen.update(options, model=model, shape=shape)
+        raise RequestError("seen enough")
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    flags = ("--device", "1", "--dtype", "f16", "--revision", "v2", "--offline", "--profile")
+    sizes = ("--prompt-tokens", 7, "-n", 8, "-r", 9, "--depth", "3,4", "--kv-dtype", "q8")
+    assert refused("bench", "org/name", *flags, *sizes) == "error: seen enough"
+    expected = {"model": "org/name", "shape": None, "device": "1", "dtype": "f16", "format": None}
+    expected |= {"revision": "v2", "offline": True, "profile": True, "kv_dtype": "q8"}
+    expected |= {"prompt_tokens": 7, "decode_tokens": 8, "repeats": 9, "depths": [3, 4]}
+    assert seen.items() >= expected.items()
+
+
+def test_wrong_usage() -> None:
+    assert "are no numbers like 4096,16384" in refused("bench", "demo", "--depth", "1,x", code=2)
+    assert "neither a file" in refused("bench", "demo", "--save", "none/", code=2)
+    assert "No such option: -p" in refused("bench", "demo", "-p", "4", code=2)
+
+
+# Sizes
+
+
+class Timed(measure.EngineBench):
+    """Prefill at so many seconds a token, and decode at as many; nothing is run."""
+
+    def __init__(self, per_token: float, context: int) -> None:
+        super().__init__(SimpleNamespace(context=context, vocab_size=9), 1e9, 1, lambda *_: None)  # type: ignore[arg-type]
+        self.engine.tokens, self.per_token = [], per_token
+
+    def _generate(self, ids: Sequence[int], params: SamplingParams) -> tuple[float, float]:
+        assert params.max_tokens is not None
+        return self.per_token * len(ids), self.per_token * (params.max_tokens - 1)
+
+
+@pytest.mark.parametrize("per_token", [0.001, 0.02, 0.05, 0.1, 0.5])
+def test_a_slow_adapter_gets_sizes_for_a_minute(per_token: float) -> None:
+    sizes = Timed(per_token, 4096).sizes(None, None, None, 1)
+    runs = sizes.repeats + 1
+    assert runs * (sizes.prompt + 2 * sizes.decode) * per_token <= 60
+    if per_token == 0.001:
+        assert (sizes.prompt, sizes.decode, sizes.repeats) == (512, 128, 5)
+    elif per_token == 0.02:  # and no less than there is time for
+        assert runs * (sizes.prompt + 2 * sizes.decode) * per_token >= 10
+
+
+def test_given_sizes_stay_and_the_context_bounds_the_others() -> None:
+    sizes = Timed(100.0, 4096).sizes(300, None, 4, 1)
+    assert (sizes.prompt, sizes.repeats) == (300, 4)
+    sizes = Timed(0.0, 100).sizes(None, None, None, 90)
+    assert (sizes.prompt, sizes.decode) == (99, 9)
 
 
 # Reports
@@ -460,15 +536,23 @@ def test_json_holds_everything() -> None:
 
 def test_results_table() -> None:
     assert results_table(REPORT).splitlines() == [
-        "| model               | size     | params | backend | test  "
-        "|                   t/s |    GB/s |  share | TFLOP/s |",
-        "| ------------------- | -------- | ------ | ------- | ----- "
-        "| --------------------: | ------: | -----: | ------: |",
-        "| org/Tiny Model bf16 | 1.50 GiB | 1.24 B | Vulkan  | pp512 "
-        "| 34,133.33 ± 24,135.71 |         |        |   50.00 |",
-        "| org/Tiny Model bf16 | 1.50 GiB | 1.24 B | Vulkan  | tg128 "
-        "|       1,280.00 ± 0.00 | 1,600.0 | 40.0 % |         |",
+        "| test  |                   t/s |    GB/s |  share | TFLOP/s |",
+        "| ----- | --------------------: | ------: | -----: | ------: |",
+        "| pp512 | 34,133.33 ± 24,135.71 |         |        |   50.00 |",
+        "| tg128 |       1,280.00 ± 0.00 | 1,600.0 | 40.0 % |         |",
     ]
+
+
+def test_tables_are_no_wider_than_the_terminal() -> None:
+    kernels = (KernelTime("matmul_vec K=2048 N=8192 norm gated", 16, 0.0005, 10**9, 10**9),)
+    report = replace(REPORT, profiles=(replace(REPORT.profiles[0], kernels=kernels),))
+    whole, narrow = format_report(report), format_report(report, 80)
+    assert max(len(line) for line in whole.splitlines() if line[:1] == "|") > 100
+    table = [line for line in narrow.splitlines() if line[:1] == "|"]
+    assert max(map(len, table)) <= 80
+    assert all(name in narrow for name in ("tg128", "1,280.00", "40.0 %", "of step", "norm gated"))
+    # What cannot be left out stays, however narrow.
+    assert [line.count("|") for line in results_table(report, 10).splitlines()] == [4] * 4
 
 
 def test_profile_table() -> None:
@@ -511,6 +595,8 @@ def test_format_report_names_what_and_where() -> None:
     text = format_report(REPORT)
     for part in (
         "A GPU (x) (discrete, Vulkan), driver 1.2",
+        "org/Tiny Model bf16: 1.50 GiB, 1.24 B parameters; context 8192, KV cache f16",
+        "2 of each test",
         "2026-01-02T03:04:05+00:00, infer 0.1.0, wgpu 0.32.0 (abc)",
         "4,000.0 GB/s",
         "20.00 ± 14.14 ms (pp512)",

@@ -4,14 +4,17 @@ pipes, imports and exit codes."""
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +38,7 @@ from infer.kernels.device import Device
 from infer.kernels.errors import DeviceError
 from infer.models.checkpoint import TensorInfo
 from infer.options import parse_bias, parse_template_arg
-from infer.terminal import ProgressLine, size
+from infer.terminal import ProgressLine, TextWriter, note, size, visible, write
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
@@ -51,11 +54,11 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """For a process of its own."""
-    (tmp_path / "runtime").mkdir(mode=0o700)  # Mesa complains on stderr without it
-    own = {"PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "COLUMNS": "200"}
-    return {name: os.environ[name] for name in os.environ if name != "INFER_DEVICE"} | own
+    mine = ("INFER_DEVICE", "XDG_RUNTIME_DIR")
+    own = {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return {name: os.environ[name] for name in os.environ if name not in mine} | own
 
 
 def invoke(*arguments: object, stdin: bytes | None = None) -> Result:
@@ -135,20 +138,39 @@ def test_version() -> None:
     assert invoke("--version").stdout == f"infer {infer.__version__}\n"
 
 
+def test_help_shows_an_example_and_values_in_capitals() -> None:
+    for name in ("run", "info", "devices", "bench"):
+        shown = " ".join(invoke(name, "--help").stdout.split())
+        assert re.search(rf"Examples?: infer {name} ", shown)
+        assert not re.search(r"<bool>|<str>|\[str\]", shown)
+    assert "run [OPTIONS] MODEL [PROMPT]..." in invoke("run", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("rnu", "Did you mean 'run'?"), ("llama3", "infer run MODEL")]
+)
+def test_an_unknown_command_gets_a_hint(name: str, message: str) -> None:
+    told = refused(name, code=2)
+    assert message in told
+    assert "run, info, devices, bench" in told
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(environment: dict[str, str], shell: str) -> None:
+    script = run_process("--show-completion", shell, env=environment | {"SHELL": f"/bin/{shell}"})
+    assert "_INFER_COMPLETE" in script.stdout
+    words = "infer bench --shape llama"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": "3", "_TYPER_COMPLETE_ARGS": words}
+    asked |= {"_INFER_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = run_process(env=environment | asked)
+    assert "llama-3.2-1b" in done.stdout
+    assert "smollm2" not in done.stdout
+
+
 def test_every_sampling_parameter_has_an_option() -> None:
     shown = invoke("run", "--help").stdout
     for field in fields(SamplingParams):
         assert f"--{field.name.replace('_', '-')} " in shown
-
-
-def test_bench_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    import infer.bench
-
-    given: list[Sequence[str]] = []
-    monkeypatch.setattr(infer.bench, "main", lambda arguments: given.append(arguments) or 3)
-    result = invoke("bench", "demo", "--shape", "x", "-n", "5", "--json", "--help")
-    assert result.exit_code == 3
-    assert given == [["demo", "--shape", "x", "-n", "5", "--json", "--help"]]
 
 
 # infer run
@@ -159,7 +181,7 @@ def test_run_prints_the_answer_and_statistics(llm: LLM) -> None:
     result = invoke("run", "demo", "--prompt", PROMPT, "--max-tokens", 12)
     assert result.exit_code == 0
     assert result.stdout == expected.text + "\n"
-    note, prompt, generation, memory = result.stderr.splitlines()
+    note, prompt, generation, memory, loading = result.stderr.splitlines()
     assert llm.device.software == note.startswith(f"note: {llm.device.adapter.name} is a software")
     assert prompt.split()[:3] == ["prompt", str(expected.prompt_tokens), "tokens,"]
     assert "tokens/s, first token after" in prompt
@@ -167,6 +189,7 @@ def test_run_prints_the_answer_and_statistics(llm: LLM) -> None:
     assert generation.endswith("tokens/s, finish reason length")
     assert llm.device.adapter.name in memory
     assert "MiB" in memory
+    assert re.fullmatch(r"loading     [\d.]+ s(, [\d.]+ s of it compiling kernels)?", loading)
 
 
 def test_quiet_leaves_the_answer_alone(llm: LLM) -> None:
@@ -177,7 +200,7 @@ def test_quiet_leaves_the_answer_alone(llm: LLM) -> None:
 
 def test_verbose_tells_what_runs(llm: LLM) -> None:
     told = invoke("run", "demo", "-p", PROMPT, "-n", 1, "-v", "--no-fuse", "--context", 256).stderr
-    for part in (llm.device.adapter.driver, "context 256", "fuse False", "kernels compiled"):
+    for part in (llm.device.adapter.driver, "context 256", "fuse False", " kernels\n"):
         assert part in told
     for version in infer.report.versions().values():
         assert version in told
@@ -204,7 +227,8 @@ def test_json(llm: LLM) -> None:
     assert got["adapter"]["name"] == llm.device.adapter.name
     assert got["versions"]["numpy"] == np.__version__
     assert 0 < got["memory"]["allocated_bytes"] <= got["memory"]["peak_bytes"]
-    assert min(got["prompt_tps"], got["generation_tps"], got["ttft_s"], got["load_s"]) > 0
+    assert min(got["prompt_tps"], got["generation_tps"], got["ttft_s"]) > 0
+    assert 0 <= got["compile_s"] < got["load_s"]
 
 
 def test_the_prompt_goes_through_the_chat_template_unless_raw(llm: LLM) -> None:
@@ -239,13 +263,26 @@ def test_a_model_without_a_template_continues_the_prompt(llm: LLM, tmp_path: Pat
     assert result.stderr.startswith("error: base has no chat template")
 
 
-@pytest.mark.parametrize("flags", [(), ("--prompt", "-")])
+@pytest.mark.parametrize("flags", [(), ("--prompt", "-"), ("-",)])
 def test_the_prompt_comes_from_standard_input(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     seen = captured_stream(monkeypatch)
     invoke("run", "demo", *flags, stdin="Grüße,\r\nWelt\r\n".encode())
     assert seen["prompt"] == chat("Grüße,\r\nWelt")
+
+
+@pytest.mark.parametrize(
+    "words", [("Why is it blue?",), ("Why", "is", "it", "blue?"), ("--", "Why is it blue?")]
+)
+def test_the_prompt_follows_the_model(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    seen = captured_stream(monkeypatch)
+    invoke("run", "-n", 1, "demo", *words)
+    assert seen["prompt"] == chat("Why is it blue?")
+    message = refused("run", "--prompt", "x", "demo", *words, code=2)
+    assert "there is a prompt after the model" in message
 
 
 def captured_stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -301,18 +338,20 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.items() >= given.items()
     refused("run", "demo", "-p", "x", "--quantize", "q4")
     assert (seen["dtype"], seen["quantize"]) == (None, "q4")
-    assert seen["download_progress"] is False  # standard error is no terminal
+    assert seen["progress"].__self__.shown is False  # standard error is no terminal
 
 
 # Ctrl-C, pipes and encodings
 
-ENDLESS = ("-n", 1000, "--logit-bias", "2=-100", "--logit-bias", "3=-100")  # no end of turn
+ENDLESS = ("--logit-bias", "2=-100", "--logit-bias", "3=-100")  # no end of turn
+LONG = 100_000  # positions: an answer that fills them takes longer than any test
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one process")
-def test_ctrl_c_keeps_what_was_generated(llm: LLM, environment: dict[str, str]) -> None:
+def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: Path) -> None:
+    folder = demo_with(tmp_path / "long", config__json=json_with(max_position_embeddings=LONG))
     with subprocess.Popen(
-        command("run", "demo", "-p", PROMPT, *ENDLESS),
+        command("run", folder, PROMPT, "--context", LONG, *ENDLESS),
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -325,10 +364,13 @@ def test_ctrl_c_keeps_what_was_generated(llm: LLM, environment: dict[str, str]) 
     text, errors = (begin + rest).decode(), stderr.decode()
     assert process.returncode == 130
     assert text.endswith("\n")
-    with llm.stream(chat(PROMPT), max_tokens=1000, logit_bias={2: -100, 3: -100}) as stream:
+    with (
+        infer.load(folder, context=LONG) as llm,
+        llm.stream(chat(PROMPT), logit_bias={2: -100, 3: -100}) as stream,
+    ):
         while len(stream.result.text) < len(text) - 1:
             next(stream)
-    assert stream.result.text == text[:-1]
+        assert stream.result.text == text[:-1]
     assert "finish reason cancelled" in errors
     assert "Traceback" not in errors
 
@@ -389,6 +431,154 @@ def test_a_full_disk_is_one_line(
     ]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("run", "--help")])
+def test_help_on_a_full_disk_is_one_line(
+    environment: dict[str, str], arguments: tuple[object, ...]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*arguments), env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: The output cannot be written: No space left on device.\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+def test_an_answer_is_not_lost_for_its_statistics(llm: LLM, environment: dict[str, str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("run", "demo", PROMPT, "-n", 3),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stdout == llm.chat(PROMPT, max_tokens=3).text + "\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGPIPE")
+@pytest.mark.parametrize(("option", "code"), [("--help", -signal.SIGPIPE), ("--version", 141)])
+def test_help_that_nobody_reads_ends_quietly(
+    environment: dict[str, str], option: str, code: int
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command(option), env=environment, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_control_characters_are_shown_and_not_obeyed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text, shown = "a\tb\x1b[2J\x9b0m\r\x07é🙂\n", "a\tb\\x1b[2J\\x9b0m\\x0d\\x07é🙂\n"
+    for stream, expected in ((Terminal(), shown), (io.StringIO(), text)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        write(text)
+        assert stream.getvalue() == expected
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    note(text[:-1])
+    assert stream.getvalue() == shown
+
+
+def rows_of(output: str, width: int) -> list[str]:
+    """What a terminal shows: it goes to the next row when one is full."""
+    rows, column = [""], 0
+    for character in output:
+        cells = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if character == "\n" or column + cells > width:
+            rows, column = [*rows, ""], 0
+        if character != "\n":
+            rows[-1], column = rows[-1] + character, column + cells
+    return rows
+
+
+def wrapped(monkeypatch: pytest.MonkeyPatch, text: str, width: int, step: int) -> str:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("infer.terminal.columns", lambda stream: width)
+    monkeypatch.setattr(sys, "stdout", stream := Terminal())
+    writer = TextWriter()
+    for begin in range(0, len(text), step):
+        writer.write(text[begin : begin + step])
+    writer.end()
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("width", [20, 33, 80])
+def test_words_go_whole_to_the_next_line(
+    monkeypatch: pytest.MonkeyPatch, width: int, step: int
+) -> None:
+    prose = "Once upon a time, there was a clever witch named Rosa who lived under an old bridge. "
+    text = f"{prose * 3}\n\n  * {prose}\n    1. {prose}" + "x" * (width - 1) + " the end."
+    output = wrapped(monkeypatch, text, width, step)
+    for row in rows_of(output, width):
+        assert set(row.split()) <= set(text.split())
+    # What is copied are the lines that end: they are those of the text.
+    assert [line.split() for line in output.splitlines()] == [x.split() for x in text.splitlines()]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nprint('a line of code that is longer than it should be')\n\n```",
+        "    if a and b or c and d or e and f or g and h: return None",
+        "\tif a and b or c and d or e and f or g and h: return None",
+        "| a table | with many columns | and words | in every cell |",
+        "你好世界你好世界你好世界hello 你好世界",
+        "A family 👩‍👩‍👧 of one or more, and words after it, and more of them.",
+        "x" * 100,
+        "  two  spaces\r\n",
+    ],
+)
+def test_what_is_left_to_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, text: str, step: int
+) -> None:
+    assert wrapped(monkeypatch, text, 24, step) == visible(text) + "\n"
+
+
+def test_wide_characters_take_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = wrapped(monkeypatch, "你好世界 hello 你好 hello world", 17, 1)
+    assert rows_of(output, 17) == ["你好世界 hello 你", "好 hello world", ""]
+    output = wrapped(monkeypatch, "你好世界\u3000hello hello world", 17, 1)
+    assert rows_of(output, 17) == ["你好世界\u3000hello  ", "hello world", ""]
+    output = wrapped(monkeypatch, "你好世界 hello world hello", 17, 1)
+    assert rows_of(output, 17) == ["你好世界 hello   ", "world hello", ""]
+
+
+def test_a_pipe_gets_the_text_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stream := io.StringIO())
+    writer = TextWriter()
+    writer.write("half a wo")
+    assert stream.getvalue() == "half a wo"
+    writer.write("rd\x1b" + " and more" * 20)
+    writer.end()
+    assert stream.getvalue() == "half a word\x1b" + " and more" * 20 + "\n"
+
+
+def test_names_out_of_files_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    folder = demo_with(tmp_path / "a\x1b[2J\nb")
+    assert invoke("info", folder).stdout.startswith("model       a\\x1b[2J\\nb, llama\n")
+    assert "\x1b" not in refused("run", folder / "none", "-p", "x")
+
+
+def test_an_error_of_the_system_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        (tmp_path / "none").read_text()
+
+    monkeypatch.setattr(infer.llm, "load", load)
+    expected = f"error: {tmp_path}/none: No such file or directory."
+    assert refused("run", "demo", "x") == expected
+    assert "Traceback" in invoke("run", "demo", "x", "--verbose").stderr
+
+
 def test_output_that_the_terminal_cannot_show_is_replaced(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -407,7 +597,7 @@ def test_closed_streams(environment: dict[str, str]) -> None:
     shell = f"{sys.executable} -m infer run demo <&-"
     done = subprocess.run(shell, shell=True, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 2
-    assert b"--prompt" in done.stderr
+    assert b"pipe it in" in done.stderr
 
 
 class Terminal(io.StringIO):
@@ -416,19 +606,47 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, shown, expected in ((io.StringIO(), True, ""), (Terminal(), False, "")):
+    for stream, shown in ((io.StringIO(), None), (Terminal(), False), (None, None)):
         monkeypatch.setattr(sys, "stderr", stream)
         with ProgressLine(shown) as progress:
-            progress.loading(1, 2)
-        assert stream.getvalue() == expected
+            progress.loading("weights", 1, 2)
+        assert stream is None or stream.getvalue() == ""
+
+
+def test_progress_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("infer.terminal.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
+
+    def shown() -> str:
+        """The line that is there, wiped of what was longer."""
+        return stream.getvalue().rsplit("\r", 1)[1].rstrip()
+
     with ProgressLine() as progress:
-        progress.loading(3 << 20, 4 << 20)
-        progress.loading(4 << 20, 4 << 20)  # too soon to be shown
-    line = stream.getvalue().split("\r")
-    assert line[1].startswith("loading  75%, 3.0 MiB of 4.0 MiB, ")
-    assert line[2] == " " * len(line[1])
-    assert line[3:] == [""]
+        now += 5
+        progress.loading("download", 0, 0)
+        now += 2
+        progress.loading("download", 1 << 20, 8 << 20)
+        assert shown() == "fetching: 12%, 1.0 MiB of 8.0 MiB, 512.0 KiB/s"
+        now += 10
+        progress.loading("download", 8 << 20, 8 << 20)
+        now += 1
+        progress.loading("weights", 3 << 20, 4 << 20)
+        assert shown() == "reading weights: 75%, 3.0 MiB of 4.0 MiB, 3.0 MiB/s"
+        progress.loading("weights", (4 << 20) - 1, 4 << 20)  # too soon to be shown
+        now += 1
+        progress.loading("kernels", 1, 8)  # nobody waits for them yet
+        assert shown().startswith("reading weights: 75%")
+        assert progress.waiting == 0.0
+        progress.loading("weights", 4 << 20, 4 << 20)
+        assert shown() == "compiling kernels"
+        now += 2.5
+        progress.loading("kernels", 3, 8)
+        assert shown() == "compiling kernels: 3 of 8, 2.5 s"
+        progress.show("x" * 200, now=True)
+        assert shown() == "x" * 79
+        assert progress.waiting == 2.5
+    assert shown() == ""
 
 
 @pytest.mark.parametrize(
@@ -565,7 +783,10 @@ def test_bad_values(flags: tuple[str, ...], message: str) -> None:
         (("--logprobs", "3"), "--json"),
         (("--logit-bias", "5"), "'5' is not a token id"),
         (("--template-arg", "a=b"), "JSON value"),
+        (("--template-arg", "a=" + "[" * 100_000), "[…' is not a name, = and a JSON value"),
+        (("--template-arg", "=1"), "JSON value"),
         (("--no-such-option",), "No such option"),
+        (("--temprature", "1"), "--temperature"),
     ],
 )
 def test_wrong_usage(flags: tuple[str, ...], message: str) -> None:
@@ -580,6 +801,8 @@ def test_bad_paths(tmp_path: Path) -> None:
 
 
 def test_bad_standard_input() -> None:
+    message = refused("run", "demo", os.fsdecode("naïve".encode("latin-1")))
+    assert message.startswith("error: The prompt is not UTF-8: byte 0xef at 2.")
     message = refused("run", "demo", stdin="naïve".encode("latin-1"))
     assert message.startswith("error: Standard input is not UTF-8: byte 0xef at 2.")
     assert "The prompt is empty" in refused("run", "demo", "--prompt", "-", stdin=b"\n")
@@ -592,7 +815,7 @@ def test_no_prompt_at_a_terminal(environment: dict[str, str]) -> None:
     os.close(main_end)
     os.close(terminal)
     assert done.returncode == 2
-    assert "--prompt" in done.stderr
+    assert "pipe it in" in done.stderr
 
 
 def test_a_prompt_longer_than_the_context_names_both_numbers(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -128,6 +129,19 @@ def test_there_is_an_adapter_here() -> None:
         assert adapter.name
         assert adapter.backend in ("Vulkan", "Metal", "D3D12")
         assert adapter.kind in ("discrete", "integrated", "other", "software")
+
+
+@pytest.mark.parametrize("value", [None, "", "/run/user/1000"])
+def test_drivers_do_not_complain_of_a_missing_folder(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str | None
+) -> None:
+    if value is None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    else:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+    list_adapters()
+    assert capfd.readouterr().err == ""
+    assert os.environ.get("XDG_RUNTIME_DIR") == value
 
 
 def test_types_parsed_quickly_are_those_of_cffi() -> None:

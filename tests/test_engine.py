@@ -21,6 +21,7 @@ from infer.engine import Engine, EngineOptions
 from infer.kernels.device import Device, DryDevice, Limits, Settings
 from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.ops import stride
+from infer.kernels.plan import needed
 from infer.kernels.record import RawQueue, Recording
 from infer.kernels.step import NO_TOKEN
 from infer.kernels.tensor import allocate
@@ -110,6 +111,34 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
         for kind in engine.rows:
             engine.recording(kind, True, None)
         assert device.n_pipelines == compiled
+
+
+@pytest.mark.parametrize("case", ["llama", "lfm2"])
+@pytest.mark.parametrize("length", [8, 20])
+def test_warming_up_touches_every_kernel_and_runs_none(
+    build: Build, case: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A software adapter's driver compiles a kernel when it is first submitted."""
+    engine, kernels, grids = build(case), set(), set()
+    submit = RawQueue.submit
+
+    def noted(self: RawQueue, recording: Recording, rows: int, kv_len: int, copies: Any) -> int:
+        items = needed(recording.dispatches, rows, kv_len)
+        kernels.update(item.pipeline for item in items)
+        grids.update(item.size(rows, kv_len) for item in items)
+        return submit(self, recording, rows, kv_len, copies)
+
+    monkeypatch.setattr(RawQueue, "submit", noted)
+    monkeypatch.setattr(engine.device, "software", True)
+    params = SamplingParams(temperature=0.9, top_k=7, seed=1, max_tokens=4).resolved({})
+    seen: list[tuple[int, int]] = []
+    engine.warm_up(length, params, lambda *progress: seen.append(progress))
+    warm = set(kernels)
+    assert grids == {(0, 1, 1)}
+    assert seen == [(done, len(warm)) for done in range(1, len(warm) + 1)]
+    assert len(list(engine.generate(prompt_of(case)[:length], params))) == 4
+    assert kernels == warm
+    assert len(grids) > 1
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 8, 9, 40])

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -40,6 +41,50 @@ UNWANTED = [
     "tokenizer.model",
 ]
 Q4, Q8 = "tiny-Q4_K_M.gguf", "Q8_0/tiny-Q8_0-00001-of-00002.gguf"
+# Repositories of a hub that is broken or hostile: of files that are not what they should be,
+ODD = [
+    "etag",
+    "etag-2",
+    "commit",
+    "gone",
+    "stalled",
+    "flipped",
+    "flipped-small",
+    "long",
+    "cut",
+    "xet",
+]
+HEADERS = {
+    "org/etag": {"ETag": '"../../../../escaped"', "X_Linked_Etag": '"../../../../escaped"'},
+    "org/etag-2": {"ETag": '"/tmp/escaped-of-infer"', "X_Linked_Etag": '"/tmp/escaped-of-infer"'},
+    "org/commit": {"X_Repo_Commit": "../../../../escaped"},
+    "org/gone": {"X_Repo_Commit": "../../../../escaped"},
+}
+BAD_NAMES = [
+    "../../../../escaped.safetensors",
+    "additional_chat_templates/../../../../escaped.jinja",
+    "/tmp/escaped-of-infer.safetensors",
+    "a\\b.safetensors",
+    "C:escaped.safetensors",
+    "x\x1b[31m.safetensors",
+    "x" * 300 + ".safetensors",
+    "\ud800.safetensors",
+    "",
+]
+# and of answers that are none.
+ANSWERS: dict[str, Any] = {
+    "org/down": (500, b'["not an object"]'),
+    "org/list": (200, b"[]"),
+    "org/null": (200, b"null"),
+    "org/empty": (200, b"{}"),
+    "org/page": (200, b"<html>Log in</html>"),
+    "org/deep": (200, b"[" * 100_000),
+    "org/bytes": (200, b"\xff"),
+    "org/no-files": (200, json.dumps({"sha": MAIN}).encode()),
+    "org/kinds": (200, json.dumps({"sha": MAIN, "siblings": [{"rfilename": 1}]}).encode()),
+    "org/sha": (200, json.dumps({"sha": "../../escaped", "siblings": []}).encode()),
+    "org/teapot": (418, b""),
+}
 WANTED = {
     "org/sharded": [*COMMON, INDEX, *SHARDS, "additional_chat_templates/rag.jinja"],
     "org/single": ["config.json", "tokenizer.json", "model.safetensors"],
@@ -50,7 +95,9 @@ WANTED = {
     "org/one-gguf": ["tiny.gguf"],
     "org/none": ["config.json"],
     "org/bare": ["model.safetensors"],
-    "org/down": [],
+    **{f"org/{name}": ["config.json", "model.safetensors"] for name in ODD},
+    **{repo: ["config.json"] for repo in ANSWERS},
+    "org/names": ["config.json", "model.safetensors", *BAD_NAMES],
     "org/lora-as-model": ["adapter_config.json", "adapter_model.safetensors"],
     "org/lora": ["adapter_config.json", "adapter_model.safetensors"],
 }
@@ -77,10 +124,12 @@ def content(repo: str, commit: str, name: str) -> bytes:
 
 @dataclass
 class Hub:
-    """The endpoints of the hub that huggingface_hub calls, for the repositories above."""
+    """The endpoints of the hub that are asked for the repositories above."""
 
     url: str = ""
     fetched: list[str] = field(default_factory=list)
+    cut: set[str] = field(default_factory=set)
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def handler(hub) -> type[BaseHTTPRequestHandler]:  # noqa: N805 (self is the handler)
         class Handler(BaseHTTPRequestHandler):
@@ -98,6 +147,16 @@ class Hub:
                 if self.command == "GET":
                     self.wfile.write(body)
 
+            def drip(self, length: int) -> None:
+                """Never a whole answer: a byte now and then."""
+                self.send_response(200)
+                self.send_header("Content-Length", str(length))
+                self.end_headers()
+                self.close_connection = True
+                with suppress(OSError):
+                    while not hub.closing.wait(0.02):
+                        self.wfile.write(b" ")
+
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path)
                 api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
@@ -107,14 +166,17 @@ class Hub:
                     return self.reply(404)
                 repo = match[1]
                 token = self.headers.get("Authorization")
+                if repo == "org/echo":
+                    echo = f"There is no token {token}"
+                    return self.reply(400, echo.encode(), X_Error_Message=echo)
                 if token not in (None, "Bearer good"):
                     message = "Invalid credentials in Authorization header"
                     return self.reply(401, X_Error_Message=message)
                 if repo not in WANTED or (repo == "org/private" and token is None):
                     # As the hub does: nobody learns which private repositories there are.
                     return self.reply(404 if token else 401, X_Error_Code="RepoNotFound")
-                if repo == "org/down":
-                    return self.reply(500)
+                if repo in ANSWERS:
+                    return self.reply(*ANSWERS[repo])
                 revision = (match[3] if api else match[2]) or "main"
                 commit = {"main": MAIN, "v1": TAG, MAIN: MAIN, TAG: TAG}.get(revision)
                 if commit is None:
@@ -126,11 +188,46 @@ class Hub:
                     return self.reply(403, X_Error_Code="GatedRepo")
                 if match[3] not in names:
                     return self.reply(404, X_Error_Code="EntryNotFound")
-                body = content(repo, commit, match[3])
-                if self.command == "GET":
-                    hub.fetched.append(f"{repo}/{match[3]}")
-                etag = f'"{hashlib.sha1(body).hexdigest()}"'
-                self.reply(200, body, ETag=etag, X_Repo_Commit=commit)
+                self.serve_file(repo, commit, match[3], urlsplit(self.path).query == "cdn")
+
+            def serve_file(self, repo: str, commit: str, name: str, is_cdn: bool) -> None:
+                body = content(repo, commit, name)
+                large = name.endswith((".safetensors", ".gguf"))
+                headers = {"X_Repo_Commit": commit}
+                if large:
+                    headers["X_Linked_Etag"] = f'"{hashlib.sha256(body).hexdigest()}"'
+                    headers["X_Linked_Size"] = str(len(body))
+                    if repo == "org/xet":
+                        headers |= {"X_Xet_Hash": "a" * 64, "X_Xet_Refresh_Route": "/token"}
+                else:
+                    blob = b"blob %d\0" % len(body) + body
+                    headers["ETag"] = f'"{hashlib.sha1(blob).hexdigest()}"'
+                headers |= HEADERS.get(repo, {})
+                if large and not is_cdn:  # as the hub does: what is large is elsewhere
+                    return self.reply(302, Location=f"{hub.url}{self.path}?cdn", **headers)
+                if self.command == "HEAD":
+                    return self.reply(200, body, **headers)
+                hub.fetched.append(f"{repo}/{name}")
+                if repo == "org/gone":
+                    return self.reply(404, X_Error_Code="EntryNotFound", **headers)
+                if repo == "org/stalled" and large:
+                    return self.drip(len(body))
+                if (repo == "org/flipped" and large) or repo == "org/flipped-small":
+                    body = bytes([body[0] ^ 1]) + body[1:]
+                if repo == "org/long":
+                    body += b" "
+                start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+                if repo == "org/cut" and large and name not in hub.cut:
+                    hub.cut.add(name)  # the first time, a part of it comes
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body[:9])
+                    self.close_connection = True
+                    return None
+                if start and repo == "org/cut":
+                    return self.reply(206, body[int(start[1]) :])
+                return self.reply(200, body, **headers)
 
             do_HEAD = do_GET  # noqa: N815
 
@@ -166,28 +263,53 @@ def serve() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()
 
 
 DRIVER = """
-import json, sys
+import json, os, sys
 from pathlib import Path
+import traceback
+from infer import download
 from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import InferError
+if arrives := os.environ.get("XET"):
+    import inspect
+    from huggingface_hub import file_download
+    signature = inspect.signature(file_download.xet_get)
+    def xet_get(**given):
+        signature.bind(**given)
+        given["_tqdm_bar"].update(len(arrives))
+        given["_tqdm_bar"].set_postfix_str("1 MB/s", refresh=False)
+        Path(given["incomplete_path"]).write_text(arrives)
+    file_download.xet_get = xet_get
+for name, value in json.loads(os.environ.get("LIMITS", "{}")).items():
+    setattr(download, name, value)
 outcomes = []
+reports = []
 for kwargs in json.loads(sys.argv[1]):
+    fails = kwargs.pop("fails", False)
+    kwargs["progress"] = lambda *report: reports.append(report) or (fails and 1 / 0)
+    os.environ.update(kwargs.pop("env", {}))
+    if login := kwargs.pop("login", ""):
+        Path(os.environ["HF_HOME"], "token").write_bytes(login.encode("latin-1"))
     try:
         found = (resolve_adapter if "adapter" in kwargs else resolve)(**kwargs)
-    except InferError as error:
+    except (InferError, ZeroDivisionError) as error:
         outcomes.append({"error": type(error).__name__, "message": str(error)})
+        outcomes[-1]["trace"] = traceback.format_exc()
     else:
         folder = next(p for p in (found.path, *found.path.parents) if p.name == found.revision)
         files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
         outcomes.append({"name": found.name, "revision": found.revision})
         outcomes[-1]["path"] = found.path.relative_to(folder).as_posix()
         outcomes[-1]["files"] = {name: path.read_text() for name, path in files.items()}
+    if os.environ.get("REPORTS"):
+        outcomes[-1]["reports"] = reports[:]
+        reports.clear()
 print(json.dumps(outcomes))
 """
 
@@ -224,7 +346,16 @@ ONLINE: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "org/bare"}, "ModelNotFoundError", r"no config\.json"),
     ({"model": "org/lora-as-model"}, "ModelNotFoundError", "is a LoRA adapter. Give the model"),
     ({"model": "org/down"}, "ModelError", "answered 500"),
+    *(({"model": name}, "ModelError", "not answer as a hub does") for name in [*ANSWERS][1:-1]),
+    ({"model": "org/teapot"}, "ModelError", "answered 418"),
+    ({"model": "org/etag"}, "ModelError", "an ETag that is none"),
+    ({"model": "org/etag-2"}, "ModelError", "an ETag that is none"),
+    ({"model": "org/gone"}, "ModelError", "answered 404"),
+    ({"model": "org/flipped"}, "ModelError", r"model\.safetensors of org/flipped arrived damaged"),
+    ({"model": "org/flipped-small"}, "ModelError", r"config\.json of .* arrived damaged"),
+    ({"model": "org/long"}, "ModelError", "longer than"),
     ({"model": "org/a--b"}, "ModelNotFoundError", "nor a valid hub id"),
+    ({"model": "org/" + "a" * 300}, "ModelNotFoundError", "nor a valid hub id"),
     ({"model": "org/other", "offline": True}, "ModelNotFoundError", "not in the cache"),
     (
         {"model": "org/gguf"},
@@ -258,6 +389,9 @@ GGUF: list[dict[str, Any]] = [
 ]
 
 
+NOT_HARMED = ["cut", "commit", "names"]
+
+
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """All calls to a hub that is up, in one process; then the cache that they leave."""
@@ -269,16 +403,20 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         {"model": "org/gated", "token": "good"},
         {"model": "org/private", "token": "good"},
         {"adapter": "org/lora"},
+        *({"model": f"org/{name}"} for name in NOT_HARMED),
         *GGUF,
     ]
     with serve() as hub:
-        outcomes = resolve_all(hub.url, home, [call for call, *_ in ONLINE] + good)
+        calls = [call for call, *_ in ONLINE] + good
+        limits = json.dumps({"_RETRY_SECONDS": [0]})
+        outcomes = resolve_all(hub.url, home, calls, LIMITS=limits)
         yield {
             "failed": outcomes[: len(ONLINE)],
             "found": outcomes[len(ONLINE) :],
             "fetched": list(hub.fetched),
             "home": home,
             "url": hub.url,
+            "hub": hub,
         }
 
 
@@ -293,7 +431,7 @@ def test_failures_each_have_their_message(session: dict[str, Any], index: int) -
 
 
 def test_only_the_needed_files_are_fetched(session: dict[str, Any]) -> None:
-    sharded, single, tagged, gated, private, lora = session["found"][: -len(GGUF)]
+    sharded, single, tagged, gated, private, lora = session["found"][:6]
     for outcome, repo, commit in [
         (sharded, "org/sharded", MAIN),
         (single, "org/single", MAIN),
@@ -306,6 +444,30 @@ def test_only_the_needed_files_are_fetched(session: dict[str, Any]) -> None:
         assert outcome["files"] == {n: content(repo, commit, n).decode() for n in WANTED[repo]}
     wanted = {f"{repo}/{name}" for repo, names in WANTED.items() for name in names}
     assert set(session["fetched"]) <= wanted
+
+
+@pytest.mark.parametrize("name", NOT_HARMED)
+def test_what_a_hub_says_besides_does_no_harm(session: dict[str, Any], name: str) -> None:
+    outcome = session["found"][6 + NOT_HARMED.index(name)]
+    assert (outcome["name"], outcome["revision"]) == (repo := f"org/{name}", MAIN)
+    names = ["config.json", "model.safetensors"]
+    assert outcome["files"] == {n: content(repo, MAIN, n).decode() for n in names}
+
+
+def test_nothing_is_written_beside_the_files_of_a_snapshot(session: dict[str, Any]) -> None:
+    """Whatever names, commits and ETags a hub gives; and of damaged files nothing stays."""
+    cache = session["home"] / "hub"
+    assert not list(session["home"].parent.rglob("*escaped*"))
+    assert not Path("/tmp/escaped-of-infer").exists()
+    for name in ("etag", "etag-2", "gone", "flipped-small", "long"):
+        files = [p for p in (cache / f"models--org--{name}").rglob("*") if p.is_file()]
+        assert not files
+    for path in cache.rglob("*"):
+        folder = path.relative_to(cache).parts[1:2]
+        assert not folder or folder[0] in ("refs", "blobs", "snapshots")
+        if path.is_file() and folder == ("snapshots",):
+            assert path.resolve().parent == cache / path.relative_to(cache).parts[0] / "blobs"
+        assert not path.name.endswith(".incomplete")
 
 
 def test_a_gguf_model_is_fetched_alone(session: dict[str, Any]) -> None:
@@ -394,6 +556,153 @@ def test_a_hub_that_is_down_is_not_needed(session: dict[str, Any], tmp_path: Pat
     assert "answered 500" in missing["message"]
 
 
+def test_files_of_xet_come_through_its_library(session: dict[str, Any], tmp_path: Path) -> None:
+    """Its service is none that runs here: what is called in its place has the same signature."""
+    large = content("org/xet", MAIN, "model.safetensors").decode()
+    calls = [{"model": "org/xet", "progress": True}]
+    before = len(session["hub"].fetched)
+    (found,) = resolve_all(session["url"], tmp_path / "a", calls, XET=large)
+    assert found["files"]["model.safetensors"] == large
+    (damaged,) = resolve_all(session["url"], tmp_path / "b", calls, XET="?" + large[1:])
+    assert "arrived damaged" in damaged["message"]
+    assert {*session["hub"].fetched[before:]} == {"org/xet/config.json"}
+
+
+@contextmanager
+def silent(answer: bytes) -> Iterator[str]:
+    """A server that takes every connection and answers this and then nothing, or, of b" ", a byte
+    now and then for ever."""
+    closing = threading.Event()
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                self.wfile.write(answer)
+                while not closing.wait(0.02):
+                    if answer:
+                        self.wfile.write(b"x")
+
+    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n"],
+    ids=["silence", "endless head", "endless body"],
+)
+def test_a_hub_that_does_not_answer_is_not_waited_for(
+    session: dict[str, Any], tmp_path: Path, answer: bytes
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(session["home"], home, symlinks=True)
+    calls = [{"model": "org/sharded"}, {"adapter": "org/lora"}, {"model": "org/other"}]
+    limits = json.dumps({"ASK_SECONDS": 0.2, "ANSWER_SECONDS": 0.3})
+    with silent(answer) as url:
+        cached, lora, missing = resolve_all(url, home, calls, LIMITS=limits)
+    assert [cached, lora] == [session["found"][0], session["found"][5]]
+    assert missing["error"] == "ModelNotFoundError"
+    assert re.search(r"cannot be reached \(.*no whole answer within 0.3 s", missing["message"])
+
+
+def test_a_download_that_stalls_has_an_end(tmp_path: Path) -> None:
+    limits = json.dumps({"STALL_SECONDS": 0.5, "_GRACE_SECONDS": 0.1})
+    with serve() as hub:
+        (outcome,) = resolve_all(hub.url, tmp_path, [{"model": "org/stalled"}], LIMITS=limits)
+    assert outcome["error"] == "ModelError"
+    assert re.search(r"hardly a byte came for 0.5 s.*run it again", outcome["message"])
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
+SECRET = "hf_ThisIsSecret"
+
+
+def test_no_message_holds_a_token(session: dict[str, Any], tmp_path: Path) -> None:
+    tokens = [f"{SECRET}é", f"{SECRET} x", f"{SECRET}\x7f", f"{SECRET}\r\nX-Other: y", SECRET]
+    calls, messages = [], []
+    for token in tokens:
+        # A hub that refuses it, and one that says it.
+        for repo, message in (("org/single", "refused the token"), ("org/echo", "answered 400")):
+            call = {"model": repo}
+            calls += [call | {"token": token}, call | {"env": {"HF_TOKEN": token}}]
+            calls += [call | {"env": {"HF_TOKEN": ""}, "login": token}]
+            bad = "holds a space, or a character that is not ASCII"
+            messages += 3 * [message if token == SECRET else bad]
+    done = run(session["url"], tmp_path, calls)
+    for call, outcome, message in zip(calls, json.loads(done.stdout), messages, strict=True):
+        assert message in outcome["message"], (call, outcome)
+    assert SECRET not in done.stdout + done.stderr
+
+
+def test_a_token_may_end_in_a_line_end(session: dict[str, Any], tmp_path: Path) -> None:
+    (found,) = resolve_all(session["url"], tmp_path, [{"model": "org/private", "token": "good\n"}])
+    assert found == session["found"][4]
+
+
+def test_a_page_of_the_hub_is_a_model(session: dict[str, Any], tmp_path: Path) -> None:
+    home, url = tmp_path / "home", session["url"]
+    shutil.copytree(session["home"], home, symlinks=True)
+    single, tagged = session["found"][1:3]
+    q4, _, q8_tagged, *_ = session["found"][-len(GGUF) :]
+    pages: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"model": "https://huggingface.co/org/single"}, single),
+        ({"model": "https://huggingface.co/org/single/tree/main/"}, single),
+        ({"model": "HTTPS://HF.CO/org/single?library=transformers#usage"}, single),
+        ({"model": "huggingface.co/org/single"}, single),
+        ({"model": f"{url}/org/single"}, single),
+        ({"model": f"{url}/org/single/tree/v1"}, tagged),
+        ({"model": f"https://huggingface.co/org/single/tree/{TAG}", "revision": TAG}, tagged),
+        ({"model": "https://huggingface.co/org/single", "revision": "v1"}, tagged),
+        ({"model": "hf.co/org/gguf:Q4_K_M"}, q4),
+        ({"model": f"https://huggingface.co/org/gguf/resolve/main/{Q4}?download=true"}, q4),
+        ({"model": f"{url}/org/gguf/blob/v1/{Q8.replace('/', '%2F')}"}, q8_tagged),
+        ({"adapter": "https://hf.co/org/lora/tree/main"}, session["found"][5]),
+    ]
+    outcomes = resolve_all(url, home, [call for call, _ in pages])
+    for (call, expected), outcome in zip(pages, outcomes, strict=True):
+        for key in ("revision", "path"):
+            assert outcome.get(key) == expected[key], (call, outcome)
+        assert outcome["name"].startswith("org/")
+
+
+def test_an_index_reaches_nothing_but_shards(session: dict[str, Any], tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(session["home"], home, symlinks=True)
+    index = home / "hub/models--org--sharded/snapshots" / MAIN / INDEX
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"a": "../../../../escaped.safetensors"}}))
+    (outcome,) = resolve_all(session["url"], home, [{"model": "org/sharded"}])
+    assert outcome["error"] == "CheckpointError"
+    assert re.search("does not give the name of a .*file for a", outcome["message"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "place", "error", "message"),
+    [
+        ("HF_HUB_CACHE", "file/x", "ModelError", "file/x.* cannot be written .*HF_HOME"),
+        ("HF_HUB_CACHE", "~no-such-user/x", "ModelError", "no home folder.*HF_HOME"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "~x", "ModelError", "cannot read one of the variables HF_"),
+        ("HF_HOME", "file/x", "ModelAccessError", "file/x/token.* cannot be read .*HF_HOME"),
+    ],
+)
+def test_variables_that_lead_nowhere(
+    session: dict[str, Any], tmp_path: Path, variable: str, place: str, error: str, message: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    env = {variable: place if place.startswith("~") else str(tmp_path / place)}
+    (outcome,) = resolve_all(session["url"], tmp_path, [{"model": "org/single"}], **env)
+    assert outcome["error"] == error
+    assert re.search(message, outcome["message"]), outcome
+
+
 def test_interrupted_download_is_completed(session: dict[str, Any], tmp_path: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(session["home"], home, symlinks=True)
@@ -402,12 +711,24 @@ def test_interrupted_download_is_completed(session: dict[str, Any], tmp_path: Pa
     assert outcome == session["found"][0]
 
 
-def test_progress_bars(session: dict[str, Any], tmp_path: Path) -> None:
-    for shown in (True, False):
-        calls = [{"model": model, "progress": shown} for model in ("org/sharded", "org/one-gguf")]
-        done = run(session["url"], tmp_path / str(shown), calls)
-        assert ("Fetching" in done.stderr) == shown
-        assert shown or not done.stderr
+def test_progress_counts_what_is_fetched(session: dict[str, Any], tmp_path: Path) -> None:
+    done = run(session["url"], tmp_path, [{"model": "org/sharded"}] * 2, REPORTS="1")
+    assert not done.stderr
+    fetched, cached = json.loads(done.stdout)
+    ends = [i for i, report in enumerate(fetched["reports"]) if report == [0, 0]]
+    small, large = (fetched["reports"][a:b] for a, b in ((0, ends[1]), (ends[1], None)))
+    sizes = {name: len(text.encode()) for name, text in fetched["files"].items()}
+    weights = sum(size for name, size in sizes.items() if name in SHARDS)
+    assert large[-1] == [weights, weights]
+    assert small[-1] == [sum(sizes.values()) - weights] * 2
+    assert cached["reports"] == []
+
+
+def test_an_error_of_the_users_function_is_theirs(session: dict[str, Any], tmp_path: Path) -> None:
+    call = {"model": "org/sharded", "fails": True}
+    (outcome,) = resolve_all(session["url"], tmp_path, [call])
+    assert outcome["error"] == "ZeroDivisionError"
+    assert not list(tmp_path.rglob("*.incomplete"))
 
 
 # Without the hub
@@ -478,11 +799,56 @@ def test_folders_that_are_no_models(
         "org/name:Q4_K_M/file.gguf",
         "name",
         "a/",
+        "a\0b",
+        "~\0/model",
+        "x" * 300,
+        "x/" * 3000,
+        "\udcff/x",
     ],
 )
 def test_names_that_are_neither_folder_nor_hub_id(model: str) -> None:
     with pytest.raises(ModelNotFoundError, match="There is no folder or file"):
         resolve(model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "https://huggingface.co/",
+        "https://huggingface.co/gpt2",
+        "https://huggingface.co/datasets/org/name",
+        "https://huggingface.co/org/name/tree/main/folder",
+        "https://huggingface.co/org/name/blob/main/model.safetensors",
+        "https://huggingface.co/org/name/blob/main/../../x.gguf/..",
+        "https://example.com/org/name",
+        "ftp://huggingface.co/org/name",
+        f"https://user:{SECRET}@huggingface.co/org/name",
+    ],
+)
+def test_urls_that_are_no_page_of_a_model(model: str) -> None:
+    for find in (resolve, resolve_adapter):
+        with pytest.raises(
+            ModelNotFoundError, match=r"as https://huggingface\.co/org/name"
+        ) as caught:
+            find(model, offline=True)
+        assert SECRET not in str(caught.value)
+
+
+def test_a_page_and_an_option_do_not_contradict_each_other() -> None:
+    with pytest.raises(ModelNotFoundError, match="of the revision 'v1', but 'v2' is asked for"):
+        resolve("https://huggingface.co/org/name/tree/v1", revision="v2", offline=True)
+
+
+@pytest.mark.parametrize(
+    "revision",
+    [
+        *["", "../../x", "/etc/x", "a\\b", "a/../b", "a//b", "./a", "a/", "a\0b", "C:x", "a\nb"],
+        *["x" * 256, "\udcff", "https://huggingface.co/org/name/tree/../../x"],
+    ],
+)
+def test_a_revision_is_no_path(revision: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="is no revision"):
+        resolve("org/name", revision=revision, offline=True)
 
 
 def test_an_empty_name_is_not_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,7 @@ import infer.llm
 import infer.memory
 from infer import LLM
 from infer.engine import Engine
-from infer.hub import DEMO, resolve
+from infer.hub import DEMO, ResolvedModel, resolve
 from infer.kernels.adapters import MemoryInfo
 from infer.kernels.device import Buffer, Device
 from infer.kernels.kv_cache import PAGE
@@ -176,6 +179,28 @@ def test_every_kind_of_prompt(llm: LLM, prompt: Any) -> None:
     assert tokens == result.token_ids
 
 
+def test_a_result_is_its_text(llm: LLM) -> None:
+    with llm.stream(COUNT) as stream:
+        assert "".join(str(chunk) for chunk in stream) == COUNTED
+    assert str(stream.result) == f"{stream.result}" == COUNTED
+
+
+def test_ids_are_decoded(llm: LLM, backend: tokenizers.Tokenizer) -> None:
+    text = "Once upon a time, é 猫"
+    assert llm.decode(llm.encode(text)) == text
+    prompt = llm.encode(COUNT)
+    assert llm.decode(np.array(prompt)) == backend.decode(prompt)
+    assert llm.decode(prompt, skip_special_tokens=False) == llm.tokenizer.render_chat(COUNT)
+    assert [llm.decode(i) for i in prompt] == [backend.decode([i]) for i in prompt]
+    assert llm.decode(i for i in ()) == ""
+
+
+@pytest.mark.parametrize("ids", [2048, [-1], ["a"], "text", [2.0], None])
+def test_ids_that_cannot_be_decoded(llm: LLM, ids: Any) -> None:
+    with pytest.raises(infer.RequestError, match="Token ids are integers from 0 to 2047, not "):
+        llm.decode(ids)
+
+
 def test_chat_takes_text_for_a_message(llm: LLM) -> None:
     assert llm.chat(COUNT[0]["content"]).text == llm.chat(COUNT).text == COUNTED
     assert llm.generate(COUNT[0]["content"], max_tokens=20).text != COUNTED[:20]
@@ -204,8 +229,8 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     expected = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     for entry, row in zip(result.logprobs, expected[len(prompt_ids) - 1 :], strict=False):
         assert entry.logprob == pytest.approx(row[entry.token_id], abs=2e-3)  # a cache in f16
-        assert [i for i, _ in entry.top] == np.argsort(-row)[:3].tolist()
-        assert [value for _, value in entry.top] == pytest.approx(np.sort(row)[:-4:-1], abs=2e-3)
+        assert [top.token_id for top in entry.top] == np.argsort(-row)[:3].tolist()
+        assert [top.logprob for top in entry.top] == pytest.approx(np.sort(row)[:-4:-1], abs=2e-3)
 
 
 def test_logprobs_come_with_the_chunks(llm: LLM) -> None:
@@ -213,6 +238,18 @@ def test_logprobs_come_with_the_chunks(llm: LLM) -> None:
         own = [chunk.logprob for chunk in stream if chunk.token_id is not None]
     assert own == stream.result.logprobs
     assert all(entry is not None and entry.top == () for entry in own)
+
+
+def test_logprobs_have_the_text_of_tokens(llm: LLM, backend: tokenizers.Tokenizer) -> None:
+    result = llm.generate(COUNT, logprobs=2, max_tokens=12)
+    assert result.logprobs is not None
+    assert "".join(entry.text for entry in result.logprobs) == result.text
+    end = llm.generate(COUNT, logprobs=1, stop=[], logit_bias={}, max_tokens=200).logprobs
+    assert end is not None
+    for entry in (*result.logprobs, *end):
+        for top in entry.top:
+            vocabulary = backend.id_to_token(top.token_id).replace("Ġ", " ")
+            assert top.text == vocabulary.replace("Ċ", "\n")
 
 
 # Where it ends
@@ -459,7 +496,7 @@ def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[LLM] = []
     monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
     assert infer.generate(DEMO, COUNT).text == COUNTED
-    assert infer.generate(DEMO, COUNT, max_tokens=5, seed=1).completion_tokens == 5
+    assert infer.generate(DEMO, COUNT, max_tokens=5, progress=False).completion_tokens == 5
     chunks = infer.stream(DEMO, COUNT)
     assert "".join(chunk.text for chunk in chunks) == COUNTED
     assert len(loaded) == 1
@@ -527,7 +564,8 @@ def test_what_quantising_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_kk": 3}, r"top_kk is not a sampling option.*top_k"),
+        ({"top_kk": 3}, r"top_kk is not an option. Did you mean top_k\?"),
+        ({"context": 64}, r"context is an option of load\(\)"),
         ({"top_p": 1.5}, r"top_p must be .*, not 1.5"),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"stop": [""]}, "stop must be"),
@@ -546,7 +584,8 @@ def test_options_that_cannot_be_served(llm: LLM, options: dict[str, Any], messag
     [
         ({"temperature": "hot"}, "temperature must be"),
         ({"logits_processor": 3}, "logits_processor must be"),
-        ({"adapters": {"a": "x"}}, "give them to load"),
+        ({"adapters": {"a": "x"}}, r"adapters is an option of load\(\)"),
+        ({"n_ctx": 5}, r"n_ctx is not an option. Did you mean context\?"),
     ],
 )
 def test_wrong_options_are_said_before_a_model_is_loaded(
@@ -586,6 +625,10 @@ def test_prompts_that_cannot_be_served(llm: LLM, prompt: Any, message: str) -> N
         ({"quantize": "q8", "dtype": "f16"}, infer.RequestError, "Give one of the two"),
         ({"kv_dtype": "bf16"}, infer.UnsupportedError, "f16, f32, q8, not 'bf16'"),
         ({"device": "no such card"}, infer.DeviceError, "No adapter matches 'no such card'"),
+        ({"n_ctx": 64}, infer.RequestError, r"n_ctx is not an option. Did you mean context\?"),
+        ({"seed": 64}, infer.RequestError, r"seed is an option of generate\(\)"),
+        ({"engine": {"fuze": 1}}, infer.RequestError, r"fuze is not .* Did you mean fuse\?"),
+        ({"engine": {"context": 9}}, infer.RequestError, r"context is an option of load\(\)"),
     ],
 )
 def test_loads_that_cannot_be_served(
@@ -593,6 +636,65 @@ def test_loads_that_cannot_be_served(
 ) -> None:
     with pytest.raises(error, match=message):
         infer.load(DEMO, **options)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Notebook(io.StringIO):
+    """As ipykernel has it, which says that it is no terminal."""
+
+    __module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize(
+    ("progress", "kind", "shown"),
+    [
+        (None, Terminal, True),
+        (None, Notebook, True),
+        (None, io.StringIO, False),
+        (True, io.StringIO, True),
+        (False, Terminal, False),
+        (lambda *_: None, Terminal, False),
+    ],
+)
+def test_loading_is_shown_to_who_sees_it(
+    monkeypatch: pytest.MonkeyPatch, progress: Any, kind: type[io.StringIO], shown: bool
+) -> None:
+
+    def found(*_: object, progress: Callable[[int, int], None], **__: object) -> ResolvedModel:
+        progress(0, 0)
+        progress(3, 4)
+        return ResolvedModel(DEMO_FOLDER, DEMO)
+
+    def loaded(*arguments: Any) -> None:
+        (progress,) = filter(callable, arguments)
+        progress("weights", 1, 2)
+
+    for name, stand_in in (("resolve", found), ("Device", lambda *_: None), ("_load", loaded)):
+        monkeypatch.setattr(infer.llm, name, stand_in)
+    monkeypatch.setattr(sys, "stderr", stream := kind())
+    now = iter(range(100))
+    monkeypatch.setattr("infer.terminal.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    infer.load(DEMO, progress=progress)
+    for part in ("fetching: 75%", "reading weights: 50%", "\r"):
+        assert (part in stream.getvalue()) == shown
+
+
+@pytest.mark.usefixtures("same_kernels")
+def test_loading_tells_how_far_it_is() -> None:
+    seen: list[tuple[str, int, int]] = []
+    with infer.load(DEMO, progress=lambda *progress: seen.append(progress)) as llm:
+        kernels = [step for step in seen if step[0] == "kernels"]
+        number = len(kernels)
+        assert number <= llm.device.n_pipelines
+    assert kernels == [("kernels", done, number) for done in range(1, number + 1)]
+    weights = [step[1:] for step in seen if step[0] == "weights"]
+    assert len(kernels) + len(weights) == len(seen)
+    assert weights == sorted(weights)
+    assert weights[-1][0] == weights[-1][1]
 
 
 def copy_of_demo(tmp_path: Path) -> Path:

@@ -712,8 +712,8 @@ def test_a_benchmark_names_its_adapter(
     demo_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 1e9)
-    counts = ["-p", "4", "-n", "2", "-r", "1", "--context", "64", "--json", str(tmp_path)]
-    assert bench.main([DEMO, "--adapter", str(demo_adapter), *counts]) == 0
+    counts = ("--prompt-tokens", 4, "-n", 2, "-r", 1, "--context", 64, "--save", tmp_path)
+    assert invoke("bench", DEMO, "--adapter", demo_adapter, *counts).exit_code == 0
     (path,) = tmp_path.iterdir()
     report = BenchReport.from_json(path.read_text(encoding="utf-8"))
     assert report.lora == demo_adapter.name == "story"

@@ -10,6 +10,8 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -146,12 +148,54 @@ def test_the_wheel_runs_anywhere(clean: Path) -> None:
     pip(clean, "check")
 
 
+@pytest.fixture(scope="module")
+def installed_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tree called infer, in whose .venv is what a script installs from it, and nothing else."""
+
+    @cache
+    def install_as(script: str) -> Path:
+        tree = copy_of_the_tree(tmp_path_factory.mktemp("clone") / "infer")
+        text = (tree / "scripts" / script).read_text(encoding="utf-8")
+        (command,) = re.findall(r"^install_package .*$", text, re.M)
+        venv.create(tree / ".venv", with_pip=True)
+        run("bash", "-c", f"source scripts/lib.sh; {command}", cwd=tree, PIP_NO_DEPS="1")
+        return tree
+
+    return install_as
+
+
+PROGRAM = """\
+import infer
+
+reveal_type(infer.load)
+reveal_type(infer.UnsupportedError)
+"""
+
+
 @pytest.mark.packaging
-def test_an_editable_install_follows_the_tree(tmp_path: Path) -> None:
-    tree = copy_of_the_tree(tmp_path / "tree")
-    programs = environment(tmp_path / "environment")
-    install(programs, "--no-deps", "--editable", tree)
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_it_is_found_beside_a_clone_of_its_name(
+    installed_by: Callable[[str], Path], script: str
+) -> None:
+    """By Python and by mypy, though the folder that one is in has a folder infer in it."""
+    tree = installed_by(script)
+    python, folder = tree / ".venv" / "bin" / "python", tree.parent
+    code = "import infer.models.formats; print(infer.__version__, infer.RequestError)"
+    assert run(python, "-c", code, cwd=folder).endswith("errors.RequestError'>\n")
+    (folder / "program.py").write_text(PROGRAM)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull]
+    said = run(*mypy, "--python-executable", python, "program.py", cwd=folder)
+    assert 'Revealed type is "def (model: ' in said
+    assert "-> infer.llm.LLM" in said
+    assert "infer.kernels.errors.UnsupportedError" in said
+
+
+@pytest.mark.packaging
+def test_changes_in_the_tree_that_is_tested_count_at_once(
+    installed_by: Callable[[str], Path],
+) -> None:
+    tree = installed_by("test.sh")
     for package, folder in FOLDERS.items():
         (tree / folder / "added.py").write_text(f"NAME = {folder!r}\n")
         code = f"from {package.replace('/', '.')}.added import NAME; print(NAME)"
-        assert run(programs / "python", "-c", code) == f"{folder}\n"
+        assert run(tree / ".venv" / "bin" / "python", "-c", code) == f"{folder}\n"

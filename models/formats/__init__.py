@@ -117,7 +117,7 @@ def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
     key = next((key for key, value in found.items() if value), None)
     if key is not None:
         config = RawConfig(found[key], f"{raw.place}: {key}")
-    elif folder is not None and (folder / OLD_GPTQ).is_file():
+    elif folder is not None and (folder / OLD_GPTQ).exists():
         config = RawConfig.open(folder, OLD_GPTQ).with_defaults(quant_method="gptq")
     else:
         return None

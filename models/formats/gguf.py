@@ -10,11 +10,12 @@ and offset of each tensor; then, aligned, the tensors.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from infer.kernels.errors import CheckpointError, ModelNotFoundError, UnsupportedError
 from infer.kernels.tensor import ITEMSIZE
 from infer.models.checkpoint import TensorInfo, listed
+from infer.models.files import open_file
 from infer.models.formats.gguf_blocks import BLOCKS
 
 _VERSIONS = (2, 3)
@@ -145,8 +147,8 @@ def gguf_parts(name: str) -> list[str]:
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     try:
-        size = file.stat().st_size
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             return _read_header(_Header(file, stream, size), size)
     except FileNotFoundError:
         raise ModelNotFoundError(f"There is no file {file}.") from None
@@ -157,7 +159,7 @@ def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 class _Header:
     """Reads the parts of a header, none beyond the end of the file or of what a header may be."""
 
-    def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
+    def __init__(self, file: Path, stream: IO[bytes], size: int) -> None:
         self.file, self.stream = file, stream
         self.limit = min(size, _HEADER_BYTES)
         self.data, self.at = bytearray(), 0  # what was read of the file, and how far it is used

@@ -1,0 +1,101 @@
+"""What `generate`, `chat`, `stream` and `load` take by name, for editors and type checkers; and
+what somebody may have meant who gave another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypedDict
+
+from infer.kernels.errors import RequestError
+from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams
+
+# What is being done ("download", "weights" or "kernels"), how much is done, and how much there is.
+Progress = Callable[[str, int, int], None]
+
+
+class _AnswerOptions(SamplingOptions, total=False):
+    params: SamplingParams | None
+    logits_processor: LogitsProcessor | None
+    template_args: Mapping[str, Any] | None
+
+
+class AnswerOptions(_AnswerOptions, total=False):
+    """Options of `LLM.generate`, `LLM.chat` and `LLM.stream`, which says what they mean."""
+
+    adapter: str | None
+
+
+class LoadOptions(TypedDict, total=False):
+    """Those of `load` that the module's `generate` and `stream` take too."""
+
+    device: str | int | None
+    context: int | None
+    dtype: str | None
+    quantize: str | None
+    kv_dtype: str
+    revision: str | None
+    offline: bool
+    progress: bool | Progress | None
+
+
+class Options(LoadOptions, _AnswerOptions, total=False):
+    """Options of the module's `generate` and `stream`. adapter: one to load, or the name of one
+    that an LLM has."""
+
+    adapter: str | Path | None
+
+
+# What transformers, llama.cpp, Ollama, vLLM and others call it, if it is not spelled like ours.
+_ELSEWHERE = {
+    "chat_template_kwargs": "template_args",
+    "ctx_size": "context",
+    "do_sample": "temperature",
+    "enable_thinking": "template_args",
+    "generation_config": "params",
+    "kv_cache_dtype": "kv_dtype",
+    "load_in_4bit": "quantize",
+    "load_in_8bit": "quantize",
+    "local_files_only": "offline",
+    "lora": "adapter",
+    "lora_path": "adapter",
+    "lora_request": "adapter",
+    "max_model_len": "context",
+    "n_ctx": "context",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "num_ctx": "context",
+    "num_predict": "max_tokens",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "sampling_params": "params",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "temp": "temperature",
+    "tools": "template_args",
+    "top_logprobs": "logprobs",
+    "top_n": "top_k",
+    "torch_dtype": "dtype",
+}
+
+
+def check_names(
+    given: Iterable[str], known: Collection[str], others: Collection[str], place: str
+) -> None:
+    """Raises RequestError for a name that is not known, with the one that was likely meant. others:
+    what the functions of `place` know."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is None:
+        return
+    if unknown in others:
+        raise RequestError(f"{unknown} is an option of {place}.")
+    names = [*known, *(name for name in others if name not in known)]
+    likely = _ELSEWHERE.get(unknown)
+    if likely not in names:
+        likely = next(iter(get_close_matches(unknown, names, n=1)), None)
+    if likely is None:
+        hint = f"There are: {', '.join(sorted(known))}."
+    else:
+        hint = f"Did you mean {likely}{'' if likely in known else f', of {place}'}?"
+    raise RequestError(f"{unknown} is not an option. {hint}")

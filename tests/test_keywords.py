@@ -1,0 +1,127 @@
+"""Options by their names: what type checkers see, and what a wrong name is answered with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import infer
+from infer import keywords
+from infer.keywords import AnswerOptions, LoadOptions, Options, check_names
+from infer.sampling import SamplingOptions, SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_sampling_options_are_the_fields_of_the_parameters() -> None:
+    assert get_type_hints(SamplingOptions) == {
+        field.name: get_type_hints(SamplingParams)[field.name] for field in fields(SamplingParams)
+    }
+
+
+def keyword_types(function: Any) -> dict[str, Any]:
+    """The types of what a function takes by name alone."""
+    parameters = signature(function).parameters.values()
+    hints = get_type_hints(function)
+    return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def test_options_of_answers_are_those_of_stream() -> None:
+    named = keyword_types(infer.LLM.stream)
+    assert get_type_hints(AnswerOptions) == named | get_type_hints(SamplingOptions)
+
+
+def test_options_of_both_are_those_of_load_and_stream() -> None:
+    loading, both = keyword_types(infer.load), get_type_hints(Options)
+    assert get_type_hints(LoadOptions).items() <= loading.items()
+    answers = get_type_hints(AnswerOptions) | {"adapter": loading["adapter"]}
+    assert both == answers | get_type_hints(LoadOptions)
+
+
+PROGRAM = """
+from collections.abc import Sequence
+from pathlib import Path
+
+import infer
+
+def mine(ids: Sequence[int]) -> None: ...
+
+with infer.load("demo", context=64, device=0, progress=print, engine={"fuse": False}) as llm:
+    llm.generate("a", temperature=0.5, top_k=3, stop="b", logit_bias={1: 2.0}, max_tokens=3)
+    llm.chat([{"role": "user", "content": "a"}], template_args={"enable_thinking": False})
+    llm.generate([1, 2], params=infer.SamplingParams(seed=1), adapter=None)
+    for chunk in llm.stream("a", seed=1, stop=["b", "c"], logits_processor=lambda ids, x: x):
+        mine([1] if chunk.token_id is None else [chunk.token_id])
+    mine(llm.encode("a"))
+    text: str = llm.decode([1, 2]) + str(llm.chat("a"))
+    infer.generate(llm, "a", max_tokens=3)
+infer.generate("demo", "a", temperature=1, context=64, adapter=Path("b"), quantize="q4")
+infer.stream(Path("demo"), "a", top_p=0.9, offline=True, progress=False)
+
+infer.load("demo", contxt=64)  # refused
+infer.load("demo", context="64")  # refused
+infer.load("demo", temperature=1)  # refused
+llm.generate("a", temperatur=1)  # refused
+llm.generate("a", temperature="hot")  # refused
+llm.chat("a", max_new_tokens=3)  # refused
+llm.stream("a", context=64)  # refused
+llm.stream("a", adapter=Path("b"))  # refused
+infer.generate("demo", "a", temperatur=1)  # refused
+infer.stream("demo", "a", top_k="many")  # refused
+infer.genrate("demo", "a")  # refused
+"""
+
+
+def test_mypy_refuses_wrong_options_and_no_others(tmp_path: Path) -> None:
+    """With the project's settings: what mypy remembers of checking the project serves it too."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    examples = (ROOT / "examples").glob("*.py")
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", file, *examples]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "examples" not in done.stdout
+    refused = {int(number) for number in re.findall(r":(\d+): error: ", done.stdout)}
+    lines = enumerate(PROGRAM.splitlines(), 1)
+    expected = {number for number, line in lines if line.endswith("# refused")}
+    assert refused == expected, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "likely"),
+    [
+        ("temperatur", "temperature"),
+        ("top_kk", "top_k"),
+        ("max_new_tokens", "max_tokens"),
+        ("max_completion_tokens", "max_tokens"),
+        ("num_predict", "max_tokens"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("stop_sequences", "stop"),
+        ("temp", "temperature"),
+        ("logits_processors", "logits_processor"),
+        ("n_ctx", "context, of load()"),
+        ("quantise", "quantize, of load()"),
+    ],
+)
+def test_a_wrong_name_gets_its_likely_right_one(name: str, likely: str) -> None:
+    known, loading = AnswerOptions.__optional_keys__, LoadOptions.__optional_keys__
+    with pytest.raises(infer.RequestError) as raised:
+        check_names(["seed", name], known, loading, "load()")
+    assert str(raised.value) == f"{name} is not an option. Did you mean {likely}?"
+
+
+def test_a_name_like_no_other_gets_all() -> None:
+    with pytest.raises(infer.RequestError, match=r"^num_beams is not an option. There are: a, b.$"):
+        check_names(["num_beams"], ["b", "a"], ["c"], "load()")
+
+
+def test_names_of_other_engines_lead_to_ours() -> None:
+    ours = {*Options.__optional_keys__, *keyword_types(infer.load)}
+    assert set(keywords._ELSEWHERE.values()) <= ours
+    assert not keywords._ELSEWHERE.keys() & ours
