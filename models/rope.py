@@ -7,12 +7,10 @@ Frequencies and angles are rounded to float32 where transformers rounds them
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.errors import UnsupportedError
 from infer.models.config import RopeConfig
 
 F32 = np.float32
@@ -77,12 +75,12 @@ def _default(rope: RopeConfig) -> NDArray[np.float32]:
 
 def _linear(rope: RopeConfig) -> NDArray[np.float32]:
     """Position interpolation (Chen et al. 2023)."""
-    return _default(rope) / F32(_number(rope, "factor"))
+    return _default(rope) / F32(rope.scaling["factor"])
 
 
 def _dynamic(rope: RopeConfig, length: int) -> NDArray[np.float32]:
     """NTK-aware scaling for a sequence of that length."""
-    factor, dim = _number(rope, "factor"), rope.rotary_dim
+    factor, dim = rope.scaling["factor"], rope.rotary_dim
     growth = factor * length / rope.max_position_embeddings - (factor - 1)
     return F32(1.0) / _base(rope, rope.theta * growth ** (dim / (dim - 2)))
 
@@ -90,13 +88,13 @@ def _dynamic(rope: RopeConfig, length: int) -> NDArray[np.float32]:
 def _ntk_alpha(rope: RopeConfig) -> NDArray[np.float32]:
     """NTK-aware scaling by a fixed factor; only `alpha` of its keys is used (Hunyuan)."""
     dim = rope.rotary_dim
-    return F32(1.0) / _base(rope, rope.theta * _number(rope, "alpha") ** (dim / (dim - 2)))
+    return F32(1.0) / _base(rope, rope.theta * rope.scaling["alpha"] ** (dim / (dim - 2)))
 
 
 def _proportional(rope: RopeConfig) -> NDArray[np.float32]:
     """Gemma 4: some of a head's pairs turn, with the wavelengths that they have if all do."""
-    frequencies = _default(rope) / F32(_number(rope, "factor", 1.0))
-    frequencies[int(_number(rope, "partial_rotary_factor") * rope.rotary_dim // 2) :] = 0.0
+    frequencies = _default(rope) / F32(rope.scaling.get("factor", 1.0))
+    frequencies[int(rope.scaling["partial_rotary_factor"] * rope.rotary_dim // 2) :] = 0.0
     return frequencies
 
 
@@ -104,7 +102,7 @@ def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
     """Llama 3.1: long wavelengths slowed by `factor`, short ones kept, a ramp between."""
     frequencies = _default(rope)
     factor, low, high, original = (
-        _number(rope, key)
+        rope.scaling[key]
         for key in (
             "factor",
             "low_freq_factor",
@@ -124,7 +122,7 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """YaRN (Peng et al. 2023): frequencies and the factor on cos and sin."""
     scaling, dim = rope.scaling, rope.rotary_dim
     original = _original(rope)
-    factor = _number(rope, "factor", rope.max_position_embeddings / original)
+    factor = _factor(rope)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -133,9 +131,7 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
         else:
             attention_factor = _mscale(factor, 1.0)
         # As vLLM has it (YaRNScalingRotaryEmbedding); transformers ignores the key.
-        attention_factor *= _number(rope, "attn_factor", 1.0)
-    elif scaling.get("attn_factor") is not None:
-        raise UnsupportedError("rope keys 'attention_factor' and 'attn_factor' exclude each other.")
+        attention_factor *= scaling.get("attn_factor", 1.0)
 
     def dimension(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
@@ -158,42 +154,32 @@ def score_factor(rope: RopeConfig) -> float:
     all_dim = rope.scaling.get("mscale_all_dim")
     if rope.kind != "yarn" or not all_dim:
         return 1.0
-    return _mscale(_number(rope, "factor"), all_dim) ** 2
+    return _mscale(_factor(rope), all_dim) ** 2
 
 
 def _longrope(rope: RopeConfig, length: int) -> tuple[NDArray[np.float32], float]:
     """LongRoPE (Ding et al. 2024): a factor for every wavelength, and one on cos and sin."""
     original = _original(rope)
-    key = "long_factor" if length > original else "short_factor"
-    factors = rope.scaling.get(key)
-    count = rope.rotary_dim // 2
-    if not isinstance(factors, list) or len(factors) != count or not all(map(_positive, factors)):
-        raise UnsupportedError(f"rope type 'longrope' needs {count} positive numbers in {key!r}.")
-    factor = _number(rope, "factor", rope.max_position_embeddings / original)
+    factors = rope.scaling["long_factor" if length > original else "short_factor"]
+    factor = _factor(rope)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     frequencies = F32(1.0) / (np.array(factors, F32) * _base(rope))
-    return frequencies, _number(rope, "attention_factor", grown)
+    return frequencies, rope.scaling.get("attention_factor", grown)
 
 
 def _original(rope: RopeConfig) -> float:
-    return _number(rope, "original_max_position_embeddings", rope.max_position_embeddings)
+    own: float = rope.scaling.get("original_max_position_embeddings", rope.max_position_embeddings)
+    return own
+
+
+def _factor(rope: RopeConfig) -> float:
+    """How much longer the context has become."""
+    own: float = rope.scaling.get("factor", rope.max_position_embeddings / _original(rope))
+    return own
 
 
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _number(rope: RopeConfig, key: str, default: float | None = None) -> float:
-    value = rope.scaling.get(key)
-    if value is None:
-        value = default
-    if not _positive(value):
-        raise UnsupportedError(f"rope type {rope.kind!r} needs a positive {key!r}, not {value!r}.")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 _FREQUENCIES = {
