@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -218,6 +218,13 @@ class Device:
         """A storage buffer that holds `data`."""
         buffer = self.buffer(data.nbytes, label=label)
         self.write(buffer, data)
+        return buffer
+
+    def made(self, nbytes: int, make: Callable[[], np.ndarray[Any, Any]], label: str) -> Buffer:
+        """A storage buffer of what `make` returns, which has so many bytes and is made once there
+        is room for it."""
+        buffer = self.buffer(nbytes, label=label)
+        self.write(buffer, make())
         return buffer
 
     def destroy(self, buffers: Iterable[Buffer]) -> None:
@@ -446,6 +453,9 @@ class DryDevice(Device):
 
     def write(self, buffer: Buffer, data: np.ndarray[Any, Any] | bytes, offset: int = 0) -> None:
         pass
+
+    def made(self, nbytes: int, make: Callable[[], np.ndarray[Any, Any]], label: str) -> Buffer:
+        return self.buffer(nbytes, label=label)
 
     def destroy(self, buffers: Iterable[Buffer]) -> None:
         pass

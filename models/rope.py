@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from infer.models.config import RopeConfig
 
 F32 = np.float32
+_BLOCK = 4096  # positions at a time
 
 
 def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.float32]:
@@ -23,27 +24,32 @@ def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.
     original_max_position_embeddings and another beyond. "dynamic" turns a prompt with the
     frequencies for its length, and a position after it with those for the sequence up to itself.
     """
-    attention_factor = 1.0
-    if rope.kind == "dynamic":
-        own = rope.max_position_embeddings
-        frequencies = np.broadcast_to(
-            _dynamic(rope, max(own, length)), (positions, rope.rotary_dim // 2)
-        ).copy()
-        for position in range(max(own, length), positions):
-            frequencies[position] = _dynamic(rope, position + 1)
-    elif rope.kind == "yarn":
-        row, attention_factor = _yarn(rope)
-        frequencies = row[None, :]
-    elif rope.kind == "longrope":
-        row, attention_factor = _longrope(rope, length)
-        frequencies = row[None, :]
-    else:
-        frequencies = _FREQUENCIES[rope.kind](rope)[None, :]
-    angle = (np.arange(positions, dtype=F32)[:, None] * frequencies).astype(np.float64)
-    angle = -angle if rope.backwards else angle
-    table = attention_factor * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    result: NDArray[np.float32] = table.astype(F32)
-    return result
+    frequencies, attention_factor = _frequencies(rope, length)
+    own = max(rope.max_position_embeddings, length)
+    table = np.empty((positions, rope.rotary_dim // 2, 2), F32)
+    for start in range(0, positions, _BLOCK):  # so that temporaries stay small
+        rows = np.arange(start, min(start + _BLOCK, positions))[:, None]
+        if rope.kind == "dynamic":
+            frequencies = _dynamic(rope, np.maximum(rows + 1.0, own))
+        angle = (rows.astype(F32) * frequencies).astype(np.float64)
+        angle = -angle if rope.backwards else angle
+        table[rows[:, 0], :, 0] = attention_factor * np.cos(angle)
+        table[rows[:, 0], :, 1] = attention_factor * np.sin(angle)
+    return table
+
+
+def table_bytes(rope: RopeConfig, positions: int) -> int:
+    """Of the table of so many positions."""
+    return positions * rope.rotary_dim // 2 * 2 * F32().nbytes
+
+
+def _frequencies(rope: RopeConfig, length: int) -> tuple[NDArray[np.float32], float]:
+    """Of the pairs in a sequence of that length, and the factor on cos and sin."""
+    if rope.kind == "yarn":
+        return _yarn(rope)
+    if rope.kind == "longrope":
+        return _longrope(rope, length)
+    return _FREQUENCIES[rope.kind](rope), 1.0
 
 
 def table_length(rope: RopeConfig, prompt_length: int) -> int:
@@ -62,10 +68,13 @@ def same_until(rope: RopeConfig, length: int) -> float:
     return own if length <= own else math.inf
 
 
-def _base(rope: RopeConfig, theta: float | None = None) -> NDArray[np.float32]:
-    """theta^(2i / dim), the wavelengths over 2 pi (Su et al. 2021)."""
+def _base(
+    rope: RopeConfig, theta: float | NDArray[np.float64] | None = None
+) -> NDArray[np.float32]:
+    """theta^(2i / dim), the wavelengths over 2 pi (Su et al. 2021); theta: one, or a column."""
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=F32) / F32(rope.rotary_dim)
-    wavelengths: NDArray[np.float32] = np.power(F32(theta or rope.theta), exponent, dtype=F32)
+    base = np.minimum(rope.theta if theta is None else theta, np.finfo(F32).max).astype(F32)
+    wavelengths: NDArray[np.float32] = np.power(base, exponent, dtype=F32)
     return wavelengths
 
 
@@ -78,10 +87,10 @@ def _linear(rope: RopeConfig) -> NDArray[np.float32]:
     return _default(rope) / F32(rope.scaling["factor"])
 
 
-def _dynamic(rope: RopeConfig, length: int) -> NDArray[np.float32]:
-    """NTK-aware scaling for a sequence of that length."""
+def _dynamic(rope: RopeConfig, lengths: NDArray[np.float64]) -> NDArray[np.float32]:
+    """NTK-aware scaling for sequences of these lengths, a column."""
     factor, dim = rope.scaling["factor"], rope.rotary_dim
-    growth = factor * length / rope.max_position_embeddings - (factor - 1)
+    growth = factor * lengths / rope.max_position_embeddings - (factor - 1)
     return F32(1.0) / _base(rope, rope.theta * growth ** (dim / (dim - 2)))
 
 
@@ -184,6 +193,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 _FREQUENCIES = {
     "default": _default,
+    "dynamic": _default,  # up to its own length
     "linear": _linear,
     "llama3": _llama3,
     "ntk_alpha": _ntk_alpha,
