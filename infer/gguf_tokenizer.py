@@ -75,6 +75,8 @@ _DEEPSEEK = (
     r"\p{N}",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+# Characters of a token that is made by merges, of which each is tried; vocabularies have hundreds.
+_LONGEST = 1 << 12
 # tokenizer.ggml.pre -> what text is split by, one after the other, before bytes are merged.
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
@@ -242,6 +244,9 @@ def _sentencepiece(
             for token, score, of in zip(tokens, scores, types, strict=True)
             if of == _NORMAL
         }
+        longest = max(map(len, normal), default=0)
+        if longest > _LONGEST:
+            raise found.error(f"a token of {longest:,} characters is damage")
         merges = _merges_of(normal)
     unknown = found.token_id("unknown_token_id", len(tokens))
     backend = tokenizers.Tokenizer(
