@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -189,7 +190,7 @@ class _Metadata:
         value = self.gguf.metadata.get(_KEY + key)
         if value is None and default is not None:
             return [default] * count
-        if value is None or isinstance(value, list) or len(value) != count:
+        if not isinstance(value, np.ndarray) or len(value) != count:
             raise self.error(f"{_KEY}{key} are not {count} numbers")
         numbers: list[float] = value.tolist()
         return numbers
