@@ -14,60 +14,93 @@ from infer.kernels.errors import ModelNotFoundError, UnsupportedError
 _MISSING = object()
 
 # Keys of transformers' configs that change the computation, and the values that mean "not used".
-# A model that implements one reads it and so is not asked about it here.
+# A model that implements one reads it and so is not asked about it here. What tensors of a
+# checkpoint show, such as biases, need not be among them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "alibi": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "attention_chunk_size": (None,),
+    "attention_in_multiplier": (None, 1, 1.0),
     "attention_k_eq_v": (None, False),
+    "attention_logit_cap": (None,),
     "attention_multiplier": (None,),
+    "attention_out_multiplier": (None, 1, 1.0),
+    "attention_value_scale": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
+    "attn_temperature_tuning": (None, False),
+    "auto_map": (None, {}),
     "clip_qkv": (None,),
+    "compression_config": (None, {}),
     "conv_L_cache": (None,),
-    "full_attn_idxs": (None,),
     "dim_model_base": (None,),
     "embedding_multiplier": (None, 1, 1.0),
+    "embedding_scale": (None, 1, 1.0),
     "enable_moe_block": (None, False),
     "final_logit_softcapping": (None,),
+    "full_attention_interval": (None,),
+    "full_attn_idxs": (None,),
+    "global_attn_every_n_layers": (None,),
     "global_head_dim": (None,),
     "hidden_size_per_layer_input": (None, 0),
     "hybrid_override_pattern": (None,),
+    "index_topk": (None, 0),
+    "is_causal": (None, True),
     "is_encoder_decoder": (None, False),
+    "key_multiplier": (None, 1, 1.0),
     "kv_lora_rank": (None,),
     "layer_rope_theta": (None,),
+    "layer_types": (None, []),
     "layers_block_type": (None,),
     "linear_conv_kernel_dim": (None,),
+    "llama_4_scaling": (None, {}),
+    "lm_head_multiplier": (None, 1, 1.0),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
+    "logits_soft_cap": (None,),
+    "mlp_multipliers": (None,),
     "moe_latent_size": (None,),
     "moe_num_experts": (None, 0),
+    "moe_router_logit_softcapping": (None,),
     "mrope_section": (None,),
-    "mup_enabled": (None, False),
     "multi_query": (None, False),
+    "mup_enabled": (None, False),
     "n_routed_experts": (None, 0),
     "no_rope_layer_interval": (None,),
     "no_rope_layers": (None, []),
     "num_experts": (None, 0),
     "num_kv_shared_layers": (None, 0),
     "num_local_experts": (None, 0),
-    "per_layer_config": (None, {}),
+    "output_logit_soft_cap": (None,),
     "parallel_attn": (None, False),
+    "per_layer_config": (None, {}),
+    "post_norm": (None, False),
+    "qk_layernorm": (None, False),
     "quantization": (None, {}),
     "quantization_config": (None, {}),
-    "compression_config": (None, {}),
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
+    "rope_interleaved": (None, False),
+    "rope_local_base_freq": (None,),
+    "rotary_pct": (None, 1, 1.0),
+    "routed_scaling_factor": (None, False, 1, 1.0),
     "scale_attn_by_inverse_layer_idx": (None, False),
     "scale_attn_weights": (None, True),
     "scale_depth": (None,),
     "scale_emb": (None, 1, 1.0),
+    "scale_embedding": (None, False),
     "scale_embeddings": (None, False),
+    "sliding_window": (None, 0),
+    "sliding_window_size": (None, 0),
     "swiglu_alpha": (None,),
     "swiglu_limit": (None,),
-    "use_mrope": (None, False),
     "use_bidirectional_attention": (None, False),
+    "use_cla": (None, False),
+    "use_mla": (None, False),
+    "use_mrope": (None, False),
+    "use_parallel_residual": (None, False),
+    "use_post_norm": (None, False),
     "use_qk_norm": (None, False),
-    "qk_layernorm": (None, False),
-    "auto_map": (None, {}),
 }
 
 
@@ -235,13 +268,21 @@ class RawConfig:
         """Refuse keys that change the computation and that the model did not read."""
         for key, neutral in _NEUTRAL.items():
             value = self.values.get(key)
-            if key not in self.read and value not in neutral:
+            if key not in self.read and value not in neutral and not self._unused(key, value):
                 text = json.dumps(value)
                 text = text if len(text) < 80 else f"{text[:77]}..."
                 raise UnsupportedError(
                     f"{self.place}: {key} = {text} changes the computation and is not "
                     f"implemented for {self.values.get('model_type')}."
                 )
+
+    def _unused(self, key: str, value: Any) -> bool:
+        """Whether other values say so too."""
+        if key == "sliding_window":
+            used = self.values.get("use_sliding_window")
+            return used is False or (used is None and "use_sliding_window" in self.read)
+        full = isinstance(value, list) and all(kind == "full_attention" for kind in value)
+        return key == "layer_types" and full
 
     def rope(
         self,

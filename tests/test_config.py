@@ -159,6 +159,47 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
         build_model(RawConfig(values | change))
 
 
+@pytest.mark.parametrize(
+    ("key", "used", "unused"),
+    [
+        ("attention_chunk_size", 8192, None),
+        ("attention_out_multiplier", 0.5, 1.0),
+        ("attn_temperature_tuning", True, False),
+        ("attn_temperature_tuning", 4, 0),
+        ("full_attention_interval", 4, None),
+        ("index_topk", 2048, None),
+        ("is_causal", False, True),
+        ("layer_types", ["full_attention", "sliding_attention"], ["full_attention"] * 2),
+        ("layer_types", ["full_attention", "chunked_attention"], []),
+        ("llama_4_scaling", {"beta": 0.1}, {}),
+        ("lm_head_multiplier", 0.5, 1),
+        ("logits_soft_cap", 30.0, None),
+        ("post_norm", True, False),
+        ("rope_interleaved", True, False),  # as SmolLM2 says that it is not
+        ("rope_local_base_freq", 1e4, None),
+        ("rotary_pct", 0.25, 1.0),
+        ("routed_scaling_factor", 2.5, 1.0),
+        ("sliding_window", 4096, None),
+        ("sliding_window", 16, 0),
+        ("use_parallel_residual", True, False),
+    ],
+)
+def test_keys_that_only_others_read(key: str, used: Any, unused: Any) -> None:
+    """Llama would compute the same whatever they say."""
+    values = json.loads((DATA / "llama" / CONFIG_FILES["published"]).read_text())
+    assert build_model(RawConfig(values | {key: unused})).config.model_type == "llama"
+    with pytest.raises(UnsupportedError, match=f"{key} = .* changes the computation"):
+        build_model(RawConfig(values | {key: used}))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "qwen3_next"])
+def test_a_window_that_is_not_used(case: str) -> None:
+    """As Qwen2.5 and others have it."""
+    values = json.loads((DATA / case / CONFIG_FILES["published"]).read_text())
+    own = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
+    assert set(build_model(RawConfig(values | own)).config.windows) == {0}
+
+
 def test_time_steps_have_a_limit_or_not() -> None:
     """And layers are all Mamba where nothing is said of them, as wide as that makes them."""
     values = json.loads((DATA / "granitemoehybrid_mamba" / CONFIG_FILES["published"]).read_text())
