@@ -367,7 +367,9 @@ class RawConfig:
             return self.size(key, default, least=2)  # its logarithm is divided by
         if key in ("short_factor", "long_factor"):
             return self.factors(key, pairs)
-        return self.factor(key, default, _MAYBE if key in _ROPE_MAYBE_ZERO else _FACTOR)
+        if key in _ROPE_MAYBE_ZERO and self.get(key, None, float) == 0:
+            return 0.0
+        return self.factor(key, default)
 
 
 class _RopeKeys(NamedTuple):
@@ -392,5 +394,4 @@ _ROPE_KINDS = {
     ),
     "yarn": _RopeKeys(set(), {*_YARN, _ORIGINAL, "attention_factor", "attn_factor", "truncate"}),
 }
-_MAYBE = (0.0, 1e6)  # by zero files say "not used"
-_ROPE_MAYBE_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+_ROPE_MAYBE_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}  # which is "not used"

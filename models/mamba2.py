@@ -103,18 +103,21 @@ def read_shape(
     )
 
 
+_LONGEST = 1e6  # of a time step: beyond it there is no limit
+
+
 def read_time_step_limit(raw: RawConfig) -> tuple[float, float]:
     """The least and the largest time step; transformers 5 has its own way of saying infinity.
     Raises UnsupportedError."""
     found = raw.get("time_step_limit", [0.0, math.inf], list)
     limit = [math.inf if value == {"__float__": "Infinity"} else value for value in found]
     numbers = all(type(value) in (int, float) for value in limit)
-    if len(limit) != 2 or not numbers or not 0 <= limit[0] <= limit[1]:
+    if len(limit) != 2 or not numbers or not 0 <= limit[0] <= min(limit[1], _LONGEST):
         raise UnsupportedError(
             f"{raw.place}: time_step_limit must be the least and the largest time step; it is "
             f"{shown(found)}."
         )
-    return float(limit[0]), float(limit[1])
+    return float(limit[0]), float(limit[1]) if limit[1] <= _LONGEST else math.inf
 
 
 def read_kinds(

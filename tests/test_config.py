@@ -313,6 +313,7 @@ _NO_NUMBERS = (math.nan, math.inf, -math.inf, 10**400, True, "1", [], {})
         ("ernie4_5_moe", "moe_num_shared_experts", (-1, 10_001)),
         ("falcon_h1", "mlp_multipliers", ([1, math.nan], [1, 1e30], ["1", 1])),
         ("granitemoehybrid_mamba", "time_step_limit", ([math.nan, 1], [0, math.nan])),
+        ("falcon_h1", "time_step_limit", ([10**400, 10**400], [math.inf, math.inf])),
     ],
 )
 def test_values_that_nothing_can_be_computed_with(
@@ -369,7 +370,7 @@ def test_parameters_of_ropes(kind: str) -> None:
         for value in (*_NO_NUMBERS, -1, -0.5, 1e30, [1.0], [1.0] * 7 + [0]):
             with pytest.raises(UnsupportedError, match=key):
                 tables(**{key: value})
-        for value in (0, 1, 2, 100, 1e-6, 0.9):
+        for value in (0, 1, 2, 100, 1e-320, 1e-6, 0.9):
             with suppress(UnsupportedError):
                 tables(**{key: value})
 

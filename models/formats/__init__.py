@@ -111,7 +111,7 @@ def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
     Raises UnsupportedError for a method, or a variant of one, that is not implemented.
     """
     from infer.kernels.errors import UnsupportedError
-    from infer.models.config import RawConfig
+    from infer.models.config import RawConfig, shown
 
     found = {key: raw.get(key, {}, dict) for key in QUANTIZATION_KEYS}  # all count as read
     key = next((key for key, value in found.items() if value), None)
@@ -124,7 +124,7 @@ def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
     method = "mlx" if key == "quantization" else _method(config)
     if method not in FORMATS:
         raise UnsupportedError(
-            f"{config.place}: weights quantised by {method!r} are not implemented. "
+            f"{config.place}: weights quantised by {shown(method)} are not implemented. "
             f"Implemented: {', '.join(FORMATS)}."
         )
     entry = FORMATS[method]
