@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +120,7 @@ _MOST = dict.fromkeys(
 )
 _INT = 2**31 - 1  # at most, either way
 _BYTES = 16 << 20  # of a config.json at most: lists of quantised modules take a few of them
+_DEPTH = 32  # of a config.json at most: nothing that compares or shows values recurses for long
 _FLOAT = 3.4e38  # at most: kernels compute in f32
 _FACTOR = (1e-6, 1e6)  # so that no product of several leaves f32
 _PARTIAL = (1e-6, 1.0)
@@ -127,6 +129,21 @@ _THETA = (1.001, 1e30)  # by powers of one nothing would turn slower than anythi
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
 _SHOWN.maxlist = _SHOWN.maxdict = 12
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether lists and objects are nested no more than _DEPTH levels deep."""
+    level = [value]
+    for _ in range(_DEPTH + 1):
+        nested = [inner for inner in level if isinstance(inner, dict | list)]
+        level = [
+            each
+            for inner in nested
+            for each in (inner.values() if isinstance(inner, dict) else inner)
+        ]
+        if not nested:
+            return True
+    return False
 
 
 def shown(value: Any) -> str:
@@ -161,9 +178,14 @@ class RawConfig:
     def open(cls, folder: Path, name: str = "config.json") -> RawConfig:
         path = folder / name
         try:
-            if path.stat().st_size > _BYTES:
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):  # reading a pipe might never end
+                raise ValueError("it is no file")
+            if found.st_size > _BYTES:
                 raise ValueError(f"no {name} is larger than {_BYTES:,} bytes")
             values = json.loads(path.read_text(encoding="utf-8"))
+            if not _is_shallow(values):
+                raise ValueError(f"it is nested more than {_DEPTH} levels deep")
         except FileNotFoundError:
             raise ModelNotFoundError(
                 f"{folder} has no {name}. Give the folder of a model in Hugging Face form."
@@ -226,7 +248,7 @@ class RawConfig:
         return made
 
     def factor(self, key: str, default: Any = 1.0, within: tuple[float, float] = _FACTOR) -> float:
-        """A positive number."""
+        """A positive number, or one within these bounds."""
         value: float = self.get(key, default, float)
         if value is not None:
             self._check_within(within, key, value)
@@ -334,9 +356,9 @@ class RawConfig:
         if rotary_dim % 2 or not least <= rotary_dim <= head_dim:
             raise UnsupportedError(f"{self.place}: {rotary_dim} rotary dimensions of {head_dim}.")
         positions = self.size("max_position_embeddings", 2048, least=2)
-        original = self.size("original_max_position_embeddings", None)
-        if original is not None and "original_max_position_embeddings" in needed | others:
-            own = own.with_values(original_max_position_embeddings=original)
+        original = self.size(_ORIGINAL, None)
+        if original is not None and _ORIGINAL in needed | others:
+            own = own.with_values(**{_ORIGINAL: original})
         for key in sorted(needed | others):
             value = own._rope_value(key, rotary_dim // 2, must=key in needed)
             if value is not None:
@@ -363,7 +385,7 @@ class RawConfig:
         default = _MISSING if must else None
         if key == "truncate":
             return self.get(key, default, bool)
-        if key == "original_max_position_embeddings":
+        if key == _ORIGINAL:
             return self.size(key, default, least=2)  # its logarithm is divided by
         if key in ("short_factor", "long_factor"):
             return self.factors(key, pairs)

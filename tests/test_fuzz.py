@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import random
 import shutil
 import tracemalloc
@@ -260,8 +261,25 @@ def test_numbers_that_nobody_can_list(tmp_path: Path, case: str, changes: dict[s
         load_dry(tmp_path)
 
 
-def test_a_config_is_no_larger_than_any_is(tmp_path: Path) -> None:
-    values = json.loads((LLAMA / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"x": "x" * (16 << 20)}))
-    with pytest.raises(InferError, match="is larger than 16,777,216 bytes"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"x": "' + "x" * (16 << 20) + '"}', "is larger than 16,777,216 bytes"),
+        ('{"x": ' + "[" * 32 + "]" * 32 + "}", "nested more than 32 levels"),
+        ('{"x": ' + "[" * 400 + "]" * 400 + "}", "nested more than 32 levels"),
+        ('{"x": ' + "[" * 10**6 + "]" * 10**6 + "}", "recursion|nested"),
+    ],
+    ids=["large", "deep", "deeper", "deepest"],
+)
+def test_a_config_is_no_larger_than_any_is(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InferError, match=message):
+        RawConfig.open(tmp_path)
+    (tmp_path / "config.json").write_text('{"x": ' + "[" * 31 + "]" * 31 + "}")
+    RawConfig.open(tmp_path)
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InferError, match="it is no file"):
         RawConfig.open(tmp_path)
