@@ -39,7 +39,7 @@ from infer.kernels.step import NO_TOKEN, pack_step, step_bytes
 from infer.kernels.tensor import GpuTensor
 from infer.models.config import RopeConfig
 from infer.models.llama import Llama
-from infer.models.rope import rope_table, same_until, table_length
+from infer.models.rope import rope_table, same_until, table_bytes, table_length
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded
@@ -182,7 +182,8 @@ class Engine:
         return max(16, min(self.options.prefill_chunk, rows, self.context))
 
     def _upload(self, rope: RopeConfig) -> Rope:
-        table = self.device.upload(rope_table(rope, self.context), label="rope table")
+        nbytes = table_bytes(rope, self.context)
+        table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
         return Rope(table, rope.rotary_dim, rope.interleaved)
 
     def _lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:

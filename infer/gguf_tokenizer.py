@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -75,6 +76,8 @@ _DEEPSEEK = (
     r"\p{N}",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
+# Characters of a token that is made by merges, of which each is tried; vocabularies have hundreds.
+_LONGEST = 1 << 12
 # tokenizer.ggml.pre -> what text is split by, one after the other, before bytes are merged.
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
@@ -187,7 +190,7 @@ class _Metadata:
         value = self.gguf.metadata.get(_KEY + key)
         if value is None and default is not None:
             return [default] * count
-        if value is None or isinstance(value, list) or len(value) != count:
+        if not isinstance(value, np.ndarray) or len(value) != count:
             raise self.error(f"{_KEY}{key} are not {count} numbers")
         numbers: list[float] = value.tolist()
         return numbers
@@ -242,6 +245,9 @@ def _sentencepiece(
             for token, score, of in zip(tokens, scores, types, strict=True)
             if of == _NORMAL
         }
+        longest = max(map(len, normal), default=0)
+        if longest > _LONGEST:
+            raise found.error(f"a token of {longest:,} characters is damage")
         merges = _merges_of(normal)
     unknown = found.token_id("unknown_token_id", len(tokens))
     backend = tokenizers.Tokenizer(

@@ -478,7 +478,7 @@ def _load(
         path = resolved.path
         model, checkpoint = open_model(path)
         tokenizer = Tokenizer.open(path)
-        check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+        check_checkpoint(model.weights(), checkpoint, model.ignorable)
         positions = checked_context(model, resolved.name, context)
 
         loras = Loras.fit(model, checkpoint, always=always, named=named)

@@ -15,6 +15,7 @@ from infer.kernels.tensor import QUANTIZED, allocate
 from infer.models.llama import Llama
 from infer.models.lora import NO_LORAS, Loras
 from infer.models.packing import Stored
+from infer.models.rope import table_bytes
 from infer.models.weights import WeightSpec, joined
 
 DEFAULT_CONTEXT = 8192
@@ -67,6 +68,15 @@ def kv_bytes_per_position(model: Llama, dtype: str) -> int:
     return sum(kv_cache_bytes(shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
 
 
+def _largest(model: Llama, dtype: str) -> tuple[str, int]:
+    """What the largest buffer that grows with the context is of, and its bytes for a page."""
+    c = model.config
+    keys = [keys_bytes(shape, PAGE, dtype) for shape in c.kv_shapes]
+    tables = [table_bytes(rope, PAGE) for rope in (c.rope, c.local_rope) if rope is not None]
+    found = {"keys in each layer": max(keys, default=0), "rotary positions": max(tables)}
+    return max(found.items(), key=lambda entry: entry[1])
+
+
 def default_context(model: Llama) -> int:
     """Positions when nobody asks for a number."""
     return min(model.config.max_position_embeddings, DEFAULT_CONTEXT)
@@ -102,13 +112,12 @@ def fitting_options(
     Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
     """
     free = memory_info(adapter).free
-    pages = [keys_bytes(shape, PAGE, options.kv_dtype) for shape in model.config.kv_shapes]
-    keys_page = max(pages, default=0)  # of the largest layer
+    what, of_page = _largest(model, options.kv_dtype)
     binding = min(limits.max_binding, limits.max_buffer)
     while True:
         need = memory_needed(model, stored, options, limits, adapter, loras)
-        layer_bytes = -(-options.context // PAGE) * keys_page
-        fits_binding = layer_bytes <= binding
+        largest = -(-options.context // PAGE) * of_page
+        fits_binding = largest <= binding
         if fits_binding and (free is None or need.total <= free):
             return options
         if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
@@ -116,9 +125,9 @@ def fitting_options(
         options = replace(options, context=options.context // 2)
     if not fits_binding:
         raise OutOfMemoryError(
-            f"A context of {options.context} positions needs {layer_bytes:,} bytes of keys in each "
-            f"layer; one binding of {adapter.name} holds {binding:,}. "
-            f"Ask for at most {binding // keys_page * PAGE} (--context)."
+            f"A context of {options.context} positions needs {largest:,} bytes of {what}; one "
+            f"binding of {adapter.name} holds {binding:,}. "
+            f"Ask for at most {binding // of_page * PAGE} (--context)."
         )
     quantized = any(stored(spec).dtype in QUANTIZED for spec in model.weights())
     raise OutOfMemoryError(

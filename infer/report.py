@@ -289,8 +289,8 @@ def inspect_model(
     found = resolve(model, revision=revision, offline=offline, progress=fetched)
     always, _ = open_adapters(adapter, None, offline, fetched)
     llama, checkpoint = open_model(found.path)
+    check_checkpoint(llama.weights(), checkpoint, llama.ignorable)
     specs = list(llama.weights())
-    check_checkpoint(specs, checkpoint, llama.ignorable)
 
     def stored_as(spec: WeightSpec) -> Stored:
         return stored(spec, checkpoint, converted)

@@ -220,6 +220,13 @@ class Device:
         self.write(buffer, data)
         return buffer
 
+    def made(self, nbytes: int, make: Callable[[], np.ndarray[Any, Any]], label: str) -> Buffer:
+        """A storage buffer of what `make` returns, which has so many bytes and is made once there
+        is room for it."""
+        buffer = self.buffer(nbytes, label=label)
+        self.write(buffer, make())
+        return buffer
+
     def destroy(self, buffers: Iterable[Buffer]) -> None:
         """Free memory. wgpu keeps what submitted work still uses until that work is done."""
         with self._lock:
@@ -452,6 +459,9 @@ class DryDevice(Device):
 
     def write(self, buffer: Buffer, data: np.ndarray[Any, Any] | bytes, offset: int = 0) -> None:
         pass
+
+    def made(self, nbytes: int, make: Callable[[], np.ndarray[Any, Any]], label: str) -> Buffer:
+        return self.buffer(nbytes, label=label)
 
     def destroy(self, buffers: Iterable[Buffer]) -> None:
         pass

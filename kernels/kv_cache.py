@@ -117,7 +117,8 @@ class KVCache:
     ) -> None:
         pages = -(-positions // PAGE)
         slots = pages * PAGE * sequences
-        self.pages = device.upload(np.arange(pages * sequences, dtype=np.uint32), "page table")
+        n_pages = pages * sequences
+        self.pages = device.made(4 * n_pages, lambda: np.arange(n_pages, dtype=np.uint32), "pages")
         layers = []
         for layer, (n_kv_heads, head_dim, latent) in enumerate(KVShape(*s) for s in shapes):
             nbytes = keys_bytes(KVShape(n_kv_heads, head_dim), slots, dtype)

@@ -150,7 +150,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     else:
         raw = RawConfig.open(path)
         checkpoint = unstacked(turned(Checkpoint.open(path)))
-        if raw.values.get("model_type") in MULTIMODAL:
+        if raw.get("model_type", "", str) in MULTIMODAL:
             raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw, path)
     model = build_model(raw)
@@ -165,9 +165,10 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
 def build_model(raw: RawConfig) -> Llama:
     """The model that a config.json describes. Raises UnsupportedError for one that is not here."""
     from infer.kernels.errors import UnsupportedError
+    from infer.models.config import shown
     from infer.models.multimodal import text_config
 
-    if raw.values.get("model_type") in MULTIMODAL:
+    if raw.get("model_type", "", str) in MULTIMODAL:
         raw = text_config(raw)
     model_type = raw.get("model_type", "", str)
     if not model_type:
@@ -178,7 +179,7 @@ def build_model(raw: RawConfig) -> Llama:
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
         raise UnsupportedError(
-            f"{raw.place}: the architecture {model_type!r} is not implemented. "
+            f"{raw.place}: the architecture {shown(model_type)} is not implemented. "
             f"Implemented: {', '.join([*ARCHITECTURES, *MULTIMODAL])}."
         )
     cls = getattr(import_module(f"infer.models.{model_type}"), architecture.cls)

@@ -25,7 +25,7 @@ class Bamba(mamba2.Mamba2):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
-        attends = raw.get("attn_layer_indices", [], list)
+        attends = raw.items("attn_layer_indices", [], kind=int)
         mamba = [layer not in attends for layer in range(raw.size("num_hidden_layers"))]
         head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
         raw.expect("attn_rotary_emb", head_dim // 2)

@@ -7,16 +7,13 @@ from infer.models.layers import DecoderConfig, layer_windows
 from infer.models.llama import Llama
 
 # What transformers takes for keys that a config leaves out.
-_DEFAULTS = {
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "factor": 16.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "sliding_window": 8192,
+_DEFAULTS = {"max_position_embeddings": 131072, "sliding_window": 8192}
+_ROPE = {
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
 }
 
 
@@ -26,6 +23,8 @@ class Cwm(Llama):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
+        if not raw.section("rope_parameters").values:
+            raw = raw.with_defaults(rope_scaling=_ROPE)
         windows = layer_windows(raw, raw.size("sliding_window", None), lambda layer: layer % 4 != 0)
         return DecoderConfig.read(
             raw,

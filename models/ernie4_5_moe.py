@@ -34,7 +34,10 @@ def _experts(raw: RawConfig) -> ExpertsConfig:
     raw.expect("hidden_act", "silu", "swish")
     raw.expect("moe_norm_min", 1e-12)
     n_layers, count = raw.size("num_hidden_layers"), raw.size("moe_num_experts", 64)
-    inner, shared = raw.size("moe_intermediate_size"), raw.get("moe_num_shared_experts", 2, int)
+    inner, shared = (
+        raw.size("moe_intermediate_size"),
+        raw.size("moe_num_shared_experts", 2, least=0),
+    )
     first, last = raw.get("moe_layer_start_index", 1, int), raw.get("moe_layer_end_index", -1, int)
     step, last = raw.size("moe_layer_interval", 1), n_layers - 1 if last == -1 else last
     return ExpertsConfig(

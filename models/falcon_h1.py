@@ -169,9 +169,4 @@ def _read_branches(raw: RawConfig, into: float, normed: bool) -> BranchesConfig:
 
 def _factors(raw: RawConfig, key: str, count: int) -> list[float]:
     """So many positive numbers. Raises UnsupportedError."""
-    factors: list[float] = raw.get(key, [1.0] * count, list)
-    if len(factors) != count or any(type(f) not in (int, float) or f <= 0 for f in factors):
-        raise UnsupportedError(
-            f"{raw.place}: {key} must be {count} positive numbers; it is {factors}."
-        )
-    return factors
+    return raw.factors(key, count, [1.0] * count)

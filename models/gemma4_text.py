@@ -17,7 +17,7 @@ from infer.kernels.errors import UnsupportedError
 from infer.kernels.layer_state import Cache
 from infer.kernels.ops import Ops, Rope, Value
 from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.gemma2 import Gemma2, softcap
 from infer.models.gemma3_text import read_local_rope
 from infer.models.layers import DecoderConfig, ExpertsConfig, Scope, Weights, layer_windows
@@ -238,7 +238,7 @@ def read_global_heads(raw: RawConfig, windows: Sequence[int], k_eq_v: bool) -> t
         if not known or any(own != first for own in others) or set(by_layer) - set(wide):
             raise UnsupportedError(
                 f"{raw.place}: per_layer_config must give one head_dim and num_key_value_heads to "
-                f"the layers with full attention and none to others; it is {by_layer}."
+                f"the layers with full attention and none to others; it is {shown(by_layer)}."
             )
         own = RawConfig(first, f"{raw.place}: per_layer_config")
         heads = own.size("num_key_value_heads", kv_heads), own.size("head_dim", head_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from infer.kernels.ops import Ops, Value
@@ -76,7 +77,7 @@ class GPT2(Llama):
         return read_gpt2(raw)
 
     def weights(self) -> Iterator[WeightSpec]:
-        specs = (*super().weights(), self.positions())
+        specs = chain(super().weights(), [self.positions()])
         for spec in layers.renamed(specs, self.names):
             matrix = spec.name.startswith("layers.") and len(spec.shape) == 2
             sources = tuple(

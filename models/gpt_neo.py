@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.gpt2 import GPT2, read_gpt2
 from infer.models.layers import DecoderConfig
 
@@ -60,6 +60,6 @@ def _read_kinds(raw: RawConfig, n_layers: int) -> list[str]:
     if len(kinds) != n_layers or any(kind not in ("global", "local") for kind in kinds):
         raise UnsupportedError(
             f"{raw.place}: attention_types must name global or local for each of {n_layers} "
-            f"layers; it is {types}."
+            f"layers; it is {shown(types)}."
         )
     return kinds

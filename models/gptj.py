@@ -33,11 +33,11 @@ class GPTJ(Cohere):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(n_positions=2048, tie_word_embeddings=False)
         raw.expect("rotary", True)
-        head_dim = raw.size("n_embd") // raw.size("n_head")
-        part = raw.size("rotary_dim", 64) / head_dim
+        config = read_gpt2(raw, head_bias=True)
+        part = raw.size("rotary_dim", 64) / config.head_dim
         return replace(
-            read_gpt2(raw, head_bias=True),
-            rope=raw.rope(head_dim, default_partial=part, interleaved=True),
+            config,
+            rope=raw.rope(config.head_dim, default_partial=part, interleaved=True),
             rope_layers=(True,) * raw.size("n_layer"),
             fused_qkv=False,
             qkv_bias=False,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.granite import Granite, read_granite
 from infer.models.layers import DecoderConfig, layer_windows
 
@@ -32,8 +32,8 @@ def _ropes(raw: RawConfig, windows: list[int]) -> dict[str, Any]:
     Raises UnsupportedError."""
     head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
     rope = raw.rope(head_dim)
-    thetas = raw.get("layer_rope_theta", [rope.theta] * len(windows), list)
-    numbers = all(type(theta) in (int, float) and theta >= 0 for theta in thetas)
+    thetas = raw.items("layer_rope_theta", [rope.theta] * len(windows), kind=float)
+    numbers = all(theta == 0 or theta > 1 for theta in thetas)
     pairs = list(zip(thetas, windows, strict=False))
     wide, narrow = (
         {theta for theta, window in pairs if theta and (window > 0) == slides} or {rope.theta}
@@ -42,9 +42,9 @@ def _ropes(raw: RawConfig, windows: list[int]) -> dict[str, Any]:
     grows = rope.kind in ("dynamic", "longrope") and wide != narrow
     if len(thetas) != len(windows) or not numbers or len(wide) > 1 or len(narrow) > 1 or grows:
         raise UnsupportedError(
-            f"{raw.place}: layer_rope_theta = {thetas} is not implemented (only a number for each "
-            f"of {len(windows)} layers, which is 0, or the same for all with a window, and for all "
-            "without; with a rope whose frequencies depend on the length the same for all)."
+            f"{raw.place}: layer_rope_theta = {shown(thetas)} is not implemented (only a number "
+            f"for each of {len(windows)} layers, which is 0, or the same for all with a window and "
+            "for all without; with a rope whose frequencies depend on the length the same for all)."
         )
     (own,), (local,) = wide, narrow
     return {

@@ -30,7 +30,7 @@ class GraniteMoeHybrid(mamba2.Mamba2, GraniteMoe):
         raw.expect("normalization_function", "rmsnorm")
         raw.expect("position_embedding_type", None, "nope", "rope")
         n_layers = raw.size("num_hidden_layers")
-        types = raw.get("layer_types", ["mamba"] * n_layers, list)
+        types = raw.items("layer_types", ["mamba"] * n_layers, kind=str)
         kinds = mamba2.read_kinds(raw, types, mamba2.KINDS, "layer_types")
         mamba = [kind == "mamba" for kind in kinds]
         turns = raw.get("position_embedding_type", None) == "rope"

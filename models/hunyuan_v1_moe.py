@@ -8,7 +8,7 @@ from typing import Any
 
 from infer.kernels.errors import UnsupportedError
 from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.hunyuan_v1_dense import HunyuanDense
 from infer.models.layers import DecoderConfig, ExpertsConfig
 from infer.models.moe import MixtureOfExperts, read_chosen
@@ -41,7 +41,8 @@ def _of_all(raw: RawConfig, key: str) -> Any:
         return value
     if any(own != value[0] for own in value):
         raise UnsupportedError(
-            f"{raw.place}: {key} = {value} is not implemented (only the same for all layers)."
+            f"{raw.place}: {key} = {shown(value)} is not implemented (only the same for all "
+            "layers)."
         )
     return value[0] if value else None
 

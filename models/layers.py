@@ -12,7 +12,7 @@ from infer.kernels.kv_cache import PAGE, KVShape, LayerCache
 from infer.kernels.layer_state import StateShape
 from infer.kernels.ops import Ops, Rope, Value
 from infer.kernels.tensor import GpuTensor
-from infer.models.config import RawConfig, RopeConfig
+from infer.models.config import RawConfig, RopeConfig, shown
 from infer.models.weights import Source, WeightSpec
 
 
@@ -199,8 +199,8 @@ class DecoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get(eps_key, eps, float),
-            max_position_embeddings=raw.size("max_position_embeddings", 2048),
+            rms_norm_eps=raw.factor(eps_key, eps, (0.0, 1.0)),
+            max_position_embeddings=raw.size("max_position_embeddings", 2048, least=2),
             tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
             rope=rope or raw.rope(head_dim, theta, partial, interleaved),
             windows=tuple(windows) if windows is not None else (0,) * layers,
@@ -250,13 +250,13 @@ def layer_windows(
 ) -> list[int]:
     """The window of each layer: from layer_types where given, else `window` where it slides."""
     layers = raw.size("num_hidden_layers")
-    types = raw.get("layer_types", None, list)
+    types = raw.items("layer_types", None, kind=str)
     if types is None:
         return [window or 0 if slides(layer) else 0 for layer in range(layers)]
     if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
         raise UnsupportedError(
             f"{raw.place}: layer_types must name full_attention or sliding_attention for each of "
-            f"{layers} layers; it is {types}."
+            f"{layers} layers; it is {shown(types)}."
         )
     if "sliding_attention" in types and not window:
         raise UnsupportedError(f"{raw.place}: layer_types has sliding layers without a window.")
@@ -266,13 +266,13 @@ def layer_windows(
 def layers_with_state(raw: RawConfig, kind: str, has_state: Callable[[int], bool]) -> list[bool]:
     """For each layer whether it has a state, and is called `kind` in layer_types, where given."""
     layers = raw.size("num_hidden_layers")
-    types = raw.get("layer_types", None, list)
+    types = raw.items("layer_types", None, kind=str)
     if types is None:
         return [has_state(layer) for layer in range(layers)]
     if len(types) != layers or any(found not in ("full_attention", kind) for found in types):
         raise UnsupportedError(
             f"{raw.place}: layer_types must name full_attention or {kind} for each of {layers} "
-            f"layers; it is {types}."
+            f"layers; it is {shown(types)}."
         )
     return [found == kind for found in types]
 

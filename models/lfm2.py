@@ -43,7 +43,7 @@ class Lfm2(Llama):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = with_older(raw.with_defaults(**_DEFAULTS), "block_ff_dim", "intermediate_size")
-        attends = raw.get("full_attn_idxs", None, list)
+        attends = raw.items("full_attn_idxs", None, kind=int)
         convolves = layers.layers_with_state(
             raw, "conv", lambda layer: attends is not None and layer not in attends
         )

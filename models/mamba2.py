@@ -12,7 +12,7 @@ from infer.kernels.errors import UnsupportedError
 from infer.kernels.layer_state import LayerState, StateShape
 from infer.kernels.ops import Ops, Rope, Value
 from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.layers import DecoderConfig, Scope, Weights
 from infer.models.llama import Llama
 from infer.models.weights import Source, WeightSpec
@@ -103,28 +103,33 @@ def read_shape(
     )
 
 
+_LONGEST = 1e6  # of a time step: beyond it there is no limit
+
+
 def read_time_step_limit(raw: RawConfig) -> tuple[float, float]:
     """The least and the largest time step; transformers 5 has its own way of saying infinity.
     Raises UnsupportedError."""
     found = raw.get("time_step_limit", [0.0, math.inf], list)
     limit = [math.inf if value == {"__float__": "Infinity"} else value for value in found]
     numbers = all(type(value) in (int, float) for value in limit)
-    if len(limit) != 2 or not numbers or not 0 <= limit[0] <= limit[1]:
+    if len(limit) != 2 or not numbers or not 0 <= limit[0] <= min(limit[1], _LONGEST):
         raise UnsupportedError(
             f"{raw.place}: time_step_limit must be the least and the largest time step; it is "
-            f"{found}."
+            f"{shown(found)}."
         )
-    return float(limit[0]), float(limit[1])
+    return float(limit[0]), float(limit[1]) if limit[1] <= _LONGEST else math.inf
 
 
-def read_kinds(raw: RawConfig, found: list[str], kinds: Mapping[str, str], key: str) -> list[str]:
+def read_kinds(
+    raw: RawConfig, found: Sequence[str], kinds: Mapping[str, str], key: str
+) -> list[str]:
     """What each layer is: of kinds, by the names that `found` has for them. key: where the config
     says so. Raises UnsupportedError."""
     n_layers = raw.size("num_hidden_layers")
     if len(found) != n_layers or any(name not in kinds for name in found):
         raise UnsupportedError(
             f"{raw.place}: {key} must name {', '.join(kinds)} for each of {n_layers} layers; it is "
-            f"{found}."
+            f"{shown(found)}."
         )
     return [kinds[name] for name in found]
 

@@ -39,7 +39,8 @@ class Ministral3(Mistral):
 def read_position_scaling(raw: RawConfig) -> tuple[RawConfig, tuple[float, int]]:
     """The config with the rope alone in rope_parameters, and how queries grow."""
     rope = raw.section("rope_parameters")
-    beta = rope.get("llama_4_scaling_beta", kind=float)
+    rope.get("llama_4_scaling_beta")  # there must be one
+    beta = rope.factor("llama_4_scaling_beta", within=(0.0, 1.0))
     interval = rope.size("original_max_position_embeddings")
     own = {"llama_4_scaling_beta", "max_position_embeddings"}
     known = {key: value for key, value in rope.values.items() if key not in own}

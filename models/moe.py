@@ -9,7 +9,7 @@ from dataclasses import replace
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.ops import Ops, Value
 from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.layers import DecoderConfig, ExpertsConfig, Scope, Weights
 from infer.models.llama import Llama
 from infer.models.weights import Source, WeightSpec
@@ -166,7 +166,7 @@ def read_experts(
     chosen = read_chosen(raw, "num_experts_per_tok", n_experts, per_token)
     having = [True] * n_layers
     if sparse:
-        step, dense = raw.size("decoder_sparse_step", 1), raw.get("mlp_only_layers", [], list)
+        step, dense = raw.size("decoder_sparse_step", 1), raw.items("mlp_only_layers", [], kind=int)
         having = [i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
     return ExpertsConfig(
         n_experts, chosen, raw.size(inner), normalize, shared_inner, tuple(having), scale
@@ -216,13 +216,13 @@ def read_sparse(raw: RawConfig, dense: int) -> tuple[bool, ...]:
     """For each layer whether it has experts: by mlp_layer_types where given, else all but the first
     so many. Raises UnsupportedError."""
     n_layers = raw.size("num_hidden_layers")
-    types = raw.get("mlp_layer_types", None, list)
+    types = raw.items("mlp_layer_types", None, kind=str)
     if types is None:
         return tuple(layer >= dense for layer in range(n_layers))
     if len(types) != n_layers or any(kind not in ("dense", "sparse") for kind in types):
         raise UnsupportedError(
             f"{raw.place}: mlp_layer_types must name dense or sparse for each of {n_layers} "
-            f"layers; it is {types}."
+            f"layers; it is {shown(types)}."
         )
     return tuple(kind == "sparse" for kind in types)
 

@@ -58,12 +58,13 @@ _OTHER = re.compile(
 def text_config(raw: RawConfig) -> RawConfig:
     """The config of the text model. Its rope is the ordinary one: positions of text are the same in
     all sections of a rope for text, height and width (M-RoPE: Wang et al. 2024)."""
-    nested = raw.get("text_config", {}, dict)
-    values: dict[str, Any] = dict(nested or raw.values)
+    nested = raw.section("text_config")
+    text = nested if nested.values else raw
+    values: dict[str, Any] = dict(text.values)
     own = raw.get("model_type", kind=str)
-    model_type = values.get("model_type", "mistral" if own == "mistral3" else f"{own}_text")
+    model_type = text.get("model_type", "mistral" if own == "mistral3" else f"{own}_text", str)
     values["model_type"] = _SAME_AS.get(model_type, model_type)
-    if nested:
+    if nested.values:
         values = _DEFAULTS.get(values["model_type"], {}) | values
     for key in ("rope_scaling", "rope_parameters"):
         rope = values.get(key)
@@ -75,10 +76,9 @@ def text_config(raw: RawConfig) -> RawConfig:
         if key in raw.values:
             config = raw.get(key, {}, dict)
             values[key] = {_text_name(name): value for name, value in config.items()}
-    if nested and "tie_word_embeddings" not in nested and "tie_word_embeddings" in raw.values:
-        values["tie_word_embeddings"] = raw.values["tie_word_embeddings"]
-    place = f"{raw.place}: text_config" if nested else raw.place
-    return RawConfig(values, place)
+    if nested.values and "tie_word_embeddings" in raw.values:
+        values.setdefault("tie_word_embeddings", raw.values["tie_word_embeddings"])
+    return RawConfig(values, text.place)
 
 
 def text_model(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:

@@ -159,8 +159,8 @@ def _read_kinds(raw: RawConfig) -> list[str]:
     key, names = "hybrid_override_pattern", _PATTERN
     found = list(raw.get(key, "", str))
     for other in ("layer_types", "layers_block_type"):
-        if raw.get(other, None, list) is not None:
-            key, names, found = other, _KINDS, raw.get(other)
+        if raw.get(other, None) is not None:
+            key, names, found = other, _KINDS, raw.items(other, kind=str)
     counted = raw.with_defaults(num_hidden_layers=len(found) or 1)
     return mamba2.read_kinds(counted, found, names, key)
 

@@ -7,15 +7,14 @@ Frequencies and angles are rounded to float32 where transformers rounds them
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.errors import UnsupportedError
 from infer.models.config import RopeConfig
 
 F32 = np.float32
+_BLOCK = 4096  # positions at a time
 
 
 def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.float32]:
@@ -25,27 +24,32 @@ def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.
     original_max_position_embeddings and another beyond. "dynamic" turns a prompt with the
     frequencies for its length, and a position after it with those for the sequence up to itself.
     """
-    attention_factor = 1.0
-    if rope.kind == "dynamic":
-        own = rope.max_position_embeddings
-        frequencies = np.broadcast_to(
-            _dynamic(rope, max(own, length)), (positions, rope.rotary_dim // 2)
-        ).copy()
-        for position in range(max(own, length), positions):
-            frequencies[position] = _dynamic(rope, position + 1)
-    elif rope.kind == "yarn":
-        row, attention_factor = _yarn(rope)
-        frequencies = row[None, :]
-    elif rope.kind == "longrope":
-        row, attention_factor = _longrope(rope, length)
-        frequencies = row[None, :]
-    else:
-        frequencies = _FREQUENCIES[rope.kind](rope)[None, :]
-    angle = (np.arange(positions, dtype=F32)[:, None] * frequencies).astype(np.float64)
-    angle = -angle if rope.backwards else angle
-    table = attention_factor * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    result: NDArray[np.float32] = table.astype(F32)
-    return result
+    frequencies, attention_factor = _frequencies(rope, length)
+    own = max(rope.max_position_embeddings, length)
+    table = np.empty((positions, rope.rotary_dim // 2, 2), F32)
+    for start in range(0, positions, _BLOCK):  # so that temporaries stay small
+        rows = np.arange(start, min(start + _BLOCK, positions))[:, None]
+        if rope.kind == "dynamic":
+            frequencies = _dynamic(rope, np.maximum(rows + 1.0, own))
+        angle = (rows.astype(F32) * frequencies).astype(np.float64)
+        angle = -angle if rope.backwards else angle
+        table[rows[:, 0], :, 0] = attention_factor * np.cos(angle)
+        table[rows[:, 0], :, 1] = attention_factor * np.sin(angle)
+    return table
+
+
+def table_bytes(rope: RopeConfig, positions: int) -> int:
+    """Of the table of so many positions."""
+    return positions * rope.rotary_dim // 2 * 2 * F32().nbytes
+
+
+def _frequencies(rope: RopeConfig, length: int) -> tuple[NDArray[np.float32], float]:
+    """Of the pairs in a sequence of that length, and the factor on cos and sin."""
+    if rope.kind == "yarn":
+        return _yarn(rope)
+    if rope.kind == "longrope":
+        return _longrope(rope, length)
+    return _FREQUENCIES[rope.kind](rope), 1.0
 
 
 def table_length(rope: RopeConfig, prompt_length: int) -> int:
@@ -64,10 +68,13 @@ def same_until(rope: RopeConfig, length: int) -> float:
     return own if length <= own else math.inf
 
 
-def _base(rope: RopeConfig, theta: float | None = None) -> NDArray[np.float32]:
-    """theta^(2i / dim), the wavelengths over 2 pi (Su et al. 2021)."""
+def _base(
+    rope: RopeConfig, theta: float | NDArray[np.float64] | None = None
+) -> NDArray[np.float32]:
+    """theta^(2i / dim), the wavelengths over 2 pi (Su et al. 2021); theta: one, or a column."""
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=F32) / F32(rope.rotary_dim)
-    wavelengths: NDArray[np.float32] = np.power(F32(theta or rope.theta), exponent, dtype=F32)
+    base = np.minimum(rope.theta if theta is None else theta, np.finfo(F32).max).astype(F32)
+    wavelengths: NDArray[np.float32] = np.power(base, exponent, dtype=F32)
     return wavelengths
 
 
@@ -77,26 +84,26 @@ def _default(rope: RopeConfig) -> NDArray[np.float32]:
 
 def _linear(rope: RopeConfig) -> NDArray[np.float32]:
     """Position interpolation (Chen et al. 2023)."""
-    return _default(rope) / F32(_number(rope, "factor"))
+    return _default(rope) / F32(rope.scaling["factor"])
 
 
-def _dynamic(rope: RopeConfig, length: int) -> NDArray[np.float32]:
-    """NTK-aware scaling for a sequence of that length."""
-    factor, dim = _number(rope, "factor"), rope.rotary_dim
-    growth = factor * length / rope.max_position_embeddings - (factor - 1)
+def _dynamic(rope: RopeConfig, lengths: NDArray[np.float64]) -> NDArray[np.float32]:
+    """NTK-aware scaling for sequences of these lengths, a column."""
+    factor, dim = rope.scaling["factor"], rope.rotary_dim
+    growth = factor * lengths / rope.max_position_embeddings - (factor - 1)
     return F32(1.0) / _base(rope, rope.theta * growth ** (dim / (dim - 2)))
 
 
 def _ntk_alpha(rope: RopeConfig) -> NDArray[np.float32]:
     """NTK-aware scaling by a fixed factor; only `alpha` of its keys is used (Hunyuan)."""
     dim = rope.rotary_dim
-    return F32(1.0) / _base(rope, rope.theta * _number(rope, "alpha") ** (dim / (dim - 2)))
+    return F32(1.0) / _base(rope, rope.theta * rope.scaling["alpha"] ** (dim / (dim - 2)))
 
 
 def _proportional(rope: RopeConfig) -> NDArray[np.float32]:
     """Gemma 4: some of a head's pairs turn, with the wavelengths that they have if all do."""
-    frequencies = _default(rope) / F32(_number(rope, "factor", 1.0))
-    frequencies[int(_number(rope, "partial_rotary_factor") * rope.rotary_dim // 2) :] = 0.0
+    frequencies = _default(rope) / F32(rope.scaling.get("factor", 1.0))
+    frequencies[int(rope.scaling["partial_rotary_factor"] * rope.rotary_dim // 2) :] = 0.0
     return frequencies
 
 
@@ -104,7 +111,7 @@ def _llama3(rope: RopeConfig) -> NDArray[np.float32]:
     """Llama 3.1: long wavelengths slowed by `factor`, short ones kept, a ramp between."""
     frequencies = _default(rope)
     factor, low, high, original = (
-        _number(rope, key)
+        rope.scaling[key]
         for key in (
             "factor",
             "low_freq_factor",
@@ -124,7 +131,7 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """YaRN (Peng et al. 2023): frequencies and the factor on cos and sin."""
     scaling, dim = rope.scaling, rope.rotary_dim
     original = _original(rope)
-    factor = _number(rope, "factor", rope.max_position_embeddings / original)
+    factor = _factor(rope)
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -133,9 +140,7 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
         else:
             attention_factor = _mscale(factor, 1.0)
         # As vLLM has it (YaRNScalingRotaryEmbedding); transformers ignores the key.
-        attention_factor *= _number(rope, "attn_factor", 1.0)
-    elif scaling.get("attn_factor") is not None:
-        raise UnsupportedError("rope keys 'attention_factor' and 'attn_factor' exclude each other.")
+        attention_factor *= scaling.get("attn_factor", 1.0)
 
     def dimension(rotations: float) -> float:
         return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
@@ -158,46 +163,37 @@ def score_factor(rope: RopeConfig) -> float:
     all_dim = rope.scaling.get("mscale_all_dim")
     if rope.kind != "yarn" or not all_dim:
         return 1.0
-    return _mscale(_number(rope, "factor"), all_dim) ** 2
+    return _mscale(_factor(rope), all_dim) ** 2
 
 
 def _longrope(rope: RopeConfig, length: int) -> tuple[NDArray[np.float32], float]:
     """LongRoPE (Ding et al. 2024): a factor for every wavelength, and one on cos and sin."""
     original = _original(rope)
-    key = "long_factor" if length > original else "short_factor"
-    factors = rope.scaling.get(key)
-    count = rope.rotary_dim // 2
-    if not isinstance(factors, list) or len(factors) != count or not all(map(_positive, factors)):
-        raise UnsupportedError(f"rope type 'longrope' needs {count} positive numbers in {key!r}.")
-    factor = _number(rope, "factor", rope.max_position_embeddings / original)
+    factors = rope.scaling["long_factor" if length > original else "short_factor"]
+    factor = _factor(rope)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     frequencies = F32(1.0) / (np.array(factors, F32) * _base(rope))
-    return frequencies, _number(rope, "attention_factor", grown)
+    return frequencies, rope.scaling.get("attention_factor", grown)
 
 
 def _original(rope: RopeConfig) -> float:
-    return _number(rope, "original_max_position_embeddings", rope.max_position_embeddings)
+    own: float = rope.scaling.get("original_max_position_embeddings", rope.max_position_embeddings)
+    return own
+
+
+def _factor(rope: RopeConfig) -> float:
+    """How much longer the context has become."""
+    own: float = rope.scaling.get("factor", rope.max_position_embeddings / _original(rope))
+    return own
 
 
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _number(rope: RopeConfig, key: str, default: float | None = None) -> float:
-    value = rope.scaling.get(key)
-    if value is None:
-        value = default
-    if not _positive(value):
-        raise UnsupportedError(f"rope type {rope.kind!r} needs a positive {key!r}, not {value!r}.")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
 _FREQUENCIES = {
     "default": _default,
+    "dynamic": _default,  # up to its own length
     "linear": _linear,
     "llama3": _llama3,
     "ntk_alpha": _ntk_alpha,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.layers import DecoderConfig, layer_windows
 from infer.models.llama import Llama
 
@@ -33,10 +33,10 @@ def rope_layers(raw: RawConfig) -> list[bool]:
     """Which layers turn. no_rope_layers says so, in spite of its name."""
     layers, interval = raw.size("num_hidden_layers"), raw.size("no_rope_layer_interval", 4)
     default = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    turned = raw.get("no_rope_layers", default, list)
+    turned = raw.items("no_rope_layers", default, kind=int)
     if len(turned) < layers or any(value not in (0, 1) for value in turned):
         raise UnsupportedError(
             f"{raw.place}: no_rope_layers must be 1 (with rope) or 0 for each of {layers} layers; "
-            f"it is {turned}."
+            f"it is {shown(turned)}."
         )
     return [bool(value) for value in turned[:layers]]

@@ -56,6 +56,10 @@ _BLOCK = 1 << 18
 Factors = tuple[NDArray[np.float32], NDArray[np.float32]]
 Change = Callable[[int, int], Factors]
 
+# Tensors that a checkpoint lacks, and parts of weights, before nobody looks for more: published
+# models have a quarter of a million parts at most.
+_LACKING, _PARTS = 1000, 1 << 20
+
 # What embeddings and the output projection are stored as in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
 _EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "embed_positions", "lm_head")
@@ -425,8 +429,28 @@ def _allocated(
 # What is checked
 
 
+def asked_for(specs: Iterable[WeightSpec], has: Callable[[str], bool]) -> Iterator[WeightSpec]:
+    """The weights, but no more of them than it takes to see that a checkpoint is of another model:
+    a config may ask for any number, which nobody lists. has: whether it has a tensor, asked once
+    the weight that is made of it has been used. Raises UnsupportedError."""
+    parts = lacking = 0
+    for spec in specs:
+        yield spec
+        sources = (*spec.sources, *spec.others)
+        parts += len(sources)
+        if not any(has(source.key) for source in sources):
+            lacking += len(sources)
+        if lacking > _LACKING:
+            return
+        if parts > _PARTS:
+            raise UnsupportedError(
+                f"config.json asks for weights of more than {_PARTS:,} parts, which no model has. "
+                "Get the file that was published with the model."
+            )
+
+
 def check_checkpoint(
-    specs: Sequence[WeightSpec],
+    specs: Iterable[WeightSpec],
     checkpoint: Checkpoint,
     ignorable: Callable[[str], bool] = lambda name: False,
 ) -> None:
@@ -434,13 +458,13 @@ def check_checkpoint(
 
     Raises CheckpointError for tensors that are missing, surplus or of another shape, and
     UnsupportedError for a dtype that is not implemented."""
+    found, folder = checkpoint.tensors, checkpoint.folder
     wanted = {
         source.key: source.file_shape
-        for spec in specs
+        for spec in asked_for(specs, lambda key: key in found or key in checkpoint.packed)
         for source in spec.found(checkpoint)
         if source.key not in checkpoint.packed
     }
-    found, folder = checkpoint.tensors, checkpoint.folder
     missing = [key for key in wanted if key not in found]
     if missing:
         raise CheckpointError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 from reference_models import CONFIG_FILES, DATA
 
@@ -50,7 +52,7 @@ def test_any_name_may_be_a_key() -> None:
         ("falcon", {"parallel_attn": False}, "parallel_attn = False"),
         ("falcon_h1", {"mlp_bias": True}, "mlp_bias = True"),
         ("falcon_h1", {"mamba_d_head": "auto", "mamba_d_ssm": 62}, "62 values"),
-        ("falcon_h1", {"ssm_multipliers": [1.0, 0.0, 1.0, 1.0, 1.0]}, "must be 5 positive"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 0.0, 1.0, 1.0, 1.0]}, "must be positive"),
         ("falcon_h1_norm", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = true"),
         ("gpt2", {"n_layer": 2**31 - 1}, "'n_layer' must be a count"),
         ("gpt_neo", {"attention_types": [[["global"], 1]]}, "for each of 2 layers"),
@@ -157,6 +159,47 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
         build_model(RawConfig(values | change))
 
 
+@pytest.mark.parametrize(
+    ("key", "used", "unused"),
+    [
+        ("attention_chunk_size", 8192, None),
+        ("attention_out_multiplier", 0.5, 1.0),
+        ("attn_temperature_tuning", True, False),
+        ("attn_temperature_tuning", 4, 0),
+        ("full_attention_interval", 4, None),
+        ("index_topk", 2048, None),
+        ("is_causal", False, True),
+        ("layer_types", ["full_attention", "sliding_attention"], ["full_attention"] * 2),
+        ("layer_types", ["full_attention", "chunked_attention"], []),
+        ("llama_4_scaling", {"beta": 0.1}, {}),
+        ("lm_head_multiplier", 0.5, 1),
+        ("logits_soft_cap", 30.0, None),
+        ("post_norm", True, False),
+        ("rope_interleaved", True, False),  # as SmolLM2 says that it is not
+        ("rope_local_base_freq", 1e4, None),
+        ("rotary_pct", 0.25, 1.0),
+        ("routed_scaling_factor", 2.5, 1.0),
+        ("sliding_window", 4096, None),
+        ("sliding_window", 16, 0),
+        ("use_parallel_residual", True, False),
+    ],
+)
+def test_keys_that_only_others_read(key: str, used: Any, unused: Any) -> None:
+    """Llama would compute the same whatever they say."""
+    values = json.loads((DATA / "llama" / CONFIG_FILES["published"]).read_text())
+    assert build_model(RawConfig(values | {key: unused})).config.model_type == "llama"
+    with pytest.raises(UnsupportedError, match=f"{key} = .* changes the computation"):
+        build_model(RawConfig(values | {key: used}))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "qwen3_next"])
+def test_a_window_that_is_not_used(case: str) -> None:
+    """As Qwen2.5 and others have it."""
+    values = json.loads((DATA / case / CONFIG_FILES["published"]).read_text())
+    own = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
+    assert set(build_model(RawConfig(values | own)).config.windows) == {0}
+
+
 def test_time_steps_have_a_limit_or_not() -> None:
     """And layers are all Mamba where nothing is said of them, as wide as that makes them."""
     values = json.loads((DATA / "granitemoehybrid_mamba" / CONFIG_FILES["published"]).read_text())
@@ -246,14 +289,125 @@ def test_only_one_factor_of_yarn() -> None:
         rope_table(build_model(RawConfig(values)).config.rope, 8)
 
 
+_NO_NUMBERS = (math.nan, math.inf, -math.inf, 10**400, True, "1", [], {})
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "values"),
+    [
+        ("llama", "rms_norm_eps", (*_NO_NUMBERS, -1e-6, 1e6)),
+        ("llama", "rope_theta", (*_NO_NUMBERS, 0, 1, -10000.0, 1e38)),
+        ("llama", "rope_parameters", (5, [], {"rope_theta": 0}, {"rope_theta": "x"})),
+        ("llama", "rope_parameters", ({"rope_type": []}, {"rope_type": {}}, {"type": 1})),
+        ("llama", "model_type", ([], {}, 1, True)),
+        ("llama", "num_hidden_layers", (2**31, 1e3, 10_001)),
+        ("llama", "num_attention_heads", (2**31, 10_001)),
+        ("llama", "max_position_embeddings", (1, 2**31)),
+        ("llava", "text_config", ([], "x", 1, {"model_type": []}, {"model_type": 1})),
+        ("gemma3_text", "rope_parameters", ({"full_attention": []}, {"rope_theta": 1e6})),
+        ("stablelm", "partial_rotary_factor", (*_NO_NUMBERS, 0, -1, 1.5)),
+        ("gptj", "n_head", (10_000,)),
+        ("qwen2_moe", "mlp_only_layers", ([[]], ["0"], [None], [True])),
+        ("bamba", "attn_layer_indices", ([[]], [1.0])),
+        ("mistral_sliding", "layer_types", ([[], {}], [None, None], 3)),
+        ("ernie4_5_moe", "moe_num_shared_experts", (-1, 10_001)),
+        ("falcon_h1", "mlp_multipliers", ([1, math.nan], [1, 1e30], ["1", 1])),
+        ("granitemoehybrid_mamba", "time_step_limit", ([math.nan, 1], [0, math.nan])),
+        ("falcon_h1", "time_step_limit", ([10**400, 10**400], [math.inf, math.inf])),
+    ],
+)
+def test_values_that_nothing_can_be_computed_with(
+    case: str, key: str, values: tuple[Any, ...]
+) -> None:
+    for name in CONFIG_FILES.values():
+        good = json.loads((DATA / case / name).read_text())
+        for value in values:
+            with pytest.raises(UnsupportedError):
+                build_model(RawConfig(good | {key: value}))
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope": {
+        "factor": 4.0,
+        "attention_factor": 1.1,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_parameters_of_ropes(kind: str) -> None:
+    """Each must be a number that can be computed with, and is then finite in every table."""
+    values = json.loads((DATA / "phi3_longrope" / CONFIG_FILES["published"]).read_text())
+    del values["original_max_position_embeddings"]
+    own = ROPES[kind] | {"rope_type": kind}
+
+    def tables(**changes: Any) -> None:
+        rope = build_model(RawConfig(values | {"rope_scaling": own | changes})).config.rope
+        for length in (0, 1, 33, 10**6):
+            assert np.isfinite(rope_table(rope, 8, length)).all()
+
+    tables()
+    for key in ROPES[kind]:
+        for value in (*_NO_NUMBERS, -1, -0.5, 1e30, [1.0], [1.0] * 7 + [0]):
+            with pytest.raises(UnsupportedError, match=key):
+                tables(**{key: value})
+        for value in (0, 1, 2, 100, 1e-320, 1e-6, 0.9):
+            with suppress(UnsupportedError):
+                tables(**{key: value})
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
+def test_ropes_need_their_parameters(kind: str) -> None:
+    values = json.loads((DATA / "llama" / CONFIG_FILES["published"]).read_text())
+    for key in ROPES[kind]:
+        own = ROPES[kind] | {"rope_type": kind, key: None}
+        with pytest.raises(UnsupportedError, match=key):
+            build_model(RawConfig(values | {"rope_scaling": own}))
+
+
+def test_two_ropes_exclude_each_other() -> None:
+    """transformers takes rope_scaling, with a theta of its own."""
+    values = json.loads((DATA / "llama" / CONFIG_FILES["transformers5"]).read_text())
+    build_model(RawConfig(values | {"rope_scaling": values["rope_parameters"]}))
+    with pytest.raises(UnsupportedError, match="rope_parameters and rope_scaling exclude"):
+        build_model(RawConfig(values | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
+
+
+def test_long_values_are_shortened() -> None:
+    values = json.loads((DATA / "llama" / CONFIG_FILES["published"]).read_text())
+    long = ["x" * 10**6, [1] * 10**6, {str(i): i for i in range(10**5)}, [["x" * 10**5] * 9] * 9]
+    for key in ("vocab_size", "model_type", "rope_scaling", "layer_types", "hidden_act"):
+        for value in long:
+            with pytest.raises(UnsupportedError) as refused:
+                build_model(RawConfig(values | {key: value}))
+            assert len(str(refused.value)) < 3000
+
+
 @pytest.mark.parametrize("factors", [None, [1.0] * 7, [1.0] * 7 + [0], [1.0] * 7 + ["1"], 8.0])
 def test_longrope_needs_a_factor_for_every_pair(factors: Any) -> None:
     values = json.loads((DATA / "phi3_longrope" / CONFIG_FILES["published"]).read_text())
     values["rope_scaling"]["long_factor"] = factors
-    rope = build_model(RawConfig(values)).config.rope
-    rope_table(rope, 8)
-    with pytest.raises(UnsupportedError, match="8 positive numbers in 'long_factor'"):
-        rope_table(rope, 8, 33)
+    with pytest.raises(UnsupportedError, match="long_factor"):
+        build_model(RawConfig(values))
 
 
 # config.json of DeepSeek-V2-Lite, without what says nothing of the model; V3 and R1 have one file.

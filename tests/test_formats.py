@@ -332,6 +332,7 @@ def test_variants_are_refused_by_name(
     ("changes", "message"),
     [
         ({"targets": ["re:("]}, "no pattern"),
+        ({"targets": ["re:(.+)+x"]}, "repeats too much"),
         ({"num_bits": 3}, "num_bits = 3"),
         ({"type": "float"}, "type = 'float'"),
         ({"strategy": "tensor_group"}, "tensor_group"),

@@ -1,26 +1,37 @@
-"""Damaged headers of both containers: nothing but our own errors, and little memory."""
+"""Damaged headers of both containers, and configs that say anything: nothing but our own errors,
+and little memory."""
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import os
 import random
 import shutil
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from reference_models import DATA
+from reference_models import CONFIG_FILES, DATA
+from reference_models import cases as all_cases
 from safetensors.numpy import save_file
 from test_gguf import Kind, converted
 from test_packing import Array, mlx_packed
 
+from infer.engine import EngineOptions
+from infer.kernels.device import Limits
 from infer.kernels.errors import InferError
+from infer.memory import default_context, memory_needed
 from infer.models import open_model
 from infer.models.checkpoint import Checkpoint
+from infer.models.config import RawConfig
 from infer.models.formats.packed import read_rows
+from infer.models.rope import rope_table
 from infer.models.weights import check_checkpoint, stored
 
 LLAMA = DATA / "llama"
@@ -67,18 +78,25 @@ def open_whole(path: Path) -> None:
 def refusals(path: Path, file: Path, header: int, count: int) -> int:
     """How many spoilt files are refused; each is read within MEMORY, and ends in no other error."""
     data, refused = file.read_bytes(), 0
-    tracemalloc.start()
-    try:
+    with little_memory():
         for own in spoilt(data, header, count):
             file.write_bytes(own)
             try:
                 open_whole(path)
             except InferError:
                 refused += 1
+    return refused
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Fails where the block takes more than MEMORY."""
+    tracemalloc.start()
+    try:
+        yield
         assert tracemalloc.get_traced_memory()[1] < MEMORY
     finally:
         tracemalloc.stop()
-    return refused
 
 
 @cases
@@ -121,3 +139,147 @@ def test_quantisation_configs_of_any_kind(tmp_path: Path, value: object) -> None
             (tmp_path / "config.json").write_text(json.dumps(own))
             with suppress(InferError):
                 open_whole(tmp_path)
+
+
+# config.json
+
+LONG = ("x" * 10_000, [1] * 10_000)
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, "", "x", "default", [], {}, [[]], [None], ["x"], [0], [-1], {"x": 1}),
+    *(-1, 0, 1, 2, 3, 7, 100, 10_000, 2**31 - 1, 2**31, 2**63, 10**400),
+    *(-0.5, 0.5, 2.5, 1e-320, 1e30, 1e308, math.inf, -math.inf, math.nan, [math.nan]),
+    *LONG,
+)
+NOTHING = object()  # for a key that is removed
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to everything in a config; of a list, to its first item."""
+    own = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for key, inner in own:
+        yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*path, key))
+
+
+def changed(values: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The config with one value changed."""
+    result = copy.deepcopy(values)
+    place: Any = result
+    for key in path[:-1]:
+        place = place[key]
+    if value is NOTHING:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return result
+
+
+def keys_read(path: Path) -> set[str]:
+    """The keys that the model's config is asked for."""
+    read: set[str] = set()
+    get = RawConfig.get
+
+    def noting(self: RawConfig, key: str, *args: Any, **kwargs: Any) -> Any:
+        if self.place.endswith(("config.json", "text_config")):
+            read.add(key)
+        return get(self, key, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RawConfig, "get", noting)
+        open_whole(path)
+    return read
+
+
+def load_dry(path: Path) -> None:
+    """All that loading does without a GPU; the tables must be finite."""
+    model, checkpoint = open_model(path)
+    check_checkpoint(model.weights(), checkpoint, model.ignorable)
+    for rope in filter(None, (model.config.rope, model.config.local_rope)):
+        for length in (0, 1, 10**6):
+            assert np.isfinite(rope_table(rope, 8, length)).all()
+    context = min(default_context(model), 64)
+    memory_needed(model, lambda s: stored(s, checkpoint), EngineOptions(context), Limits())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [1, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", all_cases())
+def test_any_key_of_a_config_may_be_anything(tmp_path: Path, case: str, count: int) -> None:
+    """So many changes of one key, at any depth, in each spelling."""
+    rng = random.Random(case)
+    for file in (DATA / case).glob("*.safetensors*"):
+        shutil.copy(file, tmp_path)
+    for name in CONFIG_FILES.values():
+        values = json.loads((DATA / case / name).read_text())
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(values))
+        base = ("text_config",) if "text_config" in values else ()
+        keys = sorted(keys_read(tmp_path))
+        found = list(places(values))
+        absent = [(*base, key) for key in keys if (*base, key) not in found]
+        for _ in range(count):
+            path = rng.choice([*found, *absent])
+            value = rng.choice([*HOSTILE, *[NOTHING] * (path in found)])
+            config.write_text(json.dumps(changed(values, path, value)))
+            try:
+                with little_memory():
+                    load_dry(tmp_path)
+            except InferError as error:
+                message = str(error)
+            except Exception as error:
+                raise AssertionError(f"{case}: {name}: {path} = {repr(value)[:60]}") from error
+            else:
+                message = ""
+            assert len(message) < 5000, (case, name, path)
+
+
+MLX = {"quantization": {"bits": 4, "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("mixtral", {"num_local_experts": 10_000, "num_hidden_layers": 10_000} | MLX),
+        ("deepseek_v3", {"num_attention_heads": 10_000, "num_key_value_heads": 10_000}),
+        ("deepseek_v3", {"num_attention_heads": 2**31, "num_key_value_heads": 2**31}),
+        ("falcon_groups", {"num_attention_heads": 10_000, "num_kv_heads": 10_000, "head_dim": 8}),
+        ("ernie4_5_moe", {"moe_num_experts": 2**31 - 1}),
+        ("qwen3_next", {"linear_num_key_heads": 2**31 - 1, "linear_num_value_heads": 2**31 - 1}),
+        ("llama", {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 8}),
+        ("llama", {"num_hidden_layers": 10_000} | MLX),
+        ("gpt2", {"n_layer": 10_000}),
+    ],
+)
+def test_numbers_that_nobody_can_list(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
+    """What a config asks for is compared with the files before all of it is listed."""
+    for file in (DATA / case).glob("*.safetensors*"):
+        shutil.copy(file, tmp_path)
+    values = json.loads((DATA / case / CONFIG_FILES["published"]).read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    with little_memory(), pytest.raises(InferError):
+        load_dry(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"x": "' + "x" * (16 << 20) + '"}', "is larger than 16,777,216 bytes"),
+        ('{"x": ' + "[" * 32 + "]" * 32 + "}", "nested more than 32 levels"),
+        ('{"x": ' + "[" * 400 + "]" * 400 + "}", "nested more than 32 levels"),
+        ('{"x": ' + "[" * 10**6 + "]" * 10**6 + "}", "recursion|nested"),
+    ],
+    ids=["large", "deep", "deeper", "deepest"],
+)
+def test_a_config_is_no_larger_than_any_is(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InferError, match=message):
+        RawConfig.open(tmp_path)
+    (tmp_path / "config.json").write_text('{"x": ' + "[" * 31 + "]" * 31 + "}")
+    RawConfig.open(tmp_path)
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(InferError, match="it is no file"):
+        RawConfig.open(tmp_path)

@@ -1693,6 +1693,27 @@ def test_tokenizers_are_refused_by_name(tmp_path: Path, change: Any, message: st
         gguf_tokenizer(gguf)
 
 
+@pytest.mark.parametrize("value", [1, 0.5, True, "xyz", ["a", "b"]])
+def test_there_is_a_type_for_each_token(tmp_path: Path, value: Any) -> None:
+    gguf = write(tmp_path / "m.gguf", add=vocabulary)
+    gguf.metadata["tokenizer.ggml.token_type"] = value
+    with pytest.raises(TokenizerError, match="token_type are not"):
+        gguf_tokenizer(gguf)
+
+
+def test_a_token_that_is_no_word_is_damage(tmp_path: Path) -> None:
+    """Every cut of a token may be a merge: a million of a million characters."""
+
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["a", "b" * 10**6])
+        writer.add_token_types([1, 1])
+        writer.add_token_scores([0.0, 0.0])
+
+    with pytest.raises(TokenizerError, match="a token of 1,000,000 characters"):
+        gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
+
+
 def test_merges_outside_of_the_vocabulary_are_damage(tmp_path: Path) -> None:
     def add(writer: library.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")

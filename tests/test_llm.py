@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,10 @@ from infer import LLM
 from infer.engine import Engine
 from infer.hub import DEMO, ResolvedModel, resolve
 from infer.kernels.adapters import MemoryInfo
-from infer.kernels.device import Buffer, Device
+from infer.kernels.device import Buffer, Device, Limits
 from infer.kernels.kv_cache import PAGE
 from infer.kernels.quantize import buffer_bytes
+from infer.models.llama import Llama
 from infer.models.packing import Stored
 
 DEMO_FOLDER = resolve(DEMO).path
@@ -790,6 +792,33 @@ def test_keys_that_no_binding_holds(llm: LLM) -> None:
             llm.device.adapter,
             may_shrink=False,
         )
+
+
+def test_nothing_is_made_for_a_context_that_does_not_fit(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of positions are counted, and made once there is room for them."""
+    c = llm.config
+    rope = replace(c.rope, kind="dynamic", scaling={"factor": 2.0}, rotary_dim=c.head_dim)
+    model = Llama(replace(c, rope=rope, num_key_value_heads=1))
+    monkeypatch.setattr(infer.engine, "rope_table", forbidden)
+    wide = Limits(max_binding=1 << 50, max_buffer=1 << 50)
+    report_free(monkeypatch, 1 << 33)
+    tracemalloc.start()
+    try:
+        for limits, message in ((wide, "free"), (Limits(), "bytes of rotary positions; one")):
+            with pytest.raises(infer.OutOfMemoryError, match=message):
+                infer.memory.fitting_options(
+                    model,
+                    lambda spec: Stored("f32" if len(spec.shape) == 1 else "f16"),
+                    replace(llm.engine.options, context=2**31 - 1),
+                    limits,
+                    llm.device.adapter,
+                    may_shrink=False,
+                )
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def generate_in_every_way(llm: LLM) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from infer.models.checkpoint import Checkpoint
     from infer.models.config import RawConfig
-    from infer.models.formats.packed import Format
+    from infer.models.formats.packed import Format, Packed
     from infer.models.weights import WeightSpec
 
 # Of config.json, in the order in which they count: MLX writes its own under the first two.
@@ -111,7 +111,7 @@ def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
     Raises UnsupportedError for a method, or a variant of one, that is not implemented.
     """
     from infer.kernels.errors import UnsupportedError
-    from infer.models.config import RawConfig
+    from infer.models.config import RawConfig, shown
 
     found = {key: raw.get(key, {}, dict) for key in QUANTIZATION_KEYS}  # all count as read
     key = next((key for key, value in found.items() if value), None)
@@ -124,7 +124,7 @@ def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
     method = "mlx" if key == "quantization" else _method(config)
     if method not in FORMATS:
         raise UnsupportedError(
-            f"{config.place}: weights quantised by {method!r} are not implemented. "
+            f"{config.place}: weights quantised by {shown(method)} are not implemented. "
             f"Implemented: {', '.join(FORMATS)}."
         )
     entry = FORMATS[method]
@@ -157,6 +157,7 @@ def find_packed(
     """
     from infer.kernels.errors import CheckpointError
     from infer.models.formats.packed import left_out
+    from infer.models.weights import asked_for
 
     if found is None:
         scales = next((name for name in checkpoint.tensors if name.endswith(".scales")), None)
@@ -167,12 +168,14 @@ def find_packed(
                 "quantization_config. Download it again from where the weights are from."
             )
         return checkpoint
-    packed = {}
-    sources = [source for spec in specs for source in (*spec.sources, *spec.others)]
-    for key, shape in {source.key: source.shape for source in sources}.items():
-        matrix = found.matrix(checkpoint, key, shape)
-        if matrix is not None:
-            packed[key] = matrix
+    packed: dict[str, Packed] = {}
+    seen: set[str] = set()
+    for spec in asked_for(specs, lambda key: key in checkpoint.tensors or key in packed):
+        for key, shape in {s.key: s.shape for s in (*spec.sources, *spec.others)}.items():
+            matrix = None if key in seen else found.matrix(checkpoint, key, shape)
+            seen.add(key)
+            if matrix is not None:
+                packed[key] = matrix
     parts = {tensor.name for matrix in packed.values() for tensor in matrix.tensors}
     others = [name for name in checkpoint.tensors if name not in parts]
     unused = {name for name in others if found.ignorable(checkpoint, name)}

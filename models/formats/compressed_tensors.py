@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from infer.kernels.codes import TABLES
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.formats.grouped import (
     Grouped,
     Scheme,
@@ -182,6 +182,10 @@ def _by_pattern(target: str, module: str) -> bool:
     return target.startswith("re:") and re.match(target[3:], module) is not None
 
 
+# What makes a pattern take for ever.
+_REPETITION, _ENDLESS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+
+
 def _by_class(target: str, module: str) -> bool:
     return target == ("Embedding" if module.endswith("embed_tokens") else "Linear")
 
@@ -192,12 +196,17 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
             f"{config.place}: the format {layout!r} is not implemented "
             f"(only {', '.join(_FORMATS)})."
         )
-    targets = [str(target) for target in config.get("targets", kind=list)]
-    try:
-        for target in targets:
-            re.compile(target.removeprefix("re:"))
-    except re.error as error:
-        raise UnsupportedError(f"{config.place}: the target {target!r} is no pattern.") from error
+    targets = config.items("targets", kind=str)
+    for pattern in (target[3:] for target in targets if target.startswith("re:")):
+        try:
+            re.compile(pattern)
+            endless = _ENDLESS.search(pattern) or len(_REPETITION.findall(pattern)) > 4
+        except (re.error, OverflowError, RecursionError):
+            endless = True
+        if endless:
+            raise UnsupportedError(
+                f"{config.place}: the target {shown(pattern)} is no pattern, or repeats too much."
+            )
     weights = config.section("weights")
     weights.expect("dynamic", False)
     weights.expect("type", "int", "float")
