@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from infer.detokenizer import StopStrings, StreamingDetokenizer
 from infer.engine import Engine, EngineOptions, Timings
+from infer.foreign import shown
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.adapters import choose_adapter
 from infer.kernels.device import Device, MemoryStats, Settings
@@ -195,6 +196,7 @@ class LLM:
         self.engine.check_adapter(adapter)
         _check_processor(logits_processor)
         params = _params(params, sampling).resolved(self.defaults)
+        _check_template_args(template_args)
         ids = self.encode(prompt, **(template_args or {}))
         self.engine.check_prompt(ids)
         params.check_bias(self.engine.vocab_size)
@@ -206,11 +208,12 @@ class LLM:
         """The token ids of a prompt, as `generate` takes it."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes):
+        several = isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
+        if several and not isinstance(prompt, Mapping | bytes | bytearray | memoryview):
             items: list[Any] = list(prompt)
             if items and all(isinstance(item, Mapping) for item in items):
                 return self.tokenizer.encode_chat(items, **template_args)
-            if all(isinstance(item, int | np.integer) for item in items):
+            if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
                 return [int(item) for item in items]
         raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
 
@@ -532,6 +535,8 @@ def _params(params: SamplingParams | None, sampling: Mapping[str, Any]) -> Sampl
             f"{', '.join(sorted(unknown))} is not a sampling option. There are: "
             f"{', '.join(sorted(known))}."
         )
+    if not (params is None or isinstance(params, SamplingParams)):
+        raise RequestError(f"params must be SamplingParams, not {shown(params)}.")
     if params is not None and sampling:
         raise RequestError("Give either params or single sampling options, not both.")
     return params if params is not None else SamplingParams(**sampling)
@@ -541,7 +546,17 @@ def _check_processor(logits_processor: LogitsProcessor | None) -> None:
     if not (logits_processor is None or callable(logits_processor)):
         raise RequestError(
             "logits_processor must be a function of (ids so far, logits) that returns logits, "
-            f"not {logits_processor!r}."
+            f"not {shown(logits_processor)}."
+        )
+
+
+def _check_template_args(template_args: object) -> None:
+    if template_args is not None and not (
+        isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
+    ):
+        raise RequestError(
+            'template_args must be a dictionary, such as {"enable_thinking": False}, '
+            f"not {shown(template_args)}."
         )
 
 
@@ -554,6 +569,7 @@ def _check_options(
 ) -> None:
     """What `stream` refuses of its options whatever the model is: before one is loaded."""
     _check_processor(logits_processor)
+    _check_template_args(template_args)
     _params(params, sampling)
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from infer.foreign import shown
+
 
 class Dtype(StrEnum):
     """What weight matrices can be converted to."""
@@ -137,7 +139,7 @@ def parse_bias(option: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise typer.BadParameter(
-            f"{option!r} is not a token id, = and a number, as in 42=-1.5",
+            f"{shown(option)} is not a token id, = and a number, as in 42=-1.5",
             param_hint="--logit-bias",
         ) from None
 
@@ -147,8 +149,8 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
     name, _, value = option.partition("=")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise typer.BadParameter(
-            f"{option!r} is not a name, = and a JSON value, as in effort='\"high\"'",
+            f"{shown(option)} is not a name, = and a JSON value, as in effort='\"high\"'",
             param_hint="--template-arg",
         ) from None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.foreign import shown
 from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.step import MAX_STOP_IDS, SAMPLING
 
@@ -89,14 +90,14 @@ class SamplingParams:
                 continue
             # The comparison is false for NaN too.
             if not (_is(value, Real) and least <= value <= most):
-                raise RequestError(f"{name} must be {allowed}, not {value!r}.")
+                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
             object.__setattr__(self, name, float(value))
         for name, (first, last, allowed) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if not (_is(value, Integral) and first <= value <= last):
-                raise RequestError(f"{name} must be {allowed}, not {value!r}.")
+                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
             object.__setattr__(self, name, int(value))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -185,7 +186,7 @@ class SamplingParams:
         wrong = [token for token in self.logit_bias or () if not 0 <= token < vocab_size]
         if wrong:
             raise RequestError(
-                f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {wrong[0]}."
+                f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {shown(wrong[0])}."
             )
 
 
@@ -198,7 +199,9 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     if not isinstance(strings, list | tuple) or not all(
         isinstance(string, str) and string for string in strings
     ):
-        raise RequestError(f"stop must be a string or a list of strings, none empty, not {stop!r}.")
+        raise RequestError(
+            f"stop must be a string or a list of strings, none empty, not {shown(stop)}."
+        )
     return tuple(strings)
 
 
@@ -206,12 +209,12 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}.")
+        raise RequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}.")
     for token, value in bias.items():
         if not (_is(token, Integral) and _is(value, Real) and -100 <= value <= 100):
             raise RequestError(
                 "logit_bias must map token ids to numbers from -100 to 100, "
-                f"not {token!r} to {value!r}."
+                f"not {shown(token)} to {shown(value)}."
             )
     return {int(token): float(value) for token, value in bias.items()}
 
@@ -287,11 +290,15 @@ class NumpySampler:
         for token, bias in (params.logit_bias or {}).items():
             scores[token] += bias
         if self.logits_processor is not None:
-            processed = np.asarray(self.logits_processor(self.ids.copy(), scores))
-            if processed.shape != logits.shape:
+            returned = self.logits_processor(self.ids.copy(), scores)
+            try:
+                processed = np.asarray(returned)
+            except ValueError:  # lists of unlike lengths
+                processed = np.array(None)
+            if processed.shape != logits.shape or processed.dtype.kind not in "fiu":
                 raise RequestError(
                     f"The logits processor must return logits of shape {logits.shape}, "
-                    f"not {processed.shape}."
+                    f"not {processed.shape} of {processed.dtype}."
                 )
             scores = processed
         result = scores.astype(np.float64)

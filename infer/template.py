@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
 
 
@@ -34,12 +35,14 @@ def compile_template(source: str) -> Template:
         dict=_Dict(),
         namespace=_Namespace,
     )
-    try:
-        return environment.from_string(source)
-    except TemplateSyntaxError as error:
-        raise TokenizerError(
-            f"The chat template does not compile: line {error.lineno}: {error.message}"
-        ) from error
+    # Python's own compiler refuses what is nested too deeply, by several errors.
+    with foreign("The chat template does not compile"):
+        try:
+            return environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"The chat template does not compile: line {error.lineno}: {error.message}"
+            ) from error
 
 
 def _to_json(

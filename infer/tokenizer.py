@@ -2,13 +2,19 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from infer.chat import choose_template, read_templates, render
+from infer.foreign import foreign, reason, shown
 from infer.kernels.errors import RequestError, TokenizerError
+
+_DAMAGED = "Fetch the model again."
+# No stop id lies beyond what the GPU holds.
+_MAX_ID = 2**32 - 1
 
 
 class Tokenizer:
@@ -58,7 +64,9 @@ class Tokenizer:
         from infer.gguf_tokenizer import gguf_tokenizer
         from infer.models.formats.gguf import Gguf
 
-        return gguf_tokenizer(Gguf.open(path))
+        gguf = Gguf.open(path)
+        with foreign(f"The tokenizer of {path} cannot be read", hint=_DAMAGED):
+            return gguf_tokenizer(gguf)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -74,28 +82,25 @@ class Tokenizer:
                 "supported. transformers writes one: AutoTokenizer.from_pretrained(folder)"
                 ".save_pretrained(folder)."
             )
-        try:
+        with foreign(f"{path} cannot be read as a tokenizer", hint=_DAMAGED):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises Exception itself
-            raise TokenizerError(
-                f"{path} cannot be read as a tokenizer: {error}. Fetch the model again."
-            ) from error
         config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # else it tells all that the older file does
             config |= read_json(folder / "special_tokens_map.json")
-        special_tokens = _special_tokens(config)
-        _add_tokens(backend, config, special_tokens)
         model_config = read_json(folder / "config.json")
-        return cls(
-            backend,
-            special_tokens=special_tokens,
-            eos_token_ids=[
-                *_eos_ids(read_json(folder / "generation_config.json")),
-                *_eos_ids(model_config),
-                *_eos_ids(model_config.get("text_config") or {}),
-            ],
-            templates=read_templates(folder, config),
-        )
+        with foreign(f"The tokenizer of {folder} cannot be read", hint=_DAMAGED):
+            special_tokens = _special_tokens(config)
+            _add_tokens(backend, config, special_tokens)
+            return cls(
+                backend,
+                special_tokens=special_tokens,
+                eos_token_ids=[
+                    *_eos_ids(read_json(folder / "generation_config.json")),
+                    *_eos_ids(model_config),
+                    *_eos_ids(model_config.get("text_config")),
+                ],
+                templates=read_templates(folder, config),
+            )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. A text that begins with BOS itself does not get a second one.
@@ -109,14 +114,26 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"The prompt is not valid Unicode: {error}.") from error
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with foreign("The tokenizer failed"):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            RequestError: something else than a list of ids.
+        """
+        try:
+            given = [index(i) for i in ids]
+        except TypeError:
+            given = [-1]
+        if not all(0 <= i <= _MAX_ID for i in given):
+            raise RequestError(f"Only token ids can be decoded, not {shown(ids)}.")
+        with foreign("The tokenizer failed"):
+            return self._backend.decode(given, skip_special_tokens=skip_special_tokens)
 
     def is_shown(self, token_id: int) -> bool:
         """Whether `decode` keeps the id: not a special token, nor outside of the vocabulary."""
@@ -188,8 +205,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}. Fetch the model again.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} cannot be read: {reason(error)} {_DAMAGED}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} must hold a JSON object. Fetch the model again.")
     return value
@@ -225,9 +242,9 @@ def _add_tokens(
     backend.add_tokens([tokenizers.AddedToken(token, special=True) for token in missing])
 
 
-def _eos_ids(config: Mapping[str, Any]) -> list[int]:
-    value = config.get("eos_token_id")
+def _eos_ids(config: Any) -> list[int]:
+    value = config.get("eos_token_id") if isinstance(config, dict) else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) for i in ids):
-        raise TokenizerError(f"eos_token_id must be an id or a list of ids, not {value!r}.")
+    if not all(type(i) is int and 0 <= i <= _MAX_ID for i in ids):
+        raise TokenizerError(f"eos_token_id must be an id or a list of ids, not {shown(value)}.")
     return ids

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from infer.kernels.errors import RequestError, TokenizerError
@@ -183,7 +184,12 @@ def test_error_of_a_template_is_its_own_message() -> None:
         ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
         ("{% set ns = namespace() %}{% set ns.__x = 1 %}", "'__x'"),
         ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in 'a' %}" * 25 + "{% endfor %}" * 25, "does not compile: too many statically"),
+        ("{{ " + "(" * 150 + "1" + ")" * 150 + " }}", "does not compile: nested too deeply"),
+        ("{{ " + "-" * 100_000 + "1 }}", "does not compile: nested too deeply"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: nested too deeply"),
     ],
+    ids=range(10),
 )
 def test_templates_that_fail(template: str, message: str, tokenizer: Tokenizer) -> None:
     with pytest.raises(TokenizerError, match=message):
@@ -214,11 +220,28 @@ def test_malformed_messages(messages: Any, text: str, tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize(
-    "args", [{"tools": "weather"}, {"tools": [len]}, {"documents": ["x"]}, {"anything": object()}]
+    "args",
+    [
+        {"tools": "weather"},
+        {"tools": [len]},
+        {"documents": ["x"]},
+        {"anything": object()},
+        {"anything": {(1, 2): 3}},
+        {"anything": 10**5000},
+        {"anything": np.float32(1)},
+        {"messages": []},
+    ],
+    ids=range(8),
 )
 def test_malformed_arguments(args: dict[str, Any], tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="template argument"):
         tokenizer.render_chat(USER, **args)
+
+
+@pytest.mark.parametrize("template", [3, ["a"], b"{{ 1 }}", {"default": "a"}])
+def test_what_is_no_name_of_a_template(template: Any, tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="template must be the name or the source"):
+        tokenizer.render_chat(USER, template=template)
 
 
 def test_messages_are_not_changed(tokenizer: Tokenizer) -> None:

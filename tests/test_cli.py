@@ -565,6 +565,7 @@ def test_bad_values(flags: tuple[str, ...], message: str) -> None:
         (("--logprobs", "3"), "--json"),
         (("--logit-bias", "5"), "'5' is not a token id"),
         (("--template-arg", "a=b"), "JSON value"),
+        (("--template-arg", "a=" + "[" * 100_000), "JSON value"),
         (("--no-such-option",), "No such option"),
     ],
 )

@@ -75,6 +75,23 @@ def test_wrong_values_are_named(name: str, value: Any, allowed: str) -> None:
     assert allowed in message
 
 
+class _Unshowable:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), _Unshowable(), "x" * 10**6], ids=range(4))
+def test_values_that_cannot_be_shown(value: Any) -> None:
+    for name in ("temperature", "top_k", "seed", "logprobs", "logit_bias"):
+        with pytest.raises(RequestError, match=name) as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 400
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams(logit_bias={0: value})
+    with pytest.raises(RequestError, match="stop must be"):
+        SamplingParams(stop=[value, 3])
+
+
 def test_values_at_the_ends_of_their_ranges() -> None:
     low = SamplingParams(temperature=0, top_k=0, top_p=0, min_p=0, seed=0, max_tokens=1, logprobs=0)
     assert low.greedy
@@ -249,9 +266,13 @@ def test_logits_processor_comes_after_penalties_and_before_temperature() -> None
         (np.zeros(3), "shape"),
         (np.array([0.0, np.nan, 0, 0]), "NaN"),
         (np.full(4, -np.inf), "no token"),
+        (None, "shape"),
+        ([[1], [2, 3]], "shape"),
+        (["a", "b", "c", "d"], "must return logits of shape"),
+        (np.full(4, None), "of object"),
     ],
 )
-def test_wrong_logits_processors_are_told(returned: NDArray[np.floating], message: str) -> None:
+def test_wrong_logits_processors_are_told(returned: Any, message: str) -> None:
     sampler = NumpySampler(SamplingParams(), 4, [0], lambda ids, logits: returned)
     with pytest.raises(RequestError, match=message):
         sampler(np.zeros(4, np.float32))
