@@ -45,6 +45,7 @@ from infer.terminal import (
     read_prompt,
     show,
     uninterrupted,
+    warnings_as_notes,
     write,
     write_json,
 )
@@ -268,7 +269,7 @@ def run(
             logprobs=logprobs,
         )
         begin = time.perf_counter()
-        with ProgressLine(shown=not quiet) as progress:
+        with warnings_as_notes(quiet), ProgressLine(shown=not quiet) as progress:
             llm = load(
                 model,
                 device=device,

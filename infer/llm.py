@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +17,11 @@ from numpy.typing import NDArray
 from infer.detokenizer import StopStrings, StreamingDetokenizer
 from infer.engine import Engine, EngineOptions, Timings
 from infer.foreign import shown
+from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.adapters import choose_adapter
 from infer.kernels.device import Device, MemoryStats, Settings
-from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
+from infer.kernels.errors import ClosedError, InferWarning, RequestError, UnsupportedError
 from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.memory import checked_context, fitting_options
@@ -195,10 +197,11 @@ class LLM:
         self._check_open()
         self.engine.check_adapter(adapter)
         _check_processor(logits_processor)
-        params = _params(params, sampling).resolved(self.defaults)
+        params = _params(params, sampling)
         _check_template_args(template_args)
         ids = self.encode(prompt, **(template_args or {}))
         self.engine.check_prompt(ids)
+        params = params.resolved(self.defaults, len(ids))
         params.check_bias(self.engine.vocab_size)
         result = Result(prompt_tokens=len(ids))
         chunks = self._generate(ids, params, logits_processor, adapter, result)
@@ -370,7 +373,8 @@ def load(
     revision, offline: see `infer.hub.resolve`. progress: called with bytes loaded and bytes in all.
     engine: other fields of EngineOptions.
 
-    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
+    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
+    InferWarning of what the model's generation_config.json asks for and is not implemented.
     """
     converted = weight_dtype(dtype, quantize)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
@@ -433,6 +437,10 @@ def _load(
         path = resolved.path
         model, checkpoint = open_model(path)
         tokenizer = Tokenizer.open(path)
+        generation_config = read_json(path / "generation_config.json")
+        defaults = sampling_defaults(generation_config, model.config.vocab_size)
+        for text in notes(generation_config):
+            warnings.warn(text, InferWarning, stacklevel=3)
         check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
         positions = checked_context(model, resolved.name, context)
 
@@ -472,7 +480,6 @@ def _load(
             )
         ((engine, compiled),) = started
         compiled.result()
-        defaults = read_json(path / "generation_config.json")
         return LLM(resolved.name, engine, tokenizer, defaults)
     except BaseException:
         device.close()

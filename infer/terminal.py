@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 import typer
 
-from infer.kernels.errors import InferError, RequestError
+from infer.kernels.errors import InferError, InferWarning, RequestError
 
 # What a shell reports for a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
 INTERRUPTED, NOBODY_READS = 130, 141
@@ -79,6 +80,21 @@ def write(text: str) -> None:
 def note(text: str) -> None:
     """A line on standard error."""
     _write(text + "\n", sys.stderr)
+
+
+@contextmanager
+def warnings_as_notes(quiet: bool) -> Iterator[None]:
+    """What the library warns of in the block is noted at its end, unless quiet."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", InferWarning)
+        yield
+    for warning in caught:
+        if not issubclass(warning.category, InferWarning):
+            warnings.showwarning(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif not quiet:
+            note(f"note: {warning.message}")
 
 
 def _write(text: str, stream: TextIO | None) -> None:

@@ -325,6 +325,43 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
         assert len(texts) > 1
 
 
+@pytest.mark.usefixtures("same_kernels")
+def test_ends_and_suppressed_tokens_come_from_the_generation_config(
+    llm: LLM, tmp_path: Path
+) -> None:
+    folder = copy_of_demo(tmp_path)
+    path = folder / "generation_config.json"
+    file = json.loads(path.read_text())
+    first = llm.generate(STORY, max_tokens=12).token_ids
+    path.write_text(json.dumps(file | {"suppress_tokens": [*set(first), 5000], "max_length": 30}))
+    with infer.load(folder) as other:
+        result = other.generate(STORY)
+        assert result.finish_reason == "length"
+        assert result.prompt_tokens + result.completion_tokens == 30
+        assert not set(result.token_ids) & set(first)
+        bias = dict.fromkeys(set(first), -np.inf)
+        assert llm.generate(STORY, logit_bias=bias, max_tokens=8).token_ids == result.token_ids[:8]
+        numpys = other.generate(STORY, logits_processor=lambda ids, logits: logits)
+        assert numpys.token_ids == result.token_ids
+        with pytest.raises(infer.RequestError, match="max_length"):
+            other.generate([5] * 30)
+    path.write_text(json.dumps(file | {"max_new_tokens": 20, "stop_strings": ["4, 5", "9, 10"]}))
+    with infer.load(folder) as other:
+        assert other.generate(COUNT).text == COUNTED[: COUNTED.index("4, 5")]
+        assert other.generate(STORY).completion_tokens == 20
+        assert other.generate(STORY, max_tokens=3).completion_tokens == 3
+
+
+@pytest.mark.usefixtures("same_kernels")
+def test_what_the_generation_config_asks_in_vain_is_warned_of(tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"num_beams": 4, "typical_p": 0.9, "length_penalty": 2.0}))
+    with pytest.warns(infer.InferWarning, match=r"num_beams 4, typical_p 0\.9\.") as caught:
+        infer.load(folder).close()
+    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+
+
 # Streams
 
 

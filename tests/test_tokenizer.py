@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
 from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from infer.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
 from infer.foreign import foreign
@@ -178,7 +178,7 @@ def spoilt(name: str) -> Backend:
 
 @pytest.mark.parametrize("name", ["unknown", "regex"])
 def test_tokenizers_that_fail_while_they_encode(name: str) -> None:
-    with pytest.raises(TokenizerError, match="The tokenizer failed: .*(UNK|retry-limit)"):
+    with pytest.raises(TokenizerError, match=r"The tokenizer failed: .*(UNK|retry-limit)"):
         Tokenizer(spoilt(name)).encode("x" * 40)
 
 
