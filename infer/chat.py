@@ -88,7 +88,8 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
 
     Raises:
         RequestError: messages or variables that no template can take.
-        TokenizerError: the template does not compile, or raised; the message is the template's own.
+        TokenizerError: the template does not compile, takes too long, makes too much, or raised;
+            the message is the template's own.
     """
     checked = check_messages(messages)
     if "messages" in variables:
@@ -99,11 +100,10 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
         is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
         if entries is not None and not is_list:
             raise RequestError(f"The template argument {name!r} must be a list of dictionaries.")
-    from infer.template import compile_template  # Jinja, which plain prompts do without
+    from infer.template import render_template  # Jinja, which plain prompts do without
 
-    compiled = compile_template(source)
     with foreign("The chat template failed"):  # a template is a program: it can raise anything
-        return compiled.render(plain | {"messages": checked})
+        return render_template(source, plain | {"messages": checked})
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
