@@ -7,15 +7,17 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+import infer.tokenizer
 from infer.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
 from infer.foreign import foreign
 from infer.kernels.errors import RequestError, TokenizerError
@@ -188,6 +190,82 @@ def test_tokenizers_that_fail_while_they_decode() -> None:
         tokenizer.decode([0, 0])
     with pytest.raises(TokenizerError, match="The tokenizer failed: index out of bounds"):
         stream(tokenizer, [0], [0])
+
+
+def words(*tokens: str) -> Backend:
+    return Backend(models.WordLevel({token: i for i, token in enumerate(tokens)}, tokens[0]))
+
+
+TEN = normalizers.Replace("a", "a" * 10)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer", "post_processor", "growth"),
+    [
+        (None, None, None, 1),
+        (normalizers.Sequence([TEN] * 9), None, None, 10**9),
+        (normalizers.Replace(Regex("x*"), "abc"), None, None, 4),  # which matches nothing as well
+        (normalizers.Replace("", "abc"), None, None, 4),
+        (normalizers.Replace("ab", "abc"), None, None, 2),
+        (normalizers.Sequence([normalizers.Lowercase(), normalizers.Prepend("ab")]), None, None, 3),
+        (None, pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 5), None, 32),
+        (TEN, pre_tokenizers.ByteLevel(), None, 20),
+        (TEN, None, processors.TemplateProcessing("s $A $A", special_tokens=[("s", 0)]), 30),
+    ],
+)
+def test_a_tokenizer_is_asked_how_much_it_makes_of_a_text(
+    normalizer: Any, pre_tokenizer: Any, post_processor: Any, growth: int
+) -> None:
+    backend = words("a")
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    if post_processor is not None:
+        backend.post_processor = post_processor
+    tokenizer = Tokenizer(backend)
+    assert len(tokenizer.encode("", False)) == 0
+    with pytest.raises(TokenizerError, match=rf"may make {growth:,} times as much of a text"):
+        tokenizer.encode("a" * ((1 << 27) // growth + 1))
+    if growth < 100:
+        tokenizer.encode("a" * 1000)
+
+
+def test_decoders_that_make_too_much() -> None:
+    backend = words("a", "b" * 100_000)
+    with pytest.raises(TokenizerError, match="makes 100,000 characters of 1 tokens"):
+        Tokenizer(backend).decode([1])
+    backend.decoder = decoders.Sequence([decoders.Replace("a", "a" * 10)] * 9)
+    with pytest.raises(TokenizerError, match="decoder makes too much"):
+        Tokenizer(backend)
+
+
+def test_tokenizers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, ended = words("a"), threading.Event()
+    backend.decoder = decoders.Replace(Regex("(x+x+)+y"), "")
+    tokenizer = Tokenizer(backend)
+    assert (tokenizer.encode("a"), tokenizer.decode([0])) == ([0], "a")
+
+    class Endless:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: ended.wait()
+
+    monkeypatch.setattr(tokenizer, "_backend", Endless())
+    monkeypatch.setattr(infer.tokenizer, "SECONDS", 0.01)
+    try:
+        for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([0])):
+            with pytest.raises(TokenizerError, match=r"given up after .*: it does not end"):
+                call()
+    finally:
+        ended.set()
+
+
+def test_a_long_text_is_within_the_limits() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    line = "one two three four\n"
+    part = tokenizer.encode(line, add_special_tokens=False)
+    assert tokenizer.encode(line * 20_000, add_special_tokens=False) == part * 20_000
+    assert tokenizer.decode(part * 20_000) == line * 20_000
 
 
 @pytest.mark.parametrize("wrong", [KeyboardInterrupt, SystemExit, GeneratorExit])
