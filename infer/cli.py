@@ -128,8 +128,8 @@ def run(
             "--max-tokens",
             "-n",
             metavar="N",
-            help="End after so many tokens. Without it the answer ends where the model ends it, or "
-            "when the context is full.",
+            help="End after so many tokens. Without it the answer ends where the model ends it, "
+            "after what its generation_config.json says, or when the context is full.",
         ),
     ] = None,
     stop: Annotated[
@@ -184,7 +184,8 @@ def run(
         list[str] | None,
         sampling_option(
             metavar="ID=X",
-            help="Added to the logit of a token id; from -100 to 100. Can be repeated.",
+            help="Added to the logit of a token id; at most 100, and -inf forbids the token. Can be "
+            "repeated.",
         ),
     ] = None,
     seed: Annotated[
