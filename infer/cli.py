@@ -184,8 +184,8 @@ def run(
         list[str] | None,
         sampling_option(
             metavar="ID=X",
-            help="Added to the logit of a token id; at most 100, and -inf forbids the token. Can be "
-            "repeated.",
+            help="Added to the logit of a token id; at most 100, and -inf forbids the token. Can "
+            "be repeated.",
         ),
     ] = None,
     seed: Annotated[
