@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infer.foreign import foreign, reason, shown
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.models.files import read_text
 
@@ -32,9 +33,16 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
         if not templates and (entry := tokenizer_config.get("chat_template")):
             named = isinstance(entry, list)
             templates = {t["name"]: t["template"] for t in entry} if named else {"default": entry}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise TokenizerError(f"The chat template of {folder} cannot be read: {error!r}") from error
-    if not all(isinstance(source, str) for source in templates.values()):
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(
+            f"The chat template of {folder} cannot be read: {reason(error)} Fetch the model again."
+        ) from error
+    except (TypeError, KeyError) as error:
+        raise TokenizerError(
+            f"The chat templates of {folder} are no text, nor a list of names and templates. "
+            "Fetch the model again."
+        ) from error
+    if not all(isinstance(part, str) for item in templates.items() for part in item):
         raise TokenizerError(f"A chat template of {folder} is not text. Fetch the model again.")
     return templates
 
@@ -50,6 +58,10 @@ def choose_template(
         TokenizerError: the model has no chat template.
         RequestError: no template has that name, or a name is needed.
     """
+    if not (template is None or isinstance(template, str)):
+        raise RequestError(
+            f"template must be the name or the source of a chat template, not {shown(template)}."
+        )
     if template is not None and template not in templates and "{" in template:
         return template
     if not templates:
@@ -61,7 +73,9 @@ def choose_template(
         template = "tool_use" if with_tools and "tool_use" in templates else "default"
     if template not in templates:
         names = ", ".join(sorted(templates))
-        raise RequestError(f"No chat template is called {template!r}. This model has: {names}.")
+        raise RequestError(
+            f"No chat template is called {shown(template)}. This model has: {names}."
+        )
     return templates[template]
 
 
@@ -75,22 +89,22 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
 
     Raises:
         RequestError: messages or variables that no template can take.
-        TokenizerError: the template does not compile, or raised; the message is the template's own.
+        TokenizerError: the template does not compile, takes too long, makes too much, or raised;
+            the message is the template's own.
     """
     checked = check_messages(messages)
+    if "messages" in variables:
+        raise RequestError("The messages are the prompt, and no template argument.")
     plain = _plain(dict(variables), "A template argument")
     for name in ("tools", "documents"):
         entries = plain.setdefault(name, None)
         is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
         if entries is not None and not is_list:
             raise RequestError(f"The template argument {name!r} must be a list of dictionaries.")
-    from infer.template import compile_template  # Jinja, which plain prompts do without
+    from infer.template import render_template  # Jinja, which plain prompts do without
 
-    compiled = compile_template(source)
-    try:
-        return compiled.render(plain | {"messages": checked})
-    except Exception as error:  # a template is a program: it can raise anything
-        raise TokenizerError(f"The chat template failed: {error}") from error
+    with foreign("The chat template failed"):  # a template is a program: it can raise anything
+        return render_template(source, plain | {"messages": checked})
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -143,4 +157,4 @@ def _plain(value: Any, what: str) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{what} must be made of JSON types: {error}.") from error
+        raise RequestError(f"{what} must be made of JSON types: {reason(error)}") from error

@@ -57,6 +57,7 @@ from infer.terminal import (
     read_prompt,
     show,
     uninterrupted,
+    warnings_as_notes,
     write,
     write_json,
 )
@@ -156,8 +157,8 @@ def run(
             "--max-tokens",
             "-n",
             metavar="N",
-            help="End after so many tokens. Without it the answer ends where the model ends it, or "
-            "when the context is full.",
+            help="End after so many tokens. Without it the answer ends where the model ends it, "
+            "after what its generation_config.json says, or when the context is full.",
         ),
     ] = None,
     stop: Annotated[
@@ -212,7 +213,8 @@ def run(
         list[str] | None,
         sampling_option(
             metavar="ID=X",
-            help="Added to the logit of a token id; from -100 to 100. Can be repeated.",
+            help="Added to the logit of a token id; at most 100, and -inf forbids the token. Can "
+            "be repeated.",
         ),
     ] = None,
     seed: Annotated[
@@ -299,7 +301,7 @@ def run(
             logprobs=logprobs,
         )
         begin = time.perf_counter()
-        with ProgressLine(shown=False if quiet else None) as progress:
+        with warnings_as_notes(quiet), ProgressLine(False if quiet else None) as progress:
             llm = load(
                 model,
                 device=device,

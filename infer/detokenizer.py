@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from infer.foreign import shown
 from infer.kernels.errors import RequestError
 from infer.tokenizer import Tokenizer
 
@@ -85,7 +86,9 @@ class StopStrings:
         """
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         if not all(isinstance(stop, str) and stop for stop in self._stops):
-            raise RequestError(f"Stop strings must be texts that are not empty, not {stops!r}.")
+            raise RequestError(
+                f"Stop strings must be texts that are not empty, not {shown(stops)}."
+            )
         self._held = ""
         self.hit: str | None = None
 

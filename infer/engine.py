@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.foreign import shown
 from infer.kernels.arena import Arena
 from infer.kernels.device import Buffer, Device
 from infer.kernels.errors import ModelError, RequestError, UnsupportedError
@@ -260,7 +261,8 @@ class Engine:
         wrong = next((i for i in prompt_ids if not 0 <= i < self.vocab_size), None)
         if wrong is not None:
             raise RequestError(
-                f"Token {wrong} is not in the model's vocabulary of {self.vocab_size} tokens."
+                f"Token {shown(wrong)} is not in the model's vocabulary of {self.vocab_size} "
+                "tokens."
             )
         if len(prompt_ids) + room > self.context:
             raise RequestError(

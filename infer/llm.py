@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 
 from infer.detokenizer import StopStrings, StreamingDetokenizer
 from infer.engine import Engine, EngineOptions, Timings
+from infer.foreign import shown
+from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.adapters import choose_adapter
 from infer.kernels.device import Device, MemoryStats, Settings
-from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
+from infer.kernels.errors import ClosedError, InferWarning, RequestError, UnsupportedError
 from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
 from infer.keywords import AnswerOptions, LoadOptions, Options, Progress, check_names
@@ -214,9 +217,11 @@ class LLM:
         check_names(sampling, AnswerOptions.__optional_keys__, _LOAD_NAMES, "load()")
         self.engine.check_adapter(adapter)
         _check_processor(logits_processor)
-        params = _params(params, sampling).resolved(self.defaults)
+        params = _params(params, sampling)
+        _check_template_args(template_args)
         ids = self.encode(prompt, **(template_args or {}))
         self.engine.check_prompt(ids)
+        params = params.resolved(self.defaults, len(ids))
         params.check_bias(self.engine.vocab_size)
         result = Result(prompt_tokens=len(ids))
         chunks = self._generate(ids, params, logits_processor, adapter, result)
@@ -226,11 +231,12 @@ class LLM:
         """The token ids of a prompt, as `generate` takes it."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | bytes):
+        several = isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
+        if several and not isinstance(prompt, Mapping | bytes | bytearray | memoryview):
             items: list[Any] = list(prompt)
             if items and all(isinstance(item, Mapping) for item in items):
                 return self.tokenizer.encode_chat(items, **template_args)
-            if all(isinstance(item, int | np.integer) for item in items):
+            if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
                 return [int(item) for item in items]
         raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
 
@@ -404,7 +410,8 @@ def load(
     afterwards, from another thread, with "kernels", how many are compiled and how many there are.
     engine: other fields of EngineOptions.
 
-    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError.
+    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
+    InferWarning of what the model's generation_config.json asks for and is not implemented.
     """
     from infer.terminal import ProgressLine  # imports typer
 
@@ -478,6 +485,10 @@ def _load(
         path = resolved.path
         model, checkpoint = open_model(path)
         tokenizer = Tokenizer.open(path)
+        generation_config = read_json(path / "generation_config.json")
+        defaults = sampling_defaults(generation_config, model.config.vocab_size)
+        for text in notes(generation_config):
+            warnings.warn(text, InferWarning, stacklevel=3)
         check_checkpoint(model.weights(), checkpoint, model.ignorable)
         positions = checked_context(model, resolved.name, context)
 
@@ -519,7 +530,6 @@ def _load(
             )
         ((engine, compiled),) = started
         compiled.result()
-        defaults = read_json(path / "generation_config.json")
         return LLM(resolved.name, engine, tokenizer, defaults)
     except BaseException:
         device.close()
@@ -570,6 +580,8 @@ def _model(model: str | Path | LLM, options: dict[str, Any]) -> LLM:
 
 def _params(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
     """sampling: checked for names."""
+    if not (params is None or isinstance(params, SamplingParams)):
+        raise RequestError(f"params must be SamplingParams, not {shown(params)}.")
     if params is not None and sampling:
         raise RequestError("Give either params or single sampling options, not both.")
     return params if params is not None else SamplingParams(**sampling)
@@ -579,7 +591,17 @@ def _check_processor(logits_processor: LogitsProcessor | None) -> None:
     if not (logits_processor is None or callable(logits_processor)):
         raise RequestError(
             "logits_processor must be a function of (ids so far, logits) that returns logits, "
-            f"not {logits_processor!r}."
+            f"not {shown(logits_processor)}."
+        )
+
+
+def _check_template_args(template_args: object) -> None:
+    if template_args is not None and not (
+        isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
+    ):
+        raise RequestError(
+            'template_args must be a dictionary, such as {"enable_thinking": False}, '
+            f"not {shown(template_args)}."
         )
 
 
@@ -592,6 +614,7 @@ def _check_options(
 ) -> None:
     """What `stream` refuses of its options whatever the model is: before one is loaded."""
     _check_processor(logits_processor)
+    _check_template_args(template_args)
     _params(params, sampling)
 
 

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from infer.foreign import shown
+
 
 def _tidied(params: Iterable[Any]) -> list[Any]:
     """Parameters whose help shows neither a value where there is none nor a type of Python's."""
@@ -193,7 +195,7 @@ def parse_bias(option: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise typer.BadParameter(
-            f"{shortened(option)} is not a token id, = and a number, as in 42=-1.5",
+            f"{shown(option)} is not a token id, = and a number, as in 42=-1.5",
             param_hint="--logit-bias",
         ) from None
 
@@ -207,14 +209,9 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
     except (ValueError, RecursionError):
         pass
     raise typer.BadParameter(
-        f"{shortened(option)} is not a name, = and a JSON value, as in effort='\"high\"'",
+        f"{shown(option)} is not a name, = and a JSON value, as in effort='\"high\"'",
         param_hint="--template-arg",
     )
-
-
-def shortened(text: str) -> str:
-    """The text in quotes, as much of it as a message has room for."""
-    return repr(text if len(text) <= 80 else f"{text[:79]}…")
 
 
 def parse_depths(option: str | None) -> list[int]:
@@ -223,7 +220,7 @@ def parse_depths(option: str | None) -> list[int]:
         return [int(depth) for depth in option.split(",")] if option is not None else []
     except ValueError:
         raise typer.BadParameter(
-            f"{shortened(option or '')} are no numbers like 4096,16384", param_hint="--depth"
+            f"{shown(option)} are no numbers like 4096,16384", param_hint="--depth"
         ) from None
 
 

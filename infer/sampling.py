@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.foreign import shown
+from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.step import MAX_STOP_IDS, SAMPLING
 
@@ -51,7 +53,8 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. None leaves a value to the model (see `resolved`).
+    """How to choose tokens, and when to stop. What is None or empty is left to the model (see
+    `resolved`).
 
     temperature         divides the logits; 0 (and anything below 1e-5) is greedy
     top_k               keep the k most probable tokens and what ties with the last; 0: off
@@ -60,9 +63,9 @@ class SamplingParams:
     repetition_penalty  divides positive, multiplies negative logits of tokens in prompt and output
     presence_penalty    subtracted from the logits of tokens in the output
     frequency_penalty   the same, for each time a token is there
-    logit_bias          token id -> added to its logit, from -100 to 100
+    logit_bias          token id -> added to its logit, at most 100; -inf forbids the token
     seed                from 0 to 2**64 - 1; None takes a new one for each generation
-    max_tokens          at least 1; None: until a stop or the end of the context
+    max_tokens          at least 1; without one, until a stop or the end of the context
     stop                a string or several; the text ends before the first that appears
     logprobs            report the log probability of each token, and of the best 0 to 20
 
@@ -89,14 +92,14 @@ class SamplingParams:
                 continue
             # The comparison is false for NaN too.
             if not (_is(value, Real) and least <= value <= most):
-                raise RequestError(f"{name} must be {allowed}, not {value!r}.")
+                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
             object.__setattr__(self, name, float(value))
         for name, (first, last, allowed) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if not (_is(value, Integral) and first <= value <= last):
-                raise RequestError(f"{name} must be {allowed}, not {value!r}.")
+                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
             object.__setattr__(self, name, int(value))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -113,28 +116,41 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
-    def resolved(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """With a value for everything that is None, from a model's generation_config.json.
+    def resolved(
+        self, defaults: Mapping[str, Any], prompt_tokens: int | None = None
+    ) -> SamplingParams:
+        """With a value for everything that is left to the model, from its generation_config.json
+        (`sampling_defaults`).
 
         As in transformers, do_sample false or absent means greedy, and do_sample true without a
         temperature or a top_k means temperature 1 and top_k 50 (files leave out what equals
         transformers' defaults). Where only the user asks to sample, what a file leaves out is off.
-        Raises CheckpointError for a value of the file that is none.
+        Of max_length, a limit for prompt and answer, the prompt leaves max_tokens.
+
+        Raises CheckpointError for a value of the file that is none, RequestError for a prompt
+        beyond its max_length.
         """
-        given = {name: defaults[name] for name in _OFF if defaults.get(name) is not None}
+        names = (*_OFF, "max_tokens", "stop")
+        given = {name: defaults[name] for name in names if defaults.get(name) is not None}
         if defaults.get("do_sample"):
             given = {"temperature": 1.0, "top_k": 50} | given
         else:
             given["temperature"] = 0.0
-        own = {name: getattr(self, name) for name in _OFF if getattr(self, name) is not None}
-        try:
-            SamplingParams(**{name: given[name] for name in given if name not in own})
-        except RequestError as error:
-            raise CheckpointError(
-                f"generation_config.json: {error} Mend the file, or give the option yourself."
-            ) from None
+        own = {name: getattr(self, name) for name in names}
+        own = {name: value for name, value in own.items() if value not in (None, ())}
+        for name in given.keys() - own.keys():
+            try:
+                SamplingParams(**{name: given[name]})
+            except RequestError as error:
+                text = str(error).replace(name, RENAMED.get(name, name), 1)
+                raise CheckpointError(
+                    f"generation_config.json: {text} Mend the file, or give the option yourself."
+                ) from None
+        if prompt_tokens is not None and "max_tokens" not in given | own:
+            given |= _rest_of(defaults.get("max_length"), prompt_tokens)
+        bias = {**(defaults.get("logit_bias") or {}), **(self.logit_bias or {})} or None
         seed = secrets.randbits(64) if self.seed is None else self.seed
-        return replace(self, **(_OFF | given | own), seed=seed)
+        return replace(self, **(_OFF | given | own), logit_bias=bias, seed=seed)
 
     def record(
         self, *, vocab_size: int, prompt_tokens: int, context: int, stop_ids: Sequence[int]
@@ -181,12 +197,33 @@ class SamplingParams:
         )
 
     def check_bias(self, vocab_size: int) -> None:
-        """Raises RequestError if logit_bias names ids that the vocabulary does not have."""
-        wrong = [token for token in self.logit_bias or () if not 0 <= token < vocab_size]
+        """Raises RequestError if logit_bias names ids that the vocabulary does not have, or leaves
+        none of those that it has."""
+        bias = self.logit_bias or {}
+        wrong = [token for token in bias if not 0 <= token < vocab_size]
         if wrong:
             raise RequestError(
-                f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {wrong[0]}."
+                f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {shown(wrong[0])}."
             )
+        if len(bias) == vocab_size and max(bias.values()) == -math.inf:
+            raise RequestError("logit_bias forbids every token: there must be one to choose.")
+
+
+def _rest_of(max_length: Any, prompt_tokens: int) -> dict[str, int]:
+    """What a model's limit for prompt and answer together leaves to the answer."""
+    if max_length is None:
+        return {}
+    if not (_is(max_length, int) and max_length >= 1):
+        raise CheckpointError(
+            f"generation_config.json: max_length must be an integer from 1 up, not "
+            f"{shown(max_length)}. Mend the file, or give max_tokens yourself."
+        )
+    if prompt_tokens >= max_length:
+        raise RequestError(
+            f"The prompt has {prompt_tokens} tokens, and the model's generation_config.json ends "
+            f"prompt and answer after {max_length} (max_length). Give max_tokens to go beyond."
+        )
+    return {"max_tokens": min(max_length - prompt_tokens, 2**32 - 1)}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -215,7 +252,9 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     if not isinstance(strings, list | tuple) or not all(
         isinstance(string, str) and string for string in strings
     ):
-        raise RequestError(f"stop must be a string or a list of strings, none empty, not {stop!r}.")
+        raise RequestError(
+            f"stop must be a string or a list of strings, none empty, not {shown(stop)}."
+        )
     return tuple(strings)
 
 
@@ -223,12 +262,13 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}.")
+        raise RequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}.")
     for token, value in bias.items():
-        if not (_is(token, Integral) and _is(value, Real) and -100 <= value <= 100):
+        number = _is(value, Real) and (-1e30 <= value <= 100 or value == -math.inf)
+        if not (_is(token, Integral) and number):
             raise RequestError(
-                "logit_bias must map token ids to numbers from -100 to 100, "
-                f"not {token!r} to {value!r}."
+                "logit_bias must map token ids to numbers up to 100, or -inf to forbid one, "
+                f"not {shown(token)} to {shown(value)}."
             )
     return {int(token): float(value) for token, value in bias.items()}
 
@@ -294,21 +334,25 @@ class NumpySampler:
         self.ids = np.array(prompt_ids, np.int64)
 
     def scores(self, logits: NDArray[np.floating]) -> Scores:
-        """What softmax and the draw see: penalised, biased, processed, divided by temperature and
+        """What softmax and the draw see: biased, penalised, processed, divided by temperature and
         filtered. logits: [vocab], after the last id. Raises RequestError if no token is possible.
         """
         params = self.params
         scores = np.array(logits, np.float32)
-        if params.penalized:
-            scores = penalize(scores, params, self.ids, self.prompt_tokens).astype(np.float32)
         for token, bias in (params.logit_bias or {}).items():
             scores[token] += bias
+        if params.penalized:
+            scores = penalize(scores, params, self.ids, self.prompt_tokens).astype(np.float32)
         if self.logits_processor is not None:
-            processed = np.asarray(self.logits_processor(self.ids.copy(), scores))
-            if processed.shape != logits.shape:
+            returned = self.logits_processor(self.ids.copy(), scores)
+            try:
+                processed = np.asarray(returned)
+            except ValueError:  # lists of unlike lengths
+                processed = np.array(None)
+            if processed.shape != logits.shape or processed.dtype.kind not in "fiu":
                 raise RequestError(
                     f"The logits processor must return logits of shape {logits.shape}, "
-                    f"not {processed.shape}."
+                    f"not {processed.shape} of {processed.dtype}."
                 )
             scores = processed
         result = scores.astype(np.float64)

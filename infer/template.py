@@ -2,44 +2,282 @@
 
 It is that of transformers 5 (`utils/chat_template_utils.py`), which hub templates are written for:
 an immutable sandbox, trimmed blocks, loop controls, the `generation` tag, `tojson` without HTML
-escapes, `raise_exception` and `strftime_now`.
+escapes, `raise_exception` and `strftime_now`. What only web pages need is left out.
+
+A template is a program of somebody else. It has a time, which each loop, call and filter looks at,
+and sizes: of each value that it makes, and of all together. A value counts as what it is written
+out, since lists can hold one list many times. So no operation on values takes long, and before the
+few that can make more of them than they are, it is reckoned how much. Nothing of this depends on
+the thread.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Callable, Iterable
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
+from contextvars import ContextVar
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, wraps
+from math import prod
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
+
+SECONDS = 30.0  # of this thread's time
+SOURCE = 1 << 19  # characters of a template; published ones have up to some 50,000
+SIZE = 1 << 24  # characters of a value, and of the result, more where the messages are long
+_TOTAL = 16  # times as much in all
+_DEPTH = 200  # of lists in lists
+
+_WEB = ("pprint", "striptags", "urlize", "xmlattr")
+# Filters and methods whose result, or time, grows with the product of what they are given.
+_GROWING = frozenset(
+    "batch center expandtabs indent join ljust lstrip rfind rindex rjust "  # noqa: SIM905
+    "rpartition rsplit rstrip slice strip to_bytes tojson translate trim wordwrap zfill *".split()
+)
+_LISTS = (list, tuple, dict, MappingView)
+
+
+def render_template(source: str, variables: dict[str, Any]) -> str:
+    """Render a template with variables of JSON types. Raises TokenizerError for one that does not
+    compile, takes too long or makes too much; else what it raises itself."""
+    compiled = compile_template(source)
+    token = _budget.set(_Budget(variables))
+    try:
+        return compiled.render(variables)
+    finally:
+        _budget.reset(token)
 
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> Template:
     """A chat template, ready to be rendered. Raises TokenizerError where it is not Jinja."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    if len(source) > SOURCE:
+        raise TokenizerError(
+            f"The chat template has {len(source):,} characters; at most {SOURCE:,} are read."
+        )
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, loopcontrols],
+        optimized=False,  # constants are computed while the template runs, within its limits
     )
     environment.filters["tojson"] = _to_json
+    for name in _WEB:
+        del environment.filters[name]
+    for kind in (environment.filters, environment.tests):
+        for name, function in list(kind.items()):
+            kind[name] = _limited(name, function)
+    del environment.globals["lipsum"]
     environment.globals.update(
         raise_exception=_raise_exception,
         strftime_now=_strftime_now,
         dict=_Dict(),
         namespace=_Namespace,
     )
-    try:
-        return environment.from_string(source)
-    except TemplateSyntaxError as error:
+    # Python's own compiler refuses what is nested too deeply, by several errors.
+    with foreign("The chat template does not compile"):
+        try:
+            return environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise TokenizerError(
+                f"The chat template does not compile: line {error.lineno}: {error.message}"
+            ) from error
+
+
+class _Budget:
+    """What a template may still do."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self._known: dict[int, tuple[Any, int, int]] = {}  # lists, their sizes and depths
+        self.size = SIZE + 8 * self._measure(variables)[0]
+        self.left = _TOTAL * self.size
+        self._end, self._ticks = time.thread_time() + SECONDS, 0
+
+    def tick(self) -> None:
+        """Look at the time, now and then."""
+        self._ticks += 1
+        if self._ticks % 16 == 0 and time.thread_time() > self._end:
+            raise TokenizerError(
+                f"The chat template was stopped after {SECONDS:.0f} seconds: it does not end."
+            )
+
+    def made(self, value: Any) -> Any:
+        """A value that the template made."""
+        size, depth = self._measure(value)
+        self.left -= size
+        if size > self.size or self.left < 0:
+            self._too_much()
+        if depth > _DEPTH:
+            raise TokenizerError(f"The chat template nests lists more than {_DEPTH} deep.")
+        return value
+
+    def before(self, name: str, values: list[Any]) -> None:
+        """What a filter, method or operator is about to be given: what it is called on comes
+        first."""
+        self.tick()
+        if name in _GROWING:
+            if name == "tojson":  # separators
+                values = [
+                    v for value in values for v in (value if type(value) is tuple else [value])
+                ]
+            growth = prod(max(self._factor(value), 1) for value in values)
+        elif name == "replace" and len(values) > 2 and isinstance(values[0], str):
+            old, new = str(values[1]), str(values[2])
+            growth = (values[0].count(old) + 1) * len(new)
+        elif name in ("format", "format_map", "%") and values and isinstance(values[0], str):
+            form, rest = values[0], values[1:]
+            given = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | dict) else rest
+            inner = list(given.values()) if isinstance(given, dict) else given
+            widths = [int(digits[:9]) for digits in re.findall("[0-9]+", form)]
+            if re.search(r"\*|:[^}]*{", form):  # a width among the values
+                widths += [value for value in inner if isinstance(value, int)]
+            fields = form.count("%") + form.count("{")
+            growth = fields * (sum(self._measure(v)[0] for v in inner) + max(widths, default=0))
+        elif name == "round":
+            growth = max((abs(v) for v in values[1:] if isinstance(v, int)), default=0) ** 2
+        elif name == "**":
+            base, power = (v if isinstance(v, int) else 1 for v in values)
+            growth = base.bit_length() * abs(power)
+        else:
+            return
+        if growth > 4 * self.size:
+            self._too_much()
+
+    def _too_much(self) -> NoReturn:
         raise TokenizerError(
-            f"The chat template does not compile: line {error.lineno}: {error.message}"
-        ) from error
+            f"The chat template makes too much: more than {self.size:,} characters."
+        )
+
+    def _factor(self, value: Any) -> int:
+        return abs(value) if isinstance(value, int) else self._measure(value)[0]
+
+    def _measure(self, value: Any) -> tuple[int, int]:
+        """The characters of a value, as it is written out, and how deep it is nested."""
+        if isinstance(value, str | bytes):
+            return len(value), 0
+        if isinstance(value, int):
+            return value.bit_length() // 3 + 1, 0
+        if not isinstance(value, _LISTS):
+            return 1, 0
+        known = self._known.get(id(value))
+        if known is None:
+            entries: Any = getattr(value, "mapping", value)  # of a view, its dictionary
+            if isinstance(entries, Mapping):
+                entries = [part for item in entries.items() for part in item]
+            measures = [self._measure(part) for part in entries]
+            size = 2 + sum(size + 16 for size, _ in measures)  # an entry takes memory too
+            depth = 1 + max((depth for _, depth in measures), default=0)
+            known = self._known[id(value)] = (value, size, depth)
+        return known[1:]
+
+
+_budget: ContextVar[_Budget] = ContextVar("budget")
+
+
+class _Generator(CodeGenerator):
+    """Has the values counted that literals and `~` make, and looks at the time in each loop."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
+        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        if node.test is not None:
+            node.test = nodes.And(tick, node.test)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self._counted(super().visit_Concat, node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self._counted(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self._counted(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        if node.ctx == "load":
+            self._counted(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def _counted(self, visit: Callable[..., None], node: nodes.Expr, frame: Frame) -> None:
+        self.write("environment.made(")
+        visit(node, frame)
+        self.write(")")
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Everything that a template does goes through here."""
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def tick(self) -> bool:
+        return True  # calling it was all
+
+    def made(self, value: Any) -> Any:
+        return _budget.get().made(value)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget, name = _budget.get(), getattr(function, "__name__", "")
+        if name == "join":
+            args = tuple(map(_listed, args))
+        own = getattr(function, "__wrapped__", function)  # of the sandbox's own str.format
+        given = (value for key, value in kwargs.items() if not key.startswith("_"))
+        budget.before(name, [getattr(own, "__self__", None), *args, *given])
+        return budget.made(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = _budget.get()
+        budget.before(operator, [left, right])
+        return budget.made(super().call_binop(context, operator, left, right))
+
+    def concat(self, pieces: Iterable[str]) -> str:
+        """Joins what is written, as it comes: of the whole template, a macro or a block."""
+        budget, written, room = _budget.get(), [], _budget.get().size
+        for piece in pieces:
+            budget.tick()
+            written.append(piece)
+            room -= len(piece)
+            if room < 0:
+                budget._too_much()
+        return str(budget.made("".join(written)))
+
+
+def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or a test within the limits."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the arguments, what it is given
+
+    @wraps(function)
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        budget = _budget.get()
+        if name == "join":
+            args = tuple(map(_listed, args))
+        budget.before(name, [*args[first:], *kwargs.values()])
+        return budget.made(function(*args, **kwargs))
+
+    return limited
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, Iterator) else value
 
 
 def _to_json(
@@ -98,6 +336,9 @@ class _Namespace(Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
         super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # which may hold itself
 
 
 def _check_name(name: str) -> None:

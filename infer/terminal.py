@@ -12,13 +12,14 @@ import threading
 import time
 import traceback
 import unicodedata
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 import typer
 
-from infer.kernels.errors import InferError, RequestError
+from infer.kernels.errors import InferError, InferWarning, RequestError
 
 # What a shell reports for a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
 INTERRUPTED, NOBODY_READS = 130, 141
@@ -194,6 +195,21 @@ def note(text: str) -> None:
     """A line on standard error, its control characters visible. Where it cannot be written, no
     answer is lost for it: `exit_codes` tells."""
     _note(visible(text) + "\n")
+
+
+@contextmanager
+def warnings_as_notes(quiet: bool) -> Iterator[None]:
+    """What the library warns of in the block is noted at its end, unless quiet."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", InferWarning)
+        yield
+    for warning in caught:
+        if not issubclass(warning.category, InferWarning):
+            warnings.showwarning(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif not quiet:
+            note(f"note: {warning.message}")
 
 
 def _note(text: str) -> None:

@@ -61,3 +61,7 @@ class RequestError(InferError, ValueError):
 
 class ClosedError(InferError):
     """A closed LLM, device or stream was used."""
+
+
+class InferWarning(UserWarning):
+    """A model asks for something that changes its answers and is not implemented."""

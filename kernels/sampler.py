@@ -14,10 +14,10 @@ dispatch; every workgroup reads the last dispatch's histogram, so that no dispat
 Probability mass is summed in 32-bit fixed point, so results do not depend on the order of addition.
 The draw is Gumbel-max with noise from (seed, position, token), so they do not depend on the batch.
 
-The filters are those of transformers' logits processors: repetition, presence and frequency
-penalty, logit bias, temperature, top-k (what ties with the k-th survives), top-p (the fewest of the
-most probable that reach it; of equal ones the lowest ids), min-p. Temperature 0 is greedy: the
-lowest id of the largest score after penalties and bias.
+The filters are those of transformers' logits processors, in their order: logit bias, repetition,
+presence and frequency penalty, temperature, top-k (what ties with the k-th survives), top-p (the
+fewest of the most probable that reach it; of equal ones the lowest ids), min-p. Temperature 0 is
+greedy: the lowest id of the largest score after bias and penalties.
 
 A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, and stops.
 """
@@ -39,6 +39,7 @@ from infer.kernels.step import MAX_LOGITS_ROWS, SAMPLING
 INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
 IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
 
+FORBIDDEN = -1e30  # for a bias of -inf, which WGSL may not know: below every score, and a number
 BLOCK = 1024  # tokens of a workgroup, as in wgsl/sampling.wgsl
 ROW_BINS = 20480  # of wgsl/sample_histograms.wgsl
 CUT = np.dtype(  # of wgsl/sample_cut.wgsl
@@ -132,7 +133,7 @@ class Sampler:
         if bias or sequence in self._biased:
             dense = np.zeros(self.vocab_size, np.float32)
             for token, value in (bias or {}).items():
-                dense[token] = value
+                dense[token] = max(value, FORBIDDEN)
             self.device.write(self._buffer("biases"), dense, offset)
             self._biased.add(sequence)
 

@@ -1,15 +1,18 @@
-"""Make tests/data/sampling/processors.npz: logits before and after transformers' logits processors.
+"""Make tests/data/sampling: logits before and after transformers' logits processors, and the fields
+of its generation configs.
 
     python scripts/make_sampling_references.py
 
 Needs torch and transformers (`pip install infer-wgpu[reference]`). The processors are those that
-transformers' generate() builds from a GenerationConfig, in its order. The file holds:
+transformers' generate() builds from a GenerationConfig, in its order. processors.npz holds:
 
     logits.N   float32 [vocab]: of several shapes and sizes
     ids.N      int64: the prompt, for the repetition penalty
     log_softmax.N  float32 [vocab]
     cases      JSON of [[N, settings], ...]: which logits, and what GenerationConfig was given
     scores.I   float32 [vocab] of case I: logits processed, -inf for what does not survive
+
+generation_config.json has every field with the value that generate() takes where it is not given.
 """
 
 import json
@@ -35,6 +38,16 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.7, "top_k": 200, "top_p": 0.6},
     {"repetition_penalty": 1.3, "top_k": 25},
     {"repetition_penalty": 0.8, "temperature": 0.9, "top_p": 0.8},
+    {"suppress_tokens": [5, 17, 40, 41], "top_k": 40},
+    {"bad_words_ids": [[17], [2], [9], [30]], "eos_token_id": [2, 9], "top_p": 0.9},
+    {
+        "sequence_bias": [[[17], 3.0], [[5], -1.0], [[6], -200.0]],
+        "bad_words_ids": [[6], [8]],
+        "suppress_tokens": [8, 5],
+        "repetition_penalty": 1.2,
+        "temperature": 0.8,
+        "top_k": 60,
+    },
     {"sequence_bias": [[[3], 2.5], [[7], -4.0], [[30], 100.0], [[31], 99.0]], "top_p": 0.97},
 ]
 # A boundary of top-p nearer than this to the sum that decides would be decided by rounding.
@@ -74,7 +87,9 @@ def generate_processors(settings: dict[str, Any], prompt_tokens: int) -> LogitsP
     """What generate() applies for these settings, everything else off."""
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(do_sample=True, **(off | settings))
-    return tiny_model()._get_logits_processor(config, input_ids_seq_length=prompt_tokens)
+    model = tiny_model()
+    model._prepare_special_tokens(config)
+    return model._get_logits_processor(config, input_ids_seq_length=prompt_tokens)
 
 
 def processed(
@@ -117,6 +132,15 @@ def references() -> dict[str, NDArray[Any]]:
     return arrays
 
 
+def fields() -> dict[str, Any]:
+    """Every field that a generation_config.json can have, and what it is without one."""
+    config = GenerationConfig()
+    names = [name for name in vars(config) if not name.startswith("_")]
+    return {name: config._get_default_generation_params().get(name) for name in names}
+
+
 if __name__ == "__main__":
     DATA.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(DATA / "processors.npz", allow_pickle=False, **references())
+    path = DATA / "generation_config.json"
+    path.write_text(json.dumps(fields(), indent=2) + "\n", encoding="utf-8")

@@ -6,13 +6,17 @@ The templates under tests/data/text are in the style of Llama 3, Qwen, Mistral a
 import json
 import random
 import shutil
+import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import infer.template
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.tokenizer import Tokenizer
 
@@ -183,11 +187,126 @@ def test_error_of_a_template_is_its_own_message() -> None:
         ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
         ("{% set ns = namespace() %}{% set ns.__x = 1 %}", "'__x'"),
         ("{{ 1 / 0 }}", "division by zero"),
+        ("{% for i in 'a' %}" * 25 + "{% endfor %}" * 25, "does not compile: too many statically"),
+        ("{{ " + "(" * 150 + "1" + ")" * 150 + " }}", "does not compile: nested too deeply"),
+        ("{{ " + "-" * 100_000 + "1 }}", "does not compile: nested too deeply"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed: nested too deeply"),
     ],
+    ids=range(10),
 )
 def test_templates_that_fail(template: str, message: str, tokenizer: Tokenizer) -> None:
     with pytest.raises(TokenizerError, match=message):
         tokenizer.render_chat(USER, template=template)
+
+
+GROW = (
+    "{{% set ns = namespace(x={}) %}}{{% for i in range(60) %}}{{% set ns.x = {} %}}{{% endfor %}}"
+)
+TOO_MUCH = [
+    "{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}",
+    "{% macro f() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}"
+    "{% call f() %}" + "x" * 1000 + "{% endcall %}",
+    "{{ 'x' * 10**10 }}",
+    "{{ ([0] * 10**9) | length }}",
+    "{{ 7 ** (10**10) }}",
+    "{{ 1 | round(10**9) }}",
+    GROW.format("'ab'", "ns.x ~ ns.x"),
+    GROW.format("'ab'", "ns.x + ns.x"),
+    GROW.format("3", "ns.x * ns.x"),
+    # Each list or dictionary is small, and what it is written out is not.
+    GROW.format("'ab'", "[ns.x, ns.x]") + "{{ ns.x }}",
+    GROW.format("'ab'", "(ns.x, ns.x)") + "{{ ns.x == ns.x[:] }}",
+    GROW.format("'ab'", "{'a': ns.x, 'b': ns.x}") + "{{ ns.x | tojson }}",
+    GROW.format("{'a': 1}", "dict(a=ns.x.items(), b=ns.x.items())") + "{{ ns.x }}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+    "{{ 'x' | center(10**10) }}",
+    "{{ 'x'.ljust(10**10) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%*d' | format(10**10, 1) }}",
+    "{{ '{:10000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10**10) }}",
+    "{{ ('{:10000000000}' | attr('format'))(1) }}",
+    "{{ [1] | batch(10**10, 'x') | list | length }}",
+    "{{ [1] | tojson(indent=10**10) }}",
+    "{{ ('x' * 1000000).replace('x', 'y' * 1000000) }}",
+    "{{ ('x' * 1000000) | join('y' * 1000000) }}",
+    "{{ range(99999) | map('string') | join('y' * 1000000) }}",
+    "{{ ('y' * 1000000).join(range(99999) | map('string')) }}",
+    "{{ range(99) | map('string') | map('center', 9999999) | list | length }}",
+    "{% set c = cycler('x' * 9999999) %}{% for i in range(999) %}{{ c.next() }}{% endfor %}",
+    "{% autoescape 'x' * 10**10 %}{% endautoescape %}",
+    "{{ " + "('x' | center(9999999)) ~ " * 99 + "'x' }}",
+]
+
+
+@pytest.mark.parametrize("template", TOO_MUCH, ids=range(len(TOO_MUCH)))
+def test_templates_that_make_too_much(
+    template: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert infer.template.SIZE == 1 << 24
+    monkeypatch.setattr(infer.template, "SIZE", 1 << 17)  # which is reached sooner
+    tracemalloc.start()
+    try:
+        with pytest.raises(TokenizerError, match=r"makes too much: more than 13\d,\d+ characters"):
+            tokenizer.render_chat(USER, template=template)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+ENDLESS = [
+    "{% for a in range(99999) %}" * 9 + "{% endfor %}" * 9,
+    "{% for a in range(99999) %}" * 9 + "{% for b in range(9) if b > 9 %}" + "{% endfor %}" * 10,
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+    "{% set x = range(99999) | list %}{{ x | select('in', x) | map('string') | list | length }}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS, ids=range(len(ENDLESS)))
+def test_templates_that_do_not_end(
+    template: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread, where no signal could end them."""
+    monkeypatch.setattr(infer.template, "SECONDS", 0.01)
+    with ThreadPoolExecutor(1) as pool:
+        rendered = pool.submit(tokenizer.render_chat, USER, template=template)
+        with pytest.raises(TokenizerError, match=r"was stopped after .*: it does not end"):
+            rendered.result()
+
+
+def test_templates_of_other_limits(tokenizer: Tokenizer) -> None:
+    nest = "{% set ns = namespace(x=1) %}{% for i in range(9999) %}{% set ns.x = (ns.x,) %}"
+    with pytest.raises(TokenizerError, match="more than 200 deep"):
+        tokenizer.render_chat(USER, template=nest + "{% endfor %}{{ {ns.x: 1} | length }}")
+    with pytest.raises(TokenizerError, match=r"has 600,003 characters; at most 524,288"):
+        tokenizer.render_chat(USER, template="{{}" + "x" * 600_000)
+    itself = "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}"
+    assert tokenizer.render_chat(USER, template=itself) == "<Namespace>"
+
+
+@pytest.mark.parametrize("kind", ["llama3", "chatml", "mistral", "gemma"])
+def test_long_chats_are_within_the_limits(kind: str) -> None:
+    """Megabytes in one message, and in hundreds."""
+    tokenizer = Tokenizer.from_folder(DATA / kind)
+    for count, text in ((1, "long é " * 1_000_000), (501, "long é " * 2000)):
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text.strip()} for i in range(count)]
+        assert tokenizer.render_chat(messages).count("long é") == text.count("long é") * count
+
+
+def test_long_values_are_within_the_limits(tokenizer: Tokenizer) -> None:
+    template = (
+        "{% set text = messages[0].content.replace('<|end|>', '<' ~ '|end|>' * 3) | trim %}"
+        "{{ tools | tojson(indent=4, separators=(',', ': ')) }}{{ text.split('a') | join('--') }}"
+        "{{ '%s: %s' | format(messages[0].role, text) }}{{ '{}'.format(1700000000) }}"
+        "{{ text | indent(8) }}{{ 1700000000.5 | round(2) }}{{ messages[::-1] | length }}"
+        "{{ (text ~ text)[-9:].rjust(40) }}{{ text.rsplit('</think>', 1)[0] | length }}"
+    )
+    messages = [{"role": "user", "content": "a <|end|>\n" * 200_000}]
+    tools = [{"name": "f", "description": "d" * 100_000}] * 10
+    text = tokenizer.render_chat(messages, template=template, tools=tools)
+    assert len(text) > 8_000_000
 
 
 @pytest.mark.parametrize(
@@ -214,11 +333,28 @@ def test_malformed_messages(messages: Any, text: str, tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize(
-    "args", [{"tools": "weather"}, {"tools": [len]}, {"documents": ["x"]}, {"anything": object()}]
+    "args",
+    [
+        {"tools": "weather"},
+        {"tools": [len]},
+        {"documents": ["x"]},
+        {"anything": object()},
+        {"anything": {(1, 2): 3}},
+        {"anything": 10**5000},
+        {"anything": np.float32(1)},
+        {"messages": []},
+    ],
+    ids=range(8),
 )
 def test_malformed_arguments(args: dict[str, Any], tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="template argument"):
         tokenizer.render_chat(USER, **args)
+
+
+@pytest.mark.parametrize("template", [3, ["a"], b"{{ 1 }}", {"default": "a"}])
+def test_what_is_no_name_of_a_template(template: Any, tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="template must be the name or the source"):
+        tokenizer.render_chat(USER, template=template)
 
 
 def test_messages_are_not_changed(tokenizer: Tokenizer) -> None:

@@ -254,6 +254,13 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
         assert got["prompt_tokens"] == len(llm.tokenizer.encode("dogdogdog!", False))
 
 
+def test_what_a_model_asks_in_vain_is_noted(tmp_path: Path) -> None:
+    folder = demo_with(tmp_path / "m", generation_config__json=json_with(typical_p=0.5))
+    flags = ("run", folder, "-p", PROMPT, "-n", 1)
+    assert invoke(*flags).stderr.count("note: generation_config.json asks for what is not") == 1
+    assert invoke(*flags, "-q").stderr == ""
+
+
 def test_a_model_without_a_template_continues_the_prompt(llm: LLM, tmp_path: Path) -> None:
     folder = demo_with(tmp_path / "base", tokenizer_config__json=json_with(chat_template=None))
     result = invoke("run", folder, "-p", PROMPT, "-n", 5, "-q")
@@ -783,7 +790,7 @@ def test_bad_values(flags: tuple[str, ...], message: str) -> None:
         (("--logprobs", "3"), "--json"),
         (("--logit-bias", "5"), "'5' is not a token id"),
         (("--template-arg", "a=b"), "JSON value"),
-        (("--template-arg", "a=" + "[" * 100_000), "[…' is not a name, = and a JSON value"),
+        (("--template-arg", "a=" + "[" * 100_000), "[ ... is not a name, = and a JSON value"),
         (("--template-arg", "=1"), "JSON value"),
         (("--no-such-option",), "No such option"),
         (("--temprature", "1"), "--temperature"),

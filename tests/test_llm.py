@@ -364,6 +364,43 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
         assert len(texts) > 1
 
 
+@pytest.mark.usefixtures("same_kernels")
+def test_ends_and_suppressed_tokens_come_from_the_generation_config(
+    llm: LLM, tmp_path: Path
+) -> None:
+    folder = copy_of_demo(tmp_path)
+    path = folder / "generation_config.json"
+    file = json.loads(path.read_text())
+    first = {*llm.generate(STORY, max_tokens=12).token_ids, *file["eos_token_id"]}
+    path.write_text(json.dumps(file | {"suppress_tokens": [*first, 5000], "max_length": 30}))
+    with infer.load(folder) as other:
+        result = other.generate(STORY)
+        assert result.finish_reason == "length"
+        assert result.prompt_tokens + result.completion_tokens == 30
+        assert not first.intersection(result.token_ids)
+        bias = dict.fromkeys(first, -np.inf)
+        assert llm.generate(STORY, logit_bias=bias, max_tokens=8).token_ids == result.token_ids[:8]
+        numpys = other.generate(STORY, logits_processor=lambda ids, logits: logits)
+        assert numpys.token_ids == result.token_ids
+        with pytest.raises(infer.RequestError, match="max_length"):
+            other.generate([5] * 30)
+    path.write_text(json.dumps(file | {"max_new_tokens": 20, "stop_strings": ["4, 5", "9, 10"]}))
+    with infer.load(folder) as other:
+        assert other.generate(COUNT).text == COUNTED[: COUNTED.index("4, 5")]
+        assert other.generate(STORY).completion_tokens == 20
+        assert other.generate(STORY, max_tokens=3).completion_tokens == 3
+
+
+@pytest.mark.usefixtures("same_kernels")
+def test_what_the_generation_config_asks_in_vain_is_warned_of(tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"num_beams": 4, "typical_p": 0.9, "length_penalty": 2.0}))
+    with pytest.warns(infer.InferWarning, match=r"num_beams 4, typical_p 0\.9\.") as caught:
+        infer.load(folder).close()
+    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+
+
 # Streams
 
 
@@ -588,6 +625,9 @@ def test_options_that_cannot_be_served(llm: LLM, options: dict[str, Any], messag
         ({"logits_processor": 3}, "logits_processor must be"),
         ({"adapters": {"a": "x"}}, r"adapters is an option of load\(\)"),
         ({"n_ctx": 5}, r"n_ctx is not an option. Did you mean context\?"),
+        ({"params": {"top_k": 3}}, "params must be SamplingParams"),
+        ({"template_args": [("a", 1)]}, "template_args must be a dictionary"),
+        ({"template_args": {1: "a"}}, "template_args must be a dictionary"),
     ],
 )
 def test_wrong_options_are_said_before_a_model_is_loaded(
@@ -606,7 +646,18 @@ def test_wrong_options_are_said_before_a_model_is_loaded(
         ([COUNT[0], 1], "list of token ids"),
         (COUNT[0], "list of chat messages"),
         (b"text", "A prompt is text"),
+        (bytearray(b"text"), "A prompt is text"),
         (None, "A prompt is text"),
+        ([True, False], "A prompt is text"),
+        ([[1, 2], [3]], "A prompt is text"),
+        (np.array([[1, 2]]), "A prompt is text"),
+        (np.array(1), "A prompt is text"),
+        (np.float32(1), "A prompt is text"),
+        ([10**5000], "is not in the model's vocabulary"),
+        ("half a pair: \ud83d", "not valid Unicode"),
+        ([{"role": "user", "content": "half a pair: \ud83d"}], "not valid Unicode"),
+        ([{"role": "user", "content": np.float32(1)}], "Message 0 must be made of JSON types"),
+        ([{("a", 1): "user", "content": "x"}], "Message 0 must be made of JSON types"),
         ([1, 2048], "Token 2048 is not in the model's vocabulary of 2048"),
         ([5] * 1024, "has 1024 tokens, and the context holds 1024"),
         ([{"role": "king", "content": "Hi"}], "king"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from infer.generation_config import sampling_defaults
 from infer.kernels.device import Device, Settings
 from infer.kernels.plan import Dispatch
 from infer.kernels.record import run
@@ -110,9 +111,8 @@ def reference_cases() -> list[tuple[int, dict[str, Any]]]:
 
 def params_of(settings: dict[str, Any]) -> SamplingParams:
     """A GenerationConfig's settings as ours."""
-    own = {"temperature": 1.0} | settings
-    bias = own.pop("sequence_bias", ())
-    return SamplingParams(**own, logit_bias={ids[0]: value for ids, value in bias}, seed=1)
+    file = {"do_sample": True, "temperature": 1.0, "top_k": 0} | settings
+    return SamplingParams(seed=1).resolved(sampling_defaults(file, 1 << 20))
 
 
 def chi_square_limit(degrees: int, sigmas: float = 3.9) -> float:

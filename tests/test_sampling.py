@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from infer.generation_config import IMPLEMENTED, IRRELEVANT, MISSING, notes, sampling_defaults
 from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.step import MAX_STOP_IDS, SAMPLING
 from infer.sampling import NumpySampler, SamplingParams, gumbel, logprobs, threefry
@@ -50,8 +51,9 @@ def test_wgpu_is_not_imported() -> None:
         ("presence_penalty", 3, "to 2"),
         ("frequency_penalty", -2.5, "from -2"),
         ("frequency_penalty", None, "a number"),
-        ("logit_bias", {1: 101}, "-100 to 100"),
-        ("logit_bias", {1: math.nan}, "-100 to 100"),
+        ("logit_bias", {1: 101}, "up to 100"),
+        ("logit_bias", {1: math.inf}, "up to 100"),
+        ("logit_bias", {1: math.nan}, "up to 100"),
         ("logit_bias", {"1": 1.0}, "token ids"),
         ("logit_bias", [1, 2], "token ids"),
         ("seed", -1, "from 0"),
@@ -75,6 +77,23 @@ def test_wrong_values_are_named(name: str, value: Any, allowed: str) -> None:
     assert allowed in message
 
 
+class _Unshowable:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), _Unshowable(), "x" * 10**6], ids=range(4))
+def test_values_that_cannot_be_shown(value: Any) -> None:
+    for name in ("temperature", "top_k", "seed", "logprobs", "logit_bias"):
+        with pytest.raises(RequestError, match=name) as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 400
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams(logit_bias={0: value})
+    with pytest.raises(RequestError, match="stop must be"):
+        SamplingParams(stop=[value, 3])
+
+
 def test_values_at_the_ends_of_their_ranges() -> None:
     low = SamplingParams(temperature=0, top_k=0, top_p=0, min_p=0, seed=0, max_tokens=1, logprobs=0)
     assert low.greedy
@@ -86,6 +105,14 @@ def test_values_at_the_ends_of_their_ranges() -> None:
     params = SamplingParams(**from_numpy)
     assert (params.temperature, params.top_k) == (0.5, 3)
     assert type(params.temperature) is float
+
+
+def test_every_token_cannot_be_forbidden() -> None:
+    forbidden = dict.fromkeys(range(5), -math.inf)
+    SamplingParams(logit_bias=forbidden).check_bias(6)
+    SamplingParams(logit_bias={**forbidden, 3: -100.0}).check_bias(5)
+    with pytest.raises(RequestError, match="forbids every token"):
+        SamplingParams(logit_bias=forbidden).check_bias(5)
 
 
 def test_stop_is_a_tuple_of_strings() -> None:
@@ -110,6 +137,101 @@ def test_greedy_unless_asked() -> None:
     assert SamplingParams().resolved({**file, "do_sample": False}).greedy
     asked = SamplingParams(temperature=0.8).resolved(file)
     assert (asked.temperature, asked.top_p, asked.top_k) == (0.8, 0.9, 0)
+
+
+def test_lengths_and_ends_are_the_models() -> None:
+    file = {"max_new_tokens": 7, "max_length": 30, "stop_strings": ["END", "."]}
+    defaults = sampling_defaults(file, 8)
+    params = SamplingParams().resolved(defaults, 10)
+    assert (params.max_tokens, params.stop) == (7, ("END", "."))
+    assert params.resolved(defaults, 10) == params
+    own = SamplingParams(max_tokens=9, stop="x").resolved(defaults, 10)
+    assert (own.max_tokens, own.stop) == (9, ("x",))
+    assert SamplingParams().resolved(sampling_defaults({"stop_strings": "a"}, 8)).stop == ("a",)
+
+
+def test_the_models_max_length_counts_the_prompt() -> None:
+    defaults = sampling_defaults({"max_length": 30}, 8)
+    assert SamplingParams().resolved(defaults, 10).max_tokens == 20
+    assert SamplingParams().resolved(defaults, 29).max_tokens == 1
+    assert SamplingParams().resolved(defaults).max_tokens is None
+    assert SamplingParams(max_tokens=3).resolved(defaults, 40).max_tokens == 3
+    with pytest.raises(RequestError, match=r"30 tokens, .* after 30 \(max_length\)"):
+        SamplingParams().resolved(defaults, 30)
+
+
+def test_own_bias_stands_above_the_models() -> None:
+    file = {"suppress_tokens": [1, 2], "sequence_bias": [[[3], 4], [[2], 1.0]]}
+    defaults = sampling_defaults(file, 8)
+    params = SamplingParams(logit_bias={1: 2.0, 5: -1.0}).resolved(defaults)
+    assert params.logit_bias == {1: 2.0, 2: -math.inf, 3: 4.0, 5: -1.0}
+    assert SamplingParams().resolved(sampling_defaults({}, 8)).logit_bias is None
+
+
+def test_tokens_beyond_the_vocabulary_need_not_be_suppressed() -> None:
+    file = {"suppress_tokens": [-1, 7, 8], "bad_words_ids": [[9], [2], [4]], "eos_token_id": [4]}
+    assert sampling_defaults(file, 8)["logit_bias"] == {7: -math.inf, 2: -math.inf}
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer"),
+        ({"max_new_tokens": "many"}, "max_new_tokens must be an integer"),
+        ({"stop_strings": [1]}, "stop_strings must be a string"),
+        ({"max_length": 0}, "max_length must be an integer"),
+        ({"max_length": [20]}, "max_length must be an integer"),
+        ({"temperature": [1], "do_sample": True}, "temperature must be"),
+        ({"suppress_tokens": ["a"]}, "suppress_tokens must be a list of token ids"),
+        ({"suppress_tokens": {"a": 1}}, "suppress_tokens must be a list of token ids"),
+        ({"bad_words_ids": [1]}, "bad_words_ids must be a list of lists"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids must be a list of lists"),
+        ({"sequence_bias": [[[1], math.nan]]}, "sequence_bias must be a list of pairs"),
+        ({"sequence_bias": [[[1], 101]]}, "sequence_bias must be a list of pairs"),
+        ({"sequence_bias": [[[True], 1]]}, "sequence_bias must be a list of pairs"),
+        ({"sequence_bias": {"1": 1}}, "sequence_bias must be a list of pairs"),
+    ],
+)
+def test_wrong_values_of_the_file(file: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^generation_config\.json: {message}"):
+        SamplingParams().resolved(sampling_defaults(file, 8), 5)
+
+
+# What of the file counts
+
+
+FIELDS = json.loads((ROOT / "tests/data/sampling/generation_config.json").read_text())
+
+
+def test_every_field_of_transformers_has_its_place() -> None:
+    assert set(FIELDS) == IMPLEMENTED | IRRELEVANT | MISSING.keys()
+    assert len(FIELDS) == len(IMPLEMENTED) + len(IRRELEVANT) + len(MISSING)
+
+
+def test_the_values_of_transformers_need_no_note() -> None:
+    assert notes({}) == []
+    assert notes(FIELDS) == []
+    assert notes(dict.fromkeys(FIELDS)) == []
+
+
+@pytest.mark.parametrize("name", [*MISSING, "bad_words_ids", "sequence_bias"])
+def test_what_is_not_implemented_is_noted(name: str) -> None:
+    values: dict[str, Any] = {
+        "bad_words_ids": [[1], [1, 2]],
+        "sequence_bias": [[[1], 0.5], [[1, 2], 0.5]],
+    }
+    value = values.get(name, 0.5)
+    (text,) = notes({name: value, "do_sample": True})
+    assert f"not implemented: {name} " in text
+    if name in values:
+        assert notes({name: value[:1]}) == []
+
+
+def test_a_temperature_without_sampling_is_noted() -> None:
+    (text,) = notes({"temperature": 0.7, "top_p": 0.9})
+    assert "temperature, top_p but no do_sample" in text
+    assert notes({"temperature": 0.7, "top_p": 0.9, "do_sample": True}) == []
+    assert notes({"temperature": 0.0, "top_k": 1}) == []
 
 
 def test_a_new_seed_for_each_generation() -> None:
@@ -176,9 +298,8 @@ def test_chain_has_what_is_on() -> None:
 
 def params_of(settings: dict[str, Any]) -> SamplingParams:
     """A GenerationConfig's settings as ours."""
-    own = {"temperature": 1.0} | settings
-    bias = own.pop("sequence_bias", ())
-    return SamplingParams(**own, logit_bias={ids[0]: value for ids, value in bias})
+    file = {"do_sample": True, "temperature": 1.0, "top_k": 0} | settings
+    return SamplingParams().resolved(sampling_defaults(file, 1 << 20))
 
 
 def assert_same_scores(
@@ -249,9 +370,13 @@ def test_logits_processor_comes_after_penalties_and_before_temperature() -> None
         (np.zeros(3), "shape"),
         (np.array([0.0, np.nan, 0, 0]), "NaN"),
         (np.full(4, -np.inf), "no token"),
+        (None, "shape"),
+        ([[1], [2, 3]], "shape"),
+        (["a", "b", "c", "d"], "must return logits of shape"),
+        (np.full(4, None), "of object"),
     ],
 )
-def test_wrong_logits_processors_are_told(returned: NDArray[np.floating], message: str) -> None:
+def test_wrong_logits_processors_are_told(returned: Any, message: str) -> None:
     sampler = NumpySampler(SamplingParams(), 4, [0], lambda ids, logits: returned)
     with pytest.raises(RequestError, match=message):
         sampler(np.zeros(4, np.float32))
@@ -339,6 +464,11 @@ def test_stored_references_are_todays(script: ModuleType) -> None:
             assert str(stored[name]) == str(again[name])
         else:
             np.testing.assert_allclose(np.sort(stored[name]), np.sort(again[name]), rtol=1e-6)
+
+
+@pytest.mark.live
+def test_stored_fields_are_todays(script: ModuleType) -> None:
+    assert script.fields() == FIELDS
 
 
 @pytest.mark.live

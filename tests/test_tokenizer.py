@@ -7,16 +7,19 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
+import infer.tokenizer
 from infer.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
+from infer.foreign import foreign
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.tokenizer import Tokenizer
 
@@ -24,6 +27,7 @@ DATA = Path(__file__).parent / "data" / "text"
 EXPECTED = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
 KINDS = ("llama3", "chatml", "mistral", "gemma", "metaspace", "wordpiece")
 REPLACEMENT = "\ufffd"
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 
 
 def shared(a: str, b: str) -> int:
@@ -124,7 +128,25 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"added_tokens_decoder": {"0": 1}}', "added_tokens_decoder"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat template"),
         ("chat_template.json", '{"chat_template": 1}', "chat template"),
+        ("tokenizer.json", DEEP, r"tokenizer\.json cannot be read"),
+        ("tokenizer_config.json", DEEP, r"tokenizer_config\.json cannot be read: nested too"),
+        ("special_tokens_map.json", DEEP, r"special_tokens_map\.json cannot be read: nested too"),
+        ("generation_config.json", DEEP, r"generation_config\.json cannot be read: nested too"),
+        ("chat_template.json", DEEP, "chat template .* cannot be read: nested too"),
+        ("generation_config.json", '{"eos_token_id": -1}', "eos_token_id must be an id"),
+        ("generation_config.json", '{"eos_token_id": [2, true]}', "eos_token_id must be an id"),
+        ("config.json", '{"eos_token_id": 4294967296}', "eos_token_id must be an id"),
+        ("config.json", f'{{"text_config": {{"eos_token_id": [{10**4000}]}}}}', "must be an id"),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "surrogates not allowed"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"9": {"content": "\\ud800"}}}',
+            "surr",
+        ),
+        ("tokenizer_config.json", '{"chat_template": {"a": 1}}', "chat template"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": 1, "template": ""}]}', "template"),
     ],
+    ids=lambda value: value and value[:40],
 )
 def test_missing_and_damaged_files(
     tmp_path: Path, name: str, text: str | None, message: str
@@ -139,7 +161,128 @@ def test_missing_and_damaged_files(
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("text", [None, 3, ["a"], "half a pair: \ud83d"])
+def test_a_text_config_that_is_none(tmp_path: Path) -> None:
+    shutil.copy(DATA / "mistral" / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"text_config": [1], "eos_token_id": 4294967295}')
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == {2**32 - 1}
+
+
+def spoilt(name: str) -> Backend:
+    """Tokenizers of the library that only fail while they are used."""
+    if name == "unknown":
+        return Backend(models.WordLevel({"a": 0}, unk_token="b"))  # which there is not: Exception
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    if name == "regex":  # it gives up after ten million steps, by a panic
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    backend.decoder = decoders.Strip("a", 5, 5)  # of more than there is: a panic
+    return backend
+
+
+@pytest.mark.parametrize("name", ["unknown", "regex"])
+def test_tokenizers_that_fail_while_they_encode(name: str) -> None:
+    with pytest.raises(TokenizerError, match=r"The tokenizer failed: .*(UNK|retry-limit)"):
+        Tokenizer(spoilt(name)).encode("x" * 40)
+
+
+def test_tokenizers_that_fail_while_they_decode() -> None:
+    tokenizer = Tokenizer(spoilt("decoder"))
+    with pytest.raises(TokenizerError, match="The tokenizer failed: index out of bounds"):
+        tokenizer.decode([0, 0])
+    with pytest.raises(TokenizerError, match="The tokenizer failed: index out of bounds"):
+        stream(tokenizer, [0], [0])
+
+
+def words(*tokens: str) -> Backend:
+    return Backend(models.WordLevel({token: i for i, token in enumerate(tokens)}, tokens[0]))
+
+
+TEN = normalizers.Replace("a", "a" * 10)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer", "post_processor", "growth"),
+    [
+        (None, None, None, 1),
+        (normalizers.Sequence([TEN] * 9), None, None, 10**9),
+        (normalizers.Replace(Regex("x*"), "abc"), None, None, 4),  # which matches nothing as well
+        (normalizers.Replace("", "abc"), None, None, 4),
+        (normalizers.Replace("ab", "abc"), None, None, 2),
+        (normalizers.Sequence([normalizers.Lowercase(), normalizers.Prepend("ab")]), None, None, 3),
+        (None, pre_tokenizers.Sequence([pre_tokenizers.ByteLevel()] * 5), None, 32),
+        (TEN, pre_tokenizers.ByteLevel(), None, 20),
+        (TEN, None, processors.TemplateProcessing("s $A $A", special_tokens=[("s", 0)]), 30),
+    ],
+)
+def test_a_tokenizer_is_asked_how_much_it_makes_of_a_text(
+    normalizer: Any, pre_tokenizer: Any, post_processor: Any, growth: int
+) -> None:
+    backend = words("a")
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    if post_processor is not None:
+        backend.post_processor = post_processor
+    tokenizer = Tokenizer(backend)
+    assert len(tokenizer.encode("", False)) == 0
+    with pytest.raises(TokenizerError, match=rf"may make {growth:,} times as much of a text"):
+        tokenizer.encode("a" * ((1 << 27) // growth + 1))
+    if growth < 100:
+        tokenizer.encode("a" * 1000)
+
+
+def test_decoders_that_make_too_much() -> None:
+    backend = words("a", "b" * 100_000)
+    with pytest.raises(TokenizerError, match="makes 100,000 characters of 1 tokens"):
+        Tokenizer(backend).decode([1])
+    backend.decoder = decoders.Sequence([decoders.Replace("a", "a" * 10)] * 9)
+    with pytest.raises(TokenizerError, match="decoder makes too much"):
+        Tokenizer(backend)
+
+
+def test_tokenizers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, ended = words("a"), threading.Event()
+    backend.decoder = decoders.Replace(Regex("(x+x+)+y"), "")
+    tokenizer = Tokenizer(backend)
+    assert (tokenizer.encode("a"), tokenizer.decode([0])) == ([0], "a")
+
+    class Endless:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: ended.wait()
+
+    monkeypatch.setattr(tokenizer, "_backend", Endless())
+    monkeypatch.setattr(infer.tokenizer, "SECONDS", 0.01)
+    try:
+        for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([0])):
+            with pytest.raises(TokenizerError, match=r"given up after .*: it does not end"):
+                call()
+    finally:
+        ended.set()
+
+
+def test_a_long_text_is_within_the_limits() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    line = "one two three four\n"
+    part = tokenizer.encode(line, add_special_tokens=False)
+    assert tokenizer.encode(line * 20_000, add_special_tokens=False) == part * 20_000
+    assert tokenizer.decode(part * 20_000) == line * 20_000
+
+
+@pytest.mark.parametrize("wrong", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_the_end_of_the_program_is_no_error_of_the_tokenizer(wrong: type[BaseException]) -> None:
+    with pytest.raises(wrong), foreign("It failed"):
+        raise wrong
+
+
+def test_what_cannot_be_decoded() -> None:
+    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    wrong: list[Any] = [None, 3, "ab", [-1], [2**32], [10**5000], ["a"], [None], [1.5]]
+    for ids in wrong:
+        with pytest.raises(RequestError, match="Only token ids can be decoded"):
+            tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", [None, 3, ["a"], b"a", "half a pair: \ud83d"])
 def test_prompts_that_are_not_text(text: Any) -> None:
     with pytest.raises(RequestError):
         Tokenizer.from_folder(DATA / "llama3").encode(text)

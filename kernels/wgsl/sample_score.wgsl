@@ -1,4 +1,4 @@
-// Logits as the sequence's penalties, bias and temperature leave them, in transformers' order.
+// Logits as the sequence's bias, penalties and temperature leave them, in transformers' order.
 // @param VOCAB u32
 // @param STRIDE u32      values between two rows, or sequences: VOCAB rounded up to 8
 // @param PENALTIES bool
@@ -9,14 +9,14 @@ fn scores(row: u32, sequence: u32, first: u32) -> vec4<f32> {
   var result = vec4<f32>(LOWEST);
   if (first >= VOCAB) { return result; }
   var x = logits[(row * STRIDE + first) / 4u];
+#if BIAS
+  x += biases[(sequence * STRIDE + first) / 4u];
+#endif
 #if PENALTIES
   let times = counts[(sequence * STRIDE + first) / 4u];
 #for c in 0..4
   x[$c] = penalized(x[$c], times[$c], sequence);
 #endfor
-#endif
-#if BIAS
-  x += biases[(sequence * STRIDE + first) / 4u];
 #endif
   let temperature = sampling[sequence].temperature;
   if (temperature > 0.0) { x /= temperature; }
