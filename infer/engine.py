@@ -16,6 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -26,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.foreign import shown
+from infer.kernels.adapters import is_forked
 from infer.kernels.arena import Arena
 from infer.kernels.device import Buffer, Device
-from infer.kernels.errors import ModelError, RequestError, UnsupportedError
+from infer.kernels.errors import DeviceError, ModelError, RequestError, UnsupportedError
 from infer.kernels.kv_cache import PAGE, KVCache
 from infer.kernels.layer_state import Cache, LayerState, copies
 from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, padded_rows
@@ -150,10 +152,7 @@ class Engine:
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
         self._plans: dict[tuple[str, str | None], DispatchPlan] = {}
         self._recordings: dict[tuple[str, str | None, bool, SamplerChain | None], Recording] = {}
-        self._staging = [
-            (device.buffer(16, "read", "ids"), device.buffer(self.logits.nbytes, "read", "logits"))
-            for _ in range(options.ahead)
-        ]
+        self._staging = self._new_staging()
         self._in_flight: deque[_InFlight] = deque()
         self._row_seconds = 0.0  # of prefill, as it went last; 0: not known
         self._reads = 0
@@ -186,6 +185,14 @@ class Engine:
         nbytes = table_bytes(rope, self.context)
         table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
         return Rope(table, rope.rotary_dim, rope.interleaved)
+
+    def _new_staging(self) -> list[tuple[Buffer, Buffer]]:
+        """For each step in flight where its id goes, and its logits."""
+        device, nbytes = self.device, self.logits.nbytes
+        return [
+            (device.buffer(16, "read", "ids"), device.buffer(nbytes, "read", "logits"))
+            for _ in range(self.options.ahead)
+        ]
 
     def _lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
         changes = self.adapters[adapter]
@@ -282,6 +289,7 @@ class Engine:
     def _use(self, adapter: str | None) -> None:
         """From now on, that adapter; the cache only serves the one it was filled with."""
         self.check_adapter(adapter)
+        self._recover()
         if adapter != self._adapter:
             self._adapter, self.tokens = adapter, []
 
@@ -337,8 +345,7 @@ class Engine:
                 if step.token in stop_ids:
                     return
         finally:
-            while self._in_flight:  # steps ahead of a stop
-                self._read()
+            self._drain()
 
     def _sample(
         self,
@@ -517,18 +524,35 @@ class Engine:
 
     def _read(self) -> Step:
         """The oldest step in flight, once it is done."""
-        step = self._in_flight.popleft()
+        step, logits = self._in_flight[0], None  # it stays there if an interrupt comes
         token = int(self.queue.read(step.ids, 4, step.submission)[0])
+        if step.logits is not None:
+            logits = self.queue.read(step.logits, 4 * self.vocab_size, step.submission)
+        self._in_flight.popleft()
         if step.kv_len == len(self.tokens) + 1:  # decode: it had the token before
             if token == NO_TOKEN:  # but its row had stopped and changed nothing
                 self._held = len(self.tokens)
             else:
                 self.tokens.append(self._token)
         self._token = token
-        if step.logits is None:
-            return Step(token)
-        logits = self.queue.read(step.logits, 4 * self.vocab_size, step.submission)
-        return Step(token, logits.view(np.float32))
+        return Step(token, None if logits is None else logits.view(np.float32))
+
+    def _drain(self) -> None:
+        """Read the steps ahead of an end."""
+        if is_forked():  # they are the other process's
+            return
+        with suppress(DeviceError):  # what a lost device was at is lost too; `_recover` says so
+            while self._in_flight:
+                self._read()
+
+    def _recover(self) -> None:
+        """After an interrupt that came while steps were drained: nobody knows what they made, and
+        their staging buffers may be mapped."""
+        if self._in_flight:
+            self.device.wait()
+            self.device.destroy(buffer for pair in self._staging for buffer in pair)
+            self._staging, self.tokens, self._saved = self._new_staging(), [], 0
+            self._in_flight.clear()
 
     # Scoring
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Never, Unpack
 
 import numpy as np
@@ -21,8 +24,8 @@ from infer.engine import Engine, EngineOptions, Timings
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
-from infer.kernels.adapters import choose_adapter
-from infer.kernels.device import Device, MemoryStats, Settings
+from infer.kernels.adapters import AdapterInfo, check_process, choose_adapter, is_forked
+from infer.kernels.device import Device, MemoryStats, Settings, enough_threads
 from infer.kernels.errors import ClosedError, InferWarning, RequestError, UnsupportedError
 from infer.kernels.kv_cache import KV_DTYPES
 from infer.kernels.tensor import QUANTIZED, GpuTensor
@@ -108,34 +111,46 @@ class Result:
 
 class Stream(Iterator[Chunk]):
     """Text as it is generated. Iterate it to its end, close it, or drop it: each frees the model
-    for the next. `result` holds what has been generated so far, and in the end everything."""
+    for the next. `result` holds what has been generated so far, and in the end everything. Threads
+    may share it: each piece goes to one of them."""
 
     def __init__(self, llm: LLM, chunks: Iterator[Chunk], result: Result) -> None:
-        self._llm, self._chunks, self.result = llm, chunks, result
-        self._state = "new"
+        self._llm, self.result = llm, result
+        self._chunks = llm._served(weakref.ref(self), chunks)
+        self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
+        self._closed = False
+        self._error: ClosedError | None = None  # what closed it, if the reader does not know
+        self._keeps: object = None  # what lives as long as it is open
 
     def __next__(self) -> Chunk:
-        if self._state == "new":
-            self._llm._enter(self)
-            self._state = "running"
-        if self._state == "closed":
-            raise StopIteration
-        try:
-            if self._llm._closing:
-                raise ClosedError("The LLM was closed in the middle of this stream.")
-            return next(self._chunks)
-        except BaseException:
-            self.close()
-            raise
+        if not self._closed:
+            llm, thread = self._llm, threading.get_ident()
+            llm._check_thread(self)
+            try:
+                llm._inside.add(thread)
+                with self._turn:
+                    if not self._closed:  # while this waited
+                        return next(self._chunks)
+            except BaseException:
+                self._closed = True
+                raise
+            finally:
+                llm._inside.discard(thread)
+                if self._closed:
+                    self.close()
+                if llm._closing:
+                    llm.close()
+        error, self._error = self._error, None
+        raise error or StopIteration
 
     def close(self) -> None:
-        """End the stream. Safe to call at any time, and twice."""
-        state, self._state = self._state, "closed"
-        if state == "running":
-            try:
-                self._chunks.close()  # type: ignore[attr-defined]
-            finally:
-                self._llm._leave()
+        """End the stream. Safe at any time, in any thread, in a signal handler and in a logits
+        processor, and twice. A piece that is being made meanwhile is the last one."""
+        self._closed = True
+        if not self._turn.locked():  # else the `__next__` that has it comes here at its end
+            with self._turn:
+                self._chunks.close()
+                self._keeps = None
 
     def __enter__(self) -> Stream:
         return self
@@ -160,9 +175,10 @@ class LLM:
         self.name, self.engine, self.tokenizer, self.defaults = name, engine, tokenizer, defaults
         self.config = engine.model.config
         self.device = engine.device
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.Lock()  # of the stream, or the call, that is served
+        self._owner: int | None = None  # the thread that has begun it
         self._active: weakref.ref[Stream] | None = None  # a dropped stream must end
+        self._inside: set[int] = set()  # threads that are in the middle of a call
         self._closing = False
 
     @property
@@ -256,11 +272,17 @@ class LLM:
         self._check_open()
         self.engine.check_adapter(adapter)
         ids = self.encode(prompt)
-        self._enter(None)
+        self._check_thread(None)
+        thread = threading.get_ident()
         try:
-            return np.concatenate(list(self.engine.score(ids, adapter)))
+            self._inside.add(thread)
+            with self._lock:
+                self._check_open()
+                return np.concatenate(list(self.engine.score(ids, adapter)))
         finally:
-            self._leave()
+            self._inside.discard(thread)
+            if self._closing:
+                self.close()
 
     def _generate(
         self,
@@ -282,7 +304,6 @@ class LLM:
             logits_processor=logits_processor,
             adapter=adapter,
         )
-        result.timings = self.engine.timings
         try:
             for step in steps:
                 result.timings = self.engine.timings
@@ -320,22 +341,30 @@ class LLM:
 
     # One stream at a time
 
-    def _enter(self, stream: Stream | None) -> None:
-        if self._owner == threading.get_ident():
+    def _served(
+        self, stream: weakref.ref[Stream], chunks: Iterator[Chunk]
+    ) -> Generator[Chunk, None, None]:
+        """The chunks, for which this LLM is there from the first one to the end."""
+        with self._lock:
+            self._active, self._owner = stream, threading.get_ident()
+            try:
+                self._check_open()
+                yield from chunks
+            finally:
+                self._owner = self._active = None
+
+    def _check_thread(self, stream: Stream | None) -> None:
+        """Raises RequestError for a call, or the next piece of a stream, for which this thread
+        would wait for itself; and DeviceError in a process that was forked."""
+        check_process()
+        thread = threading.get_ident()
+        active = None if self._active is None else self._active()
+        own = stream is not None and active is stream
+        if thread in self._inside or (self._owner == thread and not own):
             raise RequestError(
                 "This LLM is in the middle of another stream of this thread. Read that one to its "
                 "end or close() it first, or load() the model a second time."
             )
-        self._lock.acquire()
-        if self._closing:
-            self._lock.release()
-            raise ClosedError("This LLM has been closed.")
-        self._owner = threading.get_ident()
-        self._active = None if stream is None else weakref.ref(stream)
-
-    def _leave(self) -> None:
-        self._owner = self._active = None
-        self._lock.release()
 
     # End
 
@@ -344,16 +373,26 @@ class LLM:
         return self.device.memory_stats()
 
     def close(self) -> None:
-        """Free the GPU memory. A stream that is open ends: in this thread at once, in another one
-        with a ClosedError at its next token. Safe to call twice."""
-        if self.device.closed:
-            return
+        """Free the GPU memory. A stream that is open ends: in another thread with a ClosedError at
+        its next token. Safe at any time, in any thread, and twice. In a signal handler or a logits
+        processor that came in the middle of a call, the memory is freed when that call returns."""
         self._closing = True
-        active = self._active() if self._active is not None else None
-        if self._owner == threading.get_ident() and active is not None:
+        if is_forked():
+            return
+        thread = threading.get_ident()
+        active = None if self._active is None else self._active()
+        if active is not None:
+            if self._owner != thread:
+                active._error = ClosedError("The LLM was closed in the middle of this stream.")
             active.close()
-        with self._lock:
-            self.device.close()
+        if thread in self._inside:  # that call comes here at its end
+            return
+        try:
+            self._inside.add(thread)
+            with self._lock:
+                self.device.close()
+        finally:
+            self._inside.discard(thread)
 
     def __enter__(self) -> LLM:
         return self
@@ -362,6 +401,7 @@ class LLM:
         self.close()
 
     def _check_open(self) -> None:
+        check_process()
         if self._closing:
             raise ClosedError("This LLM has been closed. Load the model again.")
 
@@ -407,7 +447,7 @@ def load(
     progress: whether a line on standard error shows how far it is; None: where a person sees it,
     in a terminal or a notebook. Or a function, called with "download", bytes that came and bytes
     of all files that were begun; with "weights", bytes read and bytes in all; and meanwhile and
-    afterwards, from another thread, with "kernels", how many are compiled and how many there are.
+    afterwards with "kernels", how many are compiled and how many there are.
     engine: other fields of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
@@ -426,7 +466,8 @@ def load(
         always, named = open_adapters(adapter, adapters, offline, fetched)
         return _load(
             resolved,
-            Device(choose_adapter(device), settings),
+            choose_adapter(device),
+            settings,
             context,
             converted,
             kv_dtype,
@@ -472,7 +513,8 @@ def open_adapters(
 
 def _load(
     resolved: ResolvedModel,
-    device: Device,
+    adapter: AdapterInfo,
+    settings: Settings | None,
     context: int | None,
     dtype: str | None,
     kv_dtype: str,
@@ -481,22 +523,21 @@ def _load(
     progress: Progress,
     engine_options: Mapping[str, Any],
 ) -> LLM:
-    try:
-        path = resolved.path
-        model, checkpoint = open_model(path)
-        tokenizer = Tokenizer.open(path)
-        generation_config = read_json(path / "generation_config.json")
-        defaults = sampling_defaults(generation_config, model.config.vocab_size)
-        for text in notes(generation_config):
-            warnings.warn(text, InferWarning, stacklevel=3)
-        check_checkpoint(model.weights(), checkpoint, model.ignorable)
-        positions = checked_context(model, resolved.name, context)
+    path = resolved.path
+    model, checkpoint = open_model(path)
+    tokenizer = Tokenizer.open(path)
+    generation_config = read_json(path / "generation_config.json")
+    defaults = sampling_defaults(generation_config, model.config.vocab_size)
+    for text in notes(generation_config):
+        warnings.warn(text, InferWarning, stacklevel=3)
+    check_checkpoint(model.weights(), checkpoint, model.ignorable)
+    positions = checked_context(model, resolved.name, context)
+    loras = Loras.fit(model, checkpoint, always=always, named=named)
 
-        loras = Loras.fit(model, checkpoint, always=always, named=named)
+    def stored_as(spec: WeightSpec) -> Stored:
+        return stored(spec, checkpoint, dtype)
 
-        def stored_as(spec: WeightSpec) -> Stored:
-            return stored(spec, checkpoint, dtype)
-
+    def fill(device: Device, progress: Progress) -> LLM:
         options = fitting_options(
             model,
             stored_as,
@@ -507,33 +548,105 @@ def _load(
             loras=loras,
         )
         started: list[tuple[Engine, Future[None]]] = []
-        # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
-        with ThreadPoolExecutor(1) as thread:
 
-            def allocated(weights: dict[str, GpuTensor]) -> None:
-                beside = loras.allocate(device, weights)
-                engine = Engine(device, model, weights, options, beside)
+        def allocated(weights: dict[str, GpuTensor]) -> None:
+            beside = loras.allocate(device, weights)
+            engine = Engine(device, model, weights, options, beside)
+            with enough_threads():
                 started.append(
                     (engine, thread.submit(engine.compile, partial(progress, "kernels")))
                 )
-                loras.fill(device, weights, beside)
+            loras.fill(device, weights, beside)
 
-            load_weights(
-                device,
-                joined(model.weights(), stored_as, loras.names),
-                checkpoint,
-                ignorable=model.ignorable,
-                dtype=dtype,
-                changes=loras.merged,
-                allocated=allocated,
-                progress=partial(progress, "weights"),
-            )
+        # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                load_weights(
+                    device,
+                    joined(model.weights(), stored_as, loras.names),
+                    checkpoint,
+                    ignorable=model.ignorable,
+                    dtype=dtype,
+                    changes=loras.merged,
+                    allocated=allocated,
+                    progress=partial(progress, "weights"),
+                )
+            except BaseException:
+                device.stop()  # compiling
+                raise
         ((engine, compiled),) = started
         compiled.result()
         return LLM(resolved.name, engine, tokenizer, defaults)
-    except BaseException:
-        device.close()
-        raise
+
+    return _Loading(lambda: Device(adapter, settings), fill).result(progress)
+
+
+class _Loading:
+    """A device being opened and filled in a thread of its own. What signals raise, as Ctrl-C does,
+    comes in the main thread between any two instructions; what it cut in half there would be lost
+    with its memory and its threads."""
+
+    def __init__(
+        self,
+        open_device: Callable[[], Device],
+        fill: Callable[[Device, Progress], LLM],
+    ) -> None:
+        self._open, self._fill = open_device, fill
+        self._reports = SimpleQueue[tuple[str, int, int] | None]()  # of progress; None: the end
+        self._device: Device | None = None
+        self._cancelled = False
+        self._llm: LLM | None = None
+        self._error: BaseException | None = None
+
+    def result(self, progress: Progress) -> LLM:
+        """The LLM. `progress` is called in this thread. Whatever is raised closes the device."""
+        thread = threading.Thread(target=self._run, name="load")
+        try:
+            with enough_threads():
+                thread.start()
+            while (report := self._next_report()) is not None:
+                progress(*report)
+            thread.join()
+            if self._error is not None:
+                raise self._error
+            assert self._llm is not None
+            return self._llm
+        except BaseException:
+            self._cancelled = True
+            if self._device is not None:
+                self._device.stop()
+            if thread.is_alive():
+                thread.join()
+            if self._llm is not None:
+                self._llm.close()
+            raise
+        finally:
+            self._error = None  # whose traceback holds this object
+
+    def _next_report(self) -> tuple[str, int, int] | None:
+        while True:
+            with suppress(Empty):
+                return self._reports.get(timeout=0.5)  # without one, Ctrl-C waits on Windows
+
+    def _run(self) -> None:
+        try:
+            self._llm = self._opened_and_filled()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._reports.put(None)
+
+    def _opened_and_filled(self) -> LLM:
+        device = self._device = self._open()
+        try:
+            if self._cancelled:
+                device.stop()
+            llm = self._fill(device, lambda *report: self._reports.put(report))
+            device.check_open()
+            return llm
+        except BaseException:
+            device.close()
+            raise
 
 
 def weight_dtype(dtype: str | None, quantize: str | None) -> str | None:
@@ -557,25 +670,32 @@ def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 # The module's own generate keeps the model that it loaded last.
 
-_last: tuple[tuple[Any, ...], LLM] | None = None
+
+class _Kept:
+    """A model that was loaded here. It is closed when nothing holds this any more: neither the
+    module, nor a stream or a call that uses it."""
+
+    def __init__(self, key: tuple[Any, ...], llm: LLM) -> None:
+        self.key, self.llm = key, llm
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.llm.close()
+
+
+_last: _Kept | None = None
 _last_lock = threading.Lock()
 
 
-def _model(model: str | Path | LLM, options: dict[str, Any]) -> LLM:
+def _kept(model: str | Path, options: dict[str, Any]) -> _Kept:
     global _last
-    if isinstance(model, LLM):
-        if options:
-            raise RequestError("Load options go to load(), where the LLM comes from.")
-        return model
     progress = options.pop("progress", None)
     key = (str(model), *sorted(options.items()))
     with _last_lock:
-        if _last is not None and (_last[0] != key or _last[1]._closing):
-            _last[1].close()
-            _last = None
-        if _last is None:
-            _last = (key, load(model, progress=progress, **options))
-        return _last[1]
+        if _last is None or _last.key != key or _last.llm._closing:
+            _last = None  # before the next one is loaded
+            _last = _Kept(key, load(model, progress=progress, **options))
+        return _last
 
 
 def _params(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
@@ -625,6 +745,8 @@ def _split(model: str | Path | LLM, options: Options) -> tuple[dict[str, Any], d
     if not isinstance(model, LLM):
         names.add("adapter")
     given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    if isinstance(model, LLM) and given:
+        raise RequestError("Load options go to load(), where the LLM comes from.")
     return given, {name: value for name, value in options.items() if name not in names}
 
 
@@ -632,16 +754,31 @@ def generate(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]
     """The answer of a model to a prompt: `load` and `LLM.generate` in one.
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
-    asked for. options: those of `LLM.stream`, and of `load`: device, context, dtype, quantize,
-    kv_dtype, revision, offline, progress, and, where the model is not an LLM, adapter.
+    asked for, and until what uses it is done. options: those of `LLM.stream`, and of `load`:
+    device, context, dtype, quantize, kv_dtype, revision, offline, progress, and, where the model is
+    not an LLM, adapter.
     """
     given, rest = _split(model, options)
     _check_options(**rest)
-    return _model(model, given).generate(prompt, **rest)
+    if isinstance(model, LLM):
+        return model.generate(prompt, **rest)
+    kept = _kept(model, given)
+    try:
+        return kept.llm.generate(prompt, **rest)
+    finally:
+        del kept  # which the traceback of an error would hold
 
 
 def stream(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Stream:
     """The same as `generate`, piece by piece."""
     given, rest = _split(model, options)
     _check_options(**rest)
-    return _model(model, given).stream(prompt, **rest)
+    if isinstance(model, LLM):
+        return model.stream(prompt, **rest)
+    kept = _kept(model, given)
+    try:
+        stream = kept.llm.stream(prompt, **rest)
+        stream._keeps = kept
+        return stream
+    finally:
+        del kept

@@ -20,6 +20,8 @@ _KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "soft
 _ORDER = ("discrete", "integrated", "other", "software")
 
 _lock = threading.Lock()  # wgpu-py does not hold one while it makes the process's instance
+_started = False  # WebGPU, in this process or in one that it was forked from
+_forked = False  # from one in which it was
 
 INSTALL_HINT = (
     "Install your GPU's Vulkan driver, or Mesa's software adapter "
@@ -92,10 +94,43 @@ def start_drivers() -> None:
     threading.Thread(target=start, name="drivers").start()
 
 
+def is_forked() -> bool:
+    """Whether this process was forked from one that had started WebGPU: nothing of it works here,
+    because the driver's threads stayed there, and what is on the GPU is the other process's."""
+    return _forked
+
+
+def check_process() -> None:
+    """Raises DeviceError where `is_forked`."""
+    if _forked:
+        raise DeviceError(
+            "This process was forked from one that had used the GPU, which it can't share. Start "
+            'processes with multiprocessing.get_context("spawn"), or use the GPU only in them.'
+        )
+
+
+def _start() -> None:
+    """Once in a process, before WebGPU is used in it."""
+    global _started
+    if not _started and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_after_fork)
+    _started = True
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    # As at the end of a process, wgpu-py then releases nothing: drivers would wait for their
+    # threads, or free what the other process uses.
+    _import_wgpu()._api.libf = None
+
+
 def _handles() -> list[Any]:
     """wgpu-py's adapters. Its own `enumerate_adapters_sync` opens those of OpenGL too, and wgpu
     aborts the process when one thread lets go of them while another opens them."""
+    check_process()
     wgpu_native = _import_wgpu()
+    _start()
     ffi, lib = wgpu_native.ffi, wgpu_native.lib
     options = ffi.new("WGPUInstanceEnumerateAdapterOptions *")
     options.backends = wgpu_native._mappings.native_flags["InstanceBackend.Primary"]

@@ -15,8 +15,14 @@ import wgpu
 from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib
 from wgpu.backends.wgpu_native._api import libf
 
-from infer.kernels.adapters import AdapterInfo, choose_adapter
-from infer.kernels.errors import ClosedError, DeviceError, OutOfMemoryError, ShaderError
+from infer.kernels.adapters import AdapterInfo, check_process, choose_adapter, is_forked
+from infer.kernels.errors import (
+    ClosedError,
+    DeviceError,
+    InferError,
+    OutOfMemoryError,
+    ShaderError,
+)
 from infer.kernels.shader import KernelSpec, Shader, render
 
 _USAGE = {
@@ -128,10 +134,16 @@ class Device:
         features = [name for name, use in wanted.items() if use and name in adapter.features]
         if "timestamp-query" in adapter.features:
             features.append("timestamp-query")
+        check_process()
         try:
-            self.handle = adapter.handle.request_device_sync(
-                required_features=features, required_limits=self._required_limits()
-            )
+            with enough_threads():
+                # wgpu-py never frees a device whose own thread does not start: see that one does.
+                thread = threading.Thread(target=int)
+                thread.start()
+                thread.join()
+                self.handle = adapter.handle.request_device_sync(
+                    required_features=features, required_limits=self._required_limits()
+                )
         except RuntimeError as error:
             raise DeviceError(f"{adapter} could not be opened: {error}") from error
         self.limits = Limits.of(self.handle.limits)
@@ -146,8 +158,12 @@ class Device:
         self._layouts: dict[tuple[str, ...], Any] = {}
         self._scopes = threading.local()
         self._allocated = self._peak = self._hits = self._misses = 0
-        self.closed = False
-        sizes = self._probe_subgroups() if self.subgroups else (0, 0)
+        self.closed = self._stopped = False
+        try:
+            sizes = self._probe_subgroups() if self.subgroups else (0, 0)
+        except BaseException:
+            self.close()
+            raise
         self.subgroup_size, self.largest_subgroup = sizes
 
     @classmethod
@@ -187,11 +203,38 @@ class Device:
         }
         return limits | {name: value for name, value in own.items() if value is not None}
 
+    # Errors
+
+    def error(self, cause: object) -> DeviceError:
+        """What to raise where WebGPU fails for such a cause: wgpu's error, or its text."""
+        text = _first_cause(cause)
+        if isinstance(cause, wgpu.GPUOutOfMemoryError):
+            return OutOfMemoryError(
+                f"{self.adapter.name} has no room left ({self._allocated:,} bytes are in use by "
+                "this process). Close other programs that use it, or load with a smaller context."
+            )
+        if _is_loss(cause):
+            return DeviceError(
+                f"{self.adapter.name} was lost: its driver was reset, it was removed, or something "
+                "in this process has destroyed it. Load the model again."
+            )
+        return DeviceError(
+            f"{self.adapter.name} failed ({text}): the device may be lost. Load the model again."
+        )
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """In it, what wgpu raises becomes a DeviceError."""
+        try:
+            yield
+        except (wgpu.GPUError, RuntimeError) as error:
+            raise self.error(error) from error
+
     # Buffers
 
     def buffer(self, nbytes: int, usage: str = "storage", label: str = "") -> Buffer:
         """New memory, zero-filled, rounded up to 16 bytes. Raises OutOfMemoryError."""
-        self._check_open()
+        self.check_open()
         nbytes = max(16, -(-nbytes // 16) * 16)
         if nbytes > self.limits.max_buffer:
             raise OutOfMemoryError(
@@ -201,6 +244,8 @@ class Device:
         try:
             handle = self.handle.create_buffer(size=nbytes, usage=_USAGE[usage], label=label)
         except wgpu.GPUError as error:
+            if _is_loss(error):
+                raise self.error(error) from error
             raise OutOfMemoryError(
                 f"{self.adapter.name} has no room for {label or 'a buffer'} of {nbytes:,} bytes "
                 f"({self._allocated:,} are in use by this process)."
@@ -229,6 +274,8 @@ class Device:
 
     def destroy(self, buffers: Iterable[Buffer]) -> None:
         """Free memory. wgpu keeps what submitted work still uses until that work is done."""
+        if is_forked():  # the memory is the other process's
+            return
         with self._lock:
             for buffer in list(buffers):
                 if buffer in self._buffers:
@@ -268,33 +315,38 @@ class Device:
 
     def write(self, buffer: Buffer, data: np.ndarray[Any, Any] | bytes, offset: int = 0) -> None:
         """Copy host memory (a multiple of 4 bytes) into a buffer, in order with submitted work."""
-        self._check_open()
+        self.check_open()
         if isinstance(data, np.ndarray):
             data = np.ascontiguousarray(data)
-        self.handle.queue.write_buffer(buffer.handle, offset, data)
+        with self.errors():
+            self.handle.queue.write_buffer(buffer.handle, offset, data)
 
     def read(
         self, buffer: Buffer, dtype: Any = np.float32, count: int = -1, offset: int = 0
     ) -> np.ndarray[Any, Any]:
         """`count` values (-1: all) from byte `offset` on, after all submitted work."""
-        self._check_open()
+        self.check_open()
         itemsize = np.dtype(dtype).itemsize
         nbytes = buffer.nbytes - offset if count < 0 else count * itemsize
         padded = -(-nbytes // 4) * 4
         staging = self.acquire(padded, "read")
-        encoder = self.handle.create_command_encoder()
-        encoder.copy_buffer_to_buffer(buffer.handle, offset, staging.handle, 0, padded)
-        self.handle.queue.submit([encoder.finish()])
-        staging.handle.map_sync(wgpu.MapMode.READ, 0, padded)
-        try:
-            data = np.frombuffer(staging.handle.read_mapped(0, padded), np.uint8)[:nbytes].copy()
-        finally:
-            staging.handle.unmap()
-            self.release(staging)
+        with self.errors():
+            encoder = self.handle.create_command_encoder()
+            encoder.copy_buffer_to_buffer(buffer.handle, offset, staging.handle, 0, padded)
+            self.handle.queue.submit([encoder.finish()])
+            staging.handle.map_sync(wgpu.MapMode.READ, 0, padded)
+            try:
+                mapped = staging.handle.read_mapped(0, padded)
+                data = np.frombuffer(mapped, np.uint8)[:nbytes].copy()
+            finally:
+                staging.handle.unmap()
+                self.release(staging)
         return data.view(dtype)
 
     def wait(self) -> None:
         """Until all submitted work is done."""
+        if is_forked():  # it never is, without the driver's threads
+            return
         lib.wgpuDevicePoll(self.handle._internal, True, ffi.NULL)
 
     def memory_stats(self) -> MemoryStats:
@@ -306,7 +358,7 @@ class Device:
 
     def pipeline(self, spec: KernelSpec) -> Pipeline:
         """The kernel, compiled on its first use. Raises ShaderError with file and line."""
-        self._check_open()
+        self.check_open()
         with self._lock:
             known = self._pipelines.get(spec)
         if known is not None:
@@ -321,7 +373,7 @@ class Device:
         """Compile several kernels at once, in threads: a large one can take seconds. `progress`
         gets how many of them are done, and how many there are."""
         distinct = list(dict.fromkeys(specs))
-        with ThreadPoolExecutor(max_workers=8) as pool:
+        with enough_threads(), ThreadPoolExecutor(max_workers=8) as pool:
             for done, _ in enumerate(pool.map(self.pipeline, distinct), 1):
                 if progress is not None:
                     progress(done, len(distinct))
@@ -344,6 +396,8 @@ class Device:
         try:
             module = (self._module if checked else self._trusted_module)(shader, spec.label)
         except wgpu.GPUError as error:
+            if _is_loss(error):
+                raise self.error(error) from error
             message = _located(str(error), shader)
             raise ShaderError(f"{spec.label} does not compile:\n{message}") from None
         layout = self._layout(tuple(binding.access for binding in shader.bindings))
@@ -354,6 +408,8 @@ class Device:
                 compute={"module": module, "entry_point": "main"},
             )
         except (wgpu.GPUError, wgpu.GPUPipelineError) as error:
+            if _is_loss(error):
+                raise self.error(error) from error
             raise ShaderError(
                 f"{self.adapter.name} refuses {spec.label}: {_first_cause(error)}"
             ) from error
@@ -387,7 +443,7 @@ class Device:
 
     def _layout(self, accesses: tuple[str, ...]) -> Any:
         kinds = {"read": "read-only-storage", "read_write": "storage", "uniform": "uniform"}
-        with self._lock:
+        with self._lock, self.errors():
             if accesses not in self._layouts:
                 self._layouts[accesses] = self.handle.create_bind_group_layout(
                     entries=[
@@ -408,22 +464,27 @@ class Device:
             raise ShaderError(
                 f"{pipeline.spec.label} has {len(bindings)} bindings, not {len(buffers)}"
             )
-        return self.handle.create_bind_group(
-            layout=pipeline.layout,
-            entries=[
-                {
-                    "binding": binding.index,
-                    "resource": {"buffer": buffer.handle, "offset": 0, "size": buffer.nbytes},
-                }
-                for binding, buffer in zip(bindings, buffers, strict=True)
-            ],
-        )
+        with self.errors():
+            return self.handle.create_bind_group(
+                layout=pipeline.layout,
+                entries=[
+                    {
+                        "binding": binding.index,
+                        "resource": {"buffer": buffer.handle, "offset": 0, "size": buffer.nbytes},
+                    }
+                    for binding, buffer in zip(bindings, buffers, strict=True)
+                ],
+            )
 
     # End
 
+    def stop(self) -> None:
+        """Let other threads make nothing more on it: what they begin ends with a ClosedError."""
+        self._stopped = True
+
     def close(self) -> None:
         """Free everything. Safe to call twice."""
-        if self.closed:
+        if self.closed or is_forked():
             return
         self.wait()
         self.destroy(list(self._buffers))
@@ -438,8 +499,10 @@ class Device:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self.closed:
+    def check_open(self) -> None:
+        """Raises ClosedError, and DeviceError in a process that was forked."""
+        check_process()
+        if self.closed or self._stopped:
             raise ClosedError("This device has been closed.")
 
 
@@ -467,7 +530,25 @@ class DryDevice(Device):
         pass
 
 
-def _first_cause(error: Exception) -> str:
+@contextmanager
+def enough_threads() -> Iterator[None]:
+    """In it, that the system starts no more threads becomes an InferError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "new thread" not in str(error):
+            raise
+        raise InferError(
+            "The system lets this process start no more threads, and loading a model takes about "
+            "20. Raise the limit (ulimit -u, or that of the container), or end other processes."
+        ) from error
+
+
+def _is_loss(error: object) -> bool:
+    return "device is lost" in str(error).lower()
+
+
+def _first_cause(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and line != "Caused by:")
 

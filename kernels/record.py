@@ -15,9 +15,9 @@ import numpy as np
 import wgpu
 from numpy.typing import NDArray
 from wgpu.backends.wgpu_native import ffi, lib
+from wgpu.backends.wgpu_native._api import error_handler, libf
 
 from infer.kernels.device import Buffer, Device
-from infer.kernels.errors import DeviceError
 from infer.kernels.plan import NOTHING, Dispatch, Size, needed
 
 SizeAt = Callable[[int, int], Size]
@@ -98,28 +98,44 @@ class RawQueue:
         null = ffi.NULL
         sizes = [grid(rows, kv_len) for grid in recording.grids]
         encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, null)
-        compute = lib.wgpuCommandEncoderBeginComputePass(encoder, null)
-        last = None
-        for pipeline, group, size, grid in recording.items:
-            size = size or sizes[grid]
-            if size is NOTHING:
-                continue
-            if pipeline is not last:
-                set_pipeline(compute, pipeline)
-                last = pipeline
-            set_bind_group(compute, 0, group, 0, null)
-            dispatch(compute, *size)
-        lib.wgpuComputePassEncoderEnd(compute)
-        lib.wgpuComputePassEncoderRelease(compute)
-        for source, staging, nbytes in copies:
-            lib.wgpuCommandEncoderCopyBufferToBuffer(
-                encoder, source.handle._internal, 0, staging.handle._internal, 0, nbytes
-            )
-        self._commands[0] = lib.wgpuCommandEncoderFinish(encoder, null)
-        index = lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands)
-        lib.wgpuCommandBufferRelease(self._commands[0])
-        lib.wgpuCommandEncoderRelease(encoder)
-        return int(index)
+        try:
+            compute = lib.wgpuCommandEncoderBeginComputePass(encoder, null)
+            try:
+                last = None
+                for pipeline, group, size, grid in recording.items:
+                    size = size or sizes[grid]
+                    if size is NOTHING:
+                        continue
+                    if pipeline is not last:
+                        set_pipeline(compute, pipeline)
+                        last = pipeline
+                    set_bind_group(compute, 0, group, 0, null)
+                    dispatch(compute, *size)
+                lib.wgpuComputePassEncoderEnd(compute)
+            finally:
+                lib.wgpuComputePassEncoderRelease(compute)
+            for source, staging, nbytes in copies:
+                lib.wgpuCommandEncoderCopyBufferToBuffer(
+                    encoder, source.handle._internal, 0, staging.handle._internal, 0, nbytes
+                )
+            return self._finish(encoder)
+        finally:
+            lib.wgpuCommandEncoderRelease(encoder)
+
+    def _finish(self, encoder: Any) -> int:
+        """Submit what has been recorded. Raises DeviceError where recording it has failed, as on a
+        lost device: the library would end the process when that is submitted."""
+        error_handler.capture("finish")
+        try:
+            self._commands[0] = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
+        finally:
+            failed = error_handler.release("finish")
+        try:
+            if failed is not None:
+                raise self.device.error(failed[1])
+            return int(lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands))
+        finally:
+            lib.wgpuCommandBufferRelease(self._commands[0])
 
     def wait(self, submission: int) -> None:
         self._index[0] = submission
@@ -128,21 +144,21 @@ class RawQueue:
     def read(self, staging: Buffer, nbytes: int, submission: int) -> NDArray[np.uint32]:
         handle = staging.handle._internal
         self._status[0] = 0
-        lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, nbytes, self._info[0])
-        self.wait(submission)
-        if self._interrupt is not None:
-            error, self._interrupt = self._interrupt, None
-            lib.wgpuBufferUnmap(handle)
-            raise error
-        if self._status[0] != lib.WGPUMapAsyncStatus_Success:
-            raise DeviceError(
-                f"{self.device.adapter.name} did not return a step's result "
-                f"(status {self._status[0]}): the device may be lost. Load the model again."
-            )
-        pointer = lib.wgpuBufferGetConstMappedRange(handle, 0, nbytes)
-        data = np.frombuffer(ffi.buffer(pointer, nbytes), np.uint32).copy()
-        lib.wgpuBufferUnmap(handle)
-        return data
+        try:
+            libf.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, nbytes, self._info[0])
+            self.wait(submission)
+            if self._interrupt is not None:
+                error, self._interrupt = self._interrupt, None
+                raise error
+            if self._status[0] != lib.WGPUMapAsyncStatus_Success:
+                raise self.device.error(f"a step's result: status {self._status[0]}")
+            pointer = lib.wgpuBufferGetConstMappedRange(handle, 0, nbytes)
+            return np.frombuffer(ffi.buffer(pointer, nbytes), np.uint32).copy()
+        except wgpu.GPUError as error:
+            raise self.device.error(error) from error
+        finally:
+            if self._status[0] in (0, lib.WGPUMapAsyncStatus_Success):  # asked for, or mapped
+                lib.wgpuBufferUnmap(handle)
 
 
 class PublicQueue:
@@ -152,26 +168,28 @@ class PublicQueue:
         self.device = device
 
     def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> None:
-        encoder = self.device.handle.create_command_encoder()
-        compute = encoder.begin_compute_pass()
-        for item in needed(recording.dispatches, rows, kv_len):
-            compute.set_pipeline(item.pipeline.handle)
-            compute.set_bind_group(0, item.bind_group)
-            compute.dispatch_workgroups(*item.size(rows, kv_len))
-        compute.end()
-        for source, staging, nbytes in copies:
-            encoder.copy_buffer_to_buffer(source.handle, 0, staging.handle, 0, nbytes)
-        self.device.handle.queue.submit([encoder.finish()])
+        with self.device.errors():
+            encoder = self.device.handle.create_command_encoder()
+            compute = encoder.begin_compute_pass()
+            for item in needed(recording.dispatches, rows, kv_len):
+                compute.set_pipeline(item.pipeline.handle)
+                compute.set_bind_group(0, item.bind_group)
+                compute.dispatch_workgroups(*item.size(rows, kv_len))
+            compute.end()
+            for source, staging, nbytes in copies:
+                encoder.copy_buffer_to_buffer(source.handle, 0, staging.handle, 0, nbytes)
+            self.device.handle.queue.submit([encoder.finish()])
 
     def wait(self, submission: None) -> None:
         self.device.wait()
 
     def read(self, staging: Buffer, nbytes: int, submission: None) -> NDArray[np.uint32]:
-        staging.handle.map_sync(wgpu.MapMode.READ, 0, nbytes)
-        try:
-            return np.frombuffer(staging.handle.read_mapped(0, nbytes), np.uint32).copy()
-        finally:
-            staging.handle.unmap()
+        with self.device.errors():
+            staging.handle.map_sync(wgpu.MapMode.READ, 0, nbytes)
+            try:
+                return np.frombuffer(staging.handle.read_mapped(0, nbytes), np.uint32).copy()
+            finally:
+                staging.handle.unmap()
 
 
 def run(device: Device, dispatches: Sequence[Dispatch], rows: int = 1, kv_len: int = 0) -> None:

@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from wgpu.backends.wgpu_native import ffi, lib
+from wgpu.backends.wgpu_native._api import libf
 
-from infer.kernels.device import Buffer, Device
+from infer.kernels.device import Buffer, Device, enough_threads
 from infer.kernels.errors import DeviceError
 from infer.kernels.plan import Dispatch
 
@@ -71,7 +72,8 @@ class _Staging:
         info = ffi.new("WGPUBufferMapCallbackInfo *")
         info.mode, info.callback = lib.WGPUCallbackMode_AllowProcessEvents, self._callback
         handle, size = self.buffer.handle._internal, self.buffer.nbytes
-        lib.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Write, 0, size, info[0])
+        with self.device.errors():
+            libf.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Write, 0, size, info[0])
 
     def view(self) -> memoryview:
         """The mapped memory, once the GPU has copied what it last held."""
@@ -80,10 +82,7 @@ class _Staging:
         if self._error is not None:
             raise self._error
         if self._status != lib.WGPUMapAsyncStatus_Success:
-            raise DeviceError(
-                f"{self.device.adapter.name} did not map a staging buffer (status {self._status}). "
-                "The device may be lost: open it again."
-            )
+            raise self.device.error(f"a staging buffer was not mapped: status {self._status}")
         handle, size = self.buffer.handle._internal, self.buffer.nbytes
         return memoryview(ffi.buffer(lib.wgpuBufferGetMappedRange(handle, 0, size), size))
 
@@ -92,8 +91,15 @@ class _Staging:
         Returns how many bytes were copied."""
         for fill in self.fills:
             fill.result()
+        with self.device.errors():
+            nbytes = self._submit()
+        self._map()
+        self.used, self.fills, self.commands = 0, [], []
+        return nbytes
+
+    def _submit(self) -> int:
         queue = self.device.handle.queue
-        lib.wgpuBufferUnmap(self.buffer.handle._internal)
+        libf.wgpuBufferUnmap(self.buffer.handle._internal)
         encoder = self.device.handle.create_command_encoder()
         nbytes = 0
         for command in self.commands:
@@ -112,8 +118,6 @@ class _Staging:
         handles = ffi.new("WGPUCommandBuffer[]", [commands._internal])
         index = lib.wgpuQueueSubmitForIndex(queue._internal, 1, handles)
         self._submission = ffi.new("WGPUSubmissionIndex *", index)
-        self._map()
-        self.used, self.fills, self.commands = 0, [], []
         return nbytes
 
 
@@ -171,7 +175,8 @@ class Uploader:
                 self._next()
                 continue
             view = self._view[staging.used : staging.used + size]
-            staging.fills.append(self._threads.submit(fill, view, start))
+            with enough_threads():
+                staging.fills.append(self._threads.submit(fill, view, start))
             staging.commands.append(_Copy(staging.used, buffer, offset + start, size))
             staging.used += -(-size // 16) * 16
             start += size
@@ -188,6 +193,7 @@ class Uploader:
 
     def _next(self) -> None:
         """Go on to the staging buffer that was filled the longest ago."""
+        self._device.check_open()
         self._ring.append(self._ring.pop(0))
         staging = self._ring[0]
         if staging.commands:

@@ -56,7 +56,7 @@ def no_kept_model() -> Iterator[None]:
     """An example may leave the model that module-level generate keeps."""
     yield
     if infer.llm._last is not None:
-        infer.llm._last[1].close()
+        infer.llm._last.llm.close()
         infer.llm._last = None
 
 

@@ -19,10 +19,11 @@ from wgpu.backends.wgpu_native import ffi, lib
 
 from infer.engine import Engine, EngineOptions
 from infer.kernels.device import Device, DryDevice, Limits, Settings
-from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.ops import stride
 from infer.kernels.plan import needed
 from infer.kernels.record import RawQueue, Recording
+from infer.kernels.shader import KernelSpec
 from infer.kernels.step import NO_TOKEN
 from infer.kernels.tensor import allocate
 from infer.models import build_model
@@ -591,3 +592,76 @@ def test_long_steps_are_cut_into_short_submissions(
     whole = len(engine.recording("prefill", False, None).dispatches)
     assert sum(rows == 16 for rows, _ in prefill) > len(prefill) / 2
     assert max(kernels for rows, kernels in prefill if rows == 16) <= -(-(whole + 8) // layers)
+
+
+def test_an_interrupt_while_recording_leaves_nothing_behind(
+    build: Build, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")
+    engine.queue = RawQueue(engine.device)
+    expected = answer(engine, prompt_ids, 8)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in (
+        "wgpuComputePassEncoderDispatchWorkgroups",
+        "wgpuCommandEncoderCopyBufferToBuffer",
+        "wgpuCommandEncoderFinish",
+        "wgpuQueueSubmitForIndex",
+    ):
+        counting.calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(counting, name, interrupted, raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                answer(engine, prompt_ids, 8)
+        calls = counting.count()
+        made = calls["wgpuDeviceCreateCommandEncoder"]
+        assert made == calls["wgpuCommandEncoderRelease"] > 0
+        assert made == calls["wgpuComputePassEncoderRelease"]
+        assert calls["wgpuCommandEncoderFinish"] == calls["wgpuCommandBufferRelease"]
+        assert_same(answer(engine, prompt_ids, 8), expected)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_an_interrupt_while_reading_leaves_nothing_mapped(
+    build: Build, monkeypatch: pytest.MonkeyPatch, times: int, before: bool
+) -> None:
+    """Of a step, and then of those that are drained because of it."""
+    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")
+    expected = answer(engine, prompt_ids, 8)
+    real, left = engine.queue.wait, iter(range(times))
+
+    def interrupted(submission: int) -> None:
+        stop = next(left, None) is not None
+        if not (stop and before):
+            real(submission)
+        if stop:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.queue, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(engine, prompt_ids, 8)
+    assert_same(answer(engine, prompt_ids, 8), expected)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_lost_device_is_an_error(tmp_path: Path, raw: bool) -> None:
+    """Before a prompt and, on the public API too, where the next step is submitted."""
+    folder = load("llama").write_checkpoint(tmp_path / "llama")
+    with Device.open() as device:
+        engine = build_engine(device, folder, raw=raw)
+        steps = engine.generate(prompt_of("llama"), SamplingParams().resolved({}))
+        next(steps)
+        device.handle.destroy()
+        for call in (
+            lambda: next(steps),
+            lambda: answer(engine, prompt_of("llama"), 2),
+            lambda: scores(engine, prompt_of("llama")),
+            lambda: device.pipeline(KernelSpec.of("take_rows", STRIDE=8)),
+        ):
+            with pytest.raises(DeviceError, match="was lost") as caught:
+                call()
+            assert not isinstance(caught.value, OutOfMemoryError)

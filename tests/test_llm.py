@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import io
 import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -21,20 +24,23 @@ import numpy as np
 import pytest
 import tokenizers
 import wgpu
+from wgpu._async import GPUPromise
 
 import infer
 import infer.llm
 import infer.memory
 from infer import LLM
-from infer.engine import Engine
+from infer.engine import Engine, Timings
 from infer.hub import DEMO, ResolvedModel, resolve
 from infer.kernels.adapters import MemoryInfo
-from infer.kernels.device import Buffer, Device, Limits
+from infer.kernels.device import Buffer, Device, DryDevice, Limits
 from infer.kernels.kv_cache import PAGE
 from infer.kernels.quantize import buffer_bytes
+from infer.kernels.upload import _Staging
 from infer.models.llama import Llama
 from infer.models.packing import Stored
 
+ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
 STORY = "Once upon a time"
 # Its greedy answer's best tokens lead by far: rounding does not change it.
@@ -63,7 +69,7 @@ def no_kept_model() -> Iterator[None]:
 
     def forget() -> None:
         if infer.llm._last is not None:
-            infer.llm._last[1].close()
+            infer.llm._last.llm.close()
             infer.llm._last = None
 
     forget()
@@ -414,6 +420,9 @@ def test_a_second_stream_of_the_same_thread_is_refused(llm: LLM) -> None:
     rest = "".join(chunk.text for chunk in first)
     assert COUNTED.endswith(rest)
     assert first.result.text == COUNTED
+    with llm.stream(COUNT) as second:
+        next(second)
+        assert list(first) == []
 
 
 def test_a_stream_that_has_not_begun_takes_nothing(llm: LLM) -> None:
@@ -471,19 +480,263 @@ def test_close_in_mid_stream() -> None:
             use(STORY)
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_close_from_another_thread() -> None:
     llm = infer.load(DEMO)
     stream = llm.stream(COUNT)
     next(stream)
-    closer = threading.Thread(target=llm.close)
-    closer.start()
-    closer.join(timeout=0.2)
-    assert closer.is_alive()  # it waits for this stream, which ends at its next token
+    in_a_thread(llm.close)
+    assert llm.memory_stats().allocated == 0
     with pytest.raises(infer.ClosedError, match="in the middle of this stream"):
         next(stream)
-    closer.join(timeout=60)
-    assert not closer.is_alive()
+    assert list(stream) == []
+
+
+def in_a_thread(call: Callable[[], object]) -> None:
+    """To its end, without which the test would never have one."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert errors == []
+
+
+def by_a_signal(call: Callable[[], object]) -> None:
+    """As its handler, which Python runs in the main thread between two instructions."""
+    before = signal.signal(signal.SIGINT, lambda *_: call())
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def by_garbage_collection(call: Callable[[], object]) -> None:
+    """As the finalizer of an object, which may run anywhere."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            call()
+
+    Garbage()
+    gc.collect()
+
+
+@pytest.mark.parametrize("where", ["submit", "read"])
+@pytest.mark.parametrize("how", [in_a_thread, by_a_signal, by_garbage_collection])
+def test_a_stream_closed_while_it_makes_a_piece(
+    llm: LLM, how: Callable[[Callable[[], object]], None], where: str
+) -> None:
+    """That piece is the last, nothing stays in flight, and the next answer is right."""
+    stream, real = llm.stream(COUNT), getattr(llm.engine.queue, where)
+    seen = [next(stream).text for _ in range(3)]
+
+    def closing(*args: Any) -> Any:
+        patch.undo()
+        how(stream.close)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.queue, where, closing)
+        seen += [chunk.text for chunk in stream]
+    assert len(seen) == 4
+    assert stream.result.text == "".join(seen)
+    assert stream.result.finish_reason == "cancelled"
+    assert llm.generate(COUNT).text == COUNTED
+
+
+def test_a_stream_closed_by_its_logits_processor(llm: LLM) -> None:
+    def closing(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        if len(ids) == len(llm.encode(COUNT)) + 3:
+            stream.close()
+        return logits
+
+    stream = llm.stream(COUNT, logits_processor=closing)
+    assert len(list(stream)) == 4
+    assert stream.result.finish_reason == "cancelled"
+    assert llm.generate(COUNT).text == COUNTED
+
+
+def test_threads_share_a_stream(llm: LLM) -> None:
+    """Each piece goes to one of them, though one asks while another is being made."""
+    expected = sorted(chunk.text for chunk in llm.stream(COUNT))
+    stream, real = llm.stream(COUNT), llm.engine.queue.read
+    pieces = [next(stream).text]
+
+    def take() -> None:
+        pieces.extend(chunk.text for chunk in stream)
+
+    other = threading.Thread(target=take)
+
+    def starting(*args: Any) -> Any:
+        patch.undo()
+        other.start()
+        other.join(timeout=0.2)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.queue, "read", starting)
+        take()
+    other.join(timeout=60)
+    assert sorted(pieces) == expected
+    assert stream.result.text == COUNTED
+    assert llm.generate(COUNT).text == COUNTED
+
+
+@pytest.mark.usefixtures("same_kernels")
+@pytest.mark.parametrize("used", ["generate", "logits"])
+@pytest.mark.parametrize("how", [lambda call: call(), by_garbage_collection])
+def test_close_in_the_middle_of_a_call(
+    how: Callable[[Callable[[], object]], None], used: str
+) -> None:
+    """The call ends and then frees the memory: it can't be waited for inside of it."""
+    llm, results = infer.load(DEMO), []
+    name = "submit" if used == "generate" else "write"
+    owner: Any = llm.engine.queue if used == "generate" else llm.device
+    real = getattr(owner, name)
+
+    def closing(*args: Any) -> Any:
+        patch.undo()
+        how(llm.close)
+        assert llm.memory_stats().allocated > 0
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, closing)
+        in_a_thread(lambda: results.append(getattr(llm, used)(COUNT)))
     assert llm.memory_stats().allocated == 0
+    if used == "generate":
+        assert COUNTED.startswith(results[0].text)
+        assert results[0].finish_reason == "cancelled"
+    with pytest.raises(infer.ClosedError, match="has been closed"):
+        llm.generate(STORY)
+
+
+# Signals, lost devices and forked processes, in processes of their own: what is wrong there hangs
+# them or aborts them.
+
+
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=ROOT, stdin=subprocess.DEVNULL
+    )
+
+
+def test_close_in_a_signal_handler() -> None:
+    script = """
+import signal
+import infer
+
+llm = infer.load("demo")
+signal.signal(signal.SIGTERM, lambda *_: llm.close())
+read = llm.engine.queue.read
+stream = llm.stream("Once upon a time", max_tokens=20)
+next(stream)
+
+def interrupted(*args):
+    llm.engine.queue.read = read
+    signal.raise_signal(signal.SIGTERM)
+    return read(*args)
+
+llm.engine.queue.read = interrupted
+print(len(list(stream)), stream.result.finish_reason, llm.memory_stats().allocated)
+"""
+    done = run_python(script)
+    assert (done.returncode, done.stdout) == (0, "1 cancelled 0\n"), done.stderr
+
+
+def test_a_lost_device_is_an_error() -> None:
+    """In the middle of an answer and for whatever comes after it; closing, and ending with a stream
+    in the middle of its answer, do no harm."""
+    script = """
+import infer
+
+def tried(call):
+    try:
+        call()
+    except infer.InferError as error:
+        print(type(error).__name__, "was lost" in str(error))
+
+llm = infer.load("demo")
+stream = llm.stream("Once upon a time", max_tokens=20)
+next(stream)
+llm.device.handle.destroy()
+tried(lambda: list(stream))
+tried(lambda: llm.generate("Once"))
+tried(lambda: llm.logits("Once"))
+llm.close()
+llm = infer.load("demo")
+stream = llm.stream("Once upon a time", max_tokens=20)
+next(stream)
+llm.device.handle.destroy()
+"""
+    done = run_python(script)
+    assert (done.returncode, done.stdout) == (0, "DeviceError True\n" * 3), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_process_is_told_to_be_spawned() -> None:
+    """Whatever it uses; closing and collecting do no harm, neither there nor here."""
+    script = """
+import gc, os, signal, sys
+import infer
+from infer.kernels.adapters import list_adapters
+
+llm = infer.load("demo")
+stream = llm.stream("Once upon a time", max_tokens=6)
+first = next(stream).text
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)
+    for call in (
+        lambda: next(stream),
+        lambda: llm.generate("Once"),
+        lambda: llm.logits("Once"),
+        lambda: infer.load("demo"),
+        lambda: list_adapters(),
+        lambda: llm.device.read(llm.engine.logits),
+    ):
+        try:
+            call()
+        except infer.DeviceError as error:
+            print("spawn" in str(error))
+    stream.close()
+    llm.close()
+    del stream, llm
+    gc.collect()
+    sys.stdout.flush()
+    os._exit(7)  # as multiprocessing does; at another end Mesa waits for threads of its own
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+text = first + "".join(chunk.text for chunk in stream)
+llm.engine.tokens.clear()
+print(text == llm.generate("Once upon a time", max_tokens=6).text)
+"""
+    done = run_python(script)
+    assert (done.returncode, done.stdout) == (0, "True\n" * 6 + "7\nTrue\n"), done.stderr
+
+
+def test_a_stream_that_fails_at_once_has_no_timings(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.generate(STORY, max_tokens=3)
+    stream = llm.stream(STORY, max_tokens=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.queue, "submit", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    assert stream.result.timings == Timings()
 
 
 def test_two_models_at_once(llm: LLM) -> None:
@@ -555,6 +808,43 @@ def _recording(load: Callable[..., LLM], loaded: list[LLM]) -> Callable[..., LLM
     return recording
 
 
+@pytest.mark.usefixtures("no_kept_model", "same_kernels")
+@pytest.mark.parametrize("end", ["read", "close", "drop"])
+def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """While a second one is loaded, in another thread: until its answer is done."""
+    loaded: list[LLM] = []
+    monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
+    stream = infer.stream(DEMO, COUNT)
+    first = next(stream).text
+    in_a_thread(lambda: infer.generate(DEMO, COUNT, context=200))
+    assert len(loaded) == 2
+    assert loaded[0].memory_stats().allocated > 0
+    if end == "read":
+        assert first + "".join(chunk.text for chunk in stream) == COUNTED
+    elif end == "close":
+        stream.close()
+    else:
+        del stream
+    gc.collect()
+    assert loaded[0].memory_stats().allocated == 0
+    assert infer.generate(DEMO, COUNT, context=200).text == COUNTED
+    assert len(loaded) == 2
+
+
+@pytest.mark.usefixtures("no_kept_model", "same_kernels")
+def test_two_threads_generate_with_two_models() -> None:
+    """A second model is loaded and answers in the middle of the answer of the first."""
+    texts: list[str] = []
+
+    def processor(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        if not texts:
+            in_a_thread(lambda: texts.append(infer.generate(DEMO, COUNT, context=200).text))
+        return logits
+
+    texts.append(infer.generate(DEMO, COUNT, logits_processor=processor).text)
+    assert texts == [COUNTED, COUNTED]
+
+
 @pytest.mark.usefixtures("no_kept_model")
 def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer.llm, "load", forbidden)
@@ -575,7 +865,7 @@ def test_a_quantised_model_answers_nearly_as_before(
     ids = llm.encode(llm.generate(STORY, max_tokens=100).text)
     assert infer.generate(DEMO, COUNT, quantize=quantize).text == COUNTED
     assert infer.llm._last is not None
-    quantized = infer.llm._last[1]
+    quantized = infer.llm._last.llm
     exact, got = (
         logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         for logits in (model.logits(ids).astype(np.float64) for model in (llm, quantized))
@@ -917,4 +1207,85 @@ def test_a_load_that_fails_leaves_nothing_behind(
         patch.setattr(Engine, "compile", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             infer.load(DEMO)
+    assert native_objects() == before
+
+
+def interrupting(real: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The function, in whose call of that number Ctrl-C comes."""
+    calls = iter(range(count))
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) == count - 1:
+            _thread.interrupt_main()
+        return real(*args, **kwargs)
+
+    return interrupted
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        (GPUPromise, "_wgpu_set_input", 1),  # the library calls back: the device is there
+        (Device, "_probe_subgroups", 1),
+        (Device, "buffer", 30),
+        (Device, "compile", 5),
+        (Device, "destroy", 2),
+        (_Staging, "submit", 1),
+        (Engine, "compile", 1),
+        (LLM, "__init__", 1),
+    ],
+)
+def test_an_interrupt_while_loading_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, count: int
+) -> None:
+    before, threads = native_objects(), threading.enumerate()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupting(getattr(owner, name), count))
+        with pytest.raises(KeyboardInterrupt):
+            infer.load(DEMO)
+    assert threading.enumerate() == threads
+    assert native_objects() == before
+
+
+def test_progress_that_fails_leaves_nothing_behind() -> None:
+    before, threads = native_objects(), threading.enumerate()
+    with pytest.raises(ZeroDivisionError):
+        infer.load(DEMO, progress=lambda done, total: print(1 // 0))
+    assert threading.enumerate() == threads
+    assert native_objects() == before
+
+
+def test_a_device_lost_while_loading_is_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, real = native_objects()["Device"], Engine.__init__
+
+    def losing(self: Engine, device: Device, *args: Any) -> None:
+        if not isinstance(device, DryDevice):
+            device.handle.destroy()
+        real(self, device, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "__init__", losing)
+        with pytest.raises(infer.DeviceError, match="was lost") as caught:
+            infer.load(DEMO)
+    assert not isinstance(caught.value, infer.OutOfMemoryError)
+    del caught
+    assert native_objects()["Device"] == devices
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 3, 5])
+def test_too_few_threads_are_said(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    """One that loads, that of wgpu, one that compiles, its pool and that of the upload."""
+    before, threads = native_objects(), threading.enumerate()
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if threading.active_count() - len(threads) == allowed:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(infer.InferError, match=r"threads.*ulimit"):
+            infer.load(DEMO)
+    assert threading.enumerate() == threads
     assert native_objects() == before

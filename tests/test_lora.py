@@ -756,5 +756,5 @@ def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
     result = infer.generate(DEMO, messages, adapter=demo_adapter, context=256, max_tokens=16)
     assert result.text == expected
     assert infer.llm._last is not None
-    infer.llm._last[1].close()
+    infer.llm._last.llm.close()
     infer.llm._last = None
