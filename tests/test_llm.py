@@ -1250,7 +1250,7 @@ def test_an_interrupt_while_loading_leaves_nothing_behind(
 def test_progress_that_fails_leaves_nothing_behind() -> None:
     before, threads = native_objects(), threading.enumerate()
     with pytest.raises(ZeroDivisionError):
-        infer.load(DEMO, progress=lambda done, total: print(1 // 0))
+        infer.load(DEMO, progress=lambda what, done, total: print(1 // 0))
     assert threading.enumerate() == threads
     assert native_objects() == before
 
