@@ -110,6 +110,15 @@ class Lowering:
             return (x, self.kind.logits, 1)
         return lambda rows, kv_len: (x, rows, 1)
 
+    def _vec_grid(self, value: Value, count: int, row_each: bool) -> Grid:
+        """`count` workgroups, or for each row so many."""
+        x, y, _ = linear_grid(count, self.device.limits.max_workgroups)
+        if not row_each:
+            return (x, y, 1)
+        if value.of_logits and self.kind.logits is not None:
+            return (x, y, self.kind.logits)
+        return lambda rows, kv_len: (x, y, rows)
+
     def source(self, value: Value) -> tuple[Value, int, int]:
         """Where an operand lies: its activation, that one's row stride, and its first column."""
         offset = 0
@@ -382,7 +391,7 @@ class Lowering:
             self.emit(
                 "matmul_vec",
                 [*self.multiplied(shard, inputs), *added, *outputs],
-                linear_grid(-(-n // variant.per_workgroup), self.device.limits.max_workgroups),
+                self._vec_grid(result, -(-n // variant.per_workgroup), variant.row_each),
                 params
                 | weight.grouping.params
                 | {
@@ -391,7 +400,7 @@ class Lowering:
                     "WG": variant.workgroup,
                     "TEAM": variant.team,
                     "SUBGROUPS": self.device.subgroups,
-                    "ROWS": rows,
+                    "ROWS": 1 if variant.row_each else rows,
                     "OUTPUTS": variant.outputs,
                     "UNROLL": variant.unroll,
                     "TABLE_COPIES": variant.copies,

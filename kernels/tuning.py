@@ -31,13 +31,15 @@ class VecShape:
 @dataclass(frozen=True)
 class VecVariant:
     """matmul_vec: invocations of a workgroup and of each of its teams, outputs of a team, loads in
-    flight per row of weights, copies of the table of codes that are looked up."""
+    flight per row of weights, copies of the table of codes that are looked up, and whether there
+    are workgroups for each row of activations, instead of each taking all of them."""
 
     workgroup: int
     team: int
     outputs: int
     unroll: int
     copies: int = 1
+    row_each: bool = False
 
     @property
     def per_workgroup(self) -> int:
@@ -316,10 +318,11 @@ class Tuning:
         blocks = -(-shape.k // columns)
         if not lanes:
             workgroup = max(32, min(128, most, power_of_two(blocks)))
-            return VecVariant(workgroup, workgroup, 2, 1)
-        if self.software and lanes >= shape.rows:
-            outputs = min(4, max(1, lanes // shape.rows))
-            return VecVariant(BLOCK // outputs * lanes, lanes, outputs, 1)
+            return VecVariant(workgroup, workgroup, 2, 1, row_each=self.software)
+        if self.software:
+            # Weights come out of a CPU's cache for every row; one kernel for all, which compiles
+            # in a fifth of the time, leaves registers to more outputs.
+            return VecVariant(BLOCK // 4 * lanes, lanes, 4, 1, row_each=True)
         least = max(32, self.largest_subgroup)  # a team is whole subgroups
         if shape.quantize:
             return self._to_int8(shape, blocks, most, least)
@@ -440,12 +443,18 @@ class Tuning:
         # A lane keeps heads * per_lane groups of queries and of outputs in registers.
         most = max(1, 8 // per_lane)
         fitting = [heads for heads in range(1, min(group, most) + 1) if group % heads == 0]
-        # Up to four, so that there are more workgroups; but the 5 or 7 of some models are shared.
-        heads = max(heads for heads in fitting if heads <= 4 or fitting[1:] == [heads])
+        if self.software:
+            # Small workgroups and few heads: large kernels take a CPU seconds to compile.
+            heads, workgroup = max(heads for heads in fitting if heads <= 2), 32
+        else:
+            # Up to four, so that there are more workgroups; but the 5 or 7 of some models are
+            # shared.
+            heads = max(heads for heads in fitting if heads <= 4 or fitting[1:] == [heads])
+            workgroup = 128 if chunks <= 8 else 256
         batch = 2 if per_lane <= 8 else 1
         # More splits than that cost more in attention_combine than they gain.
         splits = max(1, min(64, (8 if self.software else 128) // (n_kv_heads * group // heads)))
-        workgroup = max(128 if chunks <= 8 else 256, self.subgroup_size)
+        workgroup = max(workgroup, self.subgroup_size)
         while True:
             at_once = batch * workgroup // cluster
             variant = AttentionVariant(

@@ -20,7 +20,7 @@
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
 // @param SCALE f32
-// @param ROWS u32                rows of x
+// @param ROWS u32                rows of x that a workgroup takes
 // @param OUTPUTS u32             outputs per team
 // @param UNROLL u32              blocks in flight per row of W
 // @param EPS f32
@@ -33,7 +33,7 @@
 // @param GATE_OFFSET u32
 // @param RESIDUAL bool
 // @param KEEP bool
-// @param QUANTIZE bool           for one row of x, and TEAMS * OUTPUTS a multiple of 16
+// @param QUANTIZE bool           where ROWS is one, and TEAMS * OUTPUTS a multiple of 16
 // @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 #if INTEGERS
@@ -89,7 +89,7 @@ const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per team
 const FOURS = TEAMS * OUTPUTS / 4u;
 #endif
 
-// grid: linear_grid(N / (TEAMS * OUTPUTS))
+// grid: linear_grid(N / (TEAMS * OUTPUTS)), and as its depth rows of x / ROWS
 @compute @workgroup_size(WG)
 fn main(
   @builtin(workgroup_id) id: vec3<u32>,
@@ -97,6 +97,7 @@ fn main(
   me: Invocation,
 ) {
   let first = workgroup_index(id, size) * (TEAMS * OUTPUTS);
+  let first_row = id.z * ROWS;
   if (first >= N) {
     return;
   }
@@ -122,11 +123,12 @@ fn main(
 #endif
 
   // One output for each of the first invocations: what is added to it is under way from the start.
-  let out_row = me.index / (TEAMS * OUTPUTS);
+  let out = me.index / (TEAMS * OUTPUTS);
+  let out_row = first_row + out;
   let n = first + me.index % (TEAMS * OUTPUTS);
-  var writes = out_row < ROWS && n < N;
+  var writes = out < ROWS && n < N;
 #if STOPS
-  writes = writes && step.rows[min(out_row, ROWS - 1u)].alive != 0u;
+  writes = writes && step.rows[first_row + min(out, ROWS - 1u)].alive != 0u;
 #endif
 #if BIAS
   var own_bias = 0.0;
@@ -190,7 +192,7 @@ fn main(
 #endfor
 #for u in 0..UNROLL
 #for m in 0..ROWS
-    let x$u_$m = load_activations($mu, i$u, base + $uu * TEAM < BLOCKS);
+    let x$u_$m = load_activations(first_row + $mu, i$u, base + $uu * TEAM < BLOCKS);
 #endfor
 #endfor
 #for u in 0..UNROLL
@@ -221,21 +223,21 @@ fn main(
     let owner = me.index / OUTPUTS % TEAMS;  // the team that has this output
     let place = me.index % OUTPUTS;
 #if NORM
-    let mean = total(0u, ROWS * W_ROWS + out_row, parts) / f32(K);
+    let mean = total(0u, ROWS * W_ROWS + out, parts) / f32(K);
     let scale = UNIT * inverseSqrt(mean + EPS);
 #else
     let scale = UNIT;
 #endif
 #if GATED
-    var gate = scale * total(owner, out_row * W_ROWS + 2u * place, parts);
-    var up = scale * total(owner, out_row * W_ROWS + 2u * place + 1u, parts);
+    var gate = scale * total(owner, out * W_ROWS + 2u * place, parts);
+    var up = scale * total(owner, out * W_ROWS + 2u * place + 1u, parts);
 #if BIAS
     gate += own_bias;
     up += up_bias;
 #endif
     var value = gated(gate, up);
 #else
-    var value = scale * total(owner, out_row * W_ROWS + place, parts);
+    var value = scale * total(owner, out * W_ROWS + place, parts);
 #if BIAS
     value += own_bias;
 #endif
@@ -268,7 +270,7 @@ fn main(
 
   workgroupBarrier();
   if (me.index < FOURS) {
-    store_outputs(me.index, 0u, Y_STRIDE / 32u, (START + first) / 16u);
+    store_outputs(me.index, first_row, Y_STRIDE / 32u, (START + first) / 16u);
   }
 #endif
 }
