@@ -401,6 +401,7 @@ class Lowering:
                     "TEAM": variant.team,
                     "SUBGROUPS": self.device.subgroups,
                     "ROWS": 1 if variant.row_each else rows,
+                    "ROW_EACH": variant.row_each,
                     "OUTPUTS": variant.outputs,
                     "UNROLL": variant.unroll,
                     "TABLE_COPIES": variant.copies,

@@ -20,7 +20,8 @@
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
 // @param SCALE f32
-// @param ROWS u32                rows of x that a workgroup takes
+// @param ROWS u32                rows of x, or one with
+// @param ROW_EACH bool           workgroups for each row
 // @param OUTPUTS u32             outputs per team
 // @param UNROLL u32              blocks in flight per row of W
 // @param EPS f32
@@ -89,7 +90,7 @@ const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per team
 const FOURS = TEAMS * OUTPUTS / 4u;
 #endif
 
-// grid: linear_grid(N / (TEAMS * OUTPUTS)), and as its depth rows of x / ROWS
+// grid: linear_grid(N / (TEAMS * OUTPUTS)); with ROW_EACH its depth is the rows
 @compute @workgroup_size(WG)
 fn main(
   @builtin(workgroup_id) id: vec3<u32>,
@@ -97,7 +98,11 @@ fn main(
   me: Invocation,
 ) {
   let first = workgroup_index(id, size) * (TEAMS * OUTPUTS);
-  let first_row = id.z * ROWS;
+#if ROW_EACH
+  let first_row = id.z;
+#else
+  let first_row = 0u;
+#endif
   if (first >= N) {
     return;
   }
