@@ -39,18 +39,21 @@ from infer.models.weights import check_checkpoint
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5
+# Large embeddings and soft caps: float32 is up to 1e-5 from float64 in transformers itself.
+TOLERANCES = {"gemma": 3e-5, "gemma4": 3e-5}
 
 
 def assert_agrees(device: Device, folder: Path, reference: dict[str, Any], **options: Any) -> None:
-    """reference: the arrays of reference_models.Reference."""
+    """folder: named after the case. reference: the arrays of reference_models.Reference."""
+    tolerance = TOLERANCES.get(folder.name, TOLERANCE)
     prompt_ids, greedy_ids = reference["prompt_ids"].tolist(), reference["greedy_ids"].tolist()
     with device.scope():
         engine = build_engine(device, folder, **options)
         greedy = answer(engine, prompt_ids, len(greedy_ids))
         assert greedy.token_ids == greedy_ids
-        assert relative_error(greedy.logits[0], reference["logits"][-1]) <= TOLERANCE
-        assert relative_error(greedy.logits[-1], reference["final_logits"]) <= TOLERANCE
-        assert relative_error(scores(engine, prompt_ids), reference["logits"]) <= TOLERANCE
+        assert relative_error(greedy.logits[0], reference["logits"][-1]) <= tolerance
+        assert relative_error(greedy.logits[-1], reference["final_logits"]) <= tolerance
+        assert relative_error(scores(engine, prompt_ids), reference["logits"]) <= tolerance
 
 
 def test_every_architecture_has_a_case() -> None:

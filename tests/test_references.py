@@ -212,6 +212,27 @@ def test_what_a_case_is_about_matters(case: str, tmp_path: Path) -> None:
     assert relative_error(other[-1], reference.final_logits) > 1e-2
 
 
+@pytest.mark.parametrize("case", cases())
+@pytest.mark.usefixtures("script")
+def test_an_eps_ten_times_too_small_shows(case: str, tmp_path: Path) -> None:
+    """In each kind of norm, where it is its only fault."""
+    reference = load(case)
+    model = from_pretrained(reference.write_checkpoint(tmp_path / case))
+    shows: dict[str, float] = {}
+    for place, module in model.named_modules():
+        for name in {"eps", "variance_epsilon"} & vars(module).keys():
+            own, kind = getattr(module, name), place.rpartition(".")[2]
+            if "vis" in place or "audio" in place or kind == "router":  # which norms with another
+                continue
+            setattr(module, name, own / 10)
+            other = prompt_logits(model, reference.prompt_ids)
+            setattr(module, name, own)
+            shows[kind] = max(shows.get(kind, 0.0), relative_error(other, reference.logits))
+    assert shows or case == "olmo"  # whose norms are a function
+    # OPT has an eps of 1e-5, whatever its config says.
+    assert all(error > TOLERANCE for error in shows.values()) or case == "opt"
+
+
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("case", [case for case in cases() if case not in ONE_PASS])
 @pytest.mark.usefixtures("script")
