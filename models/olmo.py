@@ -18,7 +18,7 @@ class Olmo(Llama):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         bias = raw.get("attention_bias", False, bool)
-        raw = raw.with_defaults(rms_norm_eps=1e-5)  # which no config says
+        raw = raw.with_values(rms_norm_eps=1e-5)  # whatever a config says
         return DecoderConfig.read(
             raw,
             qkv_bias=bias,

@@ -62,6 +62,31 @@ def load(case: str) -> Reference:
         return Reference(case, **arrays)
 
 
+@dataclass(frozen=True)
+class LongReference:
+    """The answers of one case to a prompt of 1,200 tokens, as in Reference, but for
+    logits: float32 [rows, vocab], after the tokens at `rows` of the prompt; rows: int64 [rows]."""
+
+    prompt_ids: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    greedy_ids: NDArray[np.int64]
+    greedy_margins: NDArray[np.float32]
+    final_logits: NDArray[np.float32]
+    rows: NDArray[np.int64]
+    routing_margin: NDArray[np.float32] | None = None
+
+
+def long_cases() -> list[str]:
+    """The names of those with such answers, sorted."""
+    return sorted(file.parent.name for file in DATA.glob("*/long.npz"))
+
+
+def load_long(case: str) -> LongReference:
+    """The stored long answers of one case."""
+    with np.load(DATA / case / "long.npz") as arrays:
+        return LongReference(**arrays)
+
+
 def relative_error(actual: NDArray[np.floating], expected: NDArray[np.floating]) -> float:
     """The largest norm(actual - expected) / norm(expected) of any row (last axis), in float64."""
     difference = np.linalg.norm(actual.astype(np.float64) - expected, axis=-1)

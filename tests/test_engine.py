@@ -30,7 +30,7 @@ from infer.models import build_model
 from infer.models.shapes import shape_config
 from infer.sampling import SamplingParams
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 CASES = ["llama", "mistral_sliding", "qwen3", "lfm2", "qwen3_5_text", "nemotron_h_experts"]
 STEPS = 32
 
@@ -256,13 +256,14 @@ def test_scores_fit_in_a_binding(open_device: OpenDevice, tmp_path: Path) -> Non
     with device.scope():
         engine = build_engine(device, folder)
         assert (
-            relative_error(scores(engine, reference.prompt_ids.tolist()), reference.logits) < 1e-4
+            relative_error(scores(engine, reference.prompt_ids.tolist()), reference.logits)
+            < TOLERANCE
         )
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([], "prompt is empty"), ([3, -1], "Token -1 is not"), ([331], "Token 331 is not")],
+    [([], "prompt is empty"), ([3, -1], "Token -1 is not"), ([211], "Token 211 is not")],
 )
 def test_prompts_that_cannot_be_served(build: Build, ids: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):

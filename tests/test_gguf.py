@@ -924,7 +924,7 @@ def test_a_converted_model_computes_what_transformers_does(
     ids = reference.prompt_ids.tolist()
     with device.scope():
         logits = scores(build_engine(device, tmp_path / "m.gguf"), ids)
-    assert relative_error(logits, reference.logits) <= 1e-4
+    assert relative_error(logits, reference.logits) <= 1e-5
 
 
 def test_a_hybrid_without_experts_or_with_positions(tmp_path: Path) -> None:
@@ -1052,7 +1052,7 @@ def test_experts_of_blocks_are_read_one_by_one(tmp_path: Path, kind: Kind) -> No
     assert found is not None
     packed = find_packed(checkpoint, found, build_model(config).weights()).packed
     experts = [key for key in packed if ".experts." in key]
-    assert len(experts) == 2 * 6 * 3
+    assert len(experts) == 2 * 8 * 3
     for key in experts:
         info = Checkpoint.open(DATA / "models" / "mixtral").tensors[key]
         wanted = library.dequantize(library.quantize(read_rows(info), kind), kind)

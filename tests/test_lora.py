@@ -56,7 +56,7 @@ from infer.models.weights import load_weights
 DATA = Path(__file__).resolve().parent / "data" / "adapters"
 CASES = sorted(folder.name for folder in DATA.iterdir())
 MODEL = {"llama_head": "llama"}  # the others are named after theirs
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 Array = NDArray[Any]
 Tensors = dict[str, Array]
@@ -308,7 +308,7 @@ def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> N
     with device.scope():
         expected = build_engine(device, same, adapter=DATA / "llama")
         engine = build_engine(device, folder, adapter=DATA / "llama")
-        assert relative_error(scores(engine, ids), scores(expected, ids)) <= 1e-4
+        assert relative_error(scores(engine, ids), scores(expected, ids)) <= TOLERANCE
         assert answer(engine, ids, 8).token_ids == answer(expected, ids, 8).token_ids
         plain = build_engine(device, folder)
         assert relative_error(scores(plain, ids), scores(expected, ids)) > 1e-1
@@ -550,7 +550,7 @@ def test_what_is_multiplied_head_by_head_is_refused(tmp_path: Path) -> None:
 def test_embeddings_and_experts_are_refused(tmp_path: Path) -> None:
     def embedding(tensors: Tensors) -> None:
         tensors[f"{EMBEDDING}.lora_A.weight"] = ONES
-        tensors[f"{EMBEDDING}.lora_B.weight"] = np.ones((331, 4), np.float32)
+        tensors[f"{EMBEDDING}.lora_B.weight"] = np.ones((211, 4), np.float32)
 
     with pytest.raises(UnsupportedError, match=r"embed_tokens.*of experts.*merge_and_unload"):
         fit(adapter_with(tmp_path / "a", change=embedding))

@@ -15,11 +15,20 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from engines import answer, build_engine, scores
-from reference_models import CONFIG_FILES, DATA, Spelling, cases, load, relative_error
+from reference_models import (
+    CONFIG_FILES,
+    DATA,
+    Spelling,
+    cases,
+    load,
+    load_long,
+    long_cases,
+    relative_error,
+)
 
 from infer.kernels.device import Device
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.kv_cache import kept
+from infer.kernels.kv_cache import PAGE, kept
 from infer.memory import kv_bytes_per_position
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model
 from infer.models.checkpoint import TensorInfo
@@ -29,19 +38,22 @@ from infer.models.multimodal import text_config
 from infer.models.weights import check_checkpoint
 from infer.sampling import SamplingParams
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
+# Large embeddings and soft caps: float32 is up to 1e-5 from float64 in transformers itself.
+TOLERANCES = {"gemma": 3e-5, "gemma4": 3e-5}
 
 
 def assert_agrees(device: Device, folder: Path, reference: dict[str, Any], **options: Any) -> None:
-    """reference: the arrays of reference_models.Reference."""
+    """folder: named after the case. reference: the arrays of reference_models.Reference."""
+    tolerance = TOLERANCES.get(folder.name, TOLERANCE)
     prompt_ids, greedy_ids = reference["prompt_ids"].tolist(), reference["greedy_ids"].tolist()
     with device.scope():
         engine = build_engine(device, folder, **options)
         greedy = answer(engine, prompt_ids, len(greedy_ids))
         assert greedy.token_ids == greedy_ids
-        assert relative_error(greedy.logits[0], reference["logits"][-1]) <= TOLERANCE
-        assert relative_error(greedy.logits[-1], reference["final_logits"]) <= TOLERANCE
-        assert relative_error(scores(engine, prompt_ids), reference["logits"]) <= TOLERANCE
+        assert relative_error(greedy.logits[0], reference["logits"][-1]) <= tolerance
+        assert relative_error(greedy.logits[-1], reference["final_logits"]) <= tolerance
+        assert relative_error(scores(engine, prompt_ids), reference["logits"]) <= tolerance
 
 
 def test_every_architecture_has_a_case() -> None:
@@ -54,6 +66,24 @@ def test_every_architecture_has_a_case() -> None:
 def test_agrees_with_transformers(device: Device, case: str, tmp_path: Path) -> None:
     reference = load(case)
     assert_agrees(device, reference.write_checkpoint(tmp_path / case), vars(reference))
+
+
+@pytest.mark.parametrize("case", long_cases())
+def test_agrees_over_pages_and_chunks(device: Device, case: str, tmp_path: Path) -> None:
+    reference = load_long(case)
+    prompt_ids, greedy_ids = reference.prompt_ids.tolist(), reference.greedy_ids.tolist()
+    with device.scope():
+        folder = load(case).write_checkpoint(tmp_path / case)
+        engine = build_engine(device, folder, context=len(prompt_ids) + len(greedy_ids))
+        engine._row_seconds = 1e-9  # as if the first steps had been so fast
+        assert [rows for _, rows, _ in engine.chunks(len(prompt_ids))] == [512, 512, 176]
+        assert engine.context > 4 * PAGE
+        greedy = answer(engine, prompt_ids, len(greedy_ids))
+        assert greedy.token_ids == greedy_ids
+        assert relative_error(greedy.logits[0], reference.logits[-1]) <= TOLERANCE
+        assert relative_error(greedy.logits[-1], reference.final_logits) <= TOLERANCE
+        rows = scores(engine, prompt_ids)[reference.rows]
+        assert relative_error(rows, reference.logits) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", cases())
@@ -101,8 +131,8 @@ def test_factors_that_mlx_has_multiplied_weights_by_are_refused(tmp_path: Path) 
     open_model(folder)
     file = folder / "model.safetensors"
     data = file.read_bytes()
-    assert data.count(b"[96,1,4]") == 2
-    file.write_bytes(data.replace(b"[96,1,4]", b"[96,4,1]"))
+    assert data.count(b"[192,1,4]") == 2
+    file.write_bytes(data.replace(b"[192,1,4]", b"[192,4,1]"))
     with pytest.raises(UnsupportedError, match="as MLX converts falcon_h1"):
         open_model(folder)
 
@@ -134,14 +164,14 @@ def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path:
 
 
 def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
-    """Of four layers the last two attend to what the first two keep: of two heads of 8 where there
-    is a window, and of 40 where there is none. Files have weights for them all the same."""
+    """Of four layers the last two attend to what the first two keep: of two heads of 16 where there
+    is a window, and of 32 where there is none. Files have weights for them all the same."""
     with device.scope():
         engine = build_engine(device, load("gemma4").write_checkpoint(tmp_path / "gemma4"))
         first, second, *others = engine.caches
         assert others == [first, second]
         assert engine.cache.nbytes - engine.cache.layers[0].pages.nbytes == 256 * 768
-        assert kv_bytes_per_position(engine.model, "f32") == 2 * 4 * (2 * 8 + 2 * 40) == 768
+        assert kv_bytes_per_position(engine.model, "f32") == 2 * 4 * (2 * 16 + 2 * 32) == 768
     keys = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(4)]
     assert [engine.model.ignorable(key) for key in keys] == [False, False, True, True]
 
@@ -150,7 +180,7 @@ def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
     ("case", "kv_dtype", "least", "most"),
     [
         ("llama", "f16", 1e-4, 5e-3),
-        ("llama", "q8", 3e-3, 3e-2),
+        ("llama", "q8", 3e-3, 4e-2),
         ("deepseek_v3", "f16", 1e-4, 5e-3),
     ],
 )
@@ -171,14 +201,14 @@ def test_a_smaller_cache_costs_little(
 
 
 def test_a_latent_is_cached_once(device: Device, tmp_path: Path) -> None:
-    """One latent of 64 and one key of 32 that turns, for three heads of 56 + 20."""
+    """One latent of 32 and one key of 16 that turns, for four heads of 40 + 20."""
     with device.scope():
         folder = load("deepseek_v2").write_checkpoint(tmp_path / "deepseek")
         engine = build_engine(device, folder, kv_dtype="f16")
         layers = engine.cache.layers
-        assert engine.cache.nbytes - engine.cache.layers[0].pages.nbytes == 256 * 384
-        assert [layer.keys.nbytes for layer in layers] == 2 * [256 * 192]
-        assert kv_bytes_per_position(engine.model, "f16") == 2 * 2 * (32 + 64) == 384
+        assert engine.cache.nbytes - engine.cache.layers[0].pages.nbytes == 256 * 192
+        assert [layer.keys.nbytes for layer in layers] == 2 * [256 * 96]
+        assert kv_bytes_per_position(engine.model, "f16") == 2 * 2 * (32 + 16) == 192
 
 
 @pytest.mark.parametrize("case", ["llama_rope_dynamic", "phi3_longrope"])

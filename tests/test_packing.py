@@ -698,7 +698,7 @@ def test_models_as_mlx_has_them(
     floats = {key: read_rows(hub.get(key, info)) for key, info in checkpoint.tensors.items()}
     with device.scope():
         assert (
-            relative_error(scores(build_engine(device, folders[0]), ids), reference.logits) <= 1e-4
+            relative_error(scores(build_engine(device, folders[0]), ids), reference.logits) <= 1e-5
         )
         same = as_floats(checkpoint, floats, tmp_path, name)
         expected, actual = (scores(build_engine(device, own), ids) for own in (same, folders[1]))

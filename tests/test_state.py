@@ -33,7 +33,7 @@ from infer.kernels.reference import nmse
 from infer.kernels.tuning import DeltaVariant, ScanVariant, Tuning
 from infer.sampling import SamplingParams
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 STEPS = 8
 LAST = 8  # tokens of a prompt that come after the state was saved
 
