@@ -18,6 +18,11 @@ class Ernie45Moe(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            head_dim=None,
+            max_position_embeddings=131072,
+            num_key_value_heads=4,
+        )
         experts = _experts(raw)
         return replace(Ernie45.read_config(raw), experts=experts)
 

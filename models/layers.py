@@ -173,7 +173,7 @@ class DecoderConfig:
         tied: bool = False,
         eps: float = 1e-6,
         theta: float = 10000.0,
-        partial: float = 1.0,
+        partial: float | None = None,
         interleaved: bool = False,
         rope: RopeConfig | None = None,
         eps_key: str = "rms_norm_eps",
