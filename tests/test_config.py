@@ -357,7 +357,7 @@ ROPES: dict[str, dict[str, Any]] = {
 def test_parameters_of_ropes(kind: str) -> None:
     """Each must be a number that can be computed with, and is then finite in every table."""
     values = json.loads((DATA / "phi3_longrope" / CONFIG_FILES["published"]).read_text())
-    del values["original_max_position_embeddings"]
+    values["original_max_position_embeddings"] = None  # the rope says it
     own = ROPES[kind] | {"rope_type": kind}
 
     def tables(**changes: Any) -> None:
