@@ -1662,6 +1662,8 @@ CASES: dict[str, Case] = {
     ),
     "youtu": Case(youtu()),
     "ernie4_5_moe": Case(ernie4_5_moe()),
+    # Also of the head, which is tied.
+    "ernie4_5_moe_bias": Case(ernie4_5_moe(tie_word_embeddings=True, use_bias=True)),
     "glm4_moe": Case(
         glm4_moe("glm4_moe", attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=True)
     ),
