@@ -143,7 +143,6 @@ def test_any_name_may_be_a_key() -> None:
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim = 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True"),
-        ("phi", {"qk_layernorm": True}, "qk_layernorm = true"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true"),
         ("phi3", {"attention_bias": True}, "attention_bias = True"),
         ("phi3", {"rope_scaling": {"type": "yarn", "long_factor": []}}, "long_factor"),
