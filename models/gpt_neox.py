@@ -47,7 +47,7 @@ class GPTNeoX(Llama):
         bias = raw.get("attention_bias", kind=bool)
         head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
         return DecoderConfig.read(
-            raw,
+            raw.with_values(head_dim=None),  # which is not read
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=True,
