@@ -186,6 +186,8 @@ def cases() -> Iterator[Case]:
     yield Case("rmsnorm", "per group", partial(_rmsnorm, rows=3, parts=1, width=66, groups=3))
     for bias in (False, True):
         yield Case("layernorm", "bias" if bias else "", partial(_layernorm, bias=bias))
+    heads = partial(_layernorm, bias=True, parts=5, width=24, groups=2)
+    yield Case("layernorm", "per head", heads)
     for function, gated in product(reference.ACTIVATIONS, (False, True)):
         run = partial(_activation, function=function, gated=gated)
         yield Case("activation", f"{function}, {'gated' if gated else 'plain'}", run)
@@ -290,10 +292,17 @@ def _rmsnorm(
     return y, reference.rmsnorm(x, weight, EPS, groups)
 
 
-def _layernorm(device: Device, inputs: Inputs, bias: bool) -> Outcome:
-    x, weight, added = 3 + inputs(3, 331), inputs(331), inputs(331) if bias else None
-    y = functions.layernorm(device, x, weight, added, eps=EPS)
-    return y, reference.layernorm(x, weight, added, EPS)
+def _layernorm(
+    device: Device,
+    inputs: Inputs,
+    bias: bool,
+    parts: int = 1,
+    width: int = 331,
+    groups: int = 1,
+) -> Outcome:
+    x, weight, added = 3 + inputs(3, parts * width), inputs(width), inputs(width) if bias else None
+    y = functions.layernorm(device, x, weight, added, eps=EPS, groups=groups)
+    return y, reference.layernorm(x, weight, added, EPS, groups)
 
 
 def _activation(device: Device, inputs: Inputs, function: str, gated: bool) -> Outcome:

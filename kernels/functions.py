@@ -178,12 +178,15 @@ def layernorm(
     bias: Array | None = None,
     *,
     eps: float,
+    groups: int = 1,
     **options: Unpack[Options],
 ) -> Floats:
-    """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias over each row."""
+    """(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias over such parts as
+    `rmsnorm`."""
     forward = Forward(device, len(x), **options)
     bias_gpu = None if bias is None else to_gpu(device, bias)
-    value = forward.ops.layernorm(forward.input(x), to_gpu(device, weight), bias_gpu, eps)
+    weight_gpu = to_gpu(device, weight)
+    value = forward.ops.layernorm(forward.input(x), weight_gpu, bias_gpu, eps, groups)
     return forward.run(value)
 
 

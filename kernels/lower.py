@@ -228,15 +228,18 @@ class Lowering:
     def _lower_layernorm(self, value: Value) -> None:
         weight: GpuTensor = value.attrs["weight"]
         bias: GpuTensor | None = value.attrs["bias"]
+        groups = int(value.attrs["groups"])
+        width = weight.shape[0] // groups
         x, x_stride, offset = self.source(value.inputs[0])
         self.emit(
             "layernorm",
             (x, weight.buffer, value, *([] if bias is None else [bias.buffer])),
-            self.row_grid(value, 1),
+            self.row_grid(value, value.width // width),
             {
-                "WG": self.tuning.workgroup(value.width),
+                "WG": self.tuning.workgroup(width),
                 "SUBGROUPS": self.device.subgroups,
-                "WIDTH": value.width,
+                "WIDTH": width,
+                "GROUPS": groups,
                 "EPS": float(value.attrs["eps"]),
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,

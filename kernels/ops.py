@@ -115,11 +115,15 @@ class Ops:
         own: dict[str, Any] = {"weight": weight, "eps": eps, "groups": 1}
         return self._value("gated_rmsnorm", x.width, x, gate, **own)
 
-    def layernorm(self, x: Value, weight: GpuTensor, bias: GpuTensor | None, eps: float) -> Value:
-        """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016), over whole rows."""
-        if weight.shape != (x.width,):
-            raise ValueError(f"a norm of {weight.shape} values cannot cover rows of {x.width}")
-        return self._value("layernorm", x.width, x, weight=weight, bias=bias, eps=eps)
+    def layernorm(
+        self, x: Value, weight: GpuTensor, bias: GpuTensor | None, eps: float, groups: int = 1
+    ) -> Value:
+        """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016), over such parts as `rmsnorm`."""
+        (width,) = weight.shape
+        if x.width % width or width % groups:
+            raise ValueError(f"a norm of {width} values cannot cover rows of {x.width}")
+        own: dict[str, Any] = {"weight": weight, "bias": bias, "eps": eps, "groups": groups}
+        return self._value("layernorm", x.width, x, **own)
 
     def linear(
         self, x: Value, weight: GpuTensor, bias: GpuTensor | None = None, scale: float = 1.0

@@ -24,11 +24,15 @@ def rmsnorm(x: Array, weight: Array, eps: float, groups: int = 1) -> Array:
     return result
 
 
-def layernorm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
-    """x [..., width]: less its mean, over its standard deviation, times weight plus bias."""
-    centred = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
+def layernorm(x: Array, weight: Array, bias: Array | None, eps: float, groups: int = 1) -> Array:
+    """x [..., n * width], weight [width]: each part as of `rmsnorm`, less its mean, over its
+    standard deviation, times weight plus bias."""
+    own = weight.reshape(groups, -1)
+    parts = x.astype(np.float64).reshape(*x.shape[:-1], -1, *own.shape)
+    centred = parts - parts.mean(-1, keepdims=True)
     scale = 1.0 / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
-    result: Array = centred * scale * weight + (0.0 if bias is None else bias)
+    added = 0.0 if bias is None else bias.reshape(own.shape)
+    result: Array = (centred * scale * own + added).reshape(x.shape)
     return result
 
 

@@ -88,6 +88,7 @@ ARCHITECTURES = {  # by model_type
     "olmo3": Architecture("Olmo3", "OLMo 3"),
     "olmoe": Architecture("Olmoe", "OLMoE-1B-7B"),
     "opt": Architecture("OPT", "OPT (125M, 1.3B to 66B)"),
+    "persimmon": Architecture("Persimmon", "Persimmon 8B"),
     "phi": Architecture("Phi", "Phi-1, Phi-1.5, Phi-2"),
     "phi3": Architecture("Phi3", "Phi-3, Phi-3.5 and Phi-4 (text)"),
     "qwen2": Architecture("Qwen2", "Qwen2, Qwen2.5"),

@@ -12,7 +12,7 @@ class Arcee(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        raw = raw.with_defaults(hidden_act="relu2")
+        raw = raw.with_defaults(hidden_act="relu2", max_position_embeddings=4096)
         bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,

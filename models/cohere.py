@@ -12,13 +12,13 @@ from infer.models.layers import DecoderConfig, Scope, Weights
 from infer.models.llama import Llama
 
 
-def read_cohere(raw: RawConfig, **own: Any) -> DecoderConfig:
-    """The config of Command R and later."""
+def read_cohere(raw: RawConfig, theta: float, **own: Any) -> DecoderConfig:
+    """The config of Command R and later; theta: of its rope where it does not say."""
     bias = raw.get("attention_bias", False, bool)
-    head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
     return DecoderConfig.read(
-        raw,
-        rope=raw.rope(head_dim, interleaved=True),
+        raw.with_defaults(max_position_embeddings=8192),
+        theta=theta,
+        interleaved=True,
         tied=True,
         eps=1e-5,
         eps_key="layer_norm_eps",
@@ -37,7 +37,7 @@ class Cohere(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        return read_cohere(raw)
+        return read_cohere(raw, theta=5e5)
 
     def layer(
         self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int

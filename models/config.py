@@ -74,6 +74,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
     "output_logit_soft_cap": (None,),
     "parallel_attn": (None, False),
+    "partial_rotary_factor": (None, 1, 1.0),
     "per_layer_config": (None, {}),
     "post_norm": (None, False),
     "qk_layernorm": (None, False),
@@ -307,7 +308,7 @@ class RawConfig:
         self,
         head_dim: int,
         default_theta: float = 10000.0,
-        default_partial: float = 1.0,
+        default_partial: float | None = None,
         interleaved: bool = False,
         *,
         theta_key: str = "rope_theta",
@@ -316,8 +317,9 @@ class RawConfig:
         layer_type: str = "",
     ) -> RopeConfig:
         """Rotary embedding: rope_parameters (transformers 5), perhaps those of a layer_type, or, by
-        the names that the family has for them, theta, partial factor and scaling. All that tables
-        are made of is checked here."""
+        the names that the family has for them, theta, partial factor and scaling. Without a
+        default_partial whole heads turn, and no config may say otherwise: transformers would not
+        read it. All that tables are made of is checked here."""
         own, scaling = self.section("rope_parameters"), RawConfig({})
         if scaling_key:
             scaling = self.section(scaling_key)
@@ -331,8 +333,12 @@ class RawConfig:
         elif not own.values:
             own = scaling
         theta = own.factor("rope_theta", self.factor(theta_key, default_theta, _THETA), _THETA)
-        partial = self.factor(partial_key, default_partial, _PARTIAL)
-        partial = own.factor("partial_rotary_factor", partial, _PARTIAL)
+        partial = 1.0
+        if default_partial is not None:
+            partial = self.factor(partial_key, default_partial, _PARTIAL)
+            partial = own.factor("partial_rotary_factor", partial, _PARTIAL)
+        elif own.values.get("partial_rotary_factor") not in (None, 1):
+            own.expect("partial_rotary_factor", 1.0)
         kind = own.get("rope_type", None, str) or own.get("type", None, str) or "default"
         if kind == "su":  # as the first files call it
             kind = "longrope"

@@ -7,12 +7,18 @@ from infer.models.layers import DecoderConfig, layer_windows
 from infer.models.llama import Llama
 
 # What transformers takes for keys that a config leaves out.
-_DEFAULTS = {"max_position_embeddings": 131072, "sliding_window": 8192}
+_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "sliding_window": 8192,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+}
 _ROPE = {
     "factor": 16.0,
     "high_freq_factor": 4.0,
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
+    "rope_theta": 1000000.0,
     "rope_type": "llama3",
 }
 
@@ -24,7 +30,7 @@ class Cwm(Llama):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
         if not raw.section("rope_parameters").values:
-            raw = raw.with_defaults(rope_scaling=_ROPE)
+            raw = raw.with_defaults(rope_scaling=_ROPE)  # rope_theta counts for no other
         windows = layer_windows(raw, raw.size("sliding_window", None), lambda layer: layer % 4 != 0)
         return DecoderConfig.read(
             raw,

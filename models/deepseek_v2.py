@@ -28,6 +28,7 @@ class DeepseekV2(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(q_lora_rank=1536)
         raw.expect("hidden_act", "silu", "swish")
         raw.expect("scoring_func", "softmax")
         raw.expect("topk_method", "greedy", "group_limited_greedy")

@@ -8,10 +8,21 @@ from infer.models.deepseek_v2 import DeepseekV2, read_latent
 from infer.models.layers import DecoderConfig
 from infer.models.moe import predicts_further, read_sigmoid_experts
 
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "n_group": 8,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+
 
 class DeepseekV3(DeepseekV2):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
         raw.expect("scoring_func", "sigmoid")
         raw.expect("topk_method", "noaux_tc")
         raw.expect("moe_layer_freq", 1)

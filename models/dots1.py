@@ -14,6 +14,7 @@ class Dots1(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(num_key_value_heads=32, sliding_window=4096)
         bias = raw.get("attention_bias", False, bool)
         first = raw.get("max_window_layers", 62, int)
         window = raw.size("sliding_window", None)

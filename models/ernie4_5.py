@@ -12,6 +12,7 @@ class Ernie45(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(head_dim=128, max_position_embeddings=131072, num_key_value_heads=2)
         bias = raw.get("use_bias", False, bool)
         return DecoderConfig.read(
             raw,

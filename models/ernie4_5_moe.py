@@ -12,14 +12,21 @@ from infer.models.weights import Source, WeightSpec
 
 
 class Ernie45Moe(MixtureOfExperts):
-    """Experts are chosen by their part of the softmax and a correction; others serve all tokens."""
+    """Experts are chosen by their part of the softmax and a correction; others serve all tokens.
+    Where there are biases, the chosen ones have none, and the head has, even if it is tied."""
 
     shared = "shared_experts"
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            head_dim=None,
+            max_position_embeddings=131072,
+            num_key_value_heads=4,
+        )
         experts = _experts(raw)
-        return replace(Ernie45.read_config(raw), experts=experts)
+        config = Ernie45.read_config(raw)
+        return replace(config, experts=experts, head_bias=config.mlp_bias)
 
     def correction_weight(self, name: str, key: str) -> WeightSpec:
         count = self.experts.count

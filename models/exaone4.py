@@ -14,6 +14,7 @@ class Exaone4(Olmo2):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(num_key_value_heads=32, sliding_window=4096)
         return read_exaone(raw)
 
 

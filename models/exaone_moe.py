@@ -13,7 +13,12 @@ from infer.models.moe import MixtureOfExperts, read_sigmoid_experts
 from infer.models.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
-_DEFAULTS = {"num_shared_experts": 1, "routed_scaling_factor": 2.5, "sliding_window": 4096}
+_DEFAULTS = {
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": 4096,
+    "num_key_value_heads": 32,
+}
 
 
 class ExaoneMoe(MixtureOfExperts):

@@ -13,6 +13,7 @@ class FlexOlmo(MixtureOfExperts, Olmo2):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(max_position_embeddings=4096)
         bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,

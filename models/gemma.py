@@ -11,7 +11,13 @@ from infer.models.llama import Llama
 from infer.models.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
-_DEFAULTS = {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 16,
+}
 
 
 class Gemma(Llama):

@@ -25,6 +25,8 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "sliding_window_pattern": 2,
     "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
 }
 
 

@@ -35,10 +35,17 @@ class Gemma3Text(Gemma2):
         return read_gemma(raw, qk_norm=True, rope=rope, local_rope=read_local_rope(raw, head_dim))
 
 
-def read_local_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
+def read_local_rope(
+    raw: RawConfig, head_dim: int, theta: float = 1e4, partial: float | None = None
+) -> RopeConfig:
     """The rope of the layers with a window. Raises UnsupportedError."""
     rope = raw.rope(
-        head_dim, theta_key="rope_local_base_freq", scaling_key=None, layer_type="sliding_attention"
+        head_dim,
+        theta,
+        partial,
+        theta_key="rope_local_base_freq",
+        scaling_key=None,
+        layer_type="sliding_attention",
     )
     if rope.kind in ("dynamic", "longrope"):
         raise UnsupportedError(

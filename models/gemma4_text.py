@@ -35,6 +35,7 @@ _DEFAULTS = {
     "sliding_window": 512,
     "tie_word_embeddings": True,
     "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
 }
 _ROPES = {
     "full_attention": {
@@ -72,7 +73,7 @@ class Gemma4Text(MixtureOfExperts):
         return DecoderConfig.read(
             raw,
             windows=windows,
-            rope=raw.rope(heads[1], layer_type="full_attention"),
+            rope=raw.rope(heads[1], default_partial=1.0, layer_type="full_attention"),
             local_rope=read_local_rope(raw, raw.size("head_dim")),
             activation_key="hidden_activation",
             embedding_multiplier=raw.size("hidden_size") ** 0.5,

@@ -12,6 +12,7 @@ class Glm(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(head_dim=128, max_position_embeddings=131072, num_key_value_heads=2)
         return DecoderConfig.read(
             raw,
             eps=1.5625e-07,

@@ -14,6 +14,7 @@ class Glm4Moe(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(max_position_embeddings=131072, num_key_value_heads=8)
         return DecoderConfig.read(
             raw,
             eps=1e-5,

@@ -8,12 +8,22 @@ from infer.models.deepseek_v3 import DeepseekV3
 from infer.models.layers import DecoderConfig
 from infer.models.moe import read_sigmoid_experts
 
+# What transformers takes for keys that a config leaves out.
+_DEFAULTS = {
+    "max_position_embeddings": 202752,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "routed_scaling_factor": 1.8,
+}
+
 
 class Glm4MoeLite(DeepseekV3):
     """mlp_layer_types says which layers have experts, in older files first_k_dense_replace."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(**_DEFAULTS)
         experts = read_sigmoid_experts(raw, dense=1, normalize=True)
         interleaved = raw.get("rope_interleave", True, bool)
         return read_latent(raw, experts, eps=1e-5, interleaved=interleaved)

@@ -44,10 +44,10 @@ def read_gpt2(raw: RawConfig, **own: Any) -> DecoderConfig:
     raw = raw.with_defaults(activation_function="gelu_new", n_positions=1024)
     inner = raw.size("n_inner", 4 * raw.size("n_embd"))
     values = {ours: raw.get(theirs) for theirs, ours in _KEYS.items()}
-    nothing_turns = {"rope_parameters": None, "rope_scaling": None}
+    unread = {"head_dim": None, "rope_parameters": None, "rope_scaling": None}  # nothing turns
     scaled = raw.get("scale_attn_weights", True, bool)
     return DecoderConfig.read(
-        raw.with_values(**values | nothing_turns, intermediate_size=inner),
+        raw.with_values(**values | unread, intermediate_size=inner),
         rope_layers=[False] * raw.size("n_layer"),
         tied=True,
         eps=1e-5,

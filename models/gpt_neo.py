@@ -62,4 +62,8 @@ def _read_kinds(raw: RawConfig, n_layers: int) -> list[str]:
             f"{raw.place}: attention_types must name global or local for each of {n_layers} "
             f"layers; it is {shown(types)}."
         )
+    if (layers := raw.items("attention_layers", kinds, kind=str)) != kinds:
+        raise UnsupportedError(
+            f"{raw.place}: attention_layers = {shown(layers)} is not what attention_types says."
+        )
     return kinds

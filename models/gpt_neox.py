@@ -3,7 +3,7 @@ head, an MLP without a gate, and biases; attention and MLP side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from infer.kernels.kv_cache import LayerCache
@@ -39,13 +39,15 @@ class GPTNeoX(Llama):
     """Attention and MLP of the same activation, or, without use_parallel_residual, one after the
     other, as in Llama."""
 
+    names: Mapping[str, str] = _NAMES
+
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
         bias = raw.get("attention_bias", kind=bool)
         head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
         return DecoderConfig.read(
-            raw,
+            raw.with_values(head_dim=None),  # which is not read
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=True,
@@ -63,7 +65,7 @@ class GPTNeoX(Llama):
         )
 
     def weights(self) -> Iterator[WeightSpec]:
-        for spec in layers.renamed(super().weights(), _NAMES):
+        for spec in layers.renamed(super().weights(), self.names):
             yield self._by_part(spec) if ".qkv_proj" in spec.name else spec
 
     def _by_part(self, spec: WeightSpec) -> WeightSpec:
@@ -79,8 +81,8 @@ class GPTNeoX(Llama):
     def ignorable(self, key: str) -> bool:
         """Older checkpoints hold the causal mask too."""
         tied = self.config.tie_word_embeddings and key == "embed_out.weight"
-        buffers = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-        return tied or key.endswith(buffers)
+        buffers = (".attention.bias", ".attention.masked_bias")
+        return super().ignorable(key) or tied or key.endswith(buffers)
 
     def layer(
         self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int

@@ -12,6 +12,7 @@ class Helium(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(head_dim=128, max_position_embeddings=4096, num_key_value_heads=20)
         return DecoderConfig.read(
             raw,
             eps=1e-8,

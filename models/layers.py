@@ -173,7 +173,7 @@ class DecoderConfig:
         tied: bool = False,
         eps: float = 1e-6,
         theta: float = 10000.0,
-        partial: float = 1.0,
+        partial: float | None = None,
         interleaved: bool = False,
         rope: RopeConfig | None = None,
         eps_key: str = "rms_norm_eps",
@@ -328,7 +328,7 @@ def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightS
 
 
 def norm(ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig) -> Value:
-    """The norm of that name over whole rows."""
+    """The norm of that name over whole rows, or head by head."""
     if config.layer_norm:
         return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps)
     return ops.rmsnorm(x, w[name], config.rms_norm_eps)
@@ -370,6 +370,8 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
             width, own = heads[part] if config.wide_qk_norm else d, f"{name}.{part}_norm"
             if config.norm_weight:
                 yield stacked(own, prefix, {f"{norm}.weight": (width,)})
+                if config.norm_bias:
+                    yield stacked(f"{own}.bias", prefix, {f"{norm}.bias": (width,)})
             else:
                 yield WeightSpec(own, (), ones=width)
     if config.sinks:
@@ -414,20 +416,20 @@ def attention(
     window: int,
 ) -> Value:
     """Grouped-query attention, with rotary positions where there is a rope."""
-    d, eps = config.head_dim, config.rms_norm_eps
+    d = config.head_dim
     q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
     gate_width = [q_width] * config.gated_attention
     q, k, v, *gates = ops.split(qkv, q_width, kv_width, kv_width, *gate_width)
     normed = config.qk_norm or config.wide_qk_norm
     if normed and not config.norm_after_rope:
-        q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
+        q, k = norm(ops, q, w, "q_norm", config), norm(ops, k, w, "k_norm", config)
     if config.clip_qkv:
         q, k, v = (ops.clip(part, config.clip_qkv) for part in (q, k, v))
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
     if normed and config.norm_after_rope:
-        q, k = ops.rmsnorm(q, w["q_norm"], eps), ops.rmsnorm(k, w["k_norm"], eps)
+        q, k = norm(ops, q, w, "q_norm", config), norm(ops, k, w, "k_norm", config)
     q = position_scaled(ops, q, config, cache)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping

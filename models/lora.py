@@ -53,6 +53,7 @@ _HARMLESS = {
     "corda_config",
     "eva_config",
     "exclude_modules",
+    "fan_in_fan_out",  # how the base's weight lies, of which its file says more
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",
@@ -219,12 +220,10 @@ class Lora:
         for key, pair in all_pairs.items():
             for spec, source in places[key]:
                 other = spec.name == "embed_tokens" or ".experts." in spec.name or spec.heads
-                other = other or source.transposed
-                if key == source.key and other:
+                if other and key not in _HEADS:
                     raise UnsupportedError(
-                        f"{self.name} changes {key}: adapters of embeddings, of experts, of what "
-                        "makes keys and values of latents and of matrices that lie transposed are "
-                        f"not implemented. {_MERGE}"
+                        f"{self.name} changes {key}: adapters of embeddings, of experts and of "
+                        f"what makes keys and values of latents are not implemented. {_MERGE}"
                     )
                 if pair.shape != source.shape or pair.rank > max(pair.shape):
                     raise self._misfit(
@@ -262,12 +261,15 @@ class Lora:
 
 
 def _places(model: Llama, checkpoint: Checkpoint) -> dict[str, list[tuple[WeightSpec, Source]]]:
-    """The matrices of a model that are made of a tensor, by its name, and the one of a head that is
-    tied."""
+    """The matrices of a model that are made of a tensor, by its name, or what transformers calls it
+    where the file has another, and the one of a head that is tied."""
     places: dict[str, list[tuple[WeightSpec, Source]]] = {}
     for spec in model.weights():
-        for source in spec.found(checkpoint) if len(spec.shape) == 2 else ():
-            places.setdefault(source.key, []).append((spec, source))
+        sources = spec.found(checkpoint) if len(spec.shape) == 2 else ()
+        for i, source in enumerate(sources):
+            alike = len(sources) == len(spec.sources)
+            for key in {source.key, spec.sources[i].key} if alike else {source.key}:
+                places.setdefault(key, []).append((spec, source))
             if spec.name == "embed_tokens" and model.config.tie_word_embeddings:
                 places |= {head: [(spec, source)] for head in _HEADS if head not in places}
     return places

@@ -31,8 +31,8 @@ class Mellum(MixtureOfExperts):
         return DecoderConfig.read(
             raw,
             windows=layer_windows(raw, raw.size("sliding_window", 1024), lambda layer: False),
-            rope=raw.rope(head_dim, 5e5, layer_type="full_attention"),
-            local_rope=read_local_rope(raw, head_dim),
+            rope=raw.rope(head_dim, 5e5, 1.0, layer_type="full_attention"),
+            local_rope=read_local_rope(raw, head_dim, partial=1.0),
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=True,

@@ -16,6 +16,8 @@ _DEFAULTS = {
     "max_position_embeddings": 32768,
     "scale_depth": 1.4,
     "scale_emb": 12,
+    "num_key_value_heads": 40,
+    "q_lora_rank": 768,
 }
 
 

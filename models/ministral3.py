@@ -24,6 +24,8 @@ _DEFAULTS = {
         "rope_theta": 1000000.0,
         "type": "yarn",
     },
+    "num_key_value_heads": 8,
+    "sliding_window": None,
 }
 
 

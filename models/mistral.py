@@ -12,5 +12,10 @@ class Mistral(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            max_position_embeddings=131072,
+            num_key_value_heads=8,
+            sliding_window=4096,
+        )
         window = raw.size("sliding_window", None)
         return DecoderConfig.read(raw, windows=layer_windows(raw, window))

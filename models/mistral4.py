@@ -27,6 +27,8 @@ _DEFAULTS: dict[str, Any] = {
         "rope_theta": 10000.0,
         "type": "yarn",
     },
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1024,
 }
 
 

@@ -15,6 +15,11 @@ class Mixtral(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            max_position_embeddings=131072,
+            num_key_value_heads=8,
+            rms_norm_eps=1e-5,
+        )
         return DecoderConfig.read(
             raw,
             windows=layer_windows(raw, raw.size("sliding_window", None)),

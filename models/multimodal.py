@@ -26,7 +26,15 @@ _SAME_AS = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-# What transformers takes for keys that the first files leave out of text_config.
+_QWEN2_VL = {
+    "max_position_embeddings": 32768,
+    "max_window_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+# What transformers takes for keys that the config of a text model leaves out, where it is other
+# than for that architecture alone, and what the first files leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 4096,
@@ -39,14 +47,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
         "num_attention_heads": 32,
         "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
         "vocab_size": 32000,
     },
-    "qwen2": {"max_position_embeddings": 32768},
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _QWEN2_VL),
+    "qwen3_vl_text": {"max_position_embeddings": 128000, "rope_theta": 500000.0},
 }
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
 _OTHER = re.compile(
@@ -64,8 +70,8 @@ def text_config(raw: RawConfig) -> RawConfig:
     own = raw.get("model_type", kind=str)
     model_type = text.get("model_type", "mistral" if own == "mistral3" else f"{own}_text", str)
     values["model_type"] = _SAME_AS.get(model_type, model_type)
-    if nested.values:
-        values = _DEFAULTS.get(values["model_type"], {}) | values
+    if nested.values or model_type in _SAME_AS:
+        values = _DEFAULTS.get(model_type, {}) | values
     for key in ("rope_scaling", "rope_parameters"):
         rope = values.get(key)
         if isinstance(rope, dict) and "mrope_section" in rope:

@@ -38,6 +38,8 @@ class Phi(Cohere):
             head_bias=True,
             layer_norm=True,
             norm_bias=True,
+            qk_norm=raw.get("qk_layernorm", False, bool),
+            norm_names=("q_layernorm", "k_layernorm"),
             gated=False,
         )
 

@@ -12,6 +12,7 @@ class Phi3(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(max_position_embeddings=4096, original_max_position_embeddings=4096)
         for bias in ("attention_bias", "mlp_bias", "lm_head_bias"):
             raw.expect(bias, False)
         raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
@@ -20,6 +21,7 @@ class Phi3(Llama):
             raw,
             windows=layer_windows(raw, window),
             eps=1e-5,
+            partial=1.0,
             fused_qkv=True,
             fused_gate_up=True,
         )

@@ -20,4 +20,9 @@ class Qwen2(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            max_position_embeddings=32768,
+            num_key_value_heads=32,
+            sliding_window=4096,
+        )
         return DecoderConfig.read(raw, windows=qwen_windows(raw), qkv_bias=True)

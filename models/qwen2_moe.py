@@ -13,6 +13,11 @@ class Qwen2Moe(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            max_position_embeddings=32768,
+            num_key_value_heads=16,
+            sliding_window=4096,
+        )
         used = raw.get("use_sliding_window", False, bool)
         windows = layer_windows(raw, raw.size("sliding_window", 4096) if used else None)
         if raw.get("layer_types", None, list) is None:

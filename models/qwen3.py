@@ -13,6 +13,12 @@ class Qwen3(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            head_dim=128,
+            max_position_embeddings=32768,
+            num_key_value_heads=32,
+            sliding_window=4096,
+        )
         bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw, windows=qwen_windows(raw), qkv_bias=bias, output_bias=bias, qk_norm=True

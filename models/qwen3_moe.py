@@ -12,6 +12,11 @@ class Qwen3Moe(MixtureOfExperts):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            max_position_embeddings=32768,
+            num_key_value_heads=4,
+            sliding_window=4096,
+        )
         bias = raw.get("attention_bias", False, bool)
         used = raw.get("use_sliding_window", False, bool)
         raw.expect("use_qk_norm", True)  # Qwen3-Coder says so

@@ -7,7 +7,13 @@ from infer.models.layers import DecoderConfig
 from infer.models.qwen3_moe import Qwen3Moe
 
 # What transformers takes for keys that a config leaves out.
-_DEFAULTS = {"norm_topk_prob": True, "num_experts_per_tok": 4, "rope_theta": 500000.0}
+_DEFAULTS = {
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 4,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 128000,
+    "num_key_value_heads": 16,
+}
 
 
 class Qwen3VLMoeText(Qwen3Moe):

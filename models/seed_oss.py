@@ -12,6 +12,7 @@ class SeedOss(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(head_dim=128, max_position_embeddings=524288, num_key_value_heads=8)
         return DecoderConfig.read(
             raw,
             qkv_bias=raw.get("attention_bias", True, bool),

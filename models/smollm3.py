@@ -14,6 +14,7 @@ class SmolLM3(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(max_position_embeddings=32768, num_key_value_heads=4)
         turned = rope_layers(raw)
         window, bias = raw.size("sliding_window", None), raw.get("attention_bias", False, bool)
         used = raw.get("use_sliding_window", False, bool)

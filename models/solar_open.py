@@ -28,6 +28,7 @@ class SolarOpen(Glm4Moe):
             raw.with_values(intermediate_size=experts.inner),  # there is no other width
             eps=1e-5,
             theta=1e6,
+            partial=1.0,
             qkv_bias=raw.get("attention_bias", False, bool),
             experts=experts,
         )

@@ -19,6 +19,7 @@ class StableLm(Llama):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(max_position_embeddings=4096, num_key_value_heads=32)
         head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
         return DecoderConfig.read(
             raw,

@@ -16,6 +16,8 @@ _DEFAULTS = {
     "norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
     "use_bias": True,
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 2,
 }
 
 

@@ -560,7 +560,7 @@ class _Rows:
     """Rows of a source, from its value `first` on. Each row is `columns` values there and `stride`
     bytes, padding included, in `dtype` here. From a row there to the next it is so many values.
     lying: what reads them where the source is transposed, of `height` rows. change: only of rows
-    that follow each other in a source that is not."""
+    that follow each other in one matrix."""
 
     info: TensorInfo
     first: int

@@ -16,6 +16,11 @@ class Youtu(DeepseekV2):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
+        raw = raw.with_defaults(
+            max_position_embeddings=131072,
+            num_key_value_heads=16,
+            q_lora_rank=1536,
+        )
         raw.expect("mlp_bias", False)
         interleaved = raw.get("rope_interleave", True, bool)
         return read_latent(raw, None, interleaved=interleaved, tied=True)

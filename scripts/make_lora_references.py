@@ -89,6 +89,16 @@ CASES = {
             "target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
         },
     ),
+    # Matrices that lie transposed; q, k and v in one.
+    "gpt2": Case(
+        "gpt2",
+        {
+            "r": 4,
+            "lora_alpha": 6,
+            "fan_in_fan_out": True,
+            "target_modules": ["c_attn", "c_proj", "c_fc"],
+        },
+    ),
 }
 
 

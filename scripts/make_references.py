@@ -566,6 +566,30 @@ def phi(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def persimmon(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "persimmon",
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "hidden_act": "relu2",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.5,
+        "qk_layernorm": True,
+        "rope_theta": 25000.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.34.0",
+        "use_cache": True,
+        "vocab_size": 300,
+    } | changes
+
+
 def small(model_type: str, **changes: Any) -> dict[str, Any]:
     """A family whose files have llama's keys, or nearly."""
     own = {
@@ -1628,6 +1652,8 @@ CASES: dict[str, Case] = {
     ),
     "youtu": Case(youtu()),
     "ernie4_5_moe": Case(ernie4_5_moe()),
+    # Also of the head, which is tied.
+    "ernie4_5_moe_bias": Case(ernie4_5_moe(tie_word_embeddings=True, use_bias=True)),
     "glm4_moe": Case(
         glm4_moe("glm4_moe", attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=True)
     ),
@@ -1887,6 +1913,7 @@ CASES: dict[str, Case] = {
         ),
         embedding=0.02,
     ),
+    "persimmon": Case(persimmon(), embedding=1.0),
     "phi": Case(phi()),
     "stablelm": Case(stablelm()),
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),

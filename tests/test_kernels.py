@@ -569,15 +569,19 @@ def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[
 
 
 @covering(
-    SETTINGS | {"rows": (1, 5, 9), "width": (1, 7, 128, 331, 1024, 4100), "bias": (True, False)}
+    SETTINGS
+    | {"rows": (1, 5, 9), "parts": (1, 3), "width": (1, 7, 128, 331, 1024, 4100)}
+    | {"groups": (1, 2), "bias": (True, False)}
 )
 def test_layernorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
-        width = case["width"]
-        x = 2 + normal(rng, case["rows"], width)  # a mean that is not zero
+        groups = case["groups"]
+        width = groups * case["width"]
+        x = 2 + normal(rng, case["rows"], case["parts"] * width)  # a mean that is not zero
         weight, bias = normal(rng, width), normal(rng, width) if case["bias"] else None
-        y = functions.layernorm(open_device(settings_of(case)), x, weight, bias, eps=1e-3)
-        assert nmse(y, reference.layernorm(x, weight, bias, 1e-3)) <= LIMIT, case
+        device = open_device(settings_of(case))
+        y = functions.layernorm(device, x, weight, bias, eps=1e-3, groups=groups)
+        assert nmse(y, reference.layernorm(x, weight, bias, 1e-3, groups)) <= LIMIT, case
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e12])

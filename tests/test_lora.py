@@ -131,6 +131,19 @@ def test_a_gguf_file_takes_an_adapter(device: Device, tmp_path: Path) -> None:
         Reference.load("llama").assert_same(beside, "own")
 
 
+def test_the_first_files_of_gpt2_take_an_adapter(device: Device, tmp_path: Path) -> None:
+    """They have other names than the model's parts, which PEFT goes by."""
+    shutil.copytree(MODELS / "gpt2", tmp_path / "gpt2")
+    file, adapter = tmp_path / "gpt2" / "model.safetensors", DATA / "gpt2"
+    file.write_bytes(file.read_bytes().replace(b'"transformer.', b"            " + b'"'))
+    assert "h.0.attn.c_attn.weight" in Checkpoint.open(file.parent).tensors
+    with device.scope():
+        merged = build_engine(device, tmp_path / "gpt2", dtype="f32", adapter=adapter)
+        Reference.load("gpt2").assert_same(merged)
+        beside = build_engine(device, tmp_path / "gpt2", adapters={"own": adapter})
+        Reference.load("gpt2").assert_same(beside, "own")
+
+
 def test_a_tensor_of_which_two_weights_are_made(device: Device, tmp_path: Path) -> None:
     """As of Mamba's in_proj, whose time steps are a weight of their own."""
     source, adapter, rng = MODELS / "falcon_h1", tmp_path / "adapter", np.random.default_rng(0)
@@ -423,7 +436,6 @@ def fit(folder: Path, model: str = "llama") -> Loras:
         {"peft_type": "IA3"},
         {"bias": "lora_only"},
         {"use_dora": True},
-        {"fan_in_fan_out": True},
         {"modules_to_save": ["lm_head"]},
         {"trainable_token_indices": [1, 2]},
         {"target_parameters": ["mlp.experts.down_proj"]},

@@ -370,6 +370,7 @@ def _gemma4(gguf: Gguf, config: Config) -> Config:
         "num_global_key_value_heads": wide.pop(),
         "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in gguf.tensors,
         "use_double_wide_mlp": double,
+        "vocab_size_per_layer_input": config["vocab_size"],
     }
 
 
@@ -439,7 +440,9 @@ def _deepseek2(gguf: Gguf, config: Config) -> Config:
     if (tenth := config.get("mscale_all_dim")) is not None and "factor" in rope:
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
     grouped = not sigmoid and config.get("n_group", 1) > 1
-    return _dots1(gguf, config) | {
+    ungrouped = {"n_group": 1, "routed_scaling_factor": 1.0, "topk_group": 1}
+    return {key: config.get(key, value) for key, value in ungrouped.items()} | {
+        **_dots1(gguf, config),
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": (widths["key"] or 0) - config["qk_rope_head_dim"],

@@ -98,6 +98,7 @@ _EXPERTS = {
 # The other parameters of Llama 3's scaling, which no GGUF file states: all published models have
 # these (low_freq_factor, high_freq_factor, original_max_position_embeddings).
 _LLAMA3 = (1.0, 4.0, 8192)
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def gguf_config(gguf: Gguf) -> RawConfig:
@@ -164,6 +165,8 @@ def gguf_config(gguf: Gguf) -> RawConfig:
         "attention_out_bias": _has_bias(gguf, "attn_output"),
         "mlp_bias": _has_bias(gguf, "ffn_gate"),
         "hidden_act": "silu",
+        "q_lora_rank": None,
+        "sliding_window": None,
         "rope_parameters": _rope(gguf, raw, how, head_dim),
         "quantization_config": {"quant_method": GgufBlocks.method},
     }
@@ -175,6 +178,8 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     else:
         raw.expect("expert_count", 0)
     config |= {name: raw.get(key) for key, name in how.keys.items() if key in values}
+    if config["rope_parameters"].get("rope_type") == "longrope":
+        config[_ORIGINAL] = config["rope_parameters"][_ORIGINAL]  # where Phi-3 has it
     return RawConfig(config | how.more(gguf, config), str(gguf.file))
 
 
@@ -295,7 +300,7 @@ def _rope_scaling(gguf: Gguf, raw: RawConfig, how: Architecture, head_dim: int) 
     scaling = {"rope_type": kind, "factor": raw.get("rope.scaling.factor", kind=float)}
     if kind == "yarn":
         keys = {
-            "original_max_position_embeddings": ("original_context_length", int),
+            _ORIGINAL: ("original_context_length", int),
             "beta_fast": ("yarn_beta_fast", float),
             "beta_slow": ("yarn_beta_slow", float),
             "attention_factor": ("yarn_attn_factor", float),
@@ -317,7 +322,7 @@ def _longrope(gguf: Gguf, raw: RawConfig) -> dict[str, Any]:
     return {
         "rope_type": "longrope",
         **factors,
-        "original_max_position_embeddings": original,
+        _ORIGINAL: original,
         "attention_factor": attention,
     }
 
@@ -362,7 +367,7 @@ def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
         "factor": factor,
         "low_freq_factor": low,
         "high_freq_factor": high,
-        "original_max_position_embeddings": original,
+        _ORIGINAL: original,
     }
 
 

@@ -1,0 +1,292 @@
+"""What a key of config.json means is what transformers takes it for: those left out, and others.
+
+The default run compares with the table of scripts/make_config_references.py; the live one with
+transformers itself, by its logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import build_engine, scores
+from reference_models import CONFIG_FILES, DATA, relative_error
+
+from infer.kernels.device import Device
+from infer.kernels.errors import UnsupportedError
+from infer.models import ARCHITECTURES, MULTIMODAL, build_model
+from infer.models.config import RawConfig, RopeConfig
+from infer.models.multimodal import text_config
+from infer.models.rope import rope_table, score_factor
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = json.loads((DATA.parent / "config_defaults.json").read_text())
+TOLERANCE = 1e-4
+POSITIONS, LONG = 40, 1000
+
+Config = dict[str, Any]
+
+
+def turned(rope: RopeConfig | None) -> Any:
+    """All that a rope says, however it says it."""
+    if rope is None:
+        return None
+    tables = (rope_table(rope, POSITIONS, length).tobytes() for length in (0, LONG))
+    return *tables, rope.rotary_dim, rope.interleaved, score_factor(rope)
+
+
+def meaning(config: Config) -> Config | str:
+    """What is computed by a config, or why it is refused."""
+    try:
+        model = build_model(RawConfig(copy.deepcopy(config)))
+    except UnsupportedError as error:
+        return str(error)
+    found = {field.name: getattr(model.config, field.name) for field in fields(model.config)}
+    for name in ("rope", "local_rope"):
+        found[name] = turned(found[name]) if any(model.config.rope_layers) else None
+    if config["model_type"] in MULTIMODAL:
+        del found["tie_word_embeddings"]  # their tensors say so
+    return found | {"model": type(model)}
+
+
+def applied(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with values by path; None: without. Objects that lose all they have go too."""
+    made = copy.deepcopy(config)
+    for path, value in changes.items():
+        *outer, last = path.split(".")
+        parts = [made]
+        for key in outer:
+            parts.append(parts[-1].setdefault(key, {}))
+        parts[-1][last] = value
+        if value is None:
+            del parts[-1][last]
+            for part, key in zip(parts[-2::-1], outer[::-1], strict=True):
+                if not part[key]:
+                    del part[key]
+    return made
+
+
+def spelled(case: str, spelling: str) -> Config:
+    file = {"wide": "config.json", "transformers5": "config.json"}.get(spelling)
+    config: Config = json.loads((DATA / case / (file or CONFIG_FILES["published"])).read_text())
+    if spelling == "wide":
+        for part in (config, config.get("text_config", {})):
+            for key in ("hidden_size", "n_embd", "n_head", "num_attention_heads", "num_heads"):
+                if isinstance(part.get(key), int):
+                    part[key] *= 8
+    return config
+
+
+def test_the_table_has_every_model_type() -> None:
+    """Or a model that also sees, of which it is the text model."""
+    raws = [RawConfig.open(DATA / case) for case in TABLE if case in MULTIMODAL]
+    texts = {text_config(raw).values["model_type"] for raw in raws}
+    assert set(TABLE) | texts == {*ARCHITECTURES, *MULTIMODAL}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_keys_that_are_left_out(case: str) -> None:
+    """What is computed is that of the whole config as transformers takes it, or it is refused."""
+    for spelling in TABLE[case]:
+        whole = spelled(case, "transformers5" if spelling == "published" else spelling)
+        own, compared = spelled(case, spelling), 0
+        base = meaning(own)
+        rows = TABLE[case]["transformers5" if spelling == "wide" else spelling]
+        for key, changes in (rows | TABLE[case][spelling]).items():
+            found = meaning(applied(own, {key: None}))
+            expected = meaning(applied(whole, changes))
+            if isinstance(found, str):
+                continue
+            assert found == expected, (spelling, key, changes)
+            compared += 1
+        assert compared > 5 or isinstance(base, str)
+
+
+# Live: transformers itself, and its logits
+
+
+@pytest.fixture(scope="module")
+def scripts() -> tuple[ModuleType, ModuleType]:
+    """make_references.py and make_config_references.py as modules."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        names = ("make_references", "make_config_references")
+        references, table = (importlib.import_module(name) for name in names)
+    finally:
+        sys.path.pop(0)
+    return references, table
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", TABLE)
+def test_the_table_is_what_transformers_takes(
+    scripts: tuple[ModuleType, ModuleType], case: str
+) -> None:
+    assert json.loads(json.dumps(scripts[1].defaults(case))) == TABLE[case]
+
+
+# What keys without a value of their own are set to, for every architecture.
+UNSET: Config = {
+    "attention_bias": True,
+    "attention_multiplier": 0.3,
+    "attn_logit_softcapping": 2.0,
+    "clip_qkv": 0.5,
+    "final_logit_softcapping": 2.0,
+    "head_dim": 32,
+    "logit_scale": 0.5,
+    "mlp_bias": True,
+    "no_rope_layers": [1, 0],
+    "partial_rotary_factor": 0.5,
+    "qkv_bias": True,
+    "rope_scaling": {"factor": 4.0, "rope_type": "linear"},
+    "rope_theta": 300.0,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+    "use_bias": True,
+    "use_qk_norm": True,
+    "use_sliding_window": True,
+}
+ACTIVATIONS = {"silu": "gelu", "gelu": "relu", "relu": "silu"}
+
+
+def other(key: str, value: Any) -> Any:
+    """Another value of a key, None for one that has none."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return ACTIVATIONS.get(value.removesuffix("_new").removesuffix("_pytorch_tanh"))
+    if isinstance(value, int):
+        return {"num_hidden_layers": value}.get(key, 2 * value or 1)
+    if isinstance(value, float):
+        return 0.03 if value < 1e-3 else value / 2
+    if isinstance(value, list):
+        return value[::-1] if value[::-1] != value else None
+    return UNSET.get(key) if value is None else None
+
+
+def changed(config: Config, read: set[str]) -> Iterator[tuple[str, Any]]:
+    """Keys by path, and other values for them: of the config, and of what we read."""
+    inner = {
+        f"{outer}.{key}": value
+        for outer, of in config.items()
+        if isinstance(of, dict)
+        for key, value in of.items()
+    }
+    unset = dict.fromkeys((UNSET.keys() | read) - config.keys())
+    for path, value in (config | inner | unset).items():
+        if (new := other(path.split(".")[-1], value)) is not None:
+            yield path, new
+
+
+class Judge:
+    """transformers, of the weights of a case or of new ones."""
+
+    def __init__(self, script: ModuleType, case: str) -> None:
+        self.script, self.case = script, script.CASES[case]
+        self.ids = np.random.default_rng(0).integers(3, self.case.vocab_size, POSITIONS)
+        # What it writes of some, it does not read.
+        self.config = spelled(case, "transformers5" if "wide" in TABLE[case] else "published")
+        self.model = self.built(self.config)
+        self.logits = self.answer(self.model)
+
+    def built(self, config: Config, seed: int = 0) -> Any:
+        made = self.script.Case(config, "float32", embedding=self.case.embedding)
+        return self.script.random_model(made, np.random.default_rng(seed))
+
+    def answer(self, model: Any) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return model(torch.from_numpy(self.ids)[None]).logits[0].numpy()
+
+    def takes(self, config: Config) -> str | None:
+        """Whether a config is the "same" model as the case's, or "other", or one that has "more"
+        tensors; None where it is refused."""
+        import torch
+
+        try:
+            made = self.script.transformers_config(config)
+            model = self.script.auto_class(made).from_config(
+                made, dtype=torch.float32, attn_implementation="eager"
+            )
+            self.answer(model.eval())
+        except Exception:
+            return None
+        own, new = self.model.state_dict(), model.state_dict()
+        shapes = [{name: of.shape for name, of in state.items()} for state in (own, new)]
+        if shapes[1].keys() > shapes[0].keys():
+            return "more"
+        if shapes[0] != shapes[1]:
+            return "other"
+        model.load_state_dict(own)
+        return "other" if relative_error(self.answer(model), self.logits) > 1e-5 else "same"
+
+    def checkpoint(self, config: Config, folder: Path) -> Any:
+        """Write a new model, whose experts are chosen clearly; returns its logits."""
+        for seed in itertools.count():
+            model = self.built(config, seed)
+            with self.script.RoutingMargins(model) as routing:
+                logits = self.answer(model)
+            if not routing.margins or min(routing.margins) >= self.script.MIN_ROUTING_MARGIN:
+                break
+        model.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        return logits
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", [case for case in TABLE if case in ARCHITECTURES])
+def test_keys_that_are_changed(
+    device: Device, scripts: tuple[ModuleType, ModuleType], case: str, tmp_path: Path
+) -> None:
+    """What changes transformers' logits changes ours to the same, or is refused. Changes that go
+    together are made together, and apart if they are wrong."""
+    judge = Judge(scripts[0], case)
+    raw = RawConfig(copy.deepcopy(judge.config))
+    base, _ = meaning(judge.config), build_model(raw)
+    folders = (tmp_path / str(i) for i in itertools.count())
+
+    def error(changes: Config) -> float:
+        config, folder = applied(judge.config, changes), next(folders)
+        expected = judge.checkpoint(config, folder)
+        with device.scope():
+            return relative_error(
+                scores(build_engine(device, folder), judge.ids.tolist()), expected
+            )
+
+    groups: list[Config] = []
+    for path, value in changed(judge.config, raw.read):
+        if scripts[1].is_silent(path) or path == "max_position_embeddings":
+            continue
+        config = applied(judge.config, {path: value})
+        found = meaning(config)
+        differs = None if isinstance(found, str) else judge.takes(config)
+        if differs is None or (differs != "other" and found == base):
+            continue  # surplus tensors are refused
+        assert found != base, f"{path} = {value} is not read"
+        for group in groups:
+            both = applied(judge.config, group | {path: value})
+            if not isinstance(meaning(both), str) and judge.takes(both):
+                group[path] = value
+                break
+        else:
+            groups.append({path: value})
+    print(case, groups)
+    assert sum(map(len, groups)) > 2
+    wrong = []
+    for group in groups:
+        if error(group) > TOLERANCE:
+            wrong += [path for path in group if error({path: group[path]}) > TOLERANCE] or [group]
+    assert not wrong
