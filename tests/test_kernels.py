@@ -144,7 +144,7 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
 
 LINEAR: Factors = SETTINGS | {
     "rows": (1, 2, 5, 8, 9, 40, 130),
-    "shape": ((1, 1), (7, 3), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
+    "shape": ((1, 1), (7, 3), (8, 40), (37, 130), (131, 250), (520, 61), (2056, 15)),
     "dtype": ("f32", "f16", "bf16"),
     "form": (
         *("", "norm bias", "norm gated", "residual", "norm bias gated residual"),
@@ -245,7 +245,7 @@ def test_weights_larger_than_a_binding(
 
 QUANTIZED_LINEAR: Factors = SETTINGS | {
     "rows": (1, 7, 9, 40, 130),
-    "shape": ((1, 1), (8, 40), (37, 130), (131, 256), (520, 129), (2056, 65)),
+    "shape": ((1, 1), (8, 40), (37, 130), (131, 250), (520, 61), (2056, 15)),
     "dtype": ("q8", "q4"),
     "form": (
         *("", "bias", "residual", "bias gated", "bias scale residual"),
@@ -768,14 +768,18 @@ ATTENTION: Factors = SETTINGS | {
 }
 
 
+_JOINED = 700  # positions
+
+
 def attention_tuning(device: Device, joined: bool) -> Tuning:
-    """The rules of a GPU, which joins a short context in attention, or those of this device
-    without that."""
+    """The rules of this device, but that attention joins a short context, as on a GPU, or none."""
+
+    def join(variant: AttentionVariant) -> AttentionVariant | None:
+        one = replace(variant, heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
+        return one if joined else None
+
     tuning = Tuning(device)
-    if joined:
-        tuning.software = False
-    else:
-        tuning.attention_joined = lambda variant: None  # type: ignore[method-assign]
+    tuning.attention_joined = join  # type: ignore[method-assign]
     return tuning
 
 
