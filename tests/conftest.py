@@ -6,6 +6,7 @@ A machine without an adapter fails these tests: Mesa's software adapter serves a
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,11 @@ import pytest
 
 from infer.kernels.adapters import AdapterInfo
 from infer.kernels.device import Device, Settings
+
+# Mesa's software adapter compiles a third faster without LLVM's passes, which these kernels, that run
+# once or twice, gain nothing from. Drivers read it when they are loaded; processes that tests start
+# have it too.
+os.environ.setdefault("GALLIVM_PERF", "nopt")
 
 LEAST = Settings(
     subgroups=False,

@@ -65,7 +65,7 @@ def logits_of(rng: np.random.Generator, rows: int, experts: int, kind: str = "")
     return logits
 
 
-@covering(ROUTE)
+@covering(ROUTE, rows=(1, 8, 40))
 def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         slots, experts = case["choice"]
@@ -178,7 +178,14 @@ def gate_up_error(
     return nmse(1 + y, 1 + expected)
 
 
-@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu", "relu2")})
+FEWER: Factors = {
+    "rows": (1, 8, 9, 130),
+    "shape": ((7, 1), (37, 40), (131, 64)),
+    "dtype": ("f32", "bf16", "q8", "q4"),
+}
+
+
+@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu", "relu2")}, **FEWER)
 def test_expert_gate_up(
     open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
 ) -> None:
@@ -242,7 +249,7 @@ def down_error(
     return nmse(functions.expert_down(device, x, logits, weight, **options), expected)
 
 
-@covering(EXPERTS | {"form": ("", "residual", "normalize residual")})
+@covering(EXPERTS | {"form": ("", "residual", "normalize residual")}, **FEWER)
 def test_expert_down(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         error = down_error(open_device(settings_of(case)), rng, **own_of(case))
@@ -343,7 +350,10 @@ def layer_error(
             *(Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST),
             Settings(storage_buffers=8),
         ),
-    }
+    },
+    dtype=("bf16", "q8", "q4"),
+    shared=("stacked gated", "plain", "gated", ""),
+    settings=(Settings(), Settings(bounds_checks=True), LEAST, Settings(storage_buffers=8)),
 )
 def test_a_layer_of_experts(open_device: OpenDevice, rng: np.random.Generator, case: Case) -> None:
     device, dtype = open_device(case["settings"]), case["dtype"]
