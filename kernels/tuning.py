@@ -263,7 +263,7 @@ _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 25  # values of a matrix
 _SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
-_NARROW_SOFTWARE = 256  # values of a row for which the same holds in attention
+_NARROW_SOFTWARE = 256  # the same of a row, for attention and experts
 _FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
 _FEW_PLAIN = 8192  # the same of those that are no pairs
 MOST_SPLITS = 8  # of a matrix' columns
@@ -391,9 +391,12 @@ class Tuning:
         choice = {Int8TileVariant(*tile, planes=planes): speed for tile, speed in tiles.items()}
         return self._fastest(choice, rows, n, k, splits, least_rounds=1.4)
 
-    def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
-        """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
+    def expert_matmul(self, rows: int, width: int, dtype: str) -> TileVariant:
+        """For experts that have so many rows each, of that width: 32x128, or 64x128 where most of
+        it is used; on a CPU 16x32 if they are narrow."""
         tile = TileVariant(8 if rows > 32 else 4, 8, True, 8, 16)
+        if self.software and width <= _NARROW_SOFTWARE:
+            tile = TileVariant(2, 4, True, 8, 8)
         if dtype in INTEGERS:
             tile = Int8TileVariant(**asdict(tile), planes=PLANES.get(dtype, 1))
         fits = tile.storage <= self.limits.workgroup_storage

@@ -16,9 +16,9 @@ import pytest
 from infer.kernels.adapters import AdapterInfo
 from infer.kernels.device import Device, Settings
 
-# Mesa's software adapter compiles a third faster without LLVM's passes, which these kernels, that run
-# once or twice, gain nothing from. Drivers read it when they are loaded; processes that tests start
-# have it too.
+# Mesa's software adapter compiles a third faster without LLVM's passes, from which kernels that run
+# once or twice gain nothing. Drivers read this when they are loaded, here and in processes that
+# tests start.
 os.environ.setdefault("GALLIVM_PERF", "nopt")
 
 LEAST = Settings(

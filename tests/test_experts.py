@@ -36,6 +36,7 @@ from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.kernels.tensor import INTEGERS, QUANTIZED, Grouping, allocate
+from infer.kernels.tuning import Tuning
 from infer.models import build_model, open_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
@@ -192,6 +193,17 @@ def test_expert_gate_up(
     for case in cases:
         error = gate_up_error(open_device(settings_of(case)), rng, **own_of(case))
         assert error <= limit_of(case["dtype"]), case
+
+
+@pytest.mark.parametrize("rows", [9, 70])  # few for each expert, or many
+@pytest.mark.parametrize("dtype", ["bf16", "q8"])
+def test_tiles_of_a_gpu(device: Device, rng: np.random.Generator, dtype: str, rows: int) -> None:
+    """The other tests run those that a software adapter takes for narrow experts."""
+    tuning = Tuning(device)
+    tuning.software = False
+    own: Case = {"rows": rows, "tiled": True, "experts": (1, 2), "shape": (37, 40)}
+    own |= {"dtype": dtype, "kind": "", "bias": True, "tuning": tuning}
+    assert gate_up_error(device, rng, **own) <= limit_of(dtype)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
