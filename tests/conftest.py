@@ -70,10 +70,10 @@ def least_device(open_device: OpenDevice) -> Device:
 Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
     """The handle, the pipelines and the layouts of each adapter and setting, for `same_kernels`.
-    Closing a device leaves them alone."""
+    Closing a device leaves them alone; they live no longer than a file, as `devices` don't."""
     kept: Compiled = {}
     end = Device.close
 
@@ -87,6 +87,8 @@ def compiled() -> Iterator[Compiled]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "close", close)
         yield kept
+    for handle, _, _ in kept.values():
+        handle.destroy()
 
 
 @pytest.fixture
