@@ -5,6 +5,7 @@ A machine without an adapter fails these tests: Mesa's software adapter serves a
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -32,6 +33,17 @@ LEAST = Settings(
 """Nothing but what every WebGPU device has."""
 
 OpenDevice = Callable[[Settings], Device]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_goes_back() -> Iterator[None]:
+    """After the file's devices. glibc keeps what drivers' compilers have freed in pieces, two
+    megabytes for each kernel."""
+    yield
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(scope="module")
