@@ -341,17 +341,17 @@ def test_ties_are_cut_across_blocks(device: Device) -> None:
 def test_rare_tokens_of_a_large_vocabulary(device: Device) -> None:
     """One token has half of the probability, 151,935 share the rest: only the extremes of the
     noise matter."""
-    logits = np.zeros((64, 151_936), np.float32)
+    logits = np.zeros((32, 151_936), np.float32)
     logits[:, 70_000] = np.log(151_935)
     bench = Bench(device, logits, SamplingParams(temperature=1.0, seed=4))
     drawn = []
-    for position in range(0, 256, 64):
+    for position in range(0, 128, 32):
         bench.start(position)
         drawn.append(bench.sample())
     tokens = np.concatenate(drawn)
     assert_drawn_from((tokens != 70_000).astype(int), np.array([0.5, 0.5]))
     others = tokens[tokens != 70_000]
-    assert_drawn_from(others * 8 // 151_936, np.full(8, 1 / 8))
+    assert_drawn_from(others * 4 // 151_936, np.full(4, 1 / 4))
     assert len(np.unique(others)) > 0.98 * len(others)
     # And each is the token that the same noise chooses in float64, unless two are nearly equal.
     for position, token in enumerate(tokens[:32]):
