@@ -470,7 +470,7 @@ def _attention_tiled(low: Lowering, value: Value, query: Value, common: dict[str
     cache: LayerCache = value.attrs["cache"]
     q, q_stride, q_offset = low.source(query)
     n_heads = value.width // cache.head_dim
-    variant = low.tuning.attention_tiled(cache.head_dim)
+    variant = low.tuning.attention_tiled(cache.head_dim, n_heads)
     low.emit(
         "attention_tiled",
         (low.step, cache.pages, q, cache.keys, cache.values, value, *_sinks(value)),

@@ -283,8 +283,12 @@ _CHOSEN_BEFORE = {
 
 def _tile(low: Lowering, routing: Value, dtype: str) -> TileVariant:
     """The tile of prefill: its rows are the same for all of a layer's projections."""
-    chosen = _routing(routing)
-    return low.tuning.expert_matmul(low.kind.rows * chosen["SLOTS"] // chosen["EXPERTS"], dtype)
+    chosen, logits = _routing(routing), routing.inputs[0]
+    while logits.inputs and logits.op != "linear":
+        logits = logits.inputs[0]
+    width = logits.inputs[0].width if logits.inputs else 0  # logits by hand: in tests
+    rows = low.kind.rows * chosen["SLOTS"] // chosen["EXPERTS"]
+    return low.tuning.expert_matmul(rows, width, dtype)
 
 
 def _tiles(routing: Value, tile: int, rows: int) -> int:

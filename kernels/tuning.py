@@ -265,6 +265,7 @@ _MULTIPROCESSORS = 132
 _THREADS = 1 << 18  # invocations that fill a large GPU
 _SMALL = 1 << 25  # values of a matrix
 _SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
+_NARROW_SOFTWARE = 256  # the same of a row, for attention and experts
 _FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
 _FEW_PLAIN = 8192  # the same of those that are no pairs
 MOST_SPLITS = 8  # of a matrix' columns
@@ -389,13 +390,16 @@ class Tuning:
             if planes > 1:
                 tiles[8, 8, True, 16, 16] = 2.1  # what is read of x serves twice as many products
         elif n * k <= _SMALL_SOFTWARE:
-            tiles = {(4, 4, True, 8, 16): 1.4}
+            tiles = {(2, 4, True, 8, 8): 1.4}
         choice = {Int8TileVariant(*tile, planes=planes): speed for tile, speed in tiles.items()}
         return self._fastest(choice, rows, n, k, splits, least_rounds=1.4)
 
-    def expert_matmul(self, rows: int, dtype: str) -> TileVariant:
-        """For experts that have so many rows each: 32x128, or 64x128 where most of it is used."""
+    def expert_matmul(self, rows: int, width: int, dtype: str) -> TileVariant:
+        """For experts that have so many rows each, of that width: 32x128, or 64x128 where most of
+        it is used; on a CPU 16x32 if they are narrow."""
         tile = TileVariant(8 if rows > 32 else 4, 8, True, 8, 16)
+        if self.software and width <= _NARROW_SOFTWARE:
+            tile = TileVariant(2, 4, True, 8, 8)
         if dtype in INTEGERS:
             tile = Int8TileVariant(**asdict(tile), planes=PLANES.get(dtype, 1))
         fits = tile.storage <= self.limits.workgroup_storage
@@ -444,21 +448,21 @@ class Tuning:
         most = max(1, 8 // per_lane)
         fitting = [heads for heads in range(1, min(group, most) + 1) if group % heads == 0]
         if self.software:
-            # Small workgroups and few heads: large kernels take a CPU seconds to compile.
-            heads, workgroup = max(heads for heads in fitting if heads <= 2), 32
+            # Subgroups go through a barrier one after the other; large kernels compile for seconds.
+            heads, workgroup, batch = max(heads for heads in fitting if heads <= 2), 32, 1
         else:
             # Up to four, so that there are more workgroups; but the 5 or 7 of some models are
             # shared.
             heads = max(heads for heads in fitting if heads <= 4 or fitting[1:] == [heads])
-            workgroup = 128 if chunks <= 8 else 256
-        batch = 2 if per_lane <= 8 else 1
+            workgroup, batch = 128 if chunks <= 8 else 256, 2 if per_lane <= 8 else 1
         # More splits than that cost more in attention_combine than they gain.
         splits = max(1, min(64, (8 if self.software else 128) // (n_kv_heads * group // heads)))
         workgroup = max(workgroup, self.subgroup_size)
         while True:
             at_once = batch * workgroup // cluster
+            shortest = max(32, at_once) if self.software else at_once
             variant = AttentionVariant(
-                workgroup, heads, cluster, per_lane, batch, splits, at_once, max(512, at_once)
+                workgroup, heads, cluster, per_lane, batch, splits, shortest, max(512, at_once)
             )
             if variant.merged(self.limits.workgroup_storage, self.subgroup_size):
                 return variant
@@ -478,12 +482,13 @@ class Tuning:
         fits = joined.merged(self.limits.workgroup_storage, self.subgroup_size)
         return joined if fits else None
 
-    def attention_tiled(self, head_dim: int) -> TiledVariant:
+    def attention_tiled(self, head_dim: int, n_heads: int) -> TiledVariant:
         """32 rows by 64 positions, where memory and registers have room for that; on a CPU 32 by
-        32: short code, little that is masked."""
+        32, or 8 by 32 for few heads: short code, little that is masked."""
         tiles = [] if self.software else [(16, 4, 32), (16, 4, 16)]
         tiles += [(16, 2, 16)] if head_dim > 512 and not self.software else []
-        tiles += [(8, rows, depth) for rows in (4, 2, 1) for depth in (16, 8)]
+        narrow = self.software and n_heads * head_dim <= _NARROW_SOFTWARE
+        tiles += [(8, rows, depth) for rows in (4, 2, 1)[2 * narrow :] for depth in (16, 8)]
         for n_size, m_tile, depth in tiles:
             variant = TiledVariant(8, n_size, m_tile, 4, depth, double=False)
             # An invocation keeps up to 72 outputs in registers.

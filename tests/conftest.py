@@ -5,7 +5,9 @@ A machine without an adapter fails these tests: Mesa's software adapter serves a
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,11 @@ import pytest
 
 from infer.kernels.adapters import AdapterInfo
 from infer.kernels.device import Device, Settings
+
+# Mesa's software adapter compiles a third faster without LLVM's passes, from which kernels that run
+# once or twice gain nothing. Drivers read this when they are loaded, here and in processes that
+# tests start.
+os.environ.setdefault("GALLIVM_PERF", "nopt")
 
 LEAST = Settings(
     subgroups=False,
@@ -26,6 +33,17 @@ LEAST = Settings(
 """Nothing but what every WebGPU device has."""
 
 OpenDevice = Callable[[Settings], Device]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_goes_back() -> Iterator[None]:
+    """After the file's devices. glibc keeps what drivers' compilers have freed in pieces, two
+    megabytes for each kernel."""
+    yield
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +82,10 @@ def least_device(open_device: OpenDevice) -> Device:
 Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
     """The handle, the pipelines and the layouts of each adapter and setting, for `same_kernels`.
-    Closing a device leaves them alone."""
+    Closing a device leaves them alone; they live no longer than a file, as `devices` don't."""
     kept: Compiled = {}
     end = Device.close
 
@@ -81,6 +99,8 @@ def compiled() -> Iterator[Compiled]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "close", close)
         yield kept
+    for handle, _, _ in kept.values():
+        handle.destroy()
 
 
 @pytest.fixture

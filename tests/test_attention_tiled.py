@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from conftest import OpenDevice
@@ -28,7 +30,7 @@ class Forced(Tuning):
         super().__init__(device)
         self.variant = variant
 
-    def attention_tiled(self, head_dim: int) -> TiledVariant:
+    def attention_tiled(self, head_dim: int, n_heads: int) -> TiledVariant:
         return self.variant
 
 
@@ -55,11 +57,13 @@ def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape
     return nmse(y, reference.attention(q, k, v, 2 * group, d**-0.5, window))
 
 
-def chosen(device: Device, head_dim: int, storage: int, *, software: bool) -> TiledVariant:
+def chosen(
+    device: Device, head_dim: int, storage: int, *, software: bool, n_heads: int = 32
+) -> TiledVariant:
     """What the rule takes on an adapter with so many bytes of workgroup memory."""
     tuning = Tuning(device)
     tuning.limits, tuning.software = Limits(workgroup_storage=storage), software
-    return tuning.attention_tiled(head_dim)
+    return tuning.attention_tiled(head_dim, n_heads)
 
 
 @pytest.mark.parametrize("storage", [16384, 32768])
@@ -79,8 +83,8 @@ def test_the_variants_of_the_rules(
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("storage", [16384, 32768, 49152])
 def test_the_rules_keep_to_workgroup_memory(device: Device, storage: int, d: int) -> None:
-    for software in (True, False):
-        variant = chosen(device, d, storage, software=software)
+    for software, n_heads in product((True, False), (1, 32)):
+        variant = chosen(device, d, storage, software=software, n_heads=n_heads)
         assert variant.storage(d) <= storage
         assert d % variant.depth == 0
         assert variant.columns % variant.v_depth(d) == 0

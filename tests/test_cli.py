@@ -88,7 +88,7 @@ def command(*arguments: object) -> list[str]:
 def run_process(
     *arguments: object, env: dict[str, str], **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    options = {"stdin": subprocess.DEVNULL, "text": True, "timeout": 120} | options
+    options = {"stdin": subprocess.DEVNULL, "text": True, "timeout": 600} | options
     return subprocess.run(command(*arguments), env=env, capture_output=True, **options)
 
 
@@ -128,7 +128,7 @@ def test_nothing_heavy_is_imported_before_a_command_runs(
         "    print('imported', *(name for name in heavy if name in sys.modules))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.splitlines()[-1] == "imported"
     assert done.returncode == (2 if arguments == ("info",) else 0)
@@ -367,7 +367,7 @@ def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: 
         assert process.stdout is not None
         begin = process.stdout.read(1)  # generating: it is streamed, not kept to the end
         process.send_signal(signal.SIGINT)
-        rest, stderr = process.communicate(timeout=60)
+        rest, stderr = process.communicate(timeout=600)
     text, errors = (begin + rest).decode(), stderr.decode()
     assert process.returncode == 130
     assert text.endswith("\n")
@@ -418,7 +418,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(
         command(*arguments), env=environment, stdout=write, stderr=subprocess.PIPE, text=True
     ) as process:
         os.close(write)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == 141
     assert [line for line in errors.splitlines() if not line.startswith("note: ")] == []
 
@@ -600,9 +600,9 @@ def test_output_that_the_terminal_cannot_show_is_replaced(
 
 def test_closed_streams(environment: dict[str, str]) -> None:
     shell = f"{sys.executable} -m infer run demo -p hi -n 2 <&- >&- 2>&-"
-    assert subprocess.run(shell, shell=True, env=environment, timeout=60).returncode == 0
+    assert subprocess.run(shell, shell=True, env=environment, timeout=600).returncode == 0
     shell = f"{sys.executable} -m infer run demo <&-"
-    done = subprocess.run(shell, shell=True, env=environment, capture_output=True, timeout=60)
+    done = subprocess.run(shell, shell=True, env=environment, capture_output=True, timeout=600)
     assert done.returncode == 2
     assert b"pipe it in" in done.stderr
 

@@ -36,6 +36,7 @@ from infer.kernels.errors import UnsupportedError
 from infer.kernels.forward import Forward
 from infer.kernels.reference import nmse
 from infer.kernels.tensor import INTEGERS, QUANTIZED, Grouping, allocate
+from infer.kernels.tuning import Tuning
 from infer.models import build_model, open_model
 from infer.models.checkpoint import SINGLE, Checkpoint
 from infer.models.config import RawConfig
@@ -65,7 +66,7 @@ def logits_of(rng: np.random.Generator, rows: int, experts: int, kind: str = "")
     return logits
 
 
-@covering(ROUTE)
+@covering(ROUTE, rows=(1, 8, 40))
 def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         slots, experts = case["choice"]
@@ -178,13 +179,31 @@ def gate_up_error(
     return nmse(1 + y, 1 + expected)
 
 
-@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu", "relu2")})
+FEWER: Factors = {
+    "rows": (1, 8, 130),
+    "shape": ((7, 1), (37, 40), (131, 64)),
+    "dtype": ("f32", "bf16", "q8", "q4"),
+}
+
+
+@covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu", "relu2")}, **FEWER)
 def test_expert_gate_up(
     open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
 ) -> None:
     for case in cases:
         error = gate_up_error(open_device(settings_of(case)), rng, **own_of(case))
         assert error <= limit_of(case["dtype"]), case
+
+
+@pytest.mark.parametrize("rows", [9, 70])  # few for each expert, or many
+@pytest.mark.parametrize("dtype", ["bf16", "q8"])
+def test_tiles_of_a_gpu(device: Device, rng: np.random.Generator, dtype: str, rows: int) -> None:
+    """The other tests run those that a software adapter takes for narrow experts."""
+    tuning = Tuning(device)
+    tuning.software = False
+    own: Case = {"rows": rows, "tiled": True, "experts": (1, 2), "shape": (37, 40)}
+    own |= {"dtype": dtype, "kind": "", "bias": True, "tuning": tuning}
+    assert gate_up_error(device, rng, **own) <= limit_of(dtype)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -242,7 +261,7 @@ def down_error(
     return nmse(functions.expert_down(device, x, logits, weight, **options), expected)
 
 
-@covering(EXPERTS | {"form": ("", "residual", "normalize residual")})
+@covering(EXPERTS | {"form": ("", "residual", "normalize residual")}, **FEWER)
 def test_expert_down(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         error = down_error(open_device(settings_of(case)), rng, **own_of(case))
@@ -343,7 +362,11 @@ def layer_error(
             *(Settings(), Settings(bounds_checks=True), Settings(subgroups=False), LEAST),
             Settings(storage_buffers=8),
         ),
-    }
+    },
+    rows=((1, 1), (3, 8), (40, 300)),
+    dtype=("bf16", "q8", "q4"),
+    shared=("stacked gated", "plain", "gated", ""),
+    settings=(Settings(), LEAST, Settings(storage_buffers=8)),
 )
 def test_a_layer_of_experts(open_device: OpenDevice, rng: np.random.Generator, case: Case) -> None:
     device, dtype = open_device(case["settings"]), case["dtype"]
@@ -360,9 +383,9 @@ def test_prefill_is_deterministic(device: Device, rng: np.random.Generator) -> N
     assert all((run == runs[0]).all() for run in runs)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 9])
 @pytest.mark.parametrize(
-    ("dtype", "binding"), [("f32", 1 << 18), ("bf16", 1 << 17), ("q4", 1 << 16)]
+    ("rows", "dtype", "binding"),
+    [(1, "f32", 1 << 18), (5, "q4", 1 << 16), (9, "bf16", 1 << 17), (9, "q4", 1 << 16)],
 )
 def test_experts_larger_than_a_binding(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, binding: int

@@ -92,7 +92,7 @@ def test_every_format_on_the_gpu(
         forward = Forward(device, rows)
         y = forward.run(forward.ops.embedding(weight), tokens=list(range(rows)))
         assert nmse(y, expected[:, order]) <= 1e-14
-    for n in (1, 40):
+    for n in (1, 40) if device.subgroups else (1,):  # many rows need none
         rng = np.random.default_rng(n)
         x = exact = rng.standard_normal((n, columns), np.float32)
         if weight.dtype in INTEGERS:  # activations that are known as int8, in the weight's order

@@ -413,7 +413,7 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
             yield from (item.pipeline.spec for item in sampler.dispatches(chain, gather))
 
 
-@pytest.mark.parametrize("all_sizes", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("all_sizes", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) -> None:
     """Of kernels that differ in nothing but numbers, one stands for the others; and of the steps of
     a model every third, the next ones with the next model."""
@@ -445,7 +445,7 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
     assert [message for shader in shaders.values() for message in device.validate(shader)] == []
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drivers_compile_the_kernels_of_real_models(least_device: Device, shape: str) -> None:
     for dtype in ("bf16", "f16", "f32"):

@@ -89,7 +89,10 @@ def delta_rule_error(
     return max(map(nmse, results, reference.delta_rule(*inputs, state)))
 
 
-@covering(ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 4), (40, 36), (128, 40))})
+@covering(
+    ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 4), (40, 36), (128, 40))},
+    rows=(1, 2, 17),
+)
 def test_delta_rule(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
         assert delta_rule_error(open_device(settings_of(case)), rng, case) <= LIMIT, case
@@ -113,7 +116,9 @@ def ssm_scan_error(
 @covering(
     ROWS
     | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 4), (40, 36), (128, 64), (256, 40))}
-    | {"dt_limit": ((0.0, np.inf), (0.5, 1.5))}
+    | {"dt_limit": ((0.0, np.inf), (0.5, 1.5))},
+    rows=(1, 2, 17),
+    dims=((4, 4), (40, 36), (128, 64)),
 )
 def test_ssm_scan(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
     for case in cases:
