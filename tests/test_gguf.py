@@ -19,7 +19,7 @@ import tokenizers
 from engines import build_engine, scores
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from numpy.typing import NDArray
-from reference_models import cases, load, relative_error
+from reference_models import cases, load, relative_error, tolerance_of
 from safetensors.numpy import save_file
 from tokenizers import decoders, normalizers, pre_tokenizers
 
@@ -924,7 +924,7 @@ def test_a_converted_model_computes_what_transformers_does(
     ids = reference.prompt_ids.tolist()
     with device.scope():
         logits = scores(build_engine(device, tmp_path / "m.gguf"), ids)
-    assert relative_error(logits, reference.logits) <= 1e-5
+    assert relative_error(logits, reference.logits) <= tolerance_of(name)
 
 
 def test_a_hybrid_without_experts_or_with_positions(tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from engines import answer, build_engine, scores
 from reference_models import (
     CONFIG_FILES,
     DATA,
+    TOLERANCE,
     Spelling,
     cases,
     load,
     load_long,
     long_cases,
     relative_error,
+    tolerance_of,
 )
 
 from infer.kernels.device import Device
@@ -38,14 +40,10 @@ from infer.models.multimodal import text_config
 from infer.models.weights import check_checkpoint
 from infer.sampling import SamplingParams
 
-TOLERANCE = 1e-5
-# Large embeddings and soft caps: float32 is up to 1e-5 from float64 in transformers itself.
-TOLERANCES = {"gemma": 3e-5, "gemma4": 3e-5}
-
 
 def assert_agrees(device: Device, folder: Path, reference: dict[str, Any], **options: Any) -> None:
     """folder: named after the case. reference: the arrays of reference_models.Reference."""
-    tolerance = TOLERANCES.get(folder.name, TOLERANCE)
+    tolerance = tolerance_of(folder.name)
     prompt_ids, greedy_ids = reference["prompt_ids"].tolist(), reference["greedy_ids"].tolist()
     with device.scope():
         engine = build_engine(device, folder, **options)

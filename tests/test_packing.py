@@ -391,7 +391,7 @@ def test_mistral_small_4_as_it_is_published(device: Device, scales: str, tmp_pat
             f"{own.removesuffix('weight')}{'_' * bool(stack)}activation_scale": scale.ravel()[:1],
         }
     config = json.loads((source / "config.json").read_text())
-    size = [8, 64] if scales == "blocks" else None
+    size = [8, 96] if scales == "blocks" else None
     own_config = {
         "model_type": "mistral3",
         "text_config": config,
