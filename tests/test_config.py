@@ -38,6 +38,8 @@ def test_any_name_may_be_a_key() -> None:
         ("bamba", {"mamba_n_heads": 5}, "5 Mamba heads of 19 are not 96 values"),
         ("bamba", {"mamba_n_heads": 16}, "16 heads of 6 in"),
         ("codegen", {"n_head": 2}, "n_head = 2"),
+        ("codegen", {"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ("gptj", {"rope_theta": 500.0}, "rope_theta = 500.0"),
         ("deepseek_v2", {"attention_bias": True}, "attention_bias = True"),
         ("deepseek_v2", {"kv_lora_rank": 1024}, "head_dim = 1056"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True"),
