@@ -96,6 +96,7 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention ="),
         ("gemma4_text_experts", {"top_k_experts": 9}, "9 experts cannot be chosen of 8"),
         ("gemma4_text_experts", {"enable_moe_block": False}, "num_experts = 8"),
+        ("gpt_neox", {"head_dim": 32}, "head_dim = 32"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
         ("granitemoehybrid", {"layer_types": ["attention"]}, "for each of 2 layers"),
