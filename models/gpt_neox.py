@@ -46,8 +46,9 @@ class GPTNeoX(Llama):
         raw = raw.with_defaults(**_DEFAULTS)
         bias = raw.get("attention_bias", kind=bool)
         head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
+        raw.expect("head_dim", head_dim)  # there is no other
         return DecoderConfig.read(
-            raw.with_values(head_dim=None),  # which is not read
+            raw,
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=True,

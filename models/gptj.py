@@ -33,6 +33,10 @@ class GPTJ(Cohere):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(n_positions=2048, tie_word_embeddings=False)
         raw.expect("rotary", True)
+        raw.expect("scale_attn_weights", True)
+        raw.expect("rope_theta", 10000.0)
+        for key in ("partial_rotary_factor", "rope_parameters", "rope_scaling"):
+            raw.expect(key, None)
         config = read_gpt2(raw, head_bias=True)
         part = raw.size("rotary_dim", 64) / config.head_dim
         return replace(

@@ -29,7 +29,8 @@ class Persimmon(GPTNeoX):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
         head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
-        raw = raw.with_values(head_dim=head_dim, num_key_value_heads=None)  # which it has not
+        raw.expect("head_dim", head_dim)  # there is no other
+        raw = raw.with_values(num_key_value_heads=None)  # which is not read
         return DecoderConfig.read(
             raw,
             partial=0.5,
