@@ -41,6 +41,8 @@ from infer.models.shapes import PUBLISHED, SHAPES, shape_config
 from infer.models.weights import Source, WeightSpec, random_storage, random_weights
 from infer.sampling import SamplingParams
 
+pytestmark = pytest.mark.demo
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 TINY: dict[str, Any] = {

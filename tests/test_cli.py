@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
 PROMPT = "Once upon a time"
 
-pytestmark = pytest.mark.usefixtures("same_kernels")
+pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ from infer.models import build_model
 from infer.models.config import RawConfig
 from infer.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.demo
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/decisions.md")
 FOLDERS = ("infer", "models", "models/formats", "kernels")

@@ -40,6 +40,8 @@ from infer.kernels.upload import _Staging
 from infer.models.llama import Llama
 from infer.models.packing import Stored
 
+pytestmark = pytest.mark.demo
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
 STORY = "Once upon a time"
