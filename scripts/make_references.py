@@ -575,7 +575,7 @@ def persimmon(**changes: Any) -> dict[str, Any]:
         "hidden_size": 64,
         "initializer_range": 0.02,
         "intermediate_size": 96,
-        "layer_norm_eps": 1e-5,
+        "layer_norm_eps": EPS,
         "max_position_embeddings": 128,
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
@@ -586,7 +586,7 @@ def persimmon(**changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "transformers_version": "4.34.0",
         "use_cache": True,
-        "vocab_size": 300,
+        "vocab_size": VOCAB,
     } | changes
 
 
