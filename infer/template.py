@@ -29,8 +29,13 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
 from jinja2.utils import Namespace
+from markupsafe import Markup
 
 from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
@@ -45,7 +50,7 @@ _WEB = ("pprint", "striptags", "urlize", "xmlattr")
 # Filters and methods whose result, or time, grows with the product of what they are given.
 _GROWING = frozenset(
     "batch center expandtabs indent join ljust lstrip rfind rindex rjust "  # noqa: SIM905
-    "rpartition rsplit rstrip slice strip to_bytes tojson translate trim wordwrap zfill *".split()
+    "rpartition rsplit rstrip slice strip to_bytes tojson translate trim zfill *".split()
 )
 _LISTS = (list, tuple, dict, MappingView)
 
@@ -137,15 +142,17 @@ class _Budget:
         elif name == "replace" and len(values) > 2 and isinstance(values[0], str):
             old, new = str(values[1]), str(values[2])
             growth = (values[0].count(old) + 1) * len(new)
-        elif name in ("format", "format_map", "%") and values and isinstance(values[0], str):
+        elif name == "wordwrap" and isinstance(values[0], str):  # what is left of a word is copied
+            width = values[1] if len(values) > 1 and isinstance(values[1], int) else 79
+            growth = sum(len(word) ** 2 for word in values[0].split()) // max(width, 1)
+        elif name == "%" and values and isinstance(values[0], str):
             form, rest = values[0], values[1:]
             given = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | dict) else rest
             inner = list(given.values()) if isinstance(given, dict) else given
-            widths = [int(digits[:9]) for digits in re.findall("[0-9]+", form)]
-            if re.search(r"\*|:[^}]*{", form):  # a width among the values
-                widths += [value for value in inner if isinstance(value, int)]
-            fields = form.count("%") + form.count("{")
-            growth = fields * (sum(self._measure(v)[0] for v in inner) + max(widths, default=0))
+            widths = [_widest(form)]
+            if "*" in form:  # a width among the values
+                widths += [abs(value) for value in inner if isinstance(value, int)]
+            growth = form.count("%") * (sum(self._measure(v)[0] for v in inner) + max(widths))
         elif name == "round":
             growth = max((abs(v) for v in values[1:] if isinstance(v, int)), default=0) ** 2
         elif name == "**":
@@ -185,6 +192,34 @@ class _Budget:
 
 
 _budget: ContextVar[_Budget] = ContextVar("budget")
+
+
+def _widest(form: str) -> int:
+    """The largest number in a text, or something as large."""
+    # Python reads digits of all scripts, and any number of zeros in front.
+    numbers = ("".join(str(int(d)) for d in n) for n in re.findall(r"\d+", form))
+    return max((int(number.lstrip("0")[:9] or 0) for number in numbers), default=0)
+
+
+class _Formatter(SandboxedFormatter):
+    """Of one str.format, whose fields are counted before they are written out: their widths may be
+    among the values."""
+
+    def __init__(self, env: ImmutableSandboxedEnvironment, **options: Any) -> None:
+        super().__init__(env, **options)
+        self._room = 4 * _budget.get().size
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        budget = _budget.get()
+        budget.tick()
+        self._room -= _widest(format_spec) + budget._measure(value)[0]
+        if self._room < 0:
+            budget._too_much()
+        return super().format_field(value, format_spec)
+
+
+class _EscapingFormatter(_Formatter, SandboxedEscapeFormatter):
+    pass
 
 
 class _Generator(CodeGenerator):
@@ -244,6 +279,26 @@ class _Environment(ImmutableSandboxedEnvironment):
         budget.before(name, [getattr(own, "__self__", None), *args, *given])
         return budget.made(super().call(context, function, *args, **kwargs))
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """What str.format and str.format_map are in a template; None for anything else."""
+        if super().wrap_str_format(value) is None:
+            return None
+        form = value.__self__
+
+        @wraps(value)
+        def wrapped(*args: Any, **kwargs: Any) -> str:
+            if isinstance(form, Markup):
+                formatter: _Formatter = _EscapingFormatter(self, escape=form.escape)
+            else:
+                formatter = _Formatter(self)
+            if value.__name__ == "format_map":
+                text = formatter.vformat(form, (), *args, **kwargs)
+            else:
+                text = formatter.vformat(form, args, kwargs)
+            return type(form)(text)  # type: ignore[no-any-return]
+
+        return wrapped
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget.get()
         budget.before(operator, [left, right])
@@ -270,7 +325,7 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         budget = _budget.get()
         if name == "join":
             args = tuple(map(_listed, args))
-        budget.before(name, [*args[first:], *kwargs.values()])
+        budget.before("%" if name == "format" else name, [*args[first:], *kwargs.values()])
         return budget.made(function(*args, **kwargs))
 
     return limited
