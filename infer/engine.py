@@ -69,6 +69,18 @@ class EngineOptions:
     raw: bool = True
     ahead: int = AHEAD
 
+    def __post_init__(self) -> None:
+        """Raises RequestError for values of other kinds, and counts below one."""
+        for name in ("context", "prefill_chunk", "ahead"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name} must be a positive integer, not {shown(value)}.")
+        for name in ("fuse", "raw"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name} must be true or false, not {shown(getattr(self, name))}."
+                )
+
 
 @dataclass(frozen=True)
 class Step:

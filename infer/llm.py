@@ -456,6 +456,12 @@ def load(
     from infer.terminal import ProgressLine  # imports typer
 
     check_names(unknown, _LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
+    if not (engine is None or isinstance(engine, Mapping)) or not all(
+        isinstance(name, str) for name in engine or ()
+    ):
+        raise RequestError(
+            f'engine must be a dictionary of options, such as {{"fuse": False}}, not {shown(engine)}.'
+        )
     check_names(engine or (), _ENGINE_NAMES, _LOAD_NAMES, "load()")
     converted = weight_dtype(dtype, quantize)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)

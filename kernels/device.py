@@ -21,6 +21,7 @@ from infer.kernels.errors import (
     DeviceError,
     InferError,
     OutOfMemoryError,
+    RequestError,
     ShaderError,
 )
 from infer.kernels.shader import KernelSpec, Shader, render
@@ -46,6 +47,9 @@ _LIMITS = (
 _CHOSEN = {"intel": (8, 16, 32), "amd": (32, 64), "radeon": (32, 64)}
 
 
+_SWITCHES = ("subgroups", "f16", "bounds_checks")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What of an adapter to use: for tests, for weak adapters, to work round a driver's bug.
@@ -63,6 +67,17 @@ class Settings:
     max_invocations: int | None = None
     storage_buffers: int | None = None
     bounds_checks: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for values of other kinds, and limits below one."""
+        for name, value in vars(self).items():
+            if name in _SWITCHES:
+                right, kind = isinstance(value, bool), "true or false"
+            else:
+                right = value is None or (type(value) is int and value > 0)
+                kind = "a positive integer or None"
+            if not right:
+                raise RequestError(f"The setting {name} must be {kind}, not {value!r:.200}.")
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,8 @@ class Device:
     """One open adapter. Close it, or use it in `with`; its buffers go with it."""
 
     def __init__(self, adapter: AdapterInfo, settings: Settings | None = None) -> None:
+        if not isinstance(settings, Settings | None):
+            raise RequestError(f"settings must be Settings, not {type(settings).__name__}.")
         self.adapter, self.settings = adapter, settings or Settings()
         wanted = {"subgroup": self.settings.subgroups, "shader-f16": self.settings.f16}
         features = [name for name, use in wanted.items() if use and name in adapter.features]

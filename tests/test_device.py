@@ -23,7 +23,13 @@ from infer.kernels.adapters import (
     memory_info,
 )
 from infer.kernels.device import Device, DryDevice, Limits, Settings
-from infer.kernels.errors import ClosedError, DeviceError, OutOfMemoryError, ShaderError
+from infer.kernels.errors import (
+    ClosedError,
+    DeviceError,
+    OutOfMemoryError,
+    RequestError,
+    ShaderError,
+)
 from infer.kernels.shader import KernelSpec, render_text
 from infer.kernels.tensor import allocate
 
@@ -242,6 +248,21 @@ def test_bindings_end_at_the_limit(open_device: OpenDevice) -> None:
         with pytest.raises(DeviceError, match="1048576"):
             small.bind(pipeline, [large, fits])
         assert [shard.rows for shard in allocate(small, (600, 512), "f32").shards] == [512, 88]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"f16": 1}, "The setting f16 must be true or false, not 1"),
+        ({"subgroups": None}, "subgroups must be true or false, not None"),
+        ({"max_binding": "x"}, "max_binding must be a positive integer or None, not 'x'"),
+        ({"storage_buffers": 0}, "storage_buffers must be a positive integer or None, not 0"),
+        ({"workgroup_storage": True}, "workgroup_storage must be a positive integer"),
+    ],
+)
+def test_settings_of_other_kinds_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Settings(**settings)
 
 
 def test_features_that_are_off_are_refused(least_device: Device) -> None:

@@ -974,6 +974,12 @@ def test_prompts_that_cannot_be_served(llm: LLM, prompt: Any, message: str) -> N
         ({"seed": 64}, infer.RequestError, r"seed is an option of generate\(\)"),
         ({"engine": {"fuze": 1}}, infer.RequestError, r"fuze is not .* Did you mean fuse\?"),
         ({"engine": {"context": 9}}, infer.RequestError, r"context is an option of load\(\)"),
+        ({"engine": 3}, infer.RequestError, "engine must be a dictionary .*, not 3"),
+        ({"engine": {1: 2}}, infer.RequestError, "engine must be a dictionary"),
+        ({"engine": {"ahead": 0}}, infer.RequestError, "ahead must be a positive integer, not 0"),
+        ({"engine": {"prefill_chunk": "x"}}, infer.RequestError, "prefill_chunk must be .* 'x'"),
+        ({"engine": {"raw": 1}}, infer.RequestError, "raw must be true or false, not 1"),
+        ({"settings": {"f16": False}}, infer.RequestError, "settings must be Settings, not dict"),
     ],
 )
 def test_loads_that_cannot_be_served(
