@@ -294,7 +294,7 @@ class Engine:
         if not (adapter is None or isinstance(adapter, str)) or adapter not in self.adapters:
             names = ", ".join(sorted(filter(None, self.adapters))) or "none"
             raise RequestError(
-                f"No adapter is called {adapter!r}. Loaded by a name: {names}. Give load() a "
+                f"No adapter is called {shown(adapter)}. Loaded by a name: {names}. Give load() a "
                 "dictionary of adapters."
             )
 

@@ -7,6 +7,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from infer.foreign import shown
 from infer.kernels.errors import TokenizerError
 from infer.models.formats.gguf import Gguf
 from infer.tokenizer import Tokenizer
@@ -125,8 +126,8 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
     kind = found.get("model", str)
     if kind not in kinds:
         raise TokenizerError(
-            f"{gguf.file} has a tokenizer of the kind {kind!r}, which is not implemented (only "
-            f"{', '.join(kinds)}). Take a version of the model with a tokenizer.json."
+            f"{gguf.file} has a tokenizer of the kind {shown(kind)}, which is not implemented "
+            f"(only {', '.join(kinds)}). Take a version of the model with a tokenizer.json."
         )
     tokens = found.texts("tokens")
     types = found.numbers("token_type", len(tokens), _NORMAL)
@@ -212,8 +213,8 @@ def _byte_level(
     pre = found.get("pre", str, "")
     if pre not in _SPLITS:
         raise TokenizerError(
-            f"{found.gguf.file} splits text in the way {pre!r} before it is tokenised, which is "
-            f"not implemented (only {', '.join(_SPLITS)})."
+            f"{found.gguf.file} splits text in the way {shown(pre)} before it is tokenised, which "
+            f"is not implemented (only {', '.join(_SPLITS)})."
         )
     merges = _pairs(found)
     backend = tokenizers.Tokenizer(_bpe(found, tokens, types, merges, ignore_merges=pre in _WHOLE))
@@ -305,7 +306,9 @@ def _bpe(
     }
     for left, right in merges:  # the library would panic
         if not (left in vocab and right in vocab and left + right in vocab):
-            raise found.error(f"{left!r} and {right!r} are merged, but not all are tokens")
+            raise found.error(
+                f"{shown(left)} and {shown(right)} are merged, but not all are tokens"
+            )
     return models.BPE(vocab, merges, **options)
 
 

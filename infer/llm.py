@@ -460,7 +460,8 @@ def load(
         isinstance(name, str) for name in engine or ()
     ):
         raise RequestError(
-            f'engine must be a dictionary of options, such as {{"fuse": False}}, not {shown(engine)}.'
+            'engine must be a dictionary of options, such as {"fuse": False}, '
+            f"not {shown(engine)}."
         )
     check_names(engine or (), _ENGINE_NAMES, _LOAD_NAMES, "load()")
     converted = weight_dtype(dtype, quantize)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from infer.models.checkpoint import (
     listed,
     read_header,
 )
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.formats.packed import read_rows
 from infer.models.llama import Llama
 from infer.models.multimodal import text_tensors
@@ -306,8 +305,8 @@ def _matrices(
 
 def _unmerged(config: RawConfig, key: str) -> UnsupportedError:
     """The error for a key whose value changes what is computed."""
-    shown = textwrap.shorten(repr(config.values[key]), 80)
-    return UnsupportedError(f"{config.place}: {key} = {shown} is not implemented. {_MERGE}")
+    value = shown(config.values[key])
+    return UnsupportedError(f"{config.place}: {key} = {value} is not implemented. {_MERGE}")
 
 
 def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str) -> float:
@@ -320,7 +319,7 @@ def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str)
                 return float(alpha)
         except (re.error, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UnsupportedError(
-                f"{place}: alpha_pattern {pattern!r}: {alpha!r} is not implemented ({error})."
+                f"{place}: alpha_pattern {shown(pattern)}: {shown(alpha)} is not implemented ({error})."
             ) from None
     return default
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from reference_models import CONFIG_FILES, DATA
@@ -102,10 +103,36 @@ def little_memory() -> Iterator[None]:
 @cases
 def test_spoilt_headers_of_gguf_files(tmp_path: Path, count: int) -> None:
     file = tmp_path / "m.gguf"
-    gguf = converted(file, "llama", kind=Kind.Q8_0)
+    whole = converted(file, "llama", kind=Kind.Q8_0)
     open_whole(file)
-    header = min(info.offset for info in gguf.tensors.values())
+    header = min(info.offset for info in whole.tensors.values())
     assert refusals(file, file, header, count) > count / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("deepseek_v2", "deepseek2.expert_group_count", "x"),
+        ("deepseek_v2", "deepseek2.attention.key_length_mla", "x"),
+        ("deepseek_v2", "deepseek2.rope.scaling.yarn_log_multiplier", "x"),
+        ("granitemoehybrid_mamba", "granitehybrid.expert_count", [1, 2]),
+        ("apertus", "apertus.rope.freq_base", 0),
+        ("llama", "general.architecture", "x" * 10_000),
+        ("lfm2", "lfm2.attention.head_count_kv", list(range(3000))),
+    ],
+)
+@pytest.mark.filterwarnings("error:divide by zero")
+def test_metadata_of_other_kinds(tmp_path: Path, name: str, key: str, value: Any) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        kinds = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+        kinds[type(value)](key, value)
+
+    with suppress(InferError):
+        converted(tmp_path / "m.gguf", name, change)  # which opens it at its end
+    with pytest.raises(InferError) as caught:
+        open_whole(tmp_path / "m.gguf")
+    assert len(str(caught.value)) < 5000
 
 
 @cases
@@ -126,7 +153,9 @@ def test_spoilt_headers_of_quantised_safetensors(tmp_path: Path, count: int) -> 
     assert refusals(tmp_path, file, header, count) > count / 2
 
 
-@pytest.mark.parametrize("value", [None, "x", -1, 1.5, [], {}, 1 << 70])
+@pytest.mark.parametrize(
+    "value", [None, "x", -1, 1.5, [], {}, 1 << 70, "x" * 10_000, ["x" * 10_000]]
+)
 def test_quantisation_configs_of_any_kind(tmp_path: Path, value: object) -> None:
     """Keys of every method: nothing but our own errors, or none."""
     shutil.copy(LLAMA / "model.safetensors", tmp_path)
@@ -137,8 +166,12 @@ def test_quantisation_configs_of_any_kind(tmp_path: Path, value: object) -> None
         for key in keys:
             own = config | {"quantization_config": {"quant_method": method, key: value}}
             (tmp_path / "config.json").write_text(json.dumps(own))
-            with suppress(InferError):
+            message = ""
+            try:
                 open_whole(tmp_path)
+            except InferError as error:
+                message = str(error)
+            assert len(message) < 5000
 
 
 # config.json

@@ -193,7 +193,7 @@ def _by_class(target: str, module: str) -> bool:
 def _read_group(config: RawConfig, layout: str) -> _Group:
     if layout not in _FORMATS:
         raise UnsupportedError(
-            f"{config.place}: the format {layout!r} is not implemented "
+            f"{config.place}: the format {shown(layout)} is not implemented "
             f"(only {', '.join(_FORMATS)})."
         )
     targets = config.items("targets", kind=str)
@@ -231,7 +231,7 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
     if strategy == "block" and not (
         len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
-        raise UnsupportedError(f"{weights.place}: block_structure = {block} is no size.")
+        raise UnsupportedError(f"{weights.place}: block_structure = {shown(block)} is no size.")
     symmetric = weights.get("symmetric", True, bool)
     if not symmetric and (strategy not in ("group", "channel") or not integers):
         raise UnsupportedError(f"{weights.place}: zero points of a {strategy} are not implemented.")

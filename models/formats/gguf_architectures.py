@@ -52,7 +52,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.formats.gguf import Gguf
 
 Config = dict[str, Any]
@@ -352,14 +352,14 @@ def _gemma4(gguf: Gguf, config: Config) -> Config:
     )
     if len(own) != 1 or len(wide) != 1:
         raise UnsupportedError(
-            f"{gguf.file}: gemma4.attention.head_count_kv = {kv_heads} is not implemented (only "
+            f"{gguf.file}: gemma4.attention.head_count_kv = {shown(kv_heads)} is not implemented (only "
             "one number for layers with a window and one for those without, and some of either)."
         )
     widths = gguf.numbers("gemma4.feed_forward_length", layers, "iu")
     double = widths[-1] != widths[0]
     if widths != widths[:1] * (layers - shared) + [widths[0] * (1 + double)] * shared:
         raise UnsupportedError(
-            f"{gguf.file}: gemma4.feed_forward_length = {widths} is not implemented (only one "
+            f"{gguf.file}: gemma4.feed_forward_length = {shown(widths)} is not implemented (only one "
             f"width, or twice as much in the last {shared} layers)."
         )
     whole = kinds.index("full_attention")
@@ -433,19 +433,21 @@ def _deepseek2(gguf: Gguf, config: Config) -> Config:
     """The same, which model it is, and the widths of a head, which the first files have as those
     of any other. Both factors of YaRN are one number in all published models."""
     sigmoid = any(".exp_probs_b" in name for name in gguf.tensors)
-    widths = {"key": config.get("qk_head_dim"), "value": config.get("v_head_dim")}
-    for name, width in widths.items():
-        widths[name] = width or gguf.metadata.get(f"deepseek2.attention.{name}_length")
+    raw, metadata = (RawConfig(values, str(gguf.file)) for values in (config, gguf.metadata))
+    widths = {
+        name: raw.size(key, None) or metadata.size(f"deepseek2.attention.{name}_length")
+        for name, key in (("key", "qk_head_dim"), ("value", "v_head_dim"))
+    }
     rope = config["rope_parameters"]
-    if (tenth := config.get("mscale_all_dim")) is not None and "factor" in rope:
+    if (tenth := raw.get("mscale_all_dim", None, float)) is not None and "factor" in rope:
         rope |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
-    grouped = not sigmoid and config.get("n_group", 1) > 1
+    grouped = not sigmoid and raw.size("n_group", 1) > 1
     ungrouped = {"n_group": 1, "routed_scaling_factor": 1.0, "topk_group": 1}
     return {key: config.get(key, value) for key, value in ungrouped.items()} | {
         **_dots1(gguf, config),
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
         "num_key_value_heads": config["num_attention_heads"],
-        "qk_nope_head_dim": (widths["key"] or 0) - config["qk_rope_head_dim"],
+        "qk_nope_head_dim": widths["key"] - config["qk_rope_head_dim"],
         "v_head_dim": widths["value"],
         "rope_parameters": rope,
         "topk_method": ("group_limited_greedy" if grouped else None),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.checkpoint import Checkpoint, TensorInfo, listed
-from infer.models.config import RawConfig
+from infer.models.config import RawConfig, shown
 from infer.models.formats.gguf import Gguf
 from infer.models.formats.gguf_architectures import ARCHITECTURES, NAMES, VARIANTS, Architecture
 from infer.models.formats.gguf_blocks import GgufBlocks, SwappedColumns
@@ -188,11 +188,12 @@ def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
     name = str(gguf.metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{gguf.file}: the architecture {name!r} is not implemented for GGUF files "
+            f"{gguf.file}: the architecture {shown(name)} is not implemented for GGUF files "
             f"(only {listed(ARCHITECTURES, limit=len(ARCHITECTURES))})."
         )
     key, variant = VARIANTS.get(name, ("", ARCHITECTURES[name]))
-    return name, variant if gguf.metadata.get(f"{name}.{key}") else ARCHITECTURES[name]
+    value = gguf.metadata.get(f"{name}.{key}")
+    return name, variant if value is not None and np.any(value) else ARCHITECTURES[name]
 
 
 def _known(how: Architecture) -> set[str]:
@@ -219,7 +220,8 @@ def _attending(gguf: Gguf, by_layer: Any, other: str) -> tuple[Any, list[str]]:
     counts = set(heads) - {0}
     if len(counts) != 1:
         raise UnsupportedError(
-            f"{gguf.file}: {_KV_HEADS} = {heads} is not implemented (only 0 and one other number)."
+            f"{gguf.file}: {_KV_HEADS} = {shown(heads)} is not implemented (only 0 and one "
+            "other number)."
         )
     return counts.pop(), ["full_attention" if count else other for count in heads]
 
@@ -355,9 +357,11 @@ def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
         return {}
     low, high, original = _LLAMA3
     theta = raw.get("rope.freq_base", 10000.0, float)
-    waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / waves - low) / (high - low), 0, 1)
-    if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4, atol=0):
+    with np.errstate(all="ignore"):  # of values that nothing can be computed with
+        waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+        smooth = np.clip((original / waves - low) / (high - low), 0, 1)
+        expected = 1 / ((1 - smooth) / factor + smooth)
+    if not np.allclose(factors, expected, rtol=1e-4, atol=0):
         raise UnsupportedError(
             f"{gguf.file}: {_ROPE_FACTORS} is not Llama 3's scaling of {original} positions, the "
             "only one that is implemented."
