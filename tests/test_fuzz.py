@@ -314,5 +314,5 @@ def test_a_config_is_no_larger_than_any_is(tmp_path: Path, text: str, message: s
 
 def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(InferError, match="it is no file"):
+    with pytest.raises(InferError, match="it is not a regular file"):
         RawConfig.open(tmp_path)
