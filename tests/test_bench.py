@@ -208,6 +208,7 @@ def test_unknown_shape() -> None:
 def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     """As deep as the real model, which is what makes values grow, but narrow."""
     narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
+    narrow |= {"vocab_size_per_layer_input": 96}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     for key in SHAPES[name].keys() & {"num_experts", "num_local_experts", "n_routed_experts"}:
         heads |= {key: 4, "num_experts_per_tok": 2}

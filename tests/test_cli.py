@@ -247,11 +247,13 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
         "{{ messages[0].content * (times | default(1)) }}{% if loud is sameas true %}!{% endif %}"
     )
     folder = demo_with(tmp_path / "model", tokenizer_config__json=json_with(chat_template=template))
-    given = ("times=3", "loud=true", "prompt=1", "messages=2")  # the last two mean nothing there
+    given = ("times=3", "loud=true", "prompt=1")  # the last means nothing there
     flags = [flag for arg in given for flag in ("--template-arg", arg)]
     got = json.loads(invoke("run", folder, "-p", "dog", "-n", 1, "--json", *flags).stdout)
     with infer.load(folder) as llm:
         assert got["prompt_tokens"] == len(llm.tokenizer.encode("dogdogdog!", False))
+    given = ("-q", "-p", "dog", "--template-arg", "messages=2")
+    assert "no template argument" in refused("run", folder, *given)
 
 
 def test_what_a_model_asks_in_vain_is_noted(tmp_path: Path) -> None:
@@ -768,7 +770,10 @@ def test_bad_models(case: str, tmp_path: Path) -> None:
         (("-p", "x", "--repetition-penalty", "0"), "repetition_penalty must be"),
         (("-p", "x", "--presence-penalty", "3"), "presence_penalty must be"),
         (("-p", "x", "--frequency-penalty", "-3"), "frequency_penalty must be"),
-        (("-p", "x", "--logit-bias", "5=101"), "numbers from -100 to 100, not 5 to 101.0"),
+        (
+            ("-p", "x", "--logit-bias", "5=101"),
+            "numbers up to 100, or -inf to forbid one, not 5 to 101.0",
+        ),
         (("-p", "x", "--seed", "-1"), "seed must be an integer"),
         (("-p", "x", "--max-tokens", "0"), "max_tokens must be an integer from 1 up"),
         (("-p", "x", "--stop", ""), "stop must be a string or a list of strings, none empty"),
