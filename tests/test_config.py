@@ -149,7 +149,7 @@ def test_any_name_may_be_a_key() -> None:
         ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim = 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true"),
+        ("stablelm", {"head_dim": 32}, "head_dim = 32"),
         ("phi3", {"attention_bias": True}, "attention_bias = True"),
         ("phi3", {"rope_scaling": {"type": "yarn", "long_factor": []}}, "long_factor"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be .* 3 layers"),
