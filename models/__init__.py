@@ -104,7 +104,7 @@ ARCHITECTURES = {  # by model_type
     "seed_oss": Architecture("SeedOss", "Seed-OSS"),
     "smollm3": Architecture("SmolLM3", "SmolLM3"),
     "solar_open": Architecture("SolarOpen", "Solar-Open-100B"),
-    "stablelm": Architecture("StableLm", "StableLM 2 1.6B, StableLM 3B"),
+    "stablelm": Architecture("StableLm", "StableLM 2 (1.6B and 12B), StableLM 3B"),
     "starcoder2": Architecture("Starcoder2", "StarCoder2"),
     "vaultgemma": Architecture("VaultGemma", "VaultGemma 1B"),
     "youtu": Architecture("Youtu", "Youtu-LLM-2B"),

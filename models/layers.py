@@ -107,6 +107,7 @@ class DecoderConfig:
     head_bias: bool = False  # of the logits
     qk_norm: bool = False  # on each head of q and k
     wide_qk_norm: bool = False  # on all of q and all of k
+    own_qk_norms: bool = False  # on each head, with weights of its own
     norm_after_rope: bool = False
     norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
     fused_qkv: bool = False  # one tensor in the checkpoint
@@ -263,6 +264,17 @@ def layer_windows(
     return [window or 0 if kind == "sliding_attention" else 0 for kind in types]
 
 
+def same_windows(raw: RawConfig, window: int | None) -> list[int]:
+    """One window for all layers, or none; layer_types must not say otherwise."""
+    windows = layer_windows(raw, window)
+    if set(windows) != {window or 0}:
+        raise UnsupportedError(
+            f"{raw.place}: layer_types = {shown(raw.get('layer_types'))} is not implemented for "
+            f"{raw.get('model_type')} (only the sliding_window of {window} in all layers)."
+        )
+    return windows
+
+
 def layers_with_state(raw: RawConfig, kind: str, has_state: Callable[[int], bool]) -> list[bool]:
     """For each layer whether it has a state, and is called `kind` in layer_types, where given."""
     layers = raw.size("num_hidden_layers")
@@ -327,11 +339,22 @@ def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightS
         yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (config.hidden_size,)),))
 
 
-def norm(ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig) -> Value:
-    """The norm of that name over whole rows, or head by head."""
+def norm(
+    ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig, groups: int = 1
+) -> Value:
+    """The norm of that name over whole rows, or head by head; groups: of so many that have weights
+    of their own."""
     if config.layer_norm:
-        return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps)
-    return ops.rmsnorm(x, w[name], config.rms_norm_eps)
+        return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps, groups)
+    return ops.rmsnorm(x, w[name], config.rms_norm_eps, groups)
+
+
+def qk_norms(
+    ops: Ops, q: Value, k: Value, w: Weights, config: DecoderConfig
+) -> tuple[Value, Value]:
+    """The norms of queries and keys."""
+    own = [x.width // config.head_dim if config.own_qk_norms else 1 for x in (q, k)]
+    return norm(ops, q, w, "q_norm", config, own[0]), norm(ops, k, w, "k_norm", config, own[1])
 
 
 def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> WeightSpec:
@@ -365,7 +388,11 @@ def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator
     yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})
     if config.output_bias:
         yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
-    if config.qk_norm or config.wide_qk_norm:
+    if config.own_qk_norms:
+        for part, norm in zip("qk", config.norm_names, strict=True):
+            shapes = {f"{norm}.norms.{head}.weight": (d,) for head in range(heads[part] // d)}
+            yield stacked(f"{name}.{part}_norm", prefix, shapes)
+    elif config.qk_norm or config.wide_qk_norm:
         for part, norm in zip("qk", config.norm_names, strict=True):
             width, own = heads[part] if config.wide_qk_norm else d, f"{name}.{part}_norm"
             if config.norm_weight:
@@ -421,15 +448,15 @@ def attention(
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
     gate_width = [q_width] * config.gated_attention
     q, k, v, *gates = ops.split(qkv, q_width, kv_width, kv_width, *gate_width)
-    normed = config.qk_norm or config.wide_qk_norm
+    normed = config.qk_norm or config.wide_qk_norm or config.own_qk_norms
     if normed and not config.norm_after_rope:
-        q, k = norm(ops, q, w, "q_norm", config), norm(ops, k, w, "k_norm", config)
+        q, k = qk_norms(ops, q, k, w, config)
     if config.clip_qkv:
         q, k, v = (ops.clip(part, config.clip_qkv) for part in (q, k, v))
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
     if normed and config.norm_after_rope:
-        q, k = norm(ops, q, w, "q_norm", config), norm(ops, k, w, "k_norm", config)
+        q, k = qk_norms(ops, q, k, w, config)
     q = position_scaled(ops, q, config, cache)
     scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
     cap = config.attn_logit_softcapping

@@ -1,4 +1,5 @@
-"""StableLM 2 (Bellagente et al. 2024): Llama with layer norms and a rotary part of each head."""
+"""StableLM 2 (Bellagente et al. 2024): Llama with layer norms and a rotary part of each head.
+In the 12B model each head of queries and keys has a norm of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ class StableLm(Llama):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(max_position_embeddings=4096, num_key_value_heads=32)
         head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
+        raw.expect("head_dim", head_dim)  # there is no other
         return DecoderConfig.read(
             raw,
             rope=raw.rope(head_dim, default_partial=0.25),
@@ -29,6 +31,8 @@ class StableLm(Llama):
             qkv_bias=raw.get("use_qkv_bias", False, bool),
             layer_norm=True,
             norm_bias=True,
+            own_qk_norms=raw.get("qk_layernorm", False, bool),
+            norm_names=("q_layernorm", "k_layernorm"),
             parallel=raw.get("use_parallel_residual", False, bool),
         )
 

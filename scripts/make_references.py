@@ -1512,12 +1512,14 @@ CASES: dict[str, Case] = {
             ),
         )
     ),
-    # As published: the experts are stacked, and transposed.
+    # As published: the experts are stacked, and transposed. No matrix is square: transformers goes
+    # by the shapes.
     "qwen3_vl_moe": Case(
         multimodal(
             "qwen3_vl_moe",
             qwen3_moe(
                 model_type="qwen3_vl_moe_text",
+                moe_intermediate_size=48,
                 rope_scaling={
                     "mrope_interleaved": True,
                     "mrope_section": [2, 3, 3],
@@ -1916,6 +1918,10 @@ CASES: dict[str, Case] = {
     "persimmon": Case(persimmon(), embedding=1.0),
     "phi": Case(phi()),
     "stablelm": Case(stablelm()),
+    # As the 12B model.
+    "stablelm_norms": Case(
+        stablelm(use_parallel_residual=True, use_qkv_bias=False, qk_layernorm=True)
+    ),
     "stablelm_parallel": Case(stablelm(use_parallel_residual=True, use_qkv_bias=False)),
     "starcoder2": Case(starcoder2()),
     "gpt2": Case(gpt2(), embedding=0.02),
@@ -2037,7 +2043,7 @@ def random_weight(
     factors = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")
     factors += ("ln_1.weight", "ln_2.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
     factors += ("post_norm1.weight", "post_norm2.weight")
-    if name.endswith(factors):
+    if name.endswith(factors) or ".norms." in name:
         return rng.uniform(0.5, 1.5, shape)
     if name.endswith(".gate_up_proj_bias"):
         return rng.normal(0.0, 3.0, shape)  # some gates and ups beyond their limits

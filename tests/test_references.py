@@ -103,6 +103,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"norm_topk_prob": False},
     "qwen2_sliding": {"max_window_layers": 0},
     "stablelm": {"partial_rotary_factor": 0.25},
+    "stablelm_norms": {"qk_layernorm": False},
     "persimmon": {"qk_layernorm": False},
     "phi": {"partial_rotary_factor": 0.25},
     "smollm3": {"no_rope_layers": [1, 1, 1]},

@@ -36,6 +36,9 @@ _STACKED = {part: (part,) for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_down
 # Whose names end on the hub without ".weight" or ".bias".
 _BARE = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "ssm_dt")
 
+# Norms of all heads, where each has weights of its own.
+_HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
+
 # What config.json calls the number of experts.
 _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -433,6 +436,9 @@ def _parts(
             expert, which = divmod(i, len(held))
             name = names[held[which]].format(expert)
             yield held[which], name, whole.part(info.name, i * math.prod(shape[:-1]), shape)
+    elif own in _HEAD_NORMS and "{}" in names[own] and len(info.shape) == 2:
+        for head in range(rows):
+            yield own, names[own].format(head), info.part(info.name, head, info.shape[1:])
     elif own == "ffn_gate_inp_shexp" and len(info.shape) == 1:  # a matrix of one row
         yield own, names[own], replace(info, shape=(1, rows))
     elif own in ("shortconv.conv", "ssm_conv1d") and len(info.shape) == 2:
