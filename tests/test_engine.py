@@ -82,9 +82,9 @@ def assert_same(actual: Answer, expected: Answer) -> None:
         # The last has them as well.
         pytest.param({"fuse": False}, marks=pytest.mark.full),
         pytest.param({"ahead": 1}, marks=pytest.mark.full),
-        {"raw": False},
-        {"ahead": 3},
-        {"prefill_chunk": 16},
+        pytest.param({"raw": False}, marks=pytest.mark.full),
+        pytest.param({"ahead": 3}, marks=pytest.mark.full),
+        pytest.param({"prefill_chunk": 16}, marks=pytest.mark.full),
         {"context": 600},
         {"fuse": False, "raw": False, "ahead": 1, "prefill_chunk": 16},
     ],
@@ -522,6 +522,7 @@ def test_attention_costs_what_is_in_the_cache(
     assert grown.sum() / n_layers <= (1 if fuse else 3)
 
 
+@pytest.mark.full
 def test_a_context_grows_out_of_one_split(
     build: Build, own_device: Device, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -385,7 +385,12 @@ def test_prefill_is_deterministic(device: Device, rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "binding"),
-    [(1, "f32", 1 << 18), (5, "q4", 1 << 16), (9, "bf16", 1 << 17), (9, "q4", 1 << 16)],
+    [
+        pytest.param(1, "f32", 1 << 18, marks=pytest.mark.full),
+        (5, "q4", 1 << 16),
+        (9, "bf16", 1 << 17),
+        pytest.param(9, "q4", 1 << 16, marks=pytest.mark.full),
+    ],
 )
 def test_experts_larger_than_a_binding(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, binding: int
@@ -570,7 +575,7 @@ def test_a_shared_expert_with_biases_stays_apart(owners: list[str]) -> None:
     assert joined(specs, lambda spec: Stored("f32")) == specs
 
 
-@pytest.mark.parametrize("dtype", [None, "q4"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), "q4"])
 def test_a_shared_expert_is_the_same_alone(
     device: Device, rng: np.random.Generator, tmp_path: Path, dtype: str | None
 ) -> None:

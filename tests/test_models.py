@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import runpy
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -60,13 +61,27 @@ def test_every_architecture_has_a_case() -> None:
     assert {raw.values["model_type"] for raw in raws} == {*ARCHITECTURES, *MULTIMODAL}
 
 
-@pytest.mark.parametrize("case", cases())
+def first_cases() -> set[str]:
+    """One for each model_type that has layers of its own."""
+    found: dict[str, str] = {}
+    for case in sorted(cases(), key=len):
+        found.setdefault(str(RawConfig.open(DATA / case).values["model_type"]), case)
+    return {case for model_type, case in found.items() if model_type not in MULTIMODAL}
+
+
+def others_full(names: Sequence[str], default: Container[str]) -> pytest.MarkDecorator:
+    """Parametrizes `case`: those in `default`, and in the full run the others."""
+    marked = [pytest.param(name, marks=pytest.mark.full) for name in names if name not in default]
+    return pytest.mark.parametrize("case", [*(name for name in names if name in default), *marked])
+
+
+@others_full(cases(), first_cases())
 def test_agrees_with_transformers(device: Device, case: str, tmp_path: Path) -> None:
     reference = load(case)
     assert_agrees(device, reference.write_checkpoint(tmp_path / case), vars(reference))
 
 
-@pytest.mark.parametrize("case", long_cases())
+@others_full(long_cases(), ["llama"])
 def test_agrees_over_pages_and_chunks(device: Device, case: str, tmp_path: Path) -> None:
     reference = load_long(case)
     prompt_ids, greedy_ids = reference.prompt_ids.tolist(), reference.greedy_ids.tolist()
@@ -154,7 +169,7 @@ WEAK += [
 ]
 
 
-@pytest.mark.parametrize("case", WEAK)
+@others_full(WEAK, ["gpt_oss", "llama", "nemotron_h_experts"])
 def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""
     reference = load(case)

@@ -355,7 +355,7 @@ def _gemma4(gguf: Gguf, config: Config) -> Config:
     if len(own) != 1 or len(wide) != 1:
         raise UnsupportedError(
             f"{gguf.file}: gemma4.attention.head_count_kv = {shown(kv_heads)} is not implemented "
-            "(only one number for layers with a window and one for those without, and some of either)."
+            "(only one number for layers with a window and one for those without, some of either)."
         )
     widths = gguf.numbers("gemma4.feed_forward_length", layers, "iu")
     double = widths[-1] != widths[0]
