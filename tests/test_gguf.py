@@ -820,10 +820,10 @@ COMPUTED = [
     "phi3",
     "phi3_longrope",
 ]
-# Those whose config and tensors are the hub's, however they get there.
-# Computed in the full run, as are those that compute what another does.
+# Computed in the full run alone, as SAME is.
 SELDOM = ["apertus", "gemma4_text_experts", "gpt_neox", "granitemoe", "granitemoeshared", "lfm2"]
 SELDOM += ["lfm2_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text"]
+# Those whose config and tensors are the hub's, however they get there.
 SAME = [
     "arcee",
     "ernie4_5_moe",
