@@ -319,7 +319,8 @@ def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str)
                 return float(alpha)
         except (re.error, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UnsupportedError(
-                f"{place}: alpha_pattern {shown(pattern)}: {shown(alpha)} is not implemented ({error})."
+                f"{place}: alpha_pattern {shown(pattern)}: {shown(alpha)} is not implemented "
+                f"({error})."
             ) from None
     return default
 

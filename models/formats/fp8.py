@@ -55,7 +55,9 @@ class Fp8(Format):
         if block is not None and not (
             len(block) == 2 and all(type(size) is int and size > 0 for size in block)
         ):
-            raise UnsupportedError(f"{config.place}: weight_block_size = {shown(block)} is no size.")
+            raise UnsupportedError(
+                f"{config.place}: weight_block_size = {shown(block)} is no size."
+            )
         self.block: tuple[int, int] | None = (block[0], block[1]) if block else None
 
     def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:

@@ -352,15 +352,16 @@ def _gemma4(gguf: Gguf, config: Config) -> Config:
     )
     if len(own) != 1 or len(wide) != 1:
         raise UnsupportedError(
-            f"{gguf.file}: gemma4.attention.head_count_kv = {shown(kv_heads)} is not implemented (only "
-            "one number for layers with a window and one for those without, and some of either)."
+            f"{gguf.file}: gemma4.attention.head_count_kv = {shown(kv_heads)} is not implemented "
+            "(only one number for layers with a window and one for those without, and some of "
+            "either)."
         )
     widths = gguf.numbers("gemma4.feed_forward_length", layers, "iu")
     double = widths[-1] != widths[0]
     if widths != widths[:1] * (layers - shared) + [widths[0] * (1 + double)] * shared:
         raise UnsupportedError(
-            f"{gguf.file}: gemma4.feed_forward_length = {shown(widths)} is not implemented (only one "
-            f"width, or twice as much in the last {shared} layers)."
+            f"{gguf.file}: gemma4.feed_forward_length = {shown(widths)} is not implemented (only "
+            f"one width, or twice as much in the last {shared} layers)."
         )
     whole = kinds.index("full_attention")
     return {
