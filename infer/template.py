@@ -35,7 +35,6 @@ from jinja2.sandbox import (
     SandboxedFormatter,
 )
 from jinja2.utils import Namespace
-from markupsafe import Markup
 
 from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
@@ -287,7 +286,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         @wraps(value)
         def wrapped(*args: Any, **kwargs: Any) -> str:
-            if isinstance(form, Markup):
+            if hasattr(form, "escape"):  # made by the filter
                 formatter: _Formatter = _EscapingFormatter(self, escape=form.escape)
             else:
                 formatter = _Formatter(self)
