@@ -32,7 +32,12 @@ class ExaoneMoe(MixtureOfExperts):
         raw.expect("scoring_func", "sigmoid")
         raw.expect("topk_method", "noaux_tc")
         experts = read_sigmoid_experts(
-            raw, dense=1, normalize=True, routed="num_experts", shared="num_shared_experts"
+            raw,
+            dense=1,
+            normalize=True,
+            routed="num_experts",
+            shared="num_shared_experts",
+            typed=True,
         )
         return read_exaone(raw, experts=experts)
 

@@ -24,6 +24,7 @@ class Glm4MoeLite(DeepseekV3):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
-        experts = read_sigmoid_experts(raw, dense=1, normalize=True)
+        raw.expect("head_dim", raw.size("qk_rope_head_dim"))  # another name for it
+        experts = read_sigmoid_experts(raw, dense=1, normalize=True, typed=True)
         interleaved = raw.get("rope_interleave", True, bool)
         return read_latent(raw, experts, eps=1e-5, interleaved=interleaved)

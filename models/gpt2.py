@@ -39,15 +39,16 @@ _NAMES = {
 }
 
 
-def read_gpt2(raw: RawConfig, **own: Any) -> DecoderConfig:
-    """The keys of GPT-2 and of what has its config. Raises UnsupportedError."""
+def read_gpt2(raw: RawConfig, kv_heads: int | None = None, **own: Any) -> DecoderConfig:
+    """The keys of GPT-2 and of what has its config; kv_heads: of keys, if not one for each of
+    queries. Raises UnsupportedError."""
     raw = raw.with_defaults(activation_function="gelu_new", n_positions=1024)
     inner = raw.size("n_inner", 4 * raw.size("n_embd"))
     values = {ours: raw.get(theirs) for theirs, ours in _KEYS.items()}
     unread = {"head_dim": None, "rope_parameters": None, "rope_scaling": None}  # nothing turns
     scaled = raw.get("scale_attn_weights", True, bool)
     return DecoderConfig.read(
-        raw.with_values(**values | unread, intermediate_size=inner),
+        raw.with_values(**values | unread, intermediate_size=inner, num_key_value_heads=kv_heads),
         rope_layers=[False] * raw.size("n_layer"),
         tied=True,
         eps=1e-5,

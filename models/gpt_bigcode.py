@@ -15,4 +15,4 @@ class GPTBigCode(GPT2):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw.expect("multi_query", True)
-        return read_gpt2(raw.with_values(num_key_value_heads=1))
+        return read_gpt2(raw, kv_heads=1)

@@ -48,7 +48,7 @@ class GPTNeoX(Llama):
         head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
         raw.expect("head_dim", head_dim)  # there is no other
         return DecoderConfig.read(
-            raw,
+            raw.with_values(num_key_value_heads=None),  # which is not read
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=True,

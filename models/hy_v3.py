@@ -40,7 +40,12 @@ class HyV3(MixtureOfExperts):
             raw.expect(key, True)
         raw.expect("mlp_bias", False)
         experts = read_sigmoid_experts(
-            raw, dense=1, normalize=True, routed="num_experts", shared="num_shared_experts"
+            raw.with_values(n_group=1, topk_group=1),  # which are not read
+            dense=1,
+            normalize=True,
+            routed="num_experts",
+            shared="num_shared_experts",
+            typed=True,
         )
         bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(

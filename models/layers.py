@@ -264,6 +264,17 @@ def layer_windows(
     return [window or 0 if kind == "sliding_attention" else 0 for kind in types]
 
 
+def same_windows(raw: RawConfig, window: int | None) -> list[int]:
+    """One window for all layers, or none; layer_types must not say otherwise."""
+    windows = layer_windows(raw, window)
+    if set(windows) != {window or 0}:
+        raise UnsupportedError(
+            f"{raw.place}: layer_types = {shown(raw.get('layer_types'))} is not implemented for "
+            f"{raw.get('model_type')} (only the sliding_window of {window} in all layers)."
+        )
+    return windows
+
+
 def layers_with_state(raw: RawConfig, kind: str, has_state: Callable[[int], bool]) -> list[bool]:
     """For each layer whether it has a state, and is called `kind` in layer_types, where given."""
     layers = raw.size("num_hidden_layers")

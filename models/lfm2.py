@@ -86,6 +86,7 @@ def with_older(raw: RawConfig, old: str, new: str) -> RawConfig:
 def read_lfm2(raw: RawConfig, convolves: Sequence[bool], **own: Any) -> DecoderConfig:
     """The keys that all of them have. convolves: which layers do. Raises UnsupportedError."""
     raw = with_older(raw, "tie_embedding", "tie_word_embeddings")
+    raw = raw.with_values(hidden_act="silu")  # whatever a config says
     shape = StateShape(raw.size("hidden_size"), layers.conv_taps(raw, "conv_L_cache", 3))
     return DecoderConfig.read(
         raw,

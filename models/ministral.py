@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from infer.models.layers import layer_windows
 from infer.models.mistral import Mistral
 
 
 class Ministral(Mistral):
     """layer_types says which layers have the window; without it all have."""
+
+    windows = staticmethod(layer_windows)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.layers import DecoderConfig, same_windows
 from infer.models.llama import Llama
 
 
 class Mistral(Llama):
     """Every layer sees the last sliding_window positions, or all where that is null."""
+
+    windows = staticmethod(same_windows)
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -18,4 +20,4 @@ class Mistral(Llama):
             sliding_window=4096,
         )
         window = raw.size("sliding_window", None)
-        return DecoderConfig.read(raw, windows=layer_windows(raw, window))
+        return DecoderConfig.read(raw, windows=cls.windows(raw, window))

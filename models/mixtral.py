@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.layers import DecoderConfig, same_windows
 from infer.models.moe import MixtureOfExperts, read_experts
 
 
@@ -22,7 +22,7 @@ class Mixtral(MixtureOfExperts):
         )
         return DecoderConfig.read(
             raw,
-            windows=layer_windows(raw, raw.size("sliding_window", None)),
+            windows=same_windows(raw, raw.size("sliding_window", None)),
             theta=1e6,
             experts=read_experts(
                 raw, "num_local_experts", "intermediate_size", per_token=2, normalize=True

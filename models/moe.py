@@ -188,11 +188,12 @@ def read_sigmoid_experts(
     normalize: bool,
     routed: str = "n_routed_experts",
     shared: str = "n_shared_experts",
+    typed: bool = False,
 ) -> ExpertsConfig:
     """The keys of models that choose as DeepSeek-V3 does: by sigmoids and a correction, besides
     experts that all tokens share. dense: how many of the first layers have none of them, and
     normalize, where the config does not say. routed and shared: what the config calls their counts.
-    Raises UnsupportedError."""
+    typed: mlp_layer_types may say which layers have experts. Raises UnsupportedError."""
     raw.expect("hidden_act", "silu", "swish")
     count, inner = raw.size(routed), raw.size("moe_intermediate_size")
     first = raw.get("first_k_dense_replace", dense, int)
@@ -203,7 +204,7 @@ def read_sigmoid_experts(
         inner,
         raw.get("norm_topk_prob", normalize, bool),
         raw.size(shared, 1) * inner,
-        read_sparse(raw, first),
+        read_sparse(raw if typed else raw.with_values(mlp_layer_types=None), first),
         scale=raw.factor("routed_scaling_factor"),
         sigmoid=True,
         correction="gate.e_score_correction_bias",

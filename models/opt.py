@@ -16,6 +16,9 @@ _DEFAULTS = {
     "layer_norm_elementwise_affine": True,
 }
 
+# What it has not, whatever a config says.
+_UNREAD = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
+
 # Parts of the names of tensors, by Llama's.
 _NAMES = {
     "model.": "model.decoder.",
@@ -46,11 +49,10 @@ class OPT(GPT2):
         bias = raw.get("enable_bias", kind=bool)
         affine = raw.get("layer_norm_elementwise_affine", kind=bool)
         return DecoderConfig.read(
-            raw.with_values(intermediate_size=raw.size("ffn_dim")),
+            raw.with_values(intermediate_size=raw.size("ffn_dim"), **_UNREAD),
             activation_key="activation_function",
             rope_layers=[False] * raw.size("num_hidden_layers"),
             tied=True,
-            eps=1e-5,
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bias,

@@ -26,7 +26,8 @@ class Phi(Cohere):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(hidden_act="gelu_new")
-        head_dim = raw.size("hidden_size") // raw.size("num_attention_heads")
+        heads = raw.size("num_attention_heads")
+        head_dim = raw.size("head_dim", raw.size("hidden_size") // heads)
         return DecoderConfig.read(
             raw,
             rope=raw.rope(head_dim, default_partial=0.5),

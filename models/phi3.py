@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.layers import DecoderConfig, same_windows
 from infer.models.llama import Llama
 
 
@@ -19,7 +19,7 @@ class Phi3(Llama):
         window = raw.size("sliding_window", None)
         return DecoderConfig.read(
             raw,
-            windows=layer_windows(raw, window),
+            windows=same_windows(raw, window),
             eps=1e-5,
             partial=1.0,
             fused_qkv=True,

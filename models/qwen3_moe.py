@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.layers import DecoderConfig, same_windows
 from infer.models.moe import MixtureOfExperts, read_experts
 
 
@@ -22,7 +22,7 @@ class Qwen3Moe(MixtureOfExperts):
         raw.expect("use_qk_norm", True)  # Qwen3-Coder says so
         return DecoderConfig.read(
             raw,
-            windows=layer_windows(raw, raw.size("sliding_window", 4096) if used else None),
+            windows=same_windows(raw, raw.size("sliding_window", 4096) if used else None),
             qkv_bias=bias,
             output_bias=bias,
             qk_norm=True,

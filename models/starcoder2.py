@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from infer.models import layers
 from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.layers import DecoderConfig, same_windows
 from infer.models.llama import Llama
 from infer.models.weights import WeightSpec
 
@@ -30,7 +30,7 @@ class Starcoder2(Llama):
         bias = raw.get("use_bias", kind=bool)
         return DecoderConfig.read(
             raw,
-            windows=layer_windows(raw, raw.size("sliding_window", None)),
+            windows=same_windows(raw, raw.size("sliding_window", None)),
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bias,

@@ -96,6 +96,7 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention ="),
         ("gemma4_text_experts", {"top_k_experts": 9}, "9 experts cannot be chosen of 8"),
         ("gemma4_text_experts", {"enable_moe_block": False}, "num_experts = 8"),
+        ("glm4_moe_lite", {"head_dim": 32}, "head_dim = 32"),
         ("gpt_neox", {"head_dim": 32}, "head_dim = 32"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
         ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm = False"),
@@ -151,6 +152,17 @@ def test_any_name_may_be_a_key() -> None:
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True"),
         ("stablelm", {"head_dim": 32}, "head_dim = 32"),
         ("phi3", {"attention_bias": True}, "attention_bias = True"),
+        *(
+            (case, {"layer_types": ["full_attention", "sliding_attention"]} | own, "in all layers")
+            for case, own in (
+                ("ministral3", {"sliding_window": 16}),
+                ("mistral_sliding", {}),
+                ("mixtral_sliding", {}),
+                ("phi3", {}),
+                ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": True}),
+                ("starcoder2", {}),
+            )
+        ),
         ("phi3", {"rope_scaling": {"type": "yarn", "long_factor": []}}, "long_factor"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be .* 3 layers"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers must be"),
@@ -195,6 +207,34 @@ def test_keys_that_only_others_read(key: str, used: Any, unused: Any) -> None:
     assert build_model(RawConfig(values | {key: unused})).config.model_type == "llama"
     with pytest.raises(UnsupportedError, match=f"{key} = .* changes the computation"):
         build_model(RawConfig(values | {key: used}))
+
+
+@pytest.mark.parametrize(
+    ("case", "unread"),
+    [
+        *((case, {"mlp_layer_types": ["sparse", "dense"]}) for case in ("afmoe", "deepseek_v3")),
+        *((case, {"mlp_layer_types": ["sparse", "dense"]}) for case in ("dots1", "glm4_moe")),
+        *((case, {"mlp_layer_types": ["sparse", "dense"]}) for case in ("mistral4", "solar_open")),
+        *((case, {"num_key_value_heads": 2}) for case in ("codegen", "gpt2", "gpt_bigcode")),
+        *((case, {"num_key_value_heads": 2}) for case in ("gpt_neo", "gpt_neox", "gptj")),
+        ("hy_v3", {"n_group": 2, "topk_group": 1}),
+        ("lfm2", {"hidden_act": "relu"}),
+        ("olmo", {"rms_norm_eps": 0.1}),
+        ("opt", {"head_dim": 32, "num_key_value_heads": 2, "rms_norm_eps": 0.1}),
+    ],
+)
+def test_keys_that_are_not_read(case: str, unread: dict[str, Any]) -> None:
+    """Where transformers computes the same whatever they say."""
+    values = json.loads((DATA / case / CONFIG_FILES["published"]).read_text())
+    expected = build_model(RawConfig(values)).config
+    assert build_model(RawConfig(values | unread)).config == expected
+
+
+def test_part_of_a_wide_head_turns() -> None:
+    values = json.loads((DATA / "phi" / CONFIG_FILES["published"]).read_text())
+    for head_dim in (16, 32):
+        config = build_model(RawConfig(values | {"head_dim": head_dim})).config
+        assert (config.head_dim, config.rope.rotary_dim) == (head_dim, head_dim / 2)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "qwen3_next"])
