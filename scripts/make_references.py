@@ -1512,12 +1512,14 @@ CASES: dict[str, Case] = {
             ),
         )
     ),
-    # As published: the experts are stacked, and transposed.
+    # As published: the experts are stacked, and transposed. No matrix is square: transformers goes
+    # by the shapes.
     "qwen3_vl_moe": Case(
         multimodal(
             "qwen3_vl_moe",
             qwen3_moe(
                 model_type="qwen3_vl_moe_text",
+                moe_intermediate_size=48,
                 rope_scaling={
                     "mrope_interleaved": True,
                     "mrope_section": [2, 3, 3],
