@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import others_full
 from test_cli import invoke, refused
 from test_llm import report_free
 
@@ -204,7 +205,7 @@ def test_unknown_shape() -> None:
         shape_config("llama-9")
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@others_full("name", SHAPES, ["llama-3.2-1b", "gpt-oss-20b"])
 def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     """As deep as the real model, which is what makes values grow, but narrow."""
     narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
@@ -232,7 +233,7 @@ def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
     assert np.ptp(logits, axis=1).min() > 0.1
 
 
-@pytest.mark.parametrize("kind", PUBLISHED)
+@others_full("kind", PUBLISHED, ["gptq", "mxfp4", "q4_k"])
 def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
     """Values about as large as those of other random weights, around zero."""
     model = build_model(RawConfig(TINY | {"hidden_size": 256, "intermediate_size": 256}))

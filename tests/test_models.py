@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import runpy
-from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from engines import answer, build_engine, scores
+from marks import others_full
 from reference_models import (
     CONFIG_FILES,
     DATA,
@@ -69,19 +69,13 @@ def first_cases() -> set[str]:
     return {case for model_type, case in found.items() if model_type not in MULTIMODAL}
 
 
-def others_full(names: Sequence[str], default: Container[str]) -> pytest.MarkDecorator:
-    """Parametrizes `case`: those in `default`, and in the full run the others."""
-    marked = [pytest.param(name, marks=pytest.mark.full) for name in names if name not in default]
-    return pytest.mark.parametrize("case", [*(name for name in names if name in default), *marked])
-
-
-@others_full(cases(), first_cases())
+@others_full("case", cases(), first_cases())
 def test_agrees_with_transformers(device: Device, case: str, tmp_path: Path) -> None:
     reference = load(case)
     assert_agrees(device, reference.write_checkpoint(tmp_path / case), vars(reference))
 
 
-@others_full(long_cases(), ["llama"])
+@others_full("case", long_cases(), ["llama"])
 def test_agrees_over_pages_and_chunks(device: Device, case: str, tmp_path: Path) -> None:
     reference = load_long(case)
     prompt_ids, greedy_ids = reference.prompt_ids.tolist(), reference.greedy_ids.tolist()
@@ -169,7 +163,7 @@ WEAK += [
 ]
 
 
-@others_full(WEAK, ["gpt_oss", "llama", "nemotron_h_experts"])
+@others_full("case", WEAK, ["gpt_oss", "llama", "nemotron_h_experts"])
 def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""
     reference = load(case)

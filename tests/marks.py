@@ -1,0 +1,16 @@
+"""What the default run takes of many cases: the full run takes the others."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import pytest
+
+
+def others_full(name: str, cases: Iterable[str], default: Container[str]) -> pytest.MarkDecorator:
+    """Parametrizes the argument of that name by `cases`: those that are not in `default` are of the
+    full run."""
+    return pytest.mark.parametrize(
+        name,
+        [case if case in default else pytest.param(case, marks=pytest.mark.full) for case in cases],
+    )
