@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,23 @@ LEAST = Settings(
 """Nothing but what every WebGPU device has."""
 
 OpenDevice = Callable[[Settings], Device]
+
+OF_A_DEVICE = {"device", "least_device", "own_device", "open_device"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test of a device every third case is of the default run, which mostly compiles, and
+    the others are of the full run; but of models all that are named there."""
+    cases = Counter[tuple[object, str]]()
+    for item in items:
+        marked = any(item.get_closest_marker(mark) for mark in ("full", "exhaustive", "live"))
+        of_a_device = not OF_A_DEVICE.isdisjoint(getattr(item, "fixturenames", ()))
+        if of_a_device and not marked and item.path.name != "test_models.py":
+            test = (item.parent, getattr(item, "originalname", item.name))
+            if cases[test] % 3:
+                item.add_marker(pytest.mark.full)
+            cases[test] += 1
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -37,7 +37,7 @@ from infer.models.weights import check_checkpoint, stored
 
 LLAMA = DATA / "llama"
 # How many of each container.
-cases = pytest.mark.parametrize("count", [5000, pytest.param(20_000, marks=pytest.mark.full)])
+cases = pytest.mark.parametrize("count", [5000, pytest.param(10_000, marks=pytest.mark.full)])
 MEMORY = 64 << 20  # bytes that reading headers may take, which of these are a few thousand
 
 
@@ -236,7 +236,7 @@ def load_dry(path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("count", [1, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1, pytest.param(30, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", all_cases())
 def test_any_key_of_a_config_may_be_anything(tmp_path: Path, case: str, count: int) -> None:
     """So many changes of one key, at any depth, in each spelling."""

@@ -94,7 +94,7 @@ def pairwise(factors: Factors) -> list[Case]:
     return cases
 
 
-FULL = 3  # cases for each of the settings in the full run
+FULL = 1  # cases for each of the settings in the full run
 EXHAUSTIVE = 200  # and in the exhaustive one
 
 

@@ -637,8 +637,8 @@ def as_mlx(name: str) -> dict[str, Array]:
     for key, values in stacked(name, lambda x: {"weight": x}).items():
         if ".visual." in key:
             continue
-        if "kv_b_proj" in key:  # three heads of 24 + 20
-            keys, results = np.split(values.reshape(3, 44, 64), [24], axis=1)
+        if "kv_b_proj" in key:  # four heads of 24 + 20
+            keys, results = np.split(values.reshape(4, 44, 32), [24], axis=1)
             made[key.replace("kv_b_proj", "embed_q")] = np.ascontiguousarray(keys.swapaxes(1, 2))
             made[key.replace("kv_b_proj", "unembed_out")] = np.ascontiguousarray(results)
             continue
