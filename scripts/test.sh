@@ -19,15 +19,17 @@ ensure_adapter
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
-# run_tests ARGUMENT...: a file of tests for each process, since drivers compile kernels on one core,
-# and keep them. In order of their names: by their number of tests the longest would come last. A run
-# may have none of the tests that were asked for.
+# run_tests ARGUMENT...: a run may have none of the tests that were asked for.
 run_tests() {
-  .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" || [ $? = 5 ]
+  .venv/bin/python -m pytest -n auto "$@" || [ $? = 5 ]
 }
 for marks in "${marked[@]}"; do
   # The demo's answers run longer than they compile: with the driver's optimisations, which
   # tests/conftest.py switches off for all others.
-  GALLIVM_PERF=${GALLIVM_PERF-} run_tests -m "$marks and demo and not live and not exhaustive" "$@"
-  run_tests -m "$marks and not demo and not live and not exhaustive" "$@"
+  GALLIVM_PERF=${GALLIVM_PERF-} run_tests --dist worksteal \
+    -m "$marks and demo and not live and not exhaustive" "$@"
+  # A file of tests for each process: drivers compile kernels on one core, and keep them. In order of
+  # their names: by their number of tests the longest would come last.
+  run_tests --dist loadfile --no-loadscope-reorder \
+    -m "$marks and not demo and not live and not exhaustive" "$@"
 done

@@ -37,6 +37,7 @@ called on the hub, and what no file says because llama.cpp knows it.
 |                                     | are none, and what their heads are for each layer          |
 | granitehybrid                       | layers without heads of keys are Mamba; ssm_a is           |
 |                                     | -exp(A_log), and in a column like ssm_d                    |
+| stablelm                            | the norms of all heads of q, and of k, are stacked         |
 | gpt2                                | matrices are not transposed                                |
 | deepseek2                           | DeepSeek-V2, V3 and GLM-4.7-Flash; kv_b_proj is in two     |
 |                                     | parts as MLX has them, but not in the first files          |
@@ -63,7 +64,8 @@ class Architecture:
     """How the files of an architecture are read.
 
     model_type: that of config.json.
-    names: of tensors on the hub, where these are others than in NAMES. "{}" is an expert's number.
+    names: of tensors on the hub, where these are others than in NAMES. "{}" is the number of an
+        expert or a head.
     layers: what the names of a layer's tensors begin with there.
     keys: of metadata, and what config.json calls them.
     values: of config.json, the same in all models.
@@ -773,6 +775,10 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", turned=True),
     "stablelm": Architecture(
         "stablelm",
+        {
+            "attn_q_norm": "self_attn.q_layernorm.norms.{}",
+            "attn_k_norm": "self_attn.k_layernorm.norms.{}",
+        },
         more=_stablelm,
         eps="layer_norm_eps",
         layer_norm=True,
