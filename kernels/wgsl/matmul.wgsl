@@ -63,7 +63,7 @@ const BUFFERS = $(1 + DOUBLE)u;
 // What an invocation loads of each tile: elements of x, groups of W (where all have some).
 #let X_LOADS = (4 * M_TILE + N_SIZE - 1) / N_SIZE
 #let W_LOADS = (2 * N_TILE + M_SIZE - 1) / M_SIZE
-// Columns in vec4 whose products are written out: all of a tile on GPUs, which are 12 % slower else.
+// Columns in vec4 whose products are written out: all on GPUs, which are up to 12 % slower else.
 #let UNROLLED = 4 - 3 * SOFTWARE
 
 var<workgroup> x_tile: array<vec4<f32>, BUFFERS * ROWS * STRIDE>;

@@ -20,8 +20,8 @@
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
 // @param SCALE f32
-// @param ROWS u32                rows of x, or one with
-// @param ROW_EACH bool           workgroups for each row
+// @param ROWS u32                rows of x that a workgroup takes
+// @param ROW_EACH bool           ROWS is one, and each row of x has workgroups of its own
 // @param OUTPUTS u32             outputs per team
 // @param UNROLL u32              blocks in flight per row of W
 // @param EPS f32
