@@ -26,8 +26,8 @@ from infer.kernels.errors import (
 )
 
 if TYPE_CHECKING:
-    from infer.kernels.adapters import AdapterInfo, is_available, list_adapters
-    from infer.kernels.device import Device, MemoryStats, Settings
+    from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
+    from infer.kernels.gpu.device import Device, MemoryStats, Settings
     from infer.llm import (
         LLM,
         Chunk,
@@ -46,19 +46,19 @@ __version__ = "0.1.0"
 # numpy and wgpu are imported when one of these is first used.
 _LAZY = {
     "LLM": "infer.llm",
-    "AdapterInfo": "infer.kernels.adapters",
+    "AdapterInfo": "infer.kernels.gpu.adapters",
     "Chunk": "infer.llm",
-    "Device": "infer.kernels.device",
-    "MemoryStats": "infer.kernels.device",
+    "Device": "infer.kernels.gpu.device",
+    "MemoryStats": "infer.kernels.gpu.device",
     "Result": "infer.llm",
     "SamplingParams": "infer.sampling",
-    "Settings": "infer.kernels.device",
+    "Settings": "infer.kernels.gpu.device",
     "Stream": "infer.llm",
     "TokenLogprob": "infer.llm",
     "TopLogprob": "infer.llm",
     "generate": "infer.llm",
-    "is_available": "infer.kernels.adapters",
-    "list_adapters": "infer.kernels.adapters",
+    "is_available": "infer.kernels.gpu.adapters",
+    "list_adapters": "infer.kernels.gpu.adapters",
     "load": "infer.llm",
     "stream": "infer.llm",
 }

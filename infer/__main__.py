@@ -1,6 +1,6 @@
 """`python -m infer` is `infer`."""
 
-from infer.cli import main
+from infer.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from infer.kernels.errors import InferError, ModelAccessError, ModelError, ModelNotFoundError
-from infer.models.files import open_file, read_text
+from infer.models.loading.files import open_file, read_text
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]

@@ -27,22 +27,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.foreign import shown
-from infer.kernels.adapters import is_forked
-from infer.kernels.arena import Arena
-from infer.kernels.device import Buffer, Device
+from infer.kernels.compiler.arena import Arena
+from infer.kernels.compiler.graph import Changes, Ops, Rope, stride
+from infer.kernels.compiler.lowering import MAX_VEC_ROWS, Lowering, StepKind, padded_rows
 from infer.kernels.errors import DeviceError, ModelError, RequestError, UnsupportedError
-from infer.kernels.kv_cache import PAGE, KVCache
-from infer.kernels.layer_state import Cache, LayerState, copies
-from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, padded_rows
-from infer.kernels.ops import Changes, Ops, Rope, stride
-from infer.kernels.plan import DispatchPlan
-from infer.kernels.record import PublicQueue, RawQueue, Recording, StepQueue
-from infer.kernels.sampler import INVALID_TOKEN, Sampler, SamplerChain
-from infer.kernels.step import NO_TOKEN, pack_step, step_bytes
-from infer.kernels.tensor import GpuTensor
-from infer.models.config import RopeConfig
+from infer.kernels.gpu.adapters import is_forked
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.plan import DispatchPlan
+from infer.kernels.gpu.record import PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.state.kv_cache import PAGE, KVCache
+from infer.kernels.state.layer_state import Cache, LayerState, copies
+from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
+from infer.kernels.state.step import NO_TOKEN, pack_step, step_bytes
+from infer.models.blocks.rope import rope_table, same_until, table_bytes, table_length
 from infer.models.llama import Llama
-from infer.models.rope import rope_table, same_until, table_bytes, table_length
+from infer.models.loading.config import RopeConfig
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded

@@ -18,7 +18,7 @@ from infer.kernels.errors import (
     ModelNotFoundError,
     UnsupportedError,
 )
-from infer.models.checkpoint import (
+from infer.models.loading.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
     INDEX,
@@ -26,9 +26,9 @@ from infer.models.checkpoint import (
     listed,
     read_index,
 )
-from infer.models.config import RawConfig
-from infer.models.formats import OLD_GPTQ
-from infer.models.formats.gguf import gguf_parts
+from infer.models.loading.config import RawConfig
+from infer.models.loading.formats import OLD_GPTQ
+from infer.models.loading.formats.gguf import gguf_parts
 
 DEMO = "demo"
 

@@ -19,24 +19,24 @@ from typing import Any, Never, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.detokenizer import StopStrings, StreamingDetokenizer
 from infer.engine import Engine, EngineOptions, Timings
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
-from infer.kernels.adapters import AdapterInfo, check_process, choose_adapter, is_forked
-from infer.kernels.device import Device, MemoryStats, Settings, enough_threads
 from infer.kernels.errors import ClosedError, InferWarning, RequestError, UnsupportedError
-from infer.kernels.kv_cache import KV_DTYPES
-from infer.kernels.tensor import QUANTIZED, GpuTensor
+from infer.kernels.gpu.adapters import AdapterInfo, check_process, choose_adapter, is_forked
+from infer.kernels.gpu.device import Device, MemoryStats, Settings, enough_threads
+from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
+from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import AnswerOptions, LoadOptions, Options, Progress, check_names
 from infer.memory import checked_context, fitting_options
 from infer.models import open_model
-from infer.models.lora import Lora, Loras
-from infer.models.packing import Stored
-from infer.models.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
+from infer.models.loading.lora import Lora, Loras
+from infer.models.loading.packing import Stored
+from infer.models.loading.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
 from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
-from infer.tokenizer import Tokenizer, read_json
+from infer.text.detokenizer import StopStrings, StreamingDetokenizer
+from infer.text.tokenizer import Tokenizer, read_json
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -453,7 +453,7 @@ def load(
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
     InferWarning of what the model's generation_config.json asks for and is not implemented.
     """
-    from infer.terminal import ProgressLine  # imports typer
+    from infer.cli.terminal import ProgressLine  # imports typer
 
     check_names(unknown, _LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
     if not (engine is None or isinstance(engine, Mapping)) or not all(

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from infer.engine import Engine, EngineOptions
-from infer.kernels.adapters import AdapterInfo, memory_info
-from infer.kernels.device import DryDevice, Limits
 from infer.kernels.errors import OutOfMemoryError, RequestError
-from infer.kernels.kv_cache import PAGE, keys_bytes, kv_cache_bytes
-from infer.kernels.quantize import buffer_bytes
-from infer.kernels.tensor import QUANTIZED, allocate
+from infer.kernels.gpu.adapters import AdapterInfo, memory_info
+from infer.kernels.gpu.device import DryDevice, Limits
+from infer.kernels.gpu.quantize import buffer_bytes
+from infer.kernels.gpu.tensor import QUANTIZED, allocate
+from infer.kernels.state.kv_cache import PAGE, keys_bytes, kv_cache_bytes
+from infer.models.blocks.rope import table_bytes
 from infer.models.llama import Llama
-from infer.models.lora import NO_LORAS, Loras
-from infer.models.packing import Stored
-from infer.models.rope import table_bytes
-from infer.models.weights import WeightSpec, joined
+from infer.models.loading.lora import NO_LORAS, Loras
+from infer.models.loading.packing import Stored
+from infer.models.loading.weights import WeightSpec, joined
 
 DEFAULT_CONTEXT = 8192
 _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit

@@ -1,6 +1,6 @@
 """How a token is chosen: the parameters, and the same sampling in numpy.
 
-The GPU samples (infer.kernels.sampler) unless the user's own logits processor has to see the
+The GPU samples (infer.kernels.state.sampler) unless the user's own logits processor has to see the
 logits; then NumpySampler does, with the same filters and the same noise: a seed gives the same text
 on both paths as long as their logits agree. The steps mean what transformers' logits processors do.
 """
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from infer.foreign import shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
-from infer.kernels.step import MAX_STOP_IDS, SAMPLING
+from infer.kernels.state.step import MAX_STOP_IDS, SAMPLING
 
 if TYPE_CHECKING:
-    from infer.kernels.sampler import SamplerChain
+    from infer.kernels.state.sampler import SamplerChain
 
 MAX_LOGPROBS = 20
 
@@ -184,7 +184,7 @@ class SamplingParams:
 
     def chain(self) -> SamplerChain:
         """The stages of the GPU sampler that these parameters need."""
-        from infer.kernels.sampler import SamplerChain  # imports wgpu
+        from infer.kernels.state.sampler import SamplerChain  # imports wgpu
 
         noise = not self.greedy
         return SamplerChain(
@@ -382,7 +382,7 @@ class NumpySampler:
 
 def gumbel(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
     """Standard Gumbel noise for the draw of `tokens` after the token at `position`: a function of
-    nothing else, the one of kernels/wgsl/sample_noise.wgsl."""
+    nothing else, the one of kernels/sample_noise.wgsl."""
     counter = np.full(len(tokens), position, np.uint32)
     bits, _ = threefry(seed, counter, tokens.astype(np.uint32))
     uniform = (bits.astype(np.float64) + 0.5) * 2.0**-32

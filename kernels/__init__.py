@@ -9,31 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer.kernels import functions
-    from infer.kernels.adapters import AdapterInfo, choose_adapter, is_available, list_adapters
-    from infer.kernels.check import CheckResult, check_device
-    from infer.kernels.device import Buffer, Device, Limits, MemoryStats, Settings
-    from infer.kernels.functions import validate
-    from infer.kernels.profile import profile_dispatches
-    from infer.kernels.shader import KernelSpec, render
+    from infer.kernels.checks import functions
+    from infer.kernels.checks.check import CheckResult, check_device
+    from infer.kernels.checks.functions import validate
+    from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, is_available, list_adapters
+    from infer.kernels.gpu.device import Buffer, Device, Limits, MemoryStats, Settings
+    from infer.kernels.gpu.profile import profile_dispatches
+    from infer.kernels.gpu.shader import KernelSpec, render
 
 # numpy and wgpu are imported when one of these is first used.
 _LAZY = {
-    "AdapterInfo": "adapters",
-    "Buffer": "device",
-    "CheckResult": "check",
-    "Device": "device",
-    "KernelSpec": "shader",
-    "Limits": "device",
-    "MemoryStats": "device",
-    "Settings": "device",
-    "check_device": "check",
-    "choose_adapter": "adapters",
-    "is_available": "adapters",
-    "list_adapters": "adapters",
-    "profile_dispatches": "profile",
-    "render": "shader",
-    "validate": "functions",
+    "AdapterInfo": "gpu.adapters",
+    "Buffer": "gpu.device",
+    "CheckResult": "checks.check",
+    "Device": "gpu.device",
+    "KernelSpec": "gpu.shader",
+    "Limits": "gpu.device",
+    "MemoryStats": "gpu.device",
+    "Settings": "gpu.device",
+    "check_device": "checks.check",
+    "choose_adapter": "gpu.adapters",
+    "is_available": "gpu.adapters",
+    "list_adapters": "gpu.adapters",
+    "profile_dispatches": "gpu.profile",
+    "render": "gpu.shader",
+    "validate": "checks.functions",
 }
 
 __all__ = [
@@ -60,7 +60,7 @@ if not TYPE_CHECKING:  # for type checkers, a name that is not above is a mistak
 
     def __getattr__(name: str) -> Any:
         if name == "functions":
-            return import_module("infer.kernels.functions")
+            return import_module("infer.kernels.checks.functions")
         if name in _LAZY:
             return getattr(import_module(f"infer.kernels.{_LAZY[name]}"), name)
         raise AttributeError(f"module 'infer.kernels' has no attribute {name!r}")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from infer.models.checkpoint import Checkpoint
-    from infer.models.config import RawConfig
     from infer.models.llama import Llama
+    from infer.models.loading.checkpoint import Checkpoint
+    from infer.models.loading.config import RawConfig
 
 
 class Architecture(NamedTuple):
@@ -136,13 +136,13 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     """The model in a folder or a GGUF file, and its checkpoint, of which the headers are read.
     Raises ModelError for what is missing, damaged or not implemented."""
     from infer.kernels.errors import UnsupportedError
-    from infer.models.checkpoint import Checkpoint
-    from infer.models.config import RawConfig
-    from infer.models.formats import find_format, find_packed
-    from infer.models.formats.gguf import Gguf
-    from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
-    from infer.models.formats.mlx import turned, unstacked
-    from infer.models.multimodal import text_model
+    from infer.models.blocks.multimodal import text_model
+    from infer.models.loading.checkpoint import Checkpoint
+    from infer.models.loading.config import RawConfig
+    from infer.models.loading.formats import find_format, find_packed
+    from infer.models.loading.formats.gguf import Gguf
+    from infer.models.loading.formats.gguf_config import gguf_checkpoint, gguf_config
+    from infer.models.loading.formats.mlx import turned, unstacked
 
     if path.is_file():
         gguf = Gguf.open(path)
@@ -166,8 +166,8 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
 def build_model(raw: RawConfig) -> Llama:
     """The model that a config.json describes. Raises UnsupportedError for one that is not here."""
     from infer.kernels.errors import UnsupportedError
-    from infer.models.config import shown
-    from infer.models.multimodal import text_config
+    from infer.models.blocks.multimodal import text_config
+    from infer.models.loading.config import shown
 
     if raw.get("model_type", "", str) in MULTIMODAL:
         raw = text_config(raw)

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, layer_windows
+from infer.models.blocks.moe import MixtureOfExperts, read_sigmoid_experts
 from infer.models.glm4 import Glm4
-from infer.models.layers import DecoderConfig, layer_windows
-from infer.models.moe import MixtureOfExperts, read_sigmoid_experts
-from infer.models.weights import Source, WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.ops import Ops, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Weights
+from infer.kernels.compiler.graph import Ops, Value
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Weights
 from infer.models.llama import Llama
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes where a config says nothing of rope.
 _ROPE = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infer.models import layers, mamba2
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
-from infer.models.weights import WeightSpec
+from infer.models.blocks import layers, mamba2
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = mamba2.DEFAULTS | {"max_position_embeddings": 262144, "num_key_value_heads": 8}

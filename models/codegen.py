@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from infer.kernels.errors import UnsupportedError
-from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.gptj import GPTJ
-from infer.models.layers import DecoderConfig
-from infer.models.weights import Source, WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 _PARTS = 4  # of the projection, for the cores that it was trained on
 

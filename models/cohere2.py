@@ -3,9 +3,9 @@ positions in the others."""
 
 from __future__ import annotations
 
+from infer.models.blocks.layers import DecoderConfig, layer_windows
 from infer.models.cohere import Cohere, read_cohere
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.loading.config import RawConfig
 
 
 class Cohere2(Cohere):

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, ExpertsConfig, LatentConfig, Scope, Weights
-from infer.models.moe import MixtureOfExperts, read_chosen, read_groups
-from infer.models.rope import score_factor
-from infer.models.weights import Source, WeightSpec
+from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, LatentConfig, Scope, Weights
+from infer.models.blocks.moe import MixtureOfExperts, read_chosen, read_groups
+from infer.models.blocks.rope import score_factor
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 _EPS = 1e-6  # of the norms of latents, whatever the config says of the others
 

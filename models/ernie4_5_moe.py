@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig, ExpertsConfig
+from infer.models.blocks.moe import MixtureOfExperts, read_chosen
 from infer.models.ernie4_5 import Ernie45
-from infer.models.layers import DecoderConfig, ExpertsConfig
-from infer.models.moe import MixtureOfExperts, read_chosen
-from infer.models.weights import Source, WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 
 class Ernie45Moe(MixtureOfExperts):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.blocks.layers import DecoderConfig, layer_windows
+from infer.models.loading.config import RawConfig
 from infer.models.olmo2 import Olmo2
 
 

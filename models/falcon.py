@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.kv_cache import LayerCache
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.state.kv_cache import LayerCache
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Scope, Weights
 from infer.models.llama import Llama
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.layer_state import Cache, StateShape
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers, mamba2
-from infer.models.config import RawConfig
-from infer.models.layers import BranchesConfig, DecoderConfig, Scope, Weights
+from infer.kernels.state.layer_state import Cache, StateShape
+from infer.models.blocks import layers, mamba2
+from infer.models.blocks.layers import BranchesConfig, DecoderConfig, Scope, Weights
 from infer.models.llama import Llama
-from infer.models.weights import Source, WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from infer.kernels.kv_cache import LayerCache
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Scope, Weights, layer_windows
+from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.state.kv_cache import LayerCache
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Scope, Weights, layer_windows
 from infer.models.llama import Llama
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -4,9 +4,9 @@ five layers with a window, which have a rope of their own, to each without."""
 from __future__ import annotations
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig, RopeConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.gemma2 import Gemma2, read_gemma
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig, RopeConfig
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.layer_state import Cache
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers
-from infer.models.config import RawConfig, shown
+from infer.kernels.state.layer_state import Cache
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights, layer_windows
+from infer.models.blocks.moe import MixtureOfExperts, read_chosen
 from infer.models.gemma2 import Gemma2, softcap
 from infer.models.gemma3_text import read_local_rope
-from infer.models.layers import DecoderConfig, ExpertsConfig, Scope, Weights, layer_windows
-from infer.models.moe import MixtureOfExperts, read_chosen
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig, shown
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -3,9 +3,9 @@ experts."""
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.gemma4_text import Gemma4Text
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

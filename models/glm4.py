@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from infer.kernels.kv_cache import LayerCache
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers
+from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.state.kv_cache import LayerCache
+from infer.models.blocks import layers
+from infer.models.blocks.layers import Scope, Weights
 from infer.models.glm import Glm
-from infer.models.layers import Scope, Weights
 
 
 class Glm4(Glm):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.moe import read_sigmoid_experts
 from infer.models.deepseek_v2 import read_latent
 from infer.models.deepseek_v3 import DeepseekV3
-from infer.models.layers import DecoderConfig
-from infer.models.moe import read_sigmoid_experts
+from infer.models.loading.config import RawConfig
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from infer.kernels.ops import Ops, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Weights
+from infer.kernels.compiler.graph import Ops, Value
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Weights
 from infer.models.llama import Llama
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What the config calls Llama's keys.
 _KEYS = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.gpt2 import GPT2, read_gpt2
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 
 
 class GPTBigCode(GPT2):

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig, shown
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.gpt2 import GPT2, read_gpt2
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig, shown
 
 # What the config calls GPT-2's keys.
 _KEYS = {

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from infer.kernels.ops import Ops, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Weights, layer_windows
-from infer.models.moe import MixtureOfExperts, read_experts
-from infer.models.weights import Source, WeightSpec
+from infer.kernels.compiler.graph import Ops, Value
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Weights, layer_windows
+from infer.models.blocks.moe import MixtureOfExperts, read_experts
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 # What transformers takes where a config says nothing.
 _DEFAULTS: dict[str, Any] = {

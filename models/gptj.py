@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.models import layers
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.cohere import Cohere
-from infer.models.config import RawConfig
 from infer.models.gpt2 import GPT2, read_gpt2
-from infer.models.layers import DecoderConfig
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # Parts of the names of tensors, by Llama's.
 _NAMES = {

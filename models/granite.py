@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.llama import Llama
+from infer.models.loading.config import RawConfig
 
 
 def read_granite(raw: RawConfig, **own: Any) -> DecoderConfig:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig, shown
+from infer.models.blocks.layers import DecoderConfig, layer_windows
 from infer.models.granite import Granite, read_granite
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.loading.config import RawConfig, shown
 
 
 class GraniteSwa(Granite):

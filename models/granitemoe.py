@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, ExpertsConfig
+from infer.models.blocks.moe import MixtureOfExperts, read_experts
 from infer.models.granite import read_granite
-from infer.models.layers import DecoderConfig, ExpertsConfig
-from infer.models.moe import MixtureOfExperts, read_experts
-from infer.models.weights import Source, WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 
 class GraniteMoe(MixtureOfExperts):

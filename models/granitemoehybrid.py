@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.models import layers, mamba2
-from infer.models.config import RawConfig
+from infer.models.blocks import layers, mamba2
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.granite import read_granite
 from infer.models.granitemoe import GraniteMoe, read_granite_experts
-from infer.models.layers import DecoderConfig
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = mamba2.DEFAULTS | {"num_local_experts": 8, "shared_intermediate_size": 1024}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.granite import read_granite
 from infer.models.granitemoe import read_granite_experts
 from infer.models.granitemoehybrid import GraniteMoeHybrid
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 
 
 class GraniteMoeShared(GraniteMoeHybrid):

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from infer.kernels.errors import UnsupportedError
-from infer.models import layers
-from infer.models.config import RawConfig, shown
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, ExpertsConfig
+from infer.models.blocks.moe import MixtureOfExperts, read_chosen
 from infer.models.hunyuan_v1_dense import HunyuanDense
-from infer.models.layers import DecoderConfig, ExpertsConfig
-from infer.models.moe import MixtureOfExperts, read_chosen
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig, shown
+from infer.models.loading.weights import WeightSpec
 
 # What config.json may list for each layer.
 _OF_LAYERS = ("moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
-from infer.models.moe import MixtureOfExperts, predicts_further, read_sigmoid_experts
-from infer.models.weights import WeightSpec
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.moe import MixtureOfExperts, predicts_further, read_sigmoid_experts
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.glm4 import Glm4
 from infer.models.granite import read_granite
-from infer.models.layers import DecoderConfig
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 _NAMES = {"post_self_attn_layernorm": "post_norm1", "post_mlp_layernorm": "post_norm2"}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, ExpertsConfig
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, ExpertsConfig
+from infer.models.blocks.moe import MixtureOfExperts, read_chosen
 from infer.models.lfm2 import Lfm2, read_lfm2
-from infer.models.moe import MixtureOfExperts, read_chosen
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

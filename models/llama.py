@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.kernels.layer_state import Cache
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Scope, Weights
-from infer.models.weights import WeightSpec
+from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.state.layer_state import Cache
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Scope, Weights
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 
 class Llama:

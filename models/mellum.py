@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig, layer_windows
+from infer.models.blocks.moe import MixtureOfExperts, read_experts, read_sparse
 from infer.models.gemma3_text import read_local_rope
-from infer.models.layers import DecoderConfig, layer_windows
-from infer.models.moe import MixtureOfExperts, read_experts, read_sparse
+from infer.models.loading.config import RawConfig
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {"head_dim": 128, "max_position_embeddings": 131072, "num_key_value_heads": 4}

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.deepseek_v2 import read_latent
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 from infer.models.youtu import Youtu
 
 # What transformers takes for keys that a config leaves out.

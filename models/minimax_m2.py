@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.moe import read_experts
+from infer.models.loading.config import RawConfig
 from infer.models.mixtral import Mixtral
-from infer.models.moe import read_experts
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {"head_dim": 128, "max_position_embeddings": 196608, "num_key_value_heads": 8}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infer.models.layers import layer_windows
+from infer.models.blocks.layers import layer_windows
 from infer.models.mistral import Mistral
 
 

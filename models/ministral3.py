@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 from infer.models.mistral import Mistral
 
 # What transformers takes for keys that a config leaves out.

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.moe import read_sigmoid_experts
 from infer.models.deepseek_v2 import DeepseekV2, read_latent
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 from infer.models.ministral3 import read_position_scaling
-from infer.models.moe import read_sigmoid_experts
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS: dict[str, Any] = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.ops import Ops, Value
-from infer.models import layers
-from infer.models.config import RawConfig
+from infer.kernels.compiler.graph import Ops, Value
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Weights
 from infer.models.gemma2 import softcap
-from infer.models.layers import DecoderConfig, Weights
 from infer.models.llama import Llama
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {"final_logit_softcapping": 15.0, "hidden_act": "relu2"}

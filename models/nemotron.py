@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.llama import Llama
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 
 class Nemotron(Llama):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from infer.kernels.kv_cache import LayerCache
-from infer.kernels.ops import Ops, Rope, Value
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, Scope, Weights
+from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.state.kv_cache import LayerCache
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, Scope, Weights
 from infer.models.llama import Llama
+from infer.models.loading.config import RawConfig
 
 
 class Olmo2(Llama):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.gpt2 import GPT2
-from infer.models.layers import DecoderConfig
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

@@ -3,9 +3,9 @@ MLP one after the other, and squared ReLU."""
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.gpt_neox import GPTNeoX
-from infer.models.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 16384, "qk_layernorm": True}

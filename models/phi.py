@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infer.models import layers
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.cohere import Cohere
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # Parts of the names of tensors, by Llama's.
 _NAMES = {

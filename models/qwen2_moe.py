@@ -3,9 +3,9 @@ that all tokens share, behind a gate."""
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, layer_windows
-from infer.models.moe import MixtureOfExperts, read_experts
+from infer.models.blocks.layers import DecoderConfig, layer_windows
+from infer.models.blocks.moe import MixtureOfExperts, read_experts
+from infer.models.loading.config import RawConfig
 
 
 class Qwen2Moe(MixtureOfExperts):

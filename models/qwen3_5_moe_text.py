@@ -3,10 +3,10 @@ in every layer."""
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
-from infer.models.delta_net import DEFAULTS, GatedDeltaNet
-from infer.models.layers import DecoderConfig
-from infer.models.moe import MixtureOfExperts, read_experts
+from infer.models.blocks.delta_net import DEFAULTS, GatedDeltaNet
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.moe import MixtureOfExperts, read_experts
+from infer.models.loading.config import RawConfig
 from infer.models.qwen3_5_text import of_text
 
 # What transformers takes for keys that a config leaves out.

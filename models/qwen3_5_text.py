@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
-from infer.models.delta_net import DEFAULTS, GatedDeltaNet
-from infer.models.layers import DecoderConfig
+from infer.models.blocks.delta_net import DEFAULTS, GatedDeltaNet
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 
 # How the dimensions of a head are dealt out to time, height and width, which text does not have.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.layer_state import StateShape
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.delta_net import DEFAULTS, GatedDeltaNet
-from infer.models.layers import DecoderConfig
-from infer.models.moe import MixtureOfExperts, read_experts
-from infer.models.weights import Source, WeightSpec
+from infer.kernels.state.layer_state import StateShape
+from infer.models.blocks import layers
+from infer.models.blocks.delta_net import DEFAULTS, GatedDeltaNet
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.moe import MixtureOfExperts, read_experts
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import Source, WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = DEFAULTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}

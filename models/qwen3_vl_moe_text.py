@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.loading.config import RawConfig
 from infer.models.qwen3_moe import Qwen3Moe
 
 # What transformers takes for keys that a config leaves out.

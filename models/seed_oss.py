@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.llama import Llama
+from infer.models.loading.config import RawConfig
 
 
 class SeedOss(Llama):

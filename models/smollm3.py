@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.config import RawConfig, shown
-from infer.models.layers import DecoderConfig, layer_windows
+from infer.models.blocks.layers import DecoderConfig, layer_windows
 from infer.models.llama import Llama
+from infer.models.loading.config import RawConfig, shown
 
 
 class SmolLM3(Llama):

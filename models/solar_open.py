@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from infer.models.config import RawConfig
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.moe import read_sigmoid_experts
 from infer.models.glm4_moe import Glm4Moe
-from infer.models.layers import DecoderConfig
-from infer.models.moe import read_sigmoid_experts
+from infer.models.loading.config import RawConfig
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

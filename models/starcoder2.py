@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infer.models import layers
-from infer.models.config import RawConfig
-from infer.models.layers import DecoderConfig, same_windows
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig, same_windows
 from infer.models.llama import Llama
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 # What transformers takes for keys that a config leaves out.
 _DEFAULTS = {

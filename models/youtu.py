@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infer.models import layers
-from infer.models.config import RawConfig
+from infer.models.blocks import layers
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.deepseek_v2 import DeepseekV2, read_latent
-from infer.models.layers import DecoderConfig
-from infer.models.weights import WeightSpec
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import WeightSpec
 
 
 class Youtu(DeepseekV2):

@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS.parent))
 
-from infer.cli import main  # noqa: E402
+from infer.cli.app import main  # noqa: E402
 
 
 def arguments(given: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS.parent))
 
-from infer.bench_report import BenchReport, markdown_table  # noqa: E402
+from infer.bench.report import BenchReport, markdown_table  # noqa: E402
 
 BEGIN, END = "<!-- benchmarks: scripts/bench_table.py -->", "<!-- end of benchmarks -->"
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from infer.models import ARCHITECTURES, MULTIMODAL  # noqa: E402
-from infer.models.formats import FORMATS  # noqa: E402
+from infer.models.loading.formats import FORMATS  # noqa: E402
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -36,9 +36,9 @@ sys.path.insert(0, str(SCRIPTS.parent))
 import demo_corpus  # noqa: E402
 
 import infer  # noqa: E402
-from infer.bench import versions  # noqa: E402
-from infer.bench_report import markdown_table  # noqa: E402
-from infer.kernels.adapters import choose_adapter  # noqa: E402
+from infer.bench.report import markdown_table  # noqa: E402
+from infer.bench.run import versions  # noqa: E402
+from infer.kernels.gpu.adapters import choose_adapter  # noqa: E402
 from infer.models import weights  # noqa: E402
 
 Floats = NDArray[np.float32]

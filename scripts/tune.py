@@ -1,4 +1,4 @@
-"""The sweep behind kernels/tuning.py: every variant of a kernel, where a model runs it.
+"""The sweep behind kernels/compiler/tuning.py: every variant of a kernel, where a model runs it.
 
     python scripts/tune.py --shape llama-3.1-8b                       matmul_vec, in decode
     python scripts/tune.py --shape llama-3.1-8b --kernel matmul       in prefill
@@ -26,24 +26,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from infer.bench import open_engine
-from infer.bench_measure import LEAST_PASS, kernel_label, place_step
-from infer.bench_report import markdown_table
+from infer.bench.measure import LEAST_PASS, kernel_label, place_step
+from infer.bench.report import markdown_table
+from infer.bench.run import open_engine
 from infer.engine import Engine
-from infer.kernels.device import Device
+from infer.kernels.compiler.graph import Ops
+from infer.kernels.compiler.lowering import Lowering, StepKind
+from infer.kernels.compiler.tuning import ScanVariant, TileVariant, Tuning, VecShape
 from infer.kernels.errors import InferError, RequestError
-from infer.kernels.kv_cache import KV_DTYPES
-from infer.kernels.lower import Lowering, StepKind
-from infer.kernels.ops import Ops
-from infer.kernels.plan import Dispatch
-from infer.kernels.profile import profile_passes
-from infer.kernels.record import run
-from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
-from infer.kernels.tuning import ScanVariant, TileVariant, Tuning, VecShape
+from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.plan import Dispatch
+from infer.kernels.gpu.profile import profile_passes
+from infer.kernels.gpu.record import run
+from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
+from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
-from infer.models.shapes import PUBLISHED, SHAPES
+from infer.models.loading.shapes import PUBLISHED, SHAPES
 
 # What is tried: for each kernel (a method of Tuning) the values of its variant's fields.
 TILES: dict[str, tuple[int, ...]] = {

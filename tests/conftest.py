@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.kernels.adapters import AdapterInfo
-from infer.kernels.device import Device, Settings
+from infer.kernels.gpu.adapters import AdapterInfo
+from infer.kernels.gpu.device import Device, Settings
 
 # Mesa's software adapter compiles a third faster without LLVM's passes, from which kernels that run
 # once or twice gain nothing. Drivers read this when they are loaded, here and in processes that

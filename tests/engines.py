@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.engine import Engine, EngineOptions
-from infer.kernels.device import Device
+from infer.kernels.gpu.device import Device
 from infer.models import open_model
-from infer.models.lora import Lora, Loras
-from infer.models.weights import joined, load_weights, stored
+from infer.models.loading.lora import Lora, Loras
+from infer.models.loading.weights import joined, load_weights, stored
 from infer.sampling import SamplingParams
 
 

@@ -26,20 +26,20 @@ from test_kernels import (
     thirds,
 )
 
-from infer.kernels import functions, reference
-from infer.kernels.arena import Arena
-from infer.kernels.arrays import Array, from_rows, rounded, to_gpu, to_rows
-from infer.kernels.check import exact_weight, int8_rows, kv_step, nearest_output
-from infer.kernels.device import Device, Settings
+from infer.kernels.checks import functions, reference
+from infer.kernels.checks.arrays import Array, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.checks.check import exact_weight, int8_rows, kv_step, nearest_output
+from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.arena import Arena
+from infer.kernels.compiler.graph import Ops, Rope
+from infer.kernels.compiler.lowering import Lowering, StepKind
+from infer.kernels.compiler.tuning import AttentionVariant, Tuning
 from infer.kernels.errors import ShaderError
-from infer.kernels.forward import Forward
-from infer.kernels.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
-from infer.kernels.lower import Lowering, StepKind
-from infer.kernels.ops import Ops, Rope
-from infer.kernels.record import run
-from infer.kernels.reference import nmse
-from infer.kernels.step import HEADER, ROW, pack_step
-from infer.kernels.tuning import AttentionVariant, Tuning
+from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.record import run
+from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
+from infer.kernels.state.step import HEADER, ROW, pack_step
 
 ATTENTION: Factors = SETTINGS | {
     "rows": (1, 2, 5, 8, 9, 40, 130),

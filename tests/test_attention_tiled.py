@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from conftest import OpenDevice
 
-from infer.kernels import functions, reference
-from infer.kernels.arrays import Array
-from infer.kernels.device import Device, Limits, Settings
+from infer.kernels.checks import functions, reference
+from infer.kernels.checks.arrays import Array
+from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.tuning import TiledVariant, Tuning
 from infer.kernels.errors import ShaderError
-from infer.kernels.kv_cache import kept
-from infer.kernels.reference import nmse
-from infer.kernels.tuning import TiledVariant, Tuning
+from infer.kernels.gpu.device import Device, Limits, Settings
+from infer.kernels.state.kv_cache import kept
 
 LIMIT = 1e-10  # of f32 arithmetic
 HEAD_DIMS = (8, 24, 64, 80, 96, 128, 256, 512, 576)

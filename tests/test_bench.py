@@ -17,9 +17,9 @@ from marks import others_full
 from test_cli import invoke, refused
 from test_llm import report_free
 
-from infer import bench
-from infer import bench_measure as measure
-from infer.bench_report import (
+from infer.bench import measure as measure
+from infer.bench import run as bench
+from infer.bench.report import (
     BenchReport,
     KernelTime,
     Profile,
@@ -29,17 +29,17 @@ from infer.bench_report import (
     results_table,
 )
 from infer.engine import Engine, EngineOptions
-from infer.kernels.bandwidth import BLOCK, copy, copy_bandwidth
-from infer.kernels.device import Device
+from infer.kernels.checks.forward import Forward
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
-from infer.kernels.forward import Forward
-from infer.kernels.profile import profile_passes
-from infer.kernels.record import run
-from infer.kernels.shader import KernelSpec
+from infer.kernels.gpu.bandwidth import BLOCK, copy, copy_bandwidth
+from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.profile import profile_passes
+from infer.kernels.gpu.record import run
+from infer.kernels.gpu.shader import KernelSpec
 from infer.models import build_model
-from infer.models.config import RawConfig
-from infer.models.shapes import PUBLISHED, SHAPES, shape_config
-from infer.models.weights import Source, WeightSpec, random_storage, random_weights
+from infer.models.loading.config import RawConfig
+from infer.models.loading.shapes import PUBLISHED, SHAPES, shape_config
+from infer.models.loading.weights import Source, WeightSpec, random_storage, random_weights
 from infer.sampling import SamplingParams
 
 pytestmark = pytest.mark.demo

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import infer.template
+import infer.text.template
 from infer.kernels.errors import RequestError, TokenizerError
-from infer.tokenizer import Tokenizer
+from infer.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data" / "text"
 EXPECTED = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
@@ -256,8 +256,8 @@ TOO_MUCH = [
 def test_templates_that_make_too_much(
     template: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert infer.template.SIZE == 1 << 24
-    monkeypatch.setattr(infer.template, "SIZE", 1 << 17)  # which is reached sooner
+    assert infer.text.template.SIZE == 1 << 24
+    monkeypatch.setattr(infer.text.template, "SIZE", 1 << 17)  # which is reached sooner
     tracemalloc.start()
     try:
         with pytest.raises(TokenizerError, match=r"makes too much: more than 13\d,\d+ characters"):
@@ -280,7 +280,7 @@ def test_templates_that_do_not_end(
     template: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a thread, where no signal could end them."""
-    monkeypatch.setattr(infer.template, "SECONDS", 0.01)
+    monkeypatch.setattr(infer.text.template, "SECONDS", 0.01)
     with ThreadPoolExecutor(1) as pool:
         rendered = pool.submit(tokenizer.render_chat, USER, template=template)
         with pytest.raises(TokenizerError, match=r"was stopped after .*: it does not end"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from infer.kernels import check, functions
-from infer.kernels.check import check_device
-from infer.kernels.device import Device
-from infer.kernels.shader import KernelSpec, Shader, render, render_text
+from infer.kernels.checks import check, functions
+from infer.kernels.checks.check import check_device
+from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.shader import KernelSpec, Shader, render, render_text
 
 CHECKED = {f"{case.kernel}, {case.name}": case for case in check.cases()}
 FIRST = {case.kernel: name for name, case in reversed(CHECKED.items())}  # of each kernel
@@ -54,7 +54,7 @@ def test_check_finds_a_broken_kernel(
 
     wanted = [case for case in check.cases() if case.kernel in ("activation", "elementwise_add")]
     monkeypatch.setattr(check, "cases", lambda: iter(wanted))
-    monkeypatch.setattr("infer.kernels.device.render", broken)
+    monkeypatch.setattr("infer.kernels.gpu.device.render", broken)
     with Device.open() as device:  # of its own: the others have compiled the kernel
         seen: list[check.CheckResult] = []
         results = check_device(device, seen.append)

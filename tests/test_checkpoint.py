@@ -14,9 +14,7 @@ import pytest
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
-from infer.kernels import upload
-from infer.kernels.arrays import from_bf16
-from infer.kernels.device import Device, Settings
+from infer.kernels.checks.arrays import from_bf16
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -24,9 +22,11 @@ from infer.kernels.errors import (
     OutOfMemoryError,
     UnsupportedError,
 )
-from infer.kernels.tensor import GpuTensor
-from infer.models.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo
-from infer.models.weights import (
+from infer.kernels.gpu import upload
+from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.tensor import GpuTensor
+from infer.models.loading.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo
+from infer.models.loading.weights import (
     Change,
     Source,
     WeightSpec,

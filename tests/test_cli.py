@@ -25,20 +25,20 @@ from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
 import infer
+import infer.cli.report
 import infer.llm
 import infer.memory
-import infer.report
 from infer import LLM, SamplingParams
-from infer.cli import app
+from infer.cli.app import app
+from infer.cli.options import parse_bias, parse_template_arg
+from infer.cli.terminal import ProgressLine, TextWriter, note, size, visible, write
 from infer.hub import DEMO, resolve
-from infer.kernels import check
-from infer.kernels.adapters import AdapterInfo, MemoryInfo
-from infer.kernels.check import CheckResult
-from infer.kernels.device import Device
+from infer.kernels.checks import check
+from infer.kernels.checks.check import CheckResult
 from infer.kernels.errors import DeviceError
-from infer.models.checkpoint import TensorInfo
-from infer.options import parse_bias, parse_template_arg
-from infer.terminal import ProgressLine, TextWriter, note, size, visible, write
+from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
+from infer.kernels.gpu.device import Device
+from infer.models.loading.checkpoint import TensorInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
@@ -120,9 +120,9 @@ def test_nothing_heavy_is_imported_before_a_command_runs(
     environment: dict[str, str], arguments: Sequence[str]
 ) -> None:
     code = (
-        "import sys, infer.cli\n"
+        "import sys, infer.cli.app\n"
         f"sys.argv = ['infer', *{arguments!r}]\n"
-        "try:\n    infer.cli.main()\n"
+        "try:\n    infer.cli.app.main()\n"
         "finally:\n"
         "    heavy = 'numpy wgpu tokenizers huggingface_hub jinja2 safetensors'.split()\n"
         "    print('imported', *(name for name in heavy if name in sys.modules))\n"
@@ -202,7 +202,7 @@ def test_verbose_tells_what_runs(llm: LLM) -> None:
     told = invoke("run", "demo", "-p", PROMPT, "-n", 1, "-v", "--no-fuse", "--context", 256).stderr
     for part in (llm.device.adapter.driver, "context 256", "fuse False", " kernels\n"):
         assert part in told
-    for version in infer.report.versions().values():
+    for version in infer.cli.report.versions().values():
         assert version in told
 
 
@@ -508,7 +508,7 @@ def rows_of(output: str, width: int) -> list[str]:
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, text: str, width: int, step: int) -> str:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("infer.terminal.columns", lambda stream: width)
+    monkeypatch.setattr("infer.cli.terminal.columns", lambda stream: width)
     monkeypatch.setattr(sys, "stdout", stream := Terminal())
     writer = TextWriter()
     for begin in range(0, len(text), step):
@@ -624,7 +624,7 @@ def test_progress_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_progress_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("infer.terminal.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("infer.cli.terminal.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
 
     def shown() -> str:
@@ -871,7 +871,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
 
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
-    for module in (infer.memory, infer.report):
+    for module in (infer.memory, infer.cli.report):
         monkeypatch.setattr(module, "memory_info", lambda adapter: MemoryInfo(free, free))
 
 
@@ -949,7 +949,7 @@ def test_info_opens_nothing_and_needs_nothing(
 
     monkeypatch.setattr(Device, "__init__", forbidden)
     monkeypatch.setattr(TensorInfo, "read_into", forbidden)
-    monkeypatch.setattr(infer.report, "list_adapters", list)  # none
+    monkeypatch.setattr(infer.cli.report, "list_adapters", list)  # none
     folder = reference_models.load(reference_models.cases()[0]).write_checkpoint(tmp_path / "model")
     got = json.loads(invoke("info", folder, "--json").stdout)
     assert got["adapter"] is None
@@ -986,7 +986,7 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
         AdapterInfo(0, "Card A", "discrete", "Vulkan", "1.0", features, limits),
         AdapterInfo(1, "Chip B", "integrated", "Vulkan", "2.0", frozenset(), limits),
     ]
-    for module in ("infer.kernels.adapters", "infer.report"):
+    for module in ("infer.kernels.gpu.adapters", "infer.cli.report"):
         monkeypatch.setattr(f"{module}.list_adapters", lambda: adapters)
     monkeypatch.setenv("INFER_DEVICE", "chip")
     text = invoke("devices").stdout

@@ -14,10 +14,10 @@ from reference_models import CONFIG_FILES, DATA
 from infer.kernels.errors import UnsupportedError
 from infer.memory import kv_bytes_per_position
 from infer.models import build_model
-from infer.models.config import RawConfig
-from infer.models.formats import find_format
-from infer.models.multimodal import text_config
-from infer.models.rope import rope_table
+from infer.models.blocks.multimodal import text_config
+from infer.models.blocks.rope import rope_table
+from infer.models.loading.config import RawConfig
+from infer.models.loading.formats import find_format
 
 
 def test_any_name_may_be_a_key() -> None:

@@ -22,12 +22,12 @@ import pytest
 from engines import build_engine, scores
 from reference_models import CONFIG_FILES, DATA, relative_error
 
-from infer.kernels.device import Device
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.gpu.device import Device
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model
-from infer.models.config import RawConfig, RopeConfig
-from infer.models.multimodal import text_config
-from infer.models.rope import rope_table, score_factor
+from infer.models.blocks.multimodal import text_config
+from infer.models.blocks.rope import rope_table, score_factor
+from infer.models.loading.config import RawConfig, RopeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = json.loads((DATA.parent / "config_defaults.json").read_text())

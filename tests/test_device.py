@@ -14,15 +14,7 @@ import pytest
 from conftest import OpenDevice
 from wgpu.backends.wgpu_native._ffi import get_wgpu_header
 
-from infer.kernels import adapters, functions
-from infer.kernels.adapters import (
-    AdapterInfo,
-    choose_adapter,
-    is_available,
-    list_adapters,
-    memory_info,
-)
-from infer.kernels.device import Device, DryDevice, Limits, Settings
+from infer.kernels.checks import functions
 from infer.kernels.errors import (
     ClosedError,
     DeviceError,
@@ -30,8 +22,17 @@ from infer.kernels.errors import (
     RequestError,
     ShaderError,
 )
-from infer.kernels.shader import KernelSpec, render_text
-from infer.kernels.tensor import allocate
+from infer.kernels.gpu import adapters
+from infer.kernels.gpu.adapters import (
+    AdapterInfo,
+    choose_adapter,
+    is_available,
+    list_adapters,
+    memory_info,
+)
+from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.shader import KernelSpec, render_text
+from infer.kernels.gpu.tensor import allocate
 
 
 @pytest.fixture

@@ -18,16 +18,16 @@ from reference_models import load, relative_error
 from wgpu.backends.wgpu_native import ffi, lib
 
 from infer.engine import Engine, EngineOptions
-from infer.kernels.device import Device, DryDevice, Limits, Settings
+from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
-from infer.kernels.ops import stride
-from infer.kernels.plan import needed
-from infer.kernels.record import RawQueue, Recording
-from infer.kernels.shader import KernelSpec
-from infer.kernels.step import NO_TOKEN
-from infer.kernels.tensor import allocate
+from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.plan import needed
+from infer.kernels.gpu.record import RawQueue, Recording
+from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.gpu.tensor import allocate
+from infer.kernels.state.step import NO_TOKEN
 from infer.models import build_model
-from infer.models.shapes import shape_config
+from infer.models.loading.shapes import shape_config
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5

@@ -26,24 +26,24 @@ from test_kernels import (
     settings_of,
 )
 
-from infer.bench_measure import weight_bytes_per_token
+from infer.bench.measure import weight_bytes_per_token
 from infer.engine import Engine, EngineOptions
-from infer.kernels import functions, reference
-from infer.kernels.arrays import Array, to_gpu
-from infer.kernels.check import exact_weight, grouped, int8_rows, multiplied
-from infer.kernels.device import Device, DryDevice, Limits, Settings
+from infer.kernels.checks import functions, reference
+from infer.kernels.checks.arrays import Array, to_gpu
+from infer.kernels.checks.check import exact_weight, grouped, int8_rows, multiplied
+from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.forward import Forward
-from infer.kernels.reference import nmse
-from infer.kernels.tensor import INTEGERS, QUANTIZED, Grouping, allocate
-from infer.kernels.tuning import Tuning
+from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping, allocate
 from infer.models import build_model, open_model
-from infer.models.checkpoint import SINGLE, Checkpoint
-from infer.models.config import RawConfig
-from infer.models.formats.packed import read_rows
-from infer.models.packing import Stored
-from infer.models.shapes import SHAPES
-from infer.models.weights import Source, WeightSpec, joined, load_weights, stored
+from infer.models.loading.checkpoint import SINGLE, Checkpoint
+from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.packed import read_rows
+from infer.models.loading.packing import Stored
+from infer.models.loading.shapes import SHAPES
+from infer.models.loading.weights import Source, WeightSpec, joined, load_weights, stored
 
 ROUTE: Factors = SETTINGS | {
     "rows": (1, 3, 8, 40),

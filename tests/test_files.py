@@ -14,10 +14,10 @@ import infer
 from infer.hub import resolve
 from infer.kernels.errors import InferError
 from infer.models import open_model
-from infer.models.checkpoint import INDEX, SINGLE, TensorInfo
-from infer.models.files import open_file, read_text
-from infer.models.formats.gguf import Gguf
-from infer.tokenizer import Tokenizer
+from infer.models.loading.checkpoint import INDEX, SINGLE, TensorInfo
+from infer.models.loading.files import open_file, read_text
+from infer.models.loading.formats.gguf import Gguf
+from infer.text.tokenizer import Tokenizer
 
 DEMO = Path(infer.__file__).parent / "demo"
 WHY = r"regular|No such device"  # which is a socket's

@@ -25,15 +25,15 @@ from test_gguf import Kind, converted
 from test_packing import Array, mlx_packed
 
 from infer.engine import EngineOptions
-from infer.kernels.device import Limits
 from infer.kernels.errors import InferError
+from infer.kernels.gpu.device import Limits
 from infer.memory import default_context, memory_needed
 from infer.models import open_model
-from infer.models.checkpoint import Checkpoint
-from infer.models.config import RawConfig
-from infer.models.formats.packed import read_rows
-from infer.models.rope import rope_table
-from infer.models.weights import check_checkpoint, stored
+from infer.models.blocks.rope import rope_table
+from infer.models.loading.checkpoint import Checkpoint
+from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.packed import read_rows
+from infer.models.loading.weights import check_checkpoint, stored
 
 LLAMA = DATA / "llama"
 # How many of each container.

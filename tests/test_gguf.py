@@ -23,8 +23,6 @@ from reference_models import cases, load, relative_error, tolerance_of
 from safetensors.numpy import save_file
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from infer.gguf_tokenizer import gguf_tokenizer
-from infer.kernels.device import Device
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -32,21 +30,23 @@ from infer.kernels.errors import (
     TokenizerError,
     UnsupportedError,
 )
+from infer.kernels.gpu.device import Device
 from infer.models import build_model, open_model
-from infer.models.checkpoint import Checkpoint, TensorInfo
-from infer.models.config import RawConfig
-from infer.models.formats import find_format, find_packed
-from infer.models.formats import gguf_config as reader
-from infer.models.formats.gguf import Gguf
-from infer.models.formats.gguf_architectures import ARCHITECTURES
-from infer.models.formats.gguf_blocks import BLOCKS, GgufBlocks
-from infer.models.formats.gguf_config import gguf_checkpoint, gguf_config
-from infer.models.formats.packed import read_flat, read_rows
-from infer.models.multimodal import text_config, text_tensors
-from infer.models.packing import stored_packed
-from infer.models.rope import rope_table
-from infer.models.weights import check_checkpoint, load_weights
-from infer.tokenizer import Tokenizer
+from infer.models.blocks.multimodal import text_config, text_tensors
+from infer.models.blocks.rope import rope_table
+from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.config import RawConfig
+from infer.models.loading.formats import find_format, find_packed
+from infer.models.loading.formats import gguf_config as reader
+from infer.models.loading.formats.gguf import Gguf
+from infer.models.loading.formats.gguf_architectures import ARCHITECTURES
+from infer.models.loading.formats.gguf_blocks import BLOCKS, GgufBlocks
+from infer.models.loading.formats.gguf_config import gguf_checkpoint, gguf_config
+from infer.models.loading.formats.packed import read_flat, read_rows
+from infer.models.loading.packing import stored_packed
+from infer.models.loading.weights import check_checkpoint, load_weights
+from infer.text.gguf_tokenizer import gguf_tokenizer
+from infer.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
 TEXTS = json.loads((DATA / "text" / "expected.json").read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ import pytest
 import infer
 from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import CheckpointError, ModelNotFoundError, UnsupportedError
-from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS
+from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS
 
 MAIN, TAG = "a" * 40, "b" * 40
 INDEX = "model.safetensors.index.json"

@@ -18,25 +18,17 @@ import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
 
-from infer.kernels import functions, reference
-from infer.kernels.arrays import Array, Codes, rounded, to_gpu
-from infer.kernels.check import (
+from infer.kernels.checks import functions, reference
+from infer.kernels.checks.arrays import Array, Codes, rounded, to_gpu
+from infer.kernels.checks.check import (
     exact_weight,
     grouped,
     int8_rows,
     multiplied,
 )
-from infer.kernels.codes import TABLES
-from infer.kernels.device import Device, DryDevice, Limits, Settings
-from infer.kernels.errors import DeviceError, ShaderError
-from infer.kernels.forward import Forward
-from infer.kernels.plan import dispatch
-from infer.kernels.profile import profile_dispatches
-from infer.kernels.reference import nmse
-from infer.kernels.sampler import INVALID_TOKEN
-from infer.kernels.shader import KernelSpec
-from infer.kernels.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
-from infer.kernels.tuning import (
+from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.tuning import (
     AttentionVariant,
     Int8TileVariant,
     TileVariant,
@@ -44,8 +36,16 @@ from infer.kernels.tuning import (
     VecShape,
     VecVariant,
 )
-from infer.models.config import RawConfig, RopeConfig
-from infer.models.rope import rope_table
+from infer.kernels.errors import DeviceError, ShaderError
+from infer.kernels.gpu.codes import TABLES
+from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.plan import dispatch
+from infer.kernels.gpu.profile import profile_dispatches
+from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
+from infer.kernels.state.sampler import INVALID_TOKEN
+from infer.models.blocks.rope import rope_table
+from infer.models.loading.config import RawConfig, RopeConfig
 
 LIMIT = 1e-10  # of f32 arithmetic, whatever the storage
 EPS = 1e-6

@@ -32,13 +32,13 @@ import infer.memory
 from infer import LLM
 from infer.engine import Engine, Timings
 from infer.hub import DEMO, ResolvedModel, resolve
-from infer.kernels.adapters import MemoryInfo
-from infer.kernels.device import Buffer, Device, DryDevice, Limits
-from infer.kernels.kv_cache import PAGE
-from infer.kernels.quantize import buffer_bytes
-from infer.kernels.upload import _Staging
+from infer.kernels.gpu.adapters import MemoryInfo
+from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
+from infer.kernels.gpu.quantize import buffer_bytes
+from infer.kernels.gpu.upload import _Staging
+from infer.kernels.state.kv_cache import PAGE
 from infer.models.llama import Llama
-from infer.models.packing import Stored
+from infer.models.loading.packing import Stored
 
 pytestmark = pytest.mark.demo
 
@@ -694,7 +694,7 @@ def test_a_forked_process_is_told_to_be_spawned() -> None:
     script = """
 import gc, os, signal, sys
 import infer
-from infer.kernels.adapters import list_adapters
+from infer.kernels.gpu.adapters import list_adapters
 
 llm = infer.load("demo")
 stream = llm.stream("Once upon a time", max_tokens=6)
@@ -1028,7 +1028,7 @@ def test_loading_is_shown_to_who_sees_it(
         monkeypatch.setattr(infer.llm, name, stand_in)
     monkeypatch.setattr(sys, "stderr", stream := kind())
     now = iter(range(100))
-    monkeypatch.setattr("infer.terminal.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("infer.cli.terminal.time", SimpleNamespace(perf_counter=lambda: next(now)))
     infer.load(DEMO, progress=progress)
     for part in ("fetching: 75%", "reading weights: 50%", "\r"):
         assert (part in stream.getvalue()) == shown

@@ -27,15 +27,17 @@ from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
 import infer.llm
-from infer import bench
-from infer.bench_measure import weight_bytes_per_token
-from infer.bench_report import BenchReport
+from infer.bench import run as bench
+from infer.bench.measure import weight_bytes_per_token
+from infer.bench.report import BenchReport
 from infer.engine import Engine
 from infer.hub import DEMO, resolve, resolve_adapter
-from infer.kernels import reference
-from infer.kernels.arrays import from_bf16, to_bf16, to_gpu
-from infer.kernels.check import int8_rows
-from infer.kernels.device import Device, DryDevice, Limits
+from infer.kernels.checks import reference
+from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
+from infer.kernels.checks.check import int8_rows
+from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.graph import LowRank
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -43,15 +45,13 @@ from infer.kernels.errors import (
     RequestError,
     UnsupportedError,
 )
-from infer.kernels.forward import Forward
-from infer.kernels.ops import LowRank
-from infer.kernels.reference import nmse
-from infer.kernels.tensor import INTEGERS
+from infer.kernels.gpu.device import Device, DryDevice, Limits
+from infer.kernels.gpu.tensor import INTEGERS
 from infer.models import open_model
-from infer.models.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
-from infer.models.formats.packed import read_rows
-from infer.models.lora import Lora, Loras
-from infer.models.weights import load_weights
+from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
+from infer.models.loading.formats.packed import read_rows
+from infer.models.loading.lora import Lora, Loras
+from infer.models.loading.weights import load_weights
 
 DATA = Path(__file__).resolve().parent / "data" / "adapters"
 CASES = sorted(folder.name for folder in DATA.iterdir())

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.kernels.arena import Arena, Kernel, Scratch, colour
-from infer.kernels.arrays import Array, to_gpu
-from infer.kernels.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
-from infer.kernels.forward import Forward
-from infer.kernels.functions import rope_table
-from infer.kernels.kv_cache import KVCache, KVShape, LayerCache
-from infer.kernels.layer_state import LayerState, StateShape
-from infer.kernels.lower import MAX_VEC_ROWS, Lowering, StepKind, constant
-from infer.kernels.ops import LowRank, Ops, Rope, Value, stride
-from infer.kernels.plan import NOTHING, DispatchPlan, linear_grid
-from infer.kernels.reference import nmse
-from infer.kernels.shader import KernelSpec, render
-from infer.kernels.tensor import GpuTensor, allocate
+from infer.kernels.checks.arrays import Array, to_gpu
+from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.functions import rope_table
+from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.arena import Arena, Kernel, Scratch, colour
+from infer.kernels.compiler.graph import LowRank, Ops, Rope, Value, stride
+from infer.kernels.compiler.lowering import MAX_VEC_ROWS, Lowering, StepKind, constant
+from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
+from infer.kernels.gpu.plan import NOTHING, DispatchPlan, linear_grid
+from infer.kernels.gpu.shader import KernelSpec, render
+from infer.kernels.gpu.tensor import GpuTensor, allocate
+from infer.kernels.state.kv_cache import KVCache, KVShape, LayerCache
+from infer.kernels.state.layer_state import LayerState, StateShape
 
 # A model of two layers with all that the architectures have: biases, norms of heads, a window.
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 40, 56, 61, 4, 2, 16

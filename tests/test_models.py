@@ -29,16 +29,16 @@ from reference_models import (
     tolerance_of,
 )
 
-from infer.kernels.device import Device
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.kv_cache import PAGE, kept
+from infer.kernels.gpu.device import Device
+from infer.kernels.state.kv_cache import PAGE, kept
 from infer.memory import kv_bytes_per_position
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model
-from infer.models.checkpoint import TensorInfo
-from infer.models.config import RawConfig
-from infer.models.formats import find_format
-from infer.models.multimodal import text_config
-from infer.models.weights import check_checkpoint
+from infer.models.blocks.multimodal import text_config
+from infer.models.loading.checkpoint import TensorInfo
+from infer.models.loading.config import RawConfig
+from infer.models.loading.formats import find_format
+from infer.models.loading.weights import check_checkpoint
 from infer.sampling import SamplingParams
 
 

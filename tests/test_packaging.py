@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Callable
@@ -17,11 +18,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("infer/kernels", "infer/models")
 FOLDERS = {
-    "infer": "infer",
-    "infer/kernels": "kernels",
-    "infer/models": "models",
-    "infer/models/formats": "models/formats",
+    package: package.removeprefix("infer/") if package.startswith(LINKED) else package
+    for package in (
+        name.replace(".", "/")
+        for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+            "packages"
+        ]
+    )
 }
 STORY = "Once upon a time"
 
@@ -36,7 +41,7 @@ def packaged(*patterns: str) -> dict[str, Path]:
     }
 
 
-WANTED = packaged("*.py", "py.typed", "wgsl/*.wgsl", "demo/*")
+WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*")
 
 
 def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
@@ -61,8 +66,8 @@ def copy_of_the_tree(folder: Path) -> Path:
 def test_there_are_kernels_and_a_model() -> None:
     """Or the lists below would prove nothing."""
     wgsl, python = (
-        ("infer/kernels/wgsl/matmul_vec.wgsl",),
-        ("infer/cli.py", "infer/models/llama.py"),
+        ("infer/kernels/wgsl/linear/matmul_vec.wgsl",),
+        ("infer/cli/app.py", "infer/models/llama.py"),
     )
     assert {*wgsl, *python, "infer/py.typed", "infer/demo/model.safetensors"} <= WANTED.keys()
 
@@ -182,7 +187,7 @@ def test_it_is_found_beside_a_clone_of_its_name(
     """By Python and by mypy, though the folder that one is in has a folder infer in it."""
     tree = installed_by(script)
     python, folder = tree / ".venv" / "bin" / "python", tree.parent
-    code = "import infer.models.formats; print(infer.__version__, infer.RequestError)"
+    code = "import infer.models.loading.formats; print(infer.__version__, infer.RequestError)"
     assert run(python, "-c", code, cwd=folder).endswith("errors.RequestError'>\n")
     (folder / "program.py").write_text(PROGRAM)
     mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", os.devnull]

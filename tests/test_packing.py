@@ -21,24 +21,26 @@ from safetensors.numpy import save_file
 from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted, write
 
-from infer.kernels import reference, upload
-from infer.kernels.check import int8_rows
-from infer.kernels.codes import TABLES
-from infer.kernels.device import Device, Settings
+from infer.cli.report import inspect_model
+from infer.kernels.checks import reference
+from infer.kernels.checks.check import int8_rows
+from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.reference import nmse
 from infer.kernels.errors import CheckpointError, UnsupportedError
-from infer.kernels.forward import Forward
-from infer.kernels.reference import nmse
-from infer.kernels.tensor import INTEGERS, GpuTensor
-from infer.models import open_model, packing
-from infer.models.checkpoint import Checkpoint, TensorInfo
-from infer.models.config import RawConfig
-from infer.models.formats import find_format, find_packed, mxfp4
-from infer.models.formats.gguf_blocks import GgufBlocks
-from infer.models.formats.grouped import Scheme, unpack
-from infer.models.formats.packed import read_rows
-from infer.models.packing import stored_schemes
-from infer.models.weights import Source, WeightSpec, check_checkpoint, load_weights, stored
-from infer.report import inspect_model
+from infer.kernels.gpu import upload
+from infer.kernels.gpu.codes import TABLES
+from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.tensor import INTEGERS, GpuTensor
+from infer.models import open_model
+from infer.models.loading import packing
+from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.config import RawConfig
+from infer.models.loading.formats import find_format, find_packed, mxfp4
+from infer.models.loading.formats.gguf_blocks import GgufBlocks
+from infer.models.loading.formats.grouped import Scheme, unpack
+from infer.models.loading.formats.packed import read_rows
+from infer.models.loading.packing import stored_schemes
+from infer.models.loading.weights import Source, WeightSpec, check_checkpoint, load_weights, stored
 
 Array = NDArray[Any]
 LIMIT = 1e-10  # of f32 arithmetic

@@ -18,15 +18,22 @@ from safetensors.numpy import save_file
 
 import infer
 from infer.engine import Engine, EngineOptions
-from infer.kernels import functions, quantize, upload
-from infer.kernels.arrays import from_bf16, to_bf16, to_gpu
-from infer.kernels.device import Device, Limits, Settings
+from infer.kernels.checks import functions
+from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
 from infer.kernels.errors import CheckpointError, UnsupportedError
-from infer.kernels.tensor import GpuTensor, Grouping, allocate, row_bytes
+from infer.kernels.gpu import quantize, upload
+from infer.kernels.gpu.device import Device, Limits, Settings
+from infer.kernels.gpu.tensor import GpuTensor, Grouping, allocate, row_bytes
 from infer.models import build_model
-from infer.models.checkpoint import SINGLE, Checkpoint
-from infer.models.config import RawConfig
-from infer.models.weights import Source, WeightSpec, converted_dtype, load_weights, random_weights
+from infer.models.loading.checkpoint import SINGLE, Checkpoint
+from infer.models.loading.config import RawConfig
+from infer.models.loading.weights import (
+    Source,
+    WeightSpec,
+    converted_dtype,
+    load_weights,
+    random_weights,
+)
 
 Array = NDArray[Any]
 FORMATS = ("q8", "q4")

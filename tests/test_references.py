@@ -21,7 +21,7 @@ from reference_models import (
 )
 
 from infer.models import open_model
-from infer.models.weights import check_checkpoint
+from infer.models.loading.weights import check_checkpoint
 
 pytestmark = pytest.mark.live
 

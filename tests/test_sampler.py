@@ -14,12 +14,12 @@ import pytest
 from numpy.typing import NDArray
 
 from infer.generation_config import sampling_defaults
-from infer.kernels.device import Device, Settings
-from infer.kernels.plan import Dispatch
-from infer.kernels.record import run
-from infer.kernels.sampler import CUT, INVALID_TOKEN, SLOTS, Sampler, SamplerChain
-from infer.kernels.shader import KernelSpec, render_text
-from infer.kernels.step import HEADER, NO_TOKEN, ROW, pack_step
+from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.plan import Dispatch
+from infer.kernels.gpu.record import run
+from infer.kernels.gpu.shader import KernelSpec, render_text
+from infer.kernels.state.sampler import CUT, INVALID_TOKEN, SLOTS, Sampler, SamplerChain
+from infer.kernels.state.step import HEADER, NO_TOKEN, ROW, pack_step
 from infer.sampling import NumpySampler, SamplingParams, gumbel
 
 REFERENCES = Path(__file__).parent / "data" / "sampling" / "processors.npz"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from infer.generation_config import IMPLEMENTED, IRRELEVANT, MISSING, notes, sampling_defaults
 from infer.kernels.errors import CheckpointError, RequestError
-from infer.kernels.step import MAX_STOP_IDS, SAMPLING
+from infer.kernels.state.step import MAX_STOP_IDS, SAMPLING
 from infer.sampling import NumpySampler, SamplingParams, gumbel, logprobs, threefry
 
 ROOT = Path(__file__).resolve().parent.parent

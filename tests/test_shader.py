@@ -14,16 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.kernels import functions, reference
-from infer.kernels.device import Device, DryDevice, Limits
+from infer.kernels.checks import functions, reference
+from infer.kernels.checks.functions import validate
+from infer.kernels.compiler.graph import Ops, Rope
+from infer.kernels.compiler.lowering import Lowering, StepKind
 from infer.kernels.errors import ShaderError
-from infer.kernels.functions import validate
-from infer.kernels.kv_cache import KV_DTYPES, KVCache
-from infer.kernels.layer_state import Cache, LayerState
-from infer.kernels.lower import Lowering, StepKind
-from infer.kernels.ops import Ops, Rope
-from infer.kernels.sampler import Sampler, SamplerChain
-from infer.kernels.shader import (
+from infer.kernels.gpu.device import Device, DryDevice, Limits
+from infer.kernels.gpu.shader import (
     WGSL_FOLDER,
     Binding,
     Declared,
@@ -33,11 +30,14 @@ from infer.kernels.shader import (
     render,
     render_text,
 )
-from infer.kernels.tensor import allocate
+from infer.kernels.gpu.tensor import allocate
+from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
+from infer.kernels.state.layer_state import Cache, LayerState
+from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.models import build_model
-from infer.models.packing import Stored
-from infer.models.shapes import SHAPES, shape_config
-from infer.models.weights import joined
+from infer.models.loading.packing import Stored
+from infer.models.loading.shapes import SHAPES, shape_config
+from infer.models.loading.weights import joined
 
 
 def rendered(text: str, **params: Value) -> str:
@@ -435,7 +435,7 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
     for i, ((shape, dtype), (limits, lanes)) in enumerate(zip(pairs, cycle(settings))):
         steps = STEPS if all_sizes else STEPS[i % 3 :: 3]
         specs |= set(model_specs(shape, limits, lanes, dtype, steps))
-    files = {file.stem for file in WGSL_FOLDER.glob("*.wgsl") if "@compute" in file.read_text()}
+    files = {file.stem for file in WGSL_FOLDER.rglob("*.wgsl") if "@compute" in file.read_text()}
     assert {spec.name for spec in specs} == files
     # In an order in which those that share lines are neighbours.
     shaders = {shader.code: shader for shader in map(render, sorted(specs, key=repr))}
@@ -557,7 +557,7 @@ v[i / 2u][i % 2u] = 1u;
 
 def test_nobody_writes_a_component_of_a_shared_vector() -> None:
     """That may touch the whole vector (WGSL's memory model), of which neighbours write the rest."""
-    texts = {file.name: file.read_text() for file in WGSL_FOLDER.glob("*.wgsl")}
+    texts = {file.name: file.read_text() for file in WGSL_FOLDER.rglob("*.wgsl")}
     for kernel in texts:
         files = [kernel]
         for name in files:
@@ -567,7 +567,7 @@ def test_nobody_writes_a_component_of_a_shared_vector() -> None:
 
 
 def test_nothing_is_declared_in_vain() -> None:
-    text = "".join(re.sub(r"//.*", "", file.read_text()) for file in WGSL_FOLDER.glob("*.wgsl"))
+    text = "".join(re.sub(r"//.*", "", file.read_text()) for file in WGSL_FOLDER.rglob("*.wgsl"))
     declared = re.findall(r"^(?:alias|const|fn|struct|var<\w+>) (\w+)", text, re.M)
     words = Counter(re.findall(r"\w+", text))
     assert [name for name in declared if words[name] == 1] == []

@@ -24,13 +24,13 @@ from test_kernels import (
 )
 
 from infer.engine import Engine
-from infer.kernels import functions, reference
-from infer.kernels.arrays import to_gpu
-from infer.kernels.check import exact_weight
-from infer.kernels.device import Device, Settings
-from infer.kernels.forward import Forward
-from infer.kernels.reference import nmse
-from infer.kernels.tuning import DeltaVariant, ScanVariant, Tuning
+from infer.kernels.checks import functions, reference
+from infer.kernels.checks.arrays import to_gpu
+from infer.kernels.checks.check import exact_weight
+from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.tuning import DeltaVariant, ScanVariant, Tuning
+from infer.kernels.gpu.device import Device, Settings
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5

@@ -17,11 +17,11 @@ import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-import infer.tokenizer
-from infer.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
+import infer.text.tokenizer
 from infer.foreign import foreign
 from infer.kernels.errors import RequestError, TokenizerError
-from infer.tokenizer import Tokenizer
+from infer.text.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
+from infer.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data" / "text"
 EXPECTED = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
@@ -251,7 +251,7 @@ def test_tokenizers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda *_, **__: ended.wait()
 
     monkeypatch.setattr(tokenizer, "_backend", Endless())
-    monkeypatch.setattr(infer.tokenizer, "SECONDS", 0.01)
+    monkeypatch.setattr(infer.text.tokenizer, "SECONDS", 0.01)
     try:
         for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.decode([0])):
             with pytest.raises(TokenizerError, match=r"given up after .*: it does not end"):

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from infer.kernels import upload
-from infer.kernels.bandwidth import BLOCK, copy
-from infer.kernels.device import Device
 from infer.kernels.errors import DeviceError
-from infer.kernels.upload import Fill, Uploader
+from infer.kernels.gpu import upload
+from infer.kernels.gpu.bandwidth import BLOCK, copy
+from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.upload import Fill, Uploader
 
 
 @pytest.fixture(scope="module")

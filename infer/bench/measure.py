@@ -1,0 +1,383 @@
+"""What a benchmark measures on one engine: its tests, its host's part, its kernels."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from infer.bench.report import KernelTime, Profile, Row
+from infer.engine import Engine
+from infer.kernels.gpu.plan import Dispatch, needed
+from infer.kernels.gpu.profile import profile_passes
+from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.state.kv_cache import PAGE, kv_cache_bytes
+from infer.kernels.state.step import pack_step
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.llama import Llama
+from infer.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, seed=0).resolved({})
+SAMPLED = SamplingParams(
+    temperature=0.8,
+    top_k=50,
+    top_p=0.95,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    seed=0,
+).resolved({})
+
+_WARM_UP_SECONDS = 0.3  # a GPU that was idle needs work before its clock is up
+_HOST_STEPS = 32
+LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself costs some 3 µs
+
+_PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size
+_SECONDS = 45.0  # that all tests take at most where their sizes are chosen
+
+# What is measured, the run of it that begins (0: the warm-up), and how many there are (0: no runs).
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of the prefill test and of a decode test, and the runs of each after its warm-up."""
+
+    prompt: int = 512
+    decode: int = 128
+    repeats: int = 5
+
+
+# On slow adapters one of the others, which take a third as long as the one before, or less.
+_SIZES = (Sizes(), Sizes(256, 64, 3), Sizes(128, 32, 2), Sizes(64, 16, 1), Sizes(16, 8, 1))
+
+
+# What a step has to read and to compute
+
+
+def weight_bytes_per_token(engine: Engine) -> int:
+    """Bytes of the matrices that decode multiplies with, an adapter's among them: all but
+    embeddings that are not also the head, of which it looks up a row, and the experts that a token
+    is not routed to."""
+    tied = engine.model.config.tie_word_embeddings
+    beside = engine.adapters[None].values()
+    return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
+        weight.nbytes * engine.model.active(name, weight.shape[0]) // weight.shape[0]
+        for name, weight in engine.weights.items()
+        if len(weight.shape) == 2
+        and (not name.startswith("embed_") or (tied and name == "embed_tokens"))
+    )
+
+
+def cache_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
+    """Bytes of keys and values that a decode step reads, mean over `tokens` steps after a prompt:
+    step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them. And
+    of the states that it reads and writes."""
+    c = model.config
+    lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
+    read = sum(
+        attended * kv_cache_bytes(c.kv_shape(layer), PAGE, kv_dtype)
+        for layer, attended in _attended(c, lengths)
+    )
+    states = sum(sum(state.sizes) for state in c.states if state is not None)
+    return read / (PAGE * tokens) + 2 * states
+
+
+def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]]:
+    """Each layer with attention, and the positions that it attends to at all these lengths."""
+    for layer, (window, state) in enumerate(zip(config.windows, config.states, strict=True)):
+        if state is None:
+            yield layer, sum(min(length, window or length) for length in lengths)
+
+
+def prefill_flops(model: Llama, tokens: int) -> int:
+    """Operations of a prefill: 2 for every value of a layer's matrices that a token multiplies
+    with, and of the head for the last token; 4 in attention for every query value and position
+    that it attends to. Those of an adapter beside the weights are left out."""
+    c = model.config
+    head = c.vocab_size * c.hidden_size
+    layers = sum(
+        model.active(spec.name, spec.shape[0]) * spec.shape[1]
+        for spec in model.weights()
+        if len(spec.shape) == 2 and not spec.name.startswith(("embed_", "lm_head"))
+    )
+    attention = sum(
+        4 * c.num_attention_heads * c.kv_shape(layer)[1] * attended
+        for layer, attended in _attended(c, range(1, tokens + 1))
+    )
+    return 2 * (layers * tokens + head) + attention
+
+
+# Measuring
+
+
+class EngineBench:
+    """The tests of one engine. bandwidth: bytes per second that a copy reads and writes. Each test
+    runs `repeats` times after a warm-up, and progress is told its name and its runs."""
+
+    def __init__(self, engine: Engine, bandwidth: float, repeats: int, progress: Progress) -> None:
+        self.engine, self.bandwidth = engine, bandwidth
+        self.repeats, self.progress = repeats, progress
+
+    def sizes(
+        self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
+    ) -> Sizes:
+        """What is None, so large that the tests of no depth take _SECONDS at most, and that the
+        context holds them: decode begins after `depth` tokens."""
+        if prompt and decode and repeats:
+            return Sizes(prompt, decode, repeats)
+        self.progress("sizes of the tests", 0, 0)
+        room = self.engine.context - 1
+        ids = self._ids(min(_PROBE, room))
+        params = replace(GREEDY, max_tokens=5)
+        for _ in range(2):  # the first time compiles
+            self.engine.tokens.clear()
+            to_first, to_last = self._generate(ids, params)
+        chosen = Sizes()
+        for sizes in _SIZES:
+            chosen = Sizes(
+                prompt or min(sizes.prompt, room),
+                decode or max(1, min(sizes.decode, room - depth)),
+                repeats or sizes.repeats,
+            )
+            steps = 2 * chosen.decode * to_last / 4  # greedy and sampled
+            run = chosen.prompt * to_first / len(ids) + steps
+            if (chosen.repeats + 1) * run <= _SECONDS:
+                break
+        return chosen
+
+    def prefill(self, tokens: int) -> Row:
+        ids = self._ids(tokens)
+
+        def run() -> float:
+            self.engine.tokens.clear()  # nothing may be reused
+            return self._generate(ids, replace(GREEDY, max_tokens=1))[0]
+
+        test = f"pp{tokens}"
+        (seconds,) = self._repeat(test, run)
+        flops = prefill_flops(self.engine.model, tokens)
+        mean = statistics.fmean(seconds)
+        return Row(
+            test,
+            tokens,
+            seconds,
+            *_tps(tokens, seconds),
+            flops=flops,
+            flops_per_second=flops / mean,
+        )
+
+    def decode(self, tokens: int, depth: int, *ways: SamplingParams) -> list[Row]:
+        """The decode test for each way to sample. Their runs alternate, so that what slows the
+        machine down for a while slows down all of them."""
+        # Decode needs a token to begin with. A longer prompt is in the cache after the warm-up.
+        ids = self._ids(max(depth, 1))
+        test = f"tg{tokens} @ d{depth}" if depth else f"tg{tokens}"
+        names = [test if way.greedy else f"{test} sampled" for way in ways]
+        params = [replace(way, max_tokens=tokens + 1) for way in ways]
+        runs = [partial(self._decode_seconds, ids, way) for way in params]
+        kv_dtype = self.engine.options.kv_dtype
+        nbytes = cache_bytes_per_token(self.engine.model, kv_dtype, len(ids), tokens)
+        nbytes += weight_bytes_per_token(self.engine)
+        times = self._repeat(", ".join(names), *runs)
+        return [
+            self._decode_row(name, tokens, seconds, nbytes)
+            for name, seconds in zip(names, times, strict=True)
+        ]
+
+    def _decode_row(self, test: str, tokens: int, seconds: tuple[float, ...], nbytes: float) -> Row:
+        tps, deviation = _tps(tokens, seconds)
+        return Row(
+            test,
+            tokens,
+            seconds,
+            tps,
+            deviation,
+            bytes_per_token=nbytes,
+            bandwidth=nbytes * tps,
+            share=nbytes * tps / self.bandwidth,
+        )
+
+    def _ids(self, count: int) -> list[int]:
+        return random.Random(0).choices(range(self.engine.vocab_size), k=count)
+
+    def _generate(self, ids: Sequence[int], params: SamplingParams) -> tuple[float, float]:
+        """Seconds to the first token, and from there to the last."""
+        begin = first = last = time.perf_counter()
+        for index, _ in enumerate(self.engine.generate(ids, params)):
+            last = time.perf_counter()
+            first = last if index == 0 else first
+        return first - begin, last - first
+
+    def _decode_seconds(self, ids: Sequence[int], params: SamplingParams) -> float:
+        return self._generate(ids, params)[1]
+
+    def _repeat(self, tests: str, *runs: Callable[[], float]) -> list[tuple[float, ...]]:
+        """What each of the runs returns, time after time, after a warm-up."""
+        self.progress(tests, 0, self.repeats)
+        end = time.perf_counter() + _WARM_UP_SECONDS
+        for run in runs:
+            run()
+        while time.perf_counter() < end:
+            runs[0]()
+        times = []
+        for number in range(1, self.repeats + 1):
+            self.progress(tests, number, self.repeats)
+            times.append([run() for run in runs])
+        return list(zip(*times, strict=True))
+
+    # One step on its own
+
+    def host_seconds(self) -> tuple[float, float]:
+        """The host's part of a greedy decode step, medians: to record and submit it, and to read
+        its id when that is there."""
+        engine, queue = self.engine, self.engine.queue
+        recording = engine.recording("decode", True, GREEDY.chain())
+        place_step(engine, [0], 0)
+        submits, reads = [], []
+        with engine.device.scope():
+            staging = engine.device.buffer(16, "read", "id")
+            for _ in range(_HOST_STEPS):
+                begin = time.perf_counter()
+                submission = queue.submit(recording, 1, 1, [(engine.sampler.sampled, staging, 4)])
+                submits.append(time.perf_counter() - begin)
+                queue.wait(submission)
+                begin = time.perf_counter()
+                queue.read(staging, 4, submission)
+                reads.append(time.perf_counter() - begin)
+        return statistics.median(submits), statistics.median(reads)
+
+    def gpu_seconds(self, test: Row) -> float | None:
+        """The GPU's part of a step in the middle of a greedy decode test of no depth; None without
+        timestamps."""
+        if not self.engine.device.timestamps:
+            return None
+        kv_len = _middle(test, 0)
+        place_step(self.engine, [0], kv_len - 1)
+        step = self.engine.recording("decode", True, GREEDY.chain()).dispatches
+        return self._time([step], 1, kv_len)[0]
+
+    def profiles(
+        self, prefill: Row, decode: dict[int, Row], host_seconds: float | None = None
+    ) -> list[Profile]:
+        """The kernels of the prefill's first chunk, of a decode step in the middle of each test
+        (by depth), and of the full sampler. host_seconds: the host's part of a decode step."""
+        engine = self.engine
+        chunks = list(engine.chunks(prefill.tokens))
+        _, rows, kind = chunks[0]
+        place_step(engine, self._ids(rows), 0)
+        plan = engine.recording(kind, True, None).dispatches
+        whole = statistics.fmean(prefill.seconds) if len(chunks) == 1 else None
+        profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
+        profiles = [replace(profile, step_seconds=whole)]
+        plan = engine.recording("decode", True, None).dispatches
+        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+        for depth, row in decode.items():
+            kv_len = _middle(row, depth)
+            place_step(engine, [0], kv_len - 1)
+            profile = self._profile(f"decode of {row.test}", plan, sampler, 1, kv_len)
+            profiles.append(replace(profile, step_seconds=1 / row.tps, host_seconds=host_seconds))
+        place_step(engine, [0], 0, SAMPLED)
+        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=False)
+        profiles.append(self._profile("full sampler", (), sampler, 1, 1))
+        return profiles
+
+    def _profile(
+        self,
+        step: str,
+        plan: Sequence[Dispatch],
+        sampler: Sequence[Dispatch],
+        rows: int,
+        kv_len: int,
+    ) -> Profile:
+        """A kernel of the plan is timed by all its calls in one pass; one of the sampler, which
+        needs what those before it have left, by what it adds to a pass of them."""
+        self.progress(f"profile: {step}", 0, 0)
+        calls: dict[str, list[Dispatch]] = {}
+        for item in needed(plan, rows, kv_len):
+            calls.setdefault(kernel_label(item.pipeline.spec), []).append(item)
+        chains = [sampler[:end] for end in range(1, len(sampler) + 1)]
+        passes = [[*plan, *sampler], *calls.values(), *chains]
+        whole, *seconds = self._time(passes, rows, kv_len)
+        timed = list(zip(calls.values(), seconds, strict=False))
+        sums = [0.0, *seconds[len(calls) :]]
+        timed += [
+            ([item], max(0.0, after - before))
+            for item, before, after in zip(sampler, sums, sums[1:], strict=False)
+        ]
+        kernels: dict[str, KernelTime] = {}
+        for items, total in timed:
+            label = kernel_label(items[0].pipeline.spec)
+            so_far = kernels.get(label, KernelTime(label, 0, 0.0, 0, 0))
+            kernels[label] = KernelTime(
+                label,
+                so_far.calls + len(items),
+                so_far.seconds + total,
+                so_far.nbytes + sum(item.moved(rows, kv_len) for item in items),
+                so_far.flops + sum(item.flops(rows, kv_len) for item in items),
+            )
+        slowest_first = sorted(kernels.values(), key=lambda kernel: -kernel.seconds)
+        return Profile(step, rows, kv_len, tuple(slowest_first), whole)
+
+    def _time(self, passes: Sequence[Sequence[Dispatch]], rows: int, kv_len: int) -> list[float]:
+        """Seconds of each pass on the GPU, with what is now in the step buffer."""
+        device, step = self.engine.device, self.engine.step
+        repeats = 3 if device.software else 20 if rows == 1 else 5
+        with device.scope():
+            saved = device.upload(device.read(step, np.uint32))
+            return profile_passes(
+                device,
+                passes,
+                rows,
+                kv_len,
+                repeats,
+                least_seconds=LEAST_PASS,
+                before=[(saved, step, step.nbytes)],
+            )
+
+
+def place_step(
+    engine: Engine, ids: Sequence[int], position: int, params: SamplingParams = GREEDY
+) -> None:
+    """Write a step of these rows, alive to the end of the context, into the step buffer. The
+    engine's cache holds nothing any more: what is submitted now overwrites it."""
+    record = params.record(
+        vocab_size=engine.vocab_size,
+        prompt_tokens=position + len(ids),
+        context=engine.context,
+        stop_ids=(),
+    )
+    engine.sampler.begin(0, record[0], ids, params.logit_bias)
+    engine.device.write(engine.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
+    engine.tokens.clear()
+
+
+def _middle(row: Row, depth: int) -> int:
+    """Positions that the step in the middle of a decode test attends to."""
+    return max(depth, 1) + (row.tokens + 1) // 2
+
+
+def kernel_label(spec: KernelSpec) -> str:
+    """A kernel's name with its sizes and with what is fused into it."""
+    params = dict(spec.params)
+    sizes = ("K", "N", "WIDTH", "HEAD_DIM", "GROUP", "WINDOW")
+    words = [f"{name}={params[name]}" for name in sizes if params.get(name)]
+    fused = ("NORM", "GATED", "BIAS", "RESIDUAL", "ROPE", "QUANTIZE", "PENALTIES")
+    words += [name.lower() for name in fused if params.get(name) is True]
+    return " ".join([spec.name, *words])
+
+
+def _tps(tokens: int, seconds: Sequence[float]) -> tuple[float, float]:
+    """Tokens per second, mean of the runs and standard deviation."""
+    speeds = [tokens / second for second in seconds]
+    return statistics.fmean(speeds), deviation(speeds)
+
+
+def deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

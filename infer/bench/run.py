@@ -1,0 +1,348 @@
+"""The benchmark: how fast a model runs on this adapter, and how near that is to what it could do.
+
+    pp512           prefill of 512 tokens, until the id of the first new token has arrived
+    tg128           decode: 128 steps, from the arrival of the first token to that of the last
+    tg128 sampled   the same with every stage of the sampler
+    tg128 @ d4096   the same after a prompt of 4096 tokens
+
+Tests, prompts of random ids, and the table are llama-bench's. What decode could do is bounded by
+memory: its share is (weight bytes + KV bytes that a token reads) x tokens/s over the bandwidth of a
+copy on the same adapter in the same run.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import numpy as np
+import wgpu
+from wgpu.backends.wgpu_native import lib_version_info
+
+import infer
+from infer.bench.measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
+from infer.bench.report import BenchReport
+from infer.cli.report import inspect_model
+from infer.engine import Engine, EngineOptions
+from infer.hub import resolve_adapter
+from infer.kernels.errors import OutOfMemoryError, RequestError
+from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
+from infer.kernels.gpu.bandwidth import copy_bandwidth
+from infer.kernels.gpu.device import Device, Limits
+from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.state.kv_cache import KV_DTYPES
+from infer.keywords import Progress as LoadProgress
+from infer.llm import DTYPES, load, weight_dtype
+from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
+from infer.models import build_model
+from infer.models.llama import Llama
+from infer.models.loading.packing import Stored
+from infer.models.loading.shapes import PUBLISHED, Published, shape_config
+from infer.models.loading.weights import WeightSpec, joined, random_storage, random_weights
+
+
+def run_bench(
+    model: str | None = None,
+    shape: str | None = None,
+    *,
+    device: str | int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    format: str | None = None,
+    kv_dtype: str = "f16",
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    prompt_tokens: int | None = None,
+    decode_tokens: int | None = None,
+    depths: Sequence[int] = (),
+    repeats: int | None = None,
+    profile: bool = False,
+    progress: Progress = lambda test, run, runs: None,
+    loading: LoadProgress | None = None,
+) -> BenchReport:
+    """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
+
+    model, device, context, dtype, quantize, kv_dtype, adapter, revision, offline: as for `load`; a
+    shape's weights are bf16 where dtype and quantize are None, or packed as in checkpoints of a
+    `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the prefill test;
+    decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
+    that are in the cache before it. Each test runs `repeats` times after a warm-up. What of these
+    three is None is 512, 128 and 5, or as much less as keeps a slow adapter to about a minute.
+    profile: time every kernel. progress is told what runs; loading: as progress of `load`. Raises
+    RequestError and whatever `load` raises.
+    """
+    given = [n for n in (prompt_tokens, decode_tokens, repeats, *depths) if n is not None]
+    if min(given, default=1) < 1:
+        raise RequestError("Counts of tokens, depths and repeats must be at least 1.")
+    if dtype not in (None, *DTYPES) or kv_dtype not in KV_DTYPES:
+        raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16, f32 or q8.")
+    weight_dtype(dtype, quantize)
+    needed = max(prompt_tokens or 1, max(depths, default=1) + (decode_tokens or 1)) + 1
+    if context is None and needed > DEFAULT_CONTEXT:
+        context = needed
+    gpu = choose_adapter(device)
+    if profile and "timestamp-query" not in gpu.features:
+        raise RequestError(f"{gpu} has no timestamp queries: leave out --profile.")
+    opened = open_engine(
+        model,
+        shape,
+        device,
+        context,
+        dtype,
+        kv_dtype,
+        quantize,
+        format,
+        adapter,
+        revision,
+        offline,
+        needed=needed,
+        loading=loading,
+    )
+    lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
+    progress(f"copy bandwidth of {gpu}", 0, 0)
+    with Device(gpu) as own:
+        bandwidth = copy_bandwidth(own)
+    progress(f"loading {model or shape}", 0, 0)
+    begin = time.perf_counter()
+    with opened as (name, engine):
+        load_seconds = time.perf_counter() - begin
+        bench = EngineBench(engine, bandwidth, repeats or 1, progress)
+        sizes = bench.sizes(prompt_tokens, decode_tokens, repeats, max(depths, default=1))
+        bench.repeats = sizes.repeats
+        prefill = bench.prefill(sizes.prompt)
+        greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
+        deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
+        progress("host and GPU of a step", 0, 0)
+        submit_seconds, read_seconds = bench.host_seconds()
+        host_seconds = submit_seconds + read_seconds
+        gpu_seconds = bench.gpu_seconds(greedy)
+        profiles = []
+        if profile:
+            profiles = bench.profiles(prefill, {0: greedy, **deep}, host_seconds)
+        c, weights = engine.model.config, engine.weights.values()
+        report = BenchReport(
+            model=name,
+            random_weights=shape is not None,
+            architecture=c.model_type,
+            dtype=quantize or format or _dtypes(weights),
+            kv_dtype=engine.options.kv_dtype,
+            parameters=sum(prod(weight.shape) for weight in weights),
+            weight_bytes=sum(weight.nbytes for weight in weights),
+            context=engine.context,
+            adapter=gpu.name,
+            adapter_kind=gpu.kind,
+            backend=gpu.backend,
+            driver=gpu.driver,
+            versions=versions(),
+            commit=_commit(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            copy_bandwidth=bandwidth,
+            rows=(prefill, greedy, sampled, *deep.values()),
+            ttft_seconds=(statistics.fmean(prefill.seconds), deviation(prefill.seconds)),
+            sampled_share=sampled.tps / greedy.tps,
+            host_seconds=host_seconds,
+            peak_bytes=engine.device.memory_stats().peak,
+            load_seconds=load_seconds,
+            lora=lora,
+            dispatches=len(engine.recording("decode", True, GREEDY.chain()).dispatches),
+            submit_seconds=submit_seconds,
+            gpu_seconds=gpu_seconds,
+            profiles=tuple(profiles),
+        )
+    return report
+
+
+def save(report: BenchReport, path: Path) -> Path:
+    """Write the report to a file, or under its own name into a folder, and return where it is."""
+    path = path / report.file_name if path.is_dir() else path
+    path.write_text(report.to_json(), encoding="utf-8")
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Raises RequestError where `save` would fail: before anything is measured for it."""
+    if not path.parent.is_dir():
+        raise RequestError(f"There is no folder {path.parent} to write the report to.")
+    try:
+        if path.is_dir():
+            TemporaryFile(dir=path).close()
+        else:
+            existed = path.exists()
+            path.open("a").close()
+            if not existed:
+                path.unlink()
+    except OSError as error:
+        raise RequestError(
+            f"The report cannot be written to {path} ({error.strerror}). Name another place."
+        ) from None
+
+
+# The model
+
+
+def open_engine(
+    model: str | None,
+    shape: str | None,
+    device: str | int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+    kv_dtype: str = "f16",
+    quantize: str | None = None,
+    format: str | None = None,
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    *,
+    needed: int = 2,
+    loading: LoadProgress | None = None,
+) -> AbstractContextManager[tuple[str, Engine]]:
+    """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
+
+    As for `run_bench`. needed: positions that the context must hold. What can be checked before
+    anything is allocated is checked at once. Raises RequestError, also unless one of model and
+    shape is given, and whatever `load` raises.
+    """
+    if model is not None and shape is None and format is None:
+        options = {
+            "device": device,
+            "context": context,
+            "dtype": dtype,
+            "quantize": quantize,
+            "kv_dtype": kv_dtype,
+            "adapter": adapter,
+            "revision": revision,
+            "offline": offline,
+            "progress": loading,
+        }
+        _check_model(model, options, needed)
+        return _loaded(model, options)
+    if shape is not None and model is None:
+        if adapter is not None:
+            raise RequestError(
+                "An adapter belongs to a model, and a shape has random weights. Give the model."
+            )
+        if format is not None and (dtype or quantize):
+            raise RequestError("A format has dtypes of its own: give no other beside it.")
+        stored = weight_dtype(dtype, quantize) or "bf16"
+        return _random(shape, device, context, stored, kv_dtype, format, needed)
+    raise RequestError(
+        "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
+        "format is for a shape."
+    )
+
+
+def _dtypes(weights: Iterable[GpuTensor]) -> str:
+    return "+".join(sorted({weight.dtype for weight in weights if len(weight.shape) == 2}))
+
+
+def _check_positions(context: int, needed: int) -> None:
+    if context < needed:
+        raise RequestError(
+            f"The tests need {needed} positions, and the context holds {context}. Raise it "
+            "(--context) or ask for fewer tokens."
+        )
+
+
+@contextmanager
+def _loaded(model: str, options: dict[str, Any]) -> Iterator[tuple[str, Engine]]:
+    with load(model, **options) as llm:
+        yield llm.name, llm.engine
+
+
+def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
+    """Raises what `load` would, but for files whose tensors are damaged."""
+    found = inspect_model(model, **options)
+    if found.fits is False:
+        raise OutOfMemoryError(found.verdict)
+    _check_positions(found.context, needed)
+
+
+def _random(
+    shape: str,
+    selector: str | int | None,
+    context: int | None,
+    dtype: str,
+    kv_dtype: str,
+    format: str | None,
+    needed: int,
+) -> AbstractContextManager[tuple[str, Engine]]:
+    """An engine of that shape on random weights."""
+    model = build_model(shape_config(shape))
+    if format not in (None, *PUBLISHED):
+        raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
+    published = None if format is None else PUBLISHED[format]
+    adapter = choose_adapter(selector)
+
+    def stored(spec: WeightSpec) -> Stored:
+        return random_storage(spec, dtype, published)
+
+    options = fitting_options(
+        model,
+        stored,
+        EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
+        Limits.of(adapter.limits),
+        adapter,
+        may_shrink=context is None,
+    )
+    _check_positions(options.context, needed)
+    specs = joined(model.weights(), stored)
+    return _on_random(shape, model, specs, adapter, dtype, published, options)
+
+
+@contextmanager
+def _on_random(
+    shape: str,
+    model: Llama,
+    specs: Sequence[WeightSpec],
+    adapter: AdapterInfo,
+    dtype: str,
+    published: Published | None,
+    options: EngineOptions,
+) -> Iterator[tuple[str, Engine]]:
+    with Device(adapter) as device:
+        weights = random_weights(device, specs, dtype, published=published)
+        engine = Engine(device, model, weights, options)
+        engine.compile()
+        device.wait()
+        yield shape, engine
+
+
+# Where it ran
+
+
+def versions() -> dict[str, str]:
+    """Of this package and of what its speed and results depend on."""
+    return {
+        "infer": infer.__version__,
+        "wgpu": wgpu.__version__,
+        "wgpu-native": ".".join(map(str, lib_version_info)),
+        "numpy": np.__version__,
+        "Python": platform.python_version(),
+        platform.system(): platform.machine(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this package, "-dirty" when files differ from it; None where git has none."""
+    folder = Path(infer.__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # else the repository is another's
+        return git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,589 @@
+"""The command line: `infer run`, `infer info`, `infer devices`, `infer bench`.
+
+Nothing heavy is imported before a command runs, so that `infer --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import infer
+from infer.cli.options import (
+    AdapterOption,
+    Command,
+    Commands,
+    ContextOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KVDtype,
+    KVDtypeOption,
+    ModelArgument,
+    OfflineOption,
+    OptionalModelArgument,
+    QuantizeOption,
+    RevisionOption,
+    VerboseOption,
+    bench_option,
+    format_names,
+    loading_option,
+    output_option,
+    parse_bias,
+    parse_depths,
+    parse_save,
+    parse_template_arg,
+    prompt_option,
+    sampling_option,
+    shape_names,
+)
+from infer.cli.terminal import (
+    INTERRUPTED,
+    ProgressLine,
+    TextWriter,
+    columns,
+    discard,
+    exit_codes,
+    is_terminal,
+    never_fail_to_encode,
+    note,
+    of_system,
+    read_prompt,
+    show,
+    uninterrupted,
+    warnings_as_notes,
+    write,
+    write_json,
+)
+from infer.kernels.errors import RequestError
+
+if TYPE_CHECKING:
+    from infer.llm import LLM, Result, Stream
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The program `infer`."""
+    never_fail_to_encode()
+    if hasattr(signal, "SIGPIPE"):  # help that nobody reads to its end ends like any program's
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        app(prog_name="infer")
+    except OSError as error:  # of a help text: commands tell theirs
+        note(f"error: The output cannot be written: {of_system(error)}")
+        discard(1)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Run language models on your own GPU, through WebGPU.
+
+    Try it with the model that is included: infer run demo "Once upon a time"
+
+    Results go to standard output, everything else to standard error. Exit codes: 0 for success, 1
+    for an error, which is explained, 2 for wrong usage, 130 after Ctrl-C.
+    """
+    if version:
+        with exit_codes():
+            write(f"infer {infer.__version__}\n")
+        raise typer.Exit
+
+
+@app.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer run demo "Why is the sky blue?"
+
+    cat report.txt | infer run Qwen/Qwen3-0.6B --system "Summarise this." --context 16384
+""",
+)
+def run(
+    model: ModelArgument,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            show_default=False,
+            help="The text to answer. With - it is read from standard input, and without it too "
+            "where something is piped in; one line end at its end is dropped.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        prompt_option("--prompt", "-p", metavar="TEXT", help="Another way to give the prompt."),
+    ] = None,
+    system: Annotated[
+        str | None,
+        prompt_option(
+            metavar="TEXT",
+            help="A system message before the prompt, for models with a chat template.",
+        ),
+    ] = None,
+    raw: Annotated[
+        bool,
+        prompt_option(
+            "--raw",
+            help="Continue the prompt as it is. Without it, a model that has a chat template gets "
+            "the prompt as a user's message.",
+        ),
+    ] = False,
+    template_arg: Annotated[
+        list[str] | None,
+        prompt_option(
+            metavar="KEY=JSON",
+            help="A value for the chat template, such as enable_thinking=false. Can be repeated.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        sampling_option(
+            "--max-tokens",
+            "-n",
+            metavar="N",
+            help="End after so many tokens. Without it the answer ends where the model ends it, "
+            "after what its generation_config.json says, or when the context is full.",
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        sampling_option(metavar="TEXT", help="End before this text. Can be repeated."),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        sampling_option(
+            metavar="T",
+            help="Divides the logits; 0 is greedy. Where this or one of the next four is left out, "
+            "the model's generation_config.json counts; without one too, it is off.",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, sampling_option(metavar="K", help="Keep the K most probable tokens; 0 is off.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        sampling_option(
+            metavar="P",
+            help="Keep the fewest of the most probable tokens that reach this probability "
+            "together; 1 is off.",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        sampling_option(
+            metavar="P",
+            help="Keep tokens at least this fraction as probable as the best; 0 is off.",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        sampling_option(
+            metavar="X",
+            help="Divides positive and multiplies negative logits of tokens in prompt and answer; "
+            "1 is off.",
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float,
+        sampling_option(
+            metavar="X", help="Subtracted from the logits of tokens in the answer; from -2 to 2."
+        ),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float,
+        sampling_option(metavar="X", help="The same, for each time that a token is there."),
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        sampling_option(
+            metavar="ID=X",
+            help="Added to the logit of a token id; at most 100, and -inf forbids the token. Can "
+            "be repeated.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        sampling_option(
+            metavar="N",
+            help="The same seed samples the same answer. Without it every run has a new one.",
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    kv_dtype: KVDtypeOption = KVDtype.F16,
+    adapter: AdapterOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    no_fuse: Annotated[
+        bool,
+        loading_option(
+            "--no-fuse",
+            help="Run every operation as a kernel of its own: slower, to find a fault with.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool,
+        output_option(
+            "--json",
+            help="Print nothing while generating, and in the end one JSON object: text, token ids, "
+            "finish reason, statistics, seed, adapter and versions.",
+        ),
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        output_option(
+            metavar="N",
+            help="With --json: the log probability of each token, and those of the N (0 to 20) "
+            "most probable in its place.",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool,
+        output_option("--quiet", "-q", help="Nothing but errors on standard error: no statistics."),
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Answer a prompt.
+
+    The answer appears on standard output as it is generated, followed by a line end; statistics
+    follow on standard error. Ctrl-C ends the answer where it is: what has been generated stays,
+    the statistics follow, and the exit code is 130.
+    """
+    with exit_codes(verbose):
+        if raw and (system is not None or template_arg):
+            raise typer.BadParameter("it leaves no chat template to fill", param_hint="--raw")
+        if logprobs is not None and not as_json:
+            raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
+        bias = dict(map(parse_bias, logit_bias or ()))
+        template_args = dict(map(parse_template_arg, template_arg or ()))
+        if prompt is not None and words:
+            raise typer.BadParameter("there is a prompt after the model", param_hint="--prompt")
+        text = read_prompt(" ".join(words) if words else prompt)
+
+        from infer.kernels.gpu.adapters import start_drivers
+
+        start_drivers()  # while all this is imported
+
+        from infer.cli import report
+        from infer.llm import load
+        from infer.sampling import SamplingParams
+
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=bias or None,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            logprobs=logprobs,
+        )
+        begin = time.perf_counter()
+        with warnings_as_notes(quiet), ProgressLine(False if quiet else None) as progress:
+            llm = load(
+                model,
+                device=device,
+                context=context,
+                dtype=dtype,
+                quantize=quantize,
+                kv_dtype=kv_dtype,
+                adapter=adapter,
+                revision=revision,
+                offline=offline,
+                progress=progress.loading,
+                engine={"fuse": not no_fuse},
+            )
+        with llm:
+            params = params.resolved(llm.defaults)
+            if llm.device.software and not quiet:
+                note(
+                    f"note: {llm.device.adapter.name} is a software adapter: it computes on the "
+                    "CPU, slowly"
+                )
+            messages = make_prompt(llm, text, system, template_args, raw=raw)
+            with llm.stream(messages, params=params, template_args=template_args) as stream:
+                with progress:
+                    of_kernels = partial(progress.loading, "kernels")
+                    llm.engine.warm_up(stream.result.prompt_tokens, params, of_kernels)
+                loading = report.Loading(time.perf_counter() - begin, progress.waiting)
+                if verbose:
+                    note(report.load_details(llm, params, loading))
+                result = generate(stream, streamed=not as_json)
+            if as_json:
+                write_json(report.result_json(llm, result, params, loading))
+            elif not quiet:
+                note(report.statistics_text(llm, result, loading))
+    if result.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
+
+
+def make_prompt(
+    llm: LLM, text: str, system: str | None, template_args: dict[str, Any], *, raw: bool
+) -> str | list[dict[str, str]]:
+    """Chat messages for a model with a chat template, unless `raw`; else the text itself."""
+    if raw:
+        return text
+    if llm.tokenizer.has_chat_template:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        return [*before, {"role": "user", "content": text}]
+    if system is not None or template_args:
+        raise RequestError(
+            f"{llm.name} has no chat template, so --system and --template-arg mean nothing to it. "
+            "Put everything into the prompt."
+        )
+    return text
+
+
+def generate(stream: Stream, *, streamed: bool) -> Result:
+    """The answer; streamed: written while it comes. After Ctrl-C, what there is by then."""
+    writer, written = TextWriter() if streamed else None, 0
+    try:
+        for chunk in stream:
+            with uninterrupted():
+                if writer is not None:
+                    writer.write(chunk.text)
+                written += len(chunk.text)
+    except KeyboardInterrupt:
+        if writer is not None:
+            writer.write(stream.result.text[written:])
+    finally:
+        if writer is not None:
+            writer.end()
+    return stream.result
+
+
+@app.command(
+    cls=Command,
+    epilog="""
+Example:
+
+    infer info unsloth/Qwen3-0.6B-GGUF:Q4_K_M --context 4096
+""",
+)
+def info(
+    model: ModelArgument,
+    device: DeviceOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    kv_dtype: KVDtypeOption = KVDtype.F16,
+    adapter: AdapterOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Say what a model is, what it needs, and whether it fits.
+
+    Counts its parameters, and the bytes that would be allocated: for the weights, for the KV cache
+    at a context, and besides. Where the platform tells how much memory is free, says whether they
+    fit. Reads nothing but the small files and the headers of the weights, and works without a GPU;
+    a model from the hub is fetched first.
+    """
+    with exit_codes(verbose):
+        from infer.cli.report import inspect_model
+
+        with ProgressLine() as line:
+            found = inspect_model(
+                model,
+                device=device,
+                context=context,
+                dtype=dtype,
+                quantize=quantize,
+                kv_dtype=kv_dtype,
+                adapter=adapter,
+                revision=revision,
+                offline=offline,
+                progress=line.loading,
+            )
+        show(found, as_json)
+
+
+@app.command(
+    cls=Command,
+    epilog="""
+Example:
+
+    infer devices --check
+""",
+)
+def devices(
+    device: DeviceOption = None,
+    check: Annotated[
+        bool,
+        output_option(
+            "--check",
+            help="Run every kernel on the adapter that is used, compare it with its reference, and "
+            "say which fail. The exit code is 1 if one does.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """List the adapters of this machine.
+
+    Each with its type, backend and driver, the features that the kernels make use of, its limits
+    and, where the platform tells, its memory. A star marks the one that is used: discrete GPUs come
+    first, then integrated ones, then software. OpenGL is never used.
+    """
+    with exit_codes(verbose):
+        from infer.cli.report import Adapters, check_kernels
+
+        adapters = Adapters.find(device)
+        if check:
+            with ProgressLine() as progress:
+                checks = check_kernels(adapters.used, progress.show)
+            show(checks, as_json)
+            raise typer.Exit(0 if checks.ok else 1)
+        show(adapters, as_json)
+
+
+@app.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer bench demo
+
+    infer bench --shape llama-3.2-1b --quantize q4 --depth 4096
+""",
+)
+def bench(
+    model: OptionalModelArgument = None,
+    shape: Annotated[
+        str | None,
+        bench_option(
+            "--shape",
+            metavar="SHAPE",
+            help="Instead of a model: the shape of one, such as llama-3.2-1b, on random weights. "
+            "An unknown name is answered with all that there are.",
+            autocompletion=shape_names,
+        ),
+    ] = None,
+    format: Annotated[
+        str | None,
+        bench_option(
+            "--format",
+            metavar="FORMAT",
+            help="Random weights as checkpoints of that kind have them, such as gptq or q4_k.",
+            autocompletion=format_names,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        bench_option(
+            "--prompt-tokens",
+            metavar="N",
+            help="Of the prefill test. Where this or one of the next two is left out, it is 512, "
+            "128 and 5, or less, so that a slow adapter ends in about a minute.",
+        ),
+    ] = None,
+    decode_tokens: Annotated[
+        int | None,
+        bench_option("--decode-tokens", "-n", metavar="N", help="Of every decode test."),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        bench_option("--repeats", "-r", metavar="N", help="Runs of a test, after a warm-up."),
+    ] = None,
+    depth: Annotated[
+        str | None,
+        bench_option(
+            "--depth", metavar="N,N", help="Also decode with so many tokens in the cache before."
+        ),
+    ] = None,
+    profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
+    device: DeviceOption = None,
+    context: ContextOption = None,
+    dtype: DtypeOption = None,
+    quantize: QuantizeOption = None,
+    kv_dtype: KVDtypeOption = KVDtype.F16,
+    adapter: AdapterOption = None,
+    revision: RevisionOption = None,
+    offline: OfflineOption = False,
+    as_json: JsonOption = False,
+    save: Annotated[
+        str | None,
+        output_option(
+            "--save",
+            metavar="PATH",
+            help="Write the JSON object to a file too, or under a name of its own into a folder.",
+        ),
+    ] = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure how fast a model runs on this machine.
+
+    The prefill of a prompt, decoding, and decoding with all sampling options on: tokens a second,
+    and the share that decoding reaches of the bandwidth that a copy on the same adapter has. All
+    weights may be random, as speed does not depend on them: with --shape nothing is fetched.
+    """
+    with exit_codes(verbose):
+        depths, path = parse_depths(depth), parse_save(save)
+
+        from infer.bench import run as benchmark
+        from infer.bench.report import format_report
+
+        if path is not None:
+            benchmark.check_writable(path)
+        last = ""
+
+        def tell(test: str, number: int, runs: int) -> None:
+            nonlocal last
+            if line.shown:
+                run = f": run {number} of {runs}" if number else ": warm-up" if runs else ""
+                line.show(test + run, now=True)
+            elif test != last:
+                note(test)
+            last = test
+
+        with ProgressLine() as line:
+            result = benchmark.run_bench(
+                model,
+                shape,
+                device=device,
+                context=context,
+                dtype=dtype,
+                quantize=quantize,
+                format=format,
+                kv_dtype=kv_dtype,
+                adapter=adapter,
+                revision=revision,
+                offline=offline,
+                prompt_tokens=prompt_tokens,
+                decode_tokens=decode_tokens,
+                depths=depths,
+                repeats=repeats,
+                profile=profile,
+                progress=tell,
+                loading=line.loading,
+            )
+        if as_json:
+            write(result.to_json())
+        else:
+            width = columns(sys.stdout) if is_terminal(sys.stdout) else None
+            write(format_report(result, width) + "\n")
+        if path is not None:
+            note(f"wrote {benchmark.save(result, path)}")

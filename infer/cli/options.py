@@ -1,0 +1,250 @@
+"""What the commands are made of: how their help looks, the groups of options in it, those that
+several commands take, and the values that typer cannot read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from infer.foreign import shown
+
+
+def _tidied(params: Iterable[Any]) -> list[Any]:
+    """Parameters whose help shows neither a value where there is none nor a type of Python's."""
+    params = list(params)
+    for param in params:
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: None
+        elif param.is_flag:
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command whose usage shows its arguments by their metavars."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _tidied(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [p.metavar or "" for p in self.params if p.param_type_name == "argument"]
+        return [self.options_metavar or "", *arguments]
+
+
+class Commands(TyperGroup):
+    """The group of all commands, which says what there is instead of one that there is not."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _tidied(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            close = get_close_matches(args[0], self.commands, 1)
+            meant = f"Did you mean {close[0]!r}? " if close else ""
+            ctx.fail(
+                f"There is no command {args[0]!r}. {meant}There are: {', '.join(self.commands)}. "
+                'To run a model: infer run MODEL "PROMPT".'
+            )
+        return super().resolve_command(ctx, args)
+
+
+class Dtype(StrEnum):
+    """What weight matrices can be converted to."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+
+
+class Quantize(StrEnum):
+    """What weight matrices can be quantised to."""
+
+    Q8 = "q8"
+    Q4 = "q4"
+
+
+class KVDtype(StrEnum):
+    """What keys and values can be stored as."""
+
+    F16 = "f16"
+    F32 = "f32"
+    Q8 = "q8"
+
+
+def prompt_option(*names: str, help: str, metavar: str | None = None) -> Any:
+    """An option about what is asked."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Prompt")
+
+
+def sampling_option(*names: str, help: str, metavar: str) -> Any:
+    """An option about how tokens are chosen, and when to stop."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Sampling")
+
+
+def loading_option(*names: str, help: str, metavar: str | None = None) -> Any:
+    """An option about the model and where it runs."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Model and device")
+
+
+def output_option(*names: str, help: str, metavar: str | None = None) -> Any:
+    """An option about what is printed."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Output")
+
+
+def bench_option(
+    *names: str, help: str, metavar: str | None = None, autocompletion: Any = None
+) -> Any:
+    """An option about what is measured."""
+    return typer.Option(
+        *names,
+        metavar=metavar,
+        help=help,
+        rich_help_panel="Tests",
+        autocompletion=autocompletion,
+    )
+
+
+# What several commands take
+
+_MODEL = (
+    "A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, fetched on its first use; "
+    "one GGUF model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; "
+    "a folder with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the small "
+    "model that comes with this package."
+)
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=_MODEL)]
+OptionalModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", show_default=False, help=_MODEL)
+]
+DeviceOption = Annotated[
+    str | None,
+    loading_option(
+        "--device",
+        metavar="DEVICE",
+        help="The adapter to use: its index in `infer devices`, or a part of its name. Without it, "
+        "the one that the variable INFER_DEVICE names, else the best there is.",
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    loading_option(
+        "--context",
+        metavar="N",
+        help="Positions for prompt and answer together. Without it, the smaller of the model's own "
+        "number and 8192, or less where that does not fit.",
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    loading_option(
+        "--dtype",
+        help="Convert the weight matrices while they are loaded. Without it they stay as the files "
+        "have them.",
+    ),
+]
+QuantizeOption = Annotated[
+    Quantize | None,
+    loading_option(
+        "--quantize",
+        help="Quantise the weight matrices while they are loaded, to 8 or 4 bits. With q4, "
+        "embeddings and output projection take 8.",
+    ),
+]
+KVDtypeOption = Annotated[
+    KVDtype,
+    loading_option(
+        "--kv-dtype", help="How keys and values are stored: q8 takes about half the memory of f16."
+    ),
+]
+AdapterOption = Annotated[
+    str | None,
+    loading_option(
+        "--adapter",
+        metavar="PATH",
+        help="A LoRA adapter of the model: a folder with adapter_config.json and "
+        "adapter_model.safetensors, or a hub id. It is merged into the weights, or applied beside "
+        "those that the files have quantised.",
+    ),
+]
+RevisionOption = Annotated[
+    str | None,
+    loading_option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
+]
+OfflineOption = Annotated[
+    bool, loading_option("--offline", help="Use what has been fetched before, and no network.")
+]
+JsonOption = Annotated[
+    bool, output_option("--json", help="Print one JSON object, with more in it than the text has.")
+]
+VerboseOption = Annotated[
+    bool, output_option("--verbose", "-v", help="Tell more on standard error, tracebacks included.")
+]
+
+
+def parse_bias(option: str) -> tuple[int, float]:
+    """ID=X as a token id and a number. Raises typer.BadParameter."""
+    token, _, value = option.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{shown(option)} is not a token id, = and a number, as in 42=-1.5",
+            param_hint="--logit-bias",
+        ) from None
+
+
+def parse_template_arg(option: str) -> tuple[str, Any]:
+    """KEY=JSON as a name and a value. Raises typer.BadParameter."""
+    name, _, value = option.partition("=")
+    try:
+        if name:
+            return name, json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    raise typer.BadParameter(
+        f"{shown(option)} is not a name, = and a JSON value, as in effort='\"high\"'",
+        param_hint="--template-arg",
+    )
+
+
+def parse_depths(option: str | None) -> list[int]:
+    """N,N as numbers. Raises typer.BadParameter."""
+    try:
+        return [int(depth) for depth in option.split(",")] if option is not None else []
+    except ValueError:
+        raise typer.BadParameter(
+            f"{shown(option)} are no numbers like 4096,16384", param_hint="--depth"
+        ) from None
+
+
+def parse_save(option: str | None) -> Path | None:
+    """A file's name or a folder. Raises typer.BadParameter for neither."""
+    if option is None:
+        return None
+    if not option or (option[-1] in "/\\" and not Path(option).is_dir()):
+        raise typer.BadParameter(
+            f"{option!r} is neither a file's name nor a folder", param_hint="--save"
+        )
+    return Path(option)
+
+
+# What shells complete
+
+
+def shape_names(incomplete: str) -> list[str]:
+    from infer.models.loading.shapes import SHAPES
+
+    return [name for name in SHAPES if name.startswith(incomplete)]
+
+
+def format_names(incomplete: str) -> list[str]:
+    from infer.models.loading.shapes import PUBLISHED
+
+    return [name for name in PUBLISHED if name.startswith(incomplete)]

@@ -1,0 +1,452 @@
+"""What the commands print: the adapters, a model and what it needs, a generation's statistics."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import isnan, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import wgpu
+
+import infer
+from infer.cli.terminal import size, visible
+from infer.engine import EngineOptions
+from infer.hub import resolve
+from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
+from infer.kernels.gpu.device import Device, Limits
+from infer.keywords import Progress
+from infer.llm import LLM, Result, open_adapters, weight_dtype
+from infer.memory import (
+    checked_context,
+    fitting_options,
+    kv_bytes_per_position,
+    memory_needed,
+)
+from infer.models import open_model
+from infer.models.loading.checkpoint import listed
+from infer.models.loading.lora import Loras
+from infer.models.loading.packing import WIDENED, Stored
+from infer.models.loading.weights import WeightSpec, check_checkpoint, stored
+from infer.sampling import SamplingParams
+from infer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infer.kernels.checks.check import CheckResult
+
+# The features that kernels make use of where they are there.
+_FEATURES = ("subgroup", "shader-f16", "timestamp-query")
+
+
+def _table(rows: Mapping[str, str], indent: str = "") -> str:
+    """A line for each entry, its values in one column."""
+    width = max(map(len, rows))
+    lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
+    return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
+
+
+def _count(things: Sized, noun: str) -> str:
+    return f"{len(things)} {noun}" + ("" if len(things) == 1 else "s")
+
+
+# infer devices
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of this machine, the one that is used, and what chose it: "--device",
+    "INFER_DEVICE" or "best"."""
+
+    adapters: list[AdapterInfo]
+    used: AdapterInfo
+    chosen_by: str
+
+    @classmethod
+    def find(cls, device: str | None = None) -> Adapters:
+        """Raises DeviceError where there is no adapter, or none that `device` names."""
+        used = choose_adapter(device)
+        variable = "INFER_DEVICE" if os.environ.get("INFER_DEVICE", "").strip() else "best"
+        return cls(list_adapters(), used, variable if device is None else "--device")
+
+    def json(self) -> dict[str, Any]:
+        entries = []
+        for adapter in self.adapters:
+            memory = memory_info(adapter)
+            entries.append(
+                {
+                    "index": adapter.index,
+                    **adapter_json(adapter),
+                    "used": adapter.index == self.used.index,
+                    "memory_bytes": memory.total,
+                    "free_memory_bytes": memory.free,
+                    "features": sorted(adapter.features),
+                    "limits": adapter.limits,
+                }
+            )
+        return {"adapters": entries, "chosen_by": self.chosen_by}
+
+    def text(self) -> str:
+        why = {
+            "--device": "--device names it",
+            "INFER_DEVICE": "INFER_DEVICE names it",
+            "best": "the best; --device or INFER_DEVICE would choose another",
+        }
+        blocks = []
+        for adapter in self.adapters:
+            mark = "*" if adapter.index == self.used.index else " "
+            blocks.append(f"{mark} {adapter.index}: {adapter.name}\n{_adapter_table(adapter)}")
+        return "\n".join([*blocks, "", f"* is used: {why[self.chosen_by]}."])
+
+
+def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
+    return {
+        "name": adapter.name,
+        "type": adapter.kind,
+        "backend": adapter.backend,
+        "driver": adapter.driver,
+    }
+
+
+def _adapter_table(adapter: AdapterInfo) -> str:
+    has = {name: "yes" if name in adapter.features else "no" for name in _FEATURES}
+    limits, memory = Limits.of(adapter.limits), memory_info(adapter)
+    return _table(
+        {
+            "type": adapter.kind,
+            "backend": adapter.backend,
+            "driver": adapter.driver,
+            "features": ", ".join(f"{name} {value}" for name, value in has.items()),
+            "limits": f"binding {size(limits.max_binding)}, buffer {size(limits.max_buffer)}, "
+            f"workgroup memory {size(limits.workgroup_storage)}, "
+            f"{limits.max_invocations} invocations",
+            "memory": "unknown"
+            if memory.total is None or memory.free is None
+            else f"{size(memory.free)} free of {size(memory.total)}",
+        },
+        indent="     ",
+    )
+
+
+# infer devices --check
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The kernels of an adapter, compared with their references."""
+
+    adapter: AdapterInfo
+    results: list[CheckResult]
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok for result in self.results)
+
+    def json(self) -> dict[str, Any]:
+        results = [
+            # JSON has no NaN, the error of a kernel that did not run
+            asdict(r) | {"ok": r.ok, "error": None if isnan(r.error) else r.error}
+            for r in self.results
+        ]
+        return {"adapter": adapter_json(self.adapter), "ok": self.ok, "results": results}
+
+    def text(self) -> str:
+        """A line for each kernel, with its largest error, and one for each case that failed."""
+        kernels: dict[str, list[CheckResult]] = {}
+        for result in self.results:
+            kernels.setdefault(result.kernel, []).append(result)
+        width, lines = max(map(len, kernels)), []
+        for kernel, results in kernels.items():
+            failed = [result for result in results if not result.ok]
+            if failed:
+                verdict = f"FAIL  {len(failed)} of {_count(results, 'case')}"
+            else:
+                largest = max(result.error for result in results)
+                verdict = (
+                    f"ok    {_count(results, 'case')}, largest mean square error {largest:.1e}"
+                )
+            lines.append(f"{kernel:{width}}  {verdict}")
+            for result in failed:
+                detail = (
+                    result.message
+                    or f"mean square error {result.error:.1e} above {result.limit:.1e}"
+                )
+                lines.append(f"    {result.case}: {detail}")
+        agree = "all kernels agree with their references"
+        fail = "some kernels fail, so what it computes cannot be trusted"
+        return "\n".join([*lines, "", f"{self.adapter}: {agree if self.ok else fail}."])
+
+
+def check_kernels(adapter: AdapterInfo, progress: Callable[[str], None]) -> Checks:
+    """Run every kernel on an adapter; `progress` is told which."""
+    from infer.kernels.checks.check import check_device
+
+    with Device(adapter) as device:
+        return Checks(
+            adapter,
+            check_device(device, lambda result: progress(f"{result.kernel}, {result.case}")),
+        )
+
+
+# infer info
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What a model is and what it needs at `context` positions; sizes in bytes.
+
+    parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
+    of these are f32 though the files have them quantised: routers, and those whose parts have no
+    form in common. ignored: what the files quantise besides weights, in a way that is not used.
+    lora: the adapter that is always on. disk_bytes: all tensors of the checkpoint. fits: whether
+    the GPU has room now, None where that is unknown; `verdict` says why.
+    """
+
+    name: str
+    path: str
+    revision: str | None
+    architecture: str
+    part_of: str | None
+    parameters: int
+    dtypes: list[str]
+    widened: int
+    format: str | None
+    ignored: list[str]
+    lora: str | None
+    disk_bytes: int
+    max_context: int
+    context: int
+    kv_dtype: str
+    kv_bytes_per_token: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    other_bytes: int
+    total_bytes: int
+    chat_template: bool
+    tokenizer: bool
+    adapter: dict[str, Any] | None
+    fits: bool | None
+    verdict: str
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        chat = "with a chat template" if self.chat_template else "without a chat template"
+        bits = 8 * self.disk_bytes / self.parameters
+        widened = f", {self.widened} widened" if self.widened else ""
+        parts = f"; of {self.part_of} the text model alone" if self.part_of else ""
+        unused = f"the files' way to quantise {listed(self.ignored)}"
+        missing = "missing: the model cannot be run without tokenizer.json"
+        fits = {True: "yes", False: "no", None: "unknown"}[self.fits]
+        return _table(
+            {
+                "model": f"{self.name}, {self.architecture}{parts}",
+                "files": self.path,
+                "parameters": f"{self.parameters:,}",
+                "tokenizer": chat if self.tokenizer else missing,
+                "format": f"{self.format or 'floats'}, {bits:.2f} bits per weight",
+                **({"not used": unused} if self.ignored else {}),
+                **({} if self.lora is None else {"LoRA": self.lora}),
+                "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)}{widened} "
+                f"({size(self.disk_bytes)} on the disk)",
+                "KV cache": f"{size(self.kv_cache_bytes)} for {self.context:,} positions "
+                f"({self.kv_bytes_per_token:,} bytes per token in {self.kv_dtype})",
+                "besides": size(self.other_bytes),
+                "in all": size(self.total_bytes),
+                "context": f"{self.context:,} positions; the model goes up to {self.max_context:,}",
+                "adapter": self.adapter["name"] if self.adapter else "none",
+                "fits": f"{fits}: {self.verdict}",
+            }
+        )
+
+
+def inspect_model(
+    model: str,
+    *,
+    device: str | int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    kv_dtype: str = "f16",
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> ModelReport:
+    """What `infer.load` with the same arguments would need. Reads no weights, opens no device, and
+    works without one. progress: as for `load`, of a download.
+
+    Raises ModelError, DeviceError, TokenizerError, RequestError.
+    """
+    converted = weight_dtype(dtype, quantize)
+    fetched = partial(progress or (lambda *_: None), "download")
+    found = resolve(model, revision=revision, offline=offline, progress=fetched)
+    always, _ = open_adapters(adapter, None, offline, fetched)
+    llama, checkpoint = open_model(found.path)
+    check_checkpoint(llama.weights(), checkpoint, llama.ignorable)
+    specs = list(llama.weights())
+
+    def stored_as(spec: WeightSpec) -> Stored:
+        return stored(spec, checkpoint, converted)
+
+    storage = [stored_as(spec) for spec in specs]
+    loras = Loras.fit(llama, checkpoint, always=always)
+    options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
+    gpu = choose_adapter(device) if device is not None or list_adapters() else None
+    limits = Limits() if gpu is None else Limits.of(gpu.limits)
+    fits: bool | None = None
+    if gpu is None:
+        verdict = "no adapter was found; counted for the least that WebGPU guarantees"
+    else:
+        try:
+            options = fitting_options(
+                llama, stored_as, options, limits, gpu, may_shrink=context is None, loras=loras
+            )
+        except OutOfMemoryError as error:
+            fits, verdict = False, str(error)
+        else:
+            free = memory_info(gpu).free
+            fits = None if free is None else True
+            verdict = (
+                "the platform does not tell how much memory is free"
+                if free is None
+                else f"{size(free)} are free"
+            )
+    need = memory_needed(llama, stored_as, options, limits, gpu, loras)
+    has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
+    tokenizer = Tokenizer.open(found.path) if has_tokenizer else None
+    return ModelReport(
+        name=found.name,
+        path=str(found.path),
+        revision=found.revision,
+        architecture=llama.config.model_type,
+        part_of=checkpoint.part_of,
+        parameters=sum(prod(spec.shape) for spec in specs if spec.sources),
+        dtypes=sorted(
+            {how.dtype for how, spec in zip(storage, specs, strict=True) if len(spec.shape) > 1}
+        ),
+        widened=storage.count(WIDENED),
+        format=checkpoint.format,
+        ignored=list(checkpoint.ignored),
+        lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
+        disk_bytes=checkpoint.nbytes,
+        max_context=llama.config.max_position_embeddings,
+        context=options.context,
+        kv_dtype=kv_dtype,
+        kv_bytes_per_token=kv_bytes_per_position(llama, kv_dtype),
+        weight_bytes=need.weights,
+        kv_cache_bytes=need.kv_cache,
+        other_bytes=need.other,
+        total_bytes=need.total,
+        chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        tokenizer=tokenizer is not None,
+        adapter=None if gpu is None else adapter_json(gpu),
+        fits=fits,
+        verdict=verdict,
+    )
+
+
+# infer run
+
+
+def versions() -> dict[str, str]:
+    """Of this package, and of what its results may depend on."""
+    return {
+        "infer": infer.__version__,
+        "wgpu": wgpu.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Seconds until a model was ready; the last `compiling` of them had nothing but kernels to
+    wait for."""
+
+    seconds: float
+    compiling: float
+
+    def __str__(self) -> str:
+        kernels = f", {self.compiling:.1f} s of it compiling kernels"
+        return f"{self.seconds:.1f} s" + (kernels if self.compiling >= 0.05 else "")
+
+
+def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
+    """Tokens and tokens per second, time to the first token, memory, time to load."""
+    timings, memory = result.timings, llm.memory_stats()
+    prompt = f"{result.prompt_tokens} tokens"
+    if timings.prefill_seconds:
+        prompt += f", {result.prompt_tps:,.1f} tokens/s"
+        prompt += f", first token after {timings.prefill_seconds:.2f} s"
+    generation = f"{result.completion_tokens} tokens"
+    if timings.decoded_tokens:
+        generation += f", {result.generation_tps:,.1f} tokens/s"
+    return _table(
+        {
+            "prompt": prompt,
+            "generation": f"{generation}, finish reason {result.finish_reason}",
+            "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
+            f"({size(memory.peak)} at most)",
+            "loading": str(loading),
+        }
+    )
+
+
+def result_json(
+    llm: LLM, result: Result, params: SamplingParams, loading: Loading
+) -> dict[str, Any]:
+    """All about a generation. params: as they were used."""
+    memory = llm.memory_stats()
+    return {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "logprobs": None
+        if result.logprobs is None
+        else [asdict(entry) for entry in result.logprobs],
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "prompt_tps": result.prompt_tps,
+        "generation_tps": result.generation_tps,
+        "ttft_s": result.timings.prefill_seconds,
+        "load_s": loading.seconds,
+        "compile_s": loading.compiling,
+        "memory": {"allocated_bytes": memory.allocated, "peak_bytes": memory.peak},
+        "model": llm.name,
+        "context": llm.context,
+        "seed": params.seed,
+        "adapter": adapter_json(llm.device.adapter),
+        "versions": versions(),
+    }
+
+
+def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
+    """For --verbose: what runs, and how."""
+    device, engine = llm.device, llm.engine
+    dtypes = sorted({tensor.dtype for tensor in engine.weights.values() if len(tensor.shape) > 1})
+    nbytes = sum(tensor.nbytes for tensor in engine.weights.values())
+    given = {name: value for name, value in asdict(params).items() if value not in (None, ())}
+    return _table(
+        {
+            "model": f"{llm.name}, {llm.config.model_type}, {llm.config.num_hidden_layers} layers",
+            "adapter": f"{device.adapter}, driver {device.adapter.driver}",
+            "features": _used_features(device),
+            "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
+            "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
+            "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
+            "loading": f"{loading}; {device.n_pipelines} kernels",
+            "versions": ", ".join(f"{name} {value}" for name, value in versions().items()),
+        }
+    )
+
+
+def _used_features(device: Device) -> str:
+    used = {"subgroup": device.subgroups, "shader-f16": device.f16}
+    return ", ".join(f"{name} {'yes' if use else 'no'}" for name, use in used.items())

@@ -1,0 +1,1 @@
+"""Text and chat messages to ids, and back."""

@@ -1,0 +1,160 @@
+"""Chat templates: the programs of a checkpoint that turn messages into the text of a prompt."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infer.foreign import foreign, reason, shown
+from infer.kernels.errors import RequestError, TokenizerError
+from infer.models.loading.files import read_text
+
+# A message's reasoning, under the names that APIs give it; templates read the first.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a model folder by name; a single one is called `default`.
+
+    As in transformers, files (`chat_template.jinja`, `additional_chat_templates/*.jinja`, the
+    older `chat_template.json`) replace the entry of tokenizer_config.json, which is one template
+    or a list of {"name", "template"}.
+
+    Raises:
+        TokenizerError: a file or entry that cannot be read.
+    """
+    paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    try:
+        templates = {path.stem: read_text(path) for path in paths}
+        if (path := folder / "chat_template.jinja").exists():
+            templates["default"] = read_text(path)
+        elif (path := folder / "chat_template.json").exists():
+            templates["default"] = json.loads(read_text(path))["chat_template"]
+        if not templates and (entry := tokenizer_config.get("chat_template")):
+            named = isinstance(entry, list)
+            templates = {t["name"]: t["template"] for t in entry} if named else {"default": entry}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TokenizerError(
+            f"The chat template of {folder} cannot be read: {reason(error)} Fetch the model again."
+        ) from error
+    except (TypeError, KeyError) as error:
+        raise TokenizerError(
+            f"The chat templates of {folder} are no text, nor a list of names and templates. "
+            "Fetch the model again."
+        ) from error
+    if not all(isinstance(part, str) for item in templates.items() for part in item):
+        raise TokenizerError(f"A chat template of {folder} is not text. Fetch the model again.")
+    return templates
+
+
+def choose_template(
+    templates: Mapping[str, str], template: str | None, *, with_tools: bool = False
+) -> str:
+    """The source of the template called `template`, or `template` itself if it is Jinja.
+
+    Without a name it is `tool_use` for a call with tools, where there is one, else `default`.
+
+    Raises:
+        TokenizerError: the model has no chat template.
+        RequestError: no template has that name, or a name is needed.
+    """
+    if not (template is None or isinstance(template, str)):
+        raise RequestError(
+            f"template must be the name or the source of a chat template, not {shown(template)}."
+        )
+    if template is not None and template not in templates and "{" in template:
+        return template
+    if not templates:
+        raise TokenizerError(
+            "This model has no chat template, so it cannot take messages. Give a plain prompt, "
+            "or a template of your own."
+        )
+    if template is None:
+        template = "tool_use" if with_tools and "tool_use" in templates else "default"
+    if template not in templates:
+        names = ", ".join(sorted(templates))
+        raise RequestError(
+            f"No chat template is called {shown(template)}. This model has: {names}."
+        )
+    return templates[template]
+
+
+def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    """Render a chat template.
+
+    Args:
+        source: the template.
+        messages: {"role", "content"} each, oldest first; see `check_messages`.
+        variables: everything else that the template may read, made of JSON types.
+
+    Raises:
+        RequestError: messages or variables that no template can take.
+        TokenizerError: the template does not compile, takes too long, makes too much, or raised;
+            the message is the template's own.
+    """
+    checked = check_messages(messages)
+    if "messages" in variables:
+        raise RequestError("The messages are the prompt, and no template argument.")
+    plain = _plain(dict(variables), "A template argument")
+    for name in ("tools", "documents"):
+        entries = plain.setdefault(name, None)
+        is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+        if entries is not None and not is_list:
+            raise RequestError(f"The template argument {name!r} must be a list of dictionaries.")
+    from infer.text.template import render_template  # Jinja, which plain prompts do without
+
+    with foreign("The chat template failed"):  # a template is a program: it can raise anything
+        return render_template(source, plain | {"messages": checked})
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A plain copy of `messages` as templates expect them, without keys that are None.
+
+    Content is text, or a list of {"type": "text", "text"}; a message with tool calls needs none.
+    As in transformers, reasoning given under one of its names is there under the others.
+
+    Raises:
+        RequestError: anything else.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError(
+            "Messages must be a list that is not empty, such as "
+            '[{"role": "user", "content": "Hello"}].'
+        )
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"Message {index}"
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            raise RequestError(f'{where} must be a dictionary {{"role", "content"}}, not {kind}.')
+        plain = {k: v for k, v in _plain(dict(message), where).items() if v is not None}
+        if not isinstance(plain.get("role"), str):
+            raise RequestError(f'{where} needs a "role", such as "user", "assistant" or "system".')
+        if "content" not in plain and "tool_calls" not in plain:
+            raise RequestError(f'{where} needs a "content", its text.')
+        content = plain.get("content", "")
+        if not isinstance(content, str) and not _is_text_parts(content):
+            raise RequestError(
+                f'The "content" of message {index} must be text or a list of '
+                '{"type": "text", "text": ...}: only text is supported.'
+            )
+        reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+        checked.append(plain)
+    return checked
+
+
+def _is_text_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+
+
+def _plain(value: Any, what: str) -> Any:
+    """A copy made of JSON types, so that a template meets no object with methods of its own."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{what} must be made of JSON types: {reason(error)}") from error

@@ -1,0 +1,125 @@
+"""Token ids to text while they arrive, and stop strings in that text."""
+
+from collections.abc import Sequence
+
+from infer.foreign import shown
+from infer.kernels.errors import RequestError
+from infer.text.tokenizer import Tokenizer
+
+# Tokens before a new one that its text may depend on: three bytes of one character, or the token
+# before, which says that the new one is not the first and so keeps its leading space.
+CONTEXT = 8
+
+
+class StreamingDetokenizer:
+    """Turns token ids into text piece by piece.
+
+    The pieces join to exactly decode(prompt + output) less what it shares with decode(prompt), and
+    none of them ends in half a character. Held back until settled are:
+      - a last U+FFFD, which may be a character whose other bytes are still to come;
+      - a run of byte tokens (`Tokenizer.byte_token_ids`), since one invalid byte later in the run
+        turns all of it into U+FFFD.
+    Each id costs one decode of less than 2 * CONTEXT ids, plus one of each run of byte tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        shown = [i for i in prompt_ids if tokenizer.is_shown(i)]
+        ends = (n for n, i in enumerate(reversed(shown)) if i not in tokenizer.byte_token_ids)
+        open_run = next(ends, len(shown))  # byte tokens at the end, which the output may go on with
+        window = shown[-max(CONTEXT, open_run + 1) :]
+        # Without text before it, the output would be decoded as if it were the first.
+        self._window = window if tokenizer.decode(window) else shown
+        self._sent = 0  # characters of the window's text that are out
+        # Needed until the first piece: the output may complete the prompt's last character.
+        self._prompt_text: str | None = tokenizer.decode(self._window)
+
+    def add(self, token_id: int) -> str:
+        """The text that this id settles, which may be empty."""
+        if not self._tokenizer.is_shown(token_id):
+            return ""
+        self._window.append(token_id)
+        if token_id in self._tokenizer.byte_token_ids:
+            return ""
+        text = self._tokenizer.decode(self._window)
+        piece = self._send(text, len(text) - text.endswith("\ufffd"))
+        if len(self._window) >= 2 * CONTEXT and self._prompt_text is None:
+            self._shorten(len(text) - self._sent)
+        return piece
+
+    def finish(self) -> str:
+        """The text held back, once no more ids come."""
+        text = self._tokenizer.decode(self._window)
+        return self._send(text, len(text))
+
+    def _send(self, text: str, end: int) -> str:
+        if self._prompt_text is not None:
+            self._sent = _shared(self._prompt_text, text[:end])
+            if end > self._sent:
+                self._prompt_text = None
+        piece = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _shorten(self, held: int) -> None:
+        window = self._window[-CONTEXT:]
+        text = self._tokenizer.decode(window)
+        if text:  # as in __init__
+            self._window = window
+            self._sent = len(text) - held
+
+
+class StopStrings:
+    """Cuts a text that arrives in pieces before the first stop string.
+
+    The first is the one complete first, the longest of those that end together, so that it does
+    not matter how the text is cut into pieces. Held back is only what may begin a stop string.
+
+    Attributes:
+        hit: the stop string that was found, None so far.
+    """
+
+    def __init__(self, stops: str | Sequence[str]) -> None:
+        """
+        Raises:
+            RequestError: a stop string that is empty or not text.
+        """
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        if not all(isinstance(stop, str) and stop for stop in self._stops):
+            raise RequestError(
+                f"Stop strings must be texts that are not empty, not {shown(stops)}."
+            )
+        self._held = ""
+        self.hit: str | None = None
+
+    def add(self, piece: str) -> str:
+        """The text that may be shown now; nothing any more after a hit."""
+        if self.hit is not None:
+            return ""
+        text = self._held + piece
+        starts = ((text.find(stop), stop) for stop in self._stops)
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if found:
+            _, start, self.hit = min(found)
+            self._held = ""
+            return text[:start]
+        end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[end:]
+        return text[:end]
+
+    def finish(self) -> str:
+        """The text held back, once no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _shared(a: str, b: str) -> int:
+    """Length of the longest beginning that both texts have."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, without all of `stop`."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

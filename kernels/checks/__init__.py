@@ -1,0 +1,1 @@
+"""What is only for tests and `infer devices --check`."""

@@ -1,0 +1,160 @@
+"""One forward traced by hand and run on numpy arrays: what functions, checks and tests stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.checks.arrays import Array, from_rows, to_rows
+from infer.kernels.compiler.arena import Arena
+from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.lowering import Lowering, StepKind, padded_rows
+from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.plan import Dispatch, dispatch
+from infer.kernels.gpu.profile import profile_dispatches
+from infer.kernels.gpu.record import run
+from infer.kernels.state.step import pack_step, step_bytes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Ids = Sequence[int] | NDArray[np.integer[Any]]
+Floats = NDArray[np.float32]
+
+
+class Options(TypedDict, total=False):
+    """What every function takes besides its own arguments.
+
+    fuse=False gives each op a kernel of its own. tuning chooses the variants. timings is filled
+    with the seconds of each kernel, by its label.
+    """
+
+    fuse: bool
+    tuning: Tuning
+    timings: dict[str, float]
+
+
+class Forward:
+    """A forward traced by hand: make inputs, apply `ops` to them, `run` the result.
+
+    rows: of the activations. plan_rows: the most rows that its plan is made for, as an engine's
+    plan serves steps of fewer rows; more than MAX_VEC_ROWS give the kernels of prefill.
+    logits_rows: the rows that `ops.logits_rows` takes.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        rows: int,
+        *,
+        plan_rows: int = 0,
+        logits_rows: Sequence[int] | None = None,
+        fuse: bool = True,
+        tuning: Tuning | None = None,
+        timings: dict[str, float] | None = None,
+    ) -> None:
+        self.device, self.rows = device, rows
+        self.logits_rows, self.fuse = logits_rows, fuse
+        self.tuning, self.timings = tuning, timings
+        self.ops = Ops()
+        logits = None if logits_rows is None else len(logits_rows)
+        self.kind = StepKind(max(rows, plan_rows), logits)
+
+    def input(self, values: Array) -> Value:
+        """An activation of these values, [rows, width]. Padding is NaN: nothing may read it."""
+        if values.ndim != 2 or values.shape[0] != self.rows or values.size == 0:
+            raise ShaderError(f"an input must be [{self.rows}, width], not {list(values.shape)}")
+        rows = to_rows(values, padded_rows(self.kind.rows))
+        return self.ops.input(self.device.upload(rows), values.shape[1])
+
+    def lower(
+        self, output: Value, *, position: int = 0, tokens: Ids | None = None
+    ) -> tuple[Lowering, Buffer]:
+        """The kernels that make `output`, and the buffer that it will be in."""
+        ids = np.zeros(self.rows, np.int64) if tokens is None else tokens
+        step = self.device.buffer(step_bytes(self.kind.rows), label="step")
+        self.device.write(step, pack_step(ids, position, logits_rows=self.logits_rows or ()))
+        buffer = unwritten(self.device, padded_rows(self._rows(output)), output.width)
+        lowering = Lowering(
+            self.device,
+            self.ops,
+            self.kind,
+            step,
+            output=output,
+            output_buffer=buffer,
+            fuse=self.fuse,
+            tuning=self.tuning,
+        )
+        return lowering, buffer
+
+    def run(self, output: Value, *, position: int = 0, tokens: Ids | None = None) -> Floats:
+        """The values of `output`, [rows, width]; the first row is at `position`."""
+        lowering, buffer = self.lower(output, position=position, tokens=tokens)
+        arena = Arena(self.device)
+        plan = lowering.place(arena)
+        for slot in arena.slots:
+            self.device.write(slot, np.full(slot.nbytes // 4, np.nan, np.float32))
+        self._submit([*plan.body, *plan.head], position)
+        rows = min(self.rows, self._rows(output))
+        return from_rows(self.device.read(buffer), rows, output.width).copy()
+
+    def run_alone(self, name: str, output: Value, position: int, **buffers: Buffer) -> None:
+        """Run only the kernel `name` of those that make `output`. `buffers` are bound where, by
+        the names in the kernel, others would have left something or would find it."""
+        lowering, _ = self.lower(output, position=position)
+        kernel = next(kernel for kernel in lowering.kernels if kernel.spec.name == name)
+        bound: list[Buffer] = []
+        bindings = self.device.pipeline(kernel.spec).shader.bindings
+        for binding, operand in zip(bindings, kernel.operands, strict=True):
+            if isinstance(operand, Value) and operand.op == "input":
+                operand = operand.attrs["buffer"]
+            bound.append(operand if isinstance(operand, Buffer) else buffers[binding.name])
+        self._submit([dispatch(self.device, kernel.spec, bound, kernel.grid)], position)
+
+    def _submit(self, dispatches: Sequence[Dispatch], position: int) -> None:
+        submit(self.device, dispatches, self.rows, position + self.rows, self.timings)
+
+    def _rows(self, value: Value) -> int:
+        """Rows of an activation in this plan."""
+        chosen = value.of_logits and self.kind.logits is not None
+        return (self.kind.logits if chosen else None) or self.kind.rows
+
+
+def submit(
+    device: Device,
+    dispatches: Sequence[Dispatch],
+    rows: int,
+    kv_len: int,
+    timings: dict[str, float] | None,
+) -> None:
+    """Run the dispatches, or time them, which runs them too."""
+    if timings is None:
+        run(device, dispatches, rows, kv_len)
+        return
+    seconds = profile_dispatches(device, dispatches, rows, kv_len)
+    for item, time in zip(dispatches, seconds, strict=True):
+        label = item.pipeline.spec.label
+        timings[label] = timings.get(label, 0.0) + time
+
+
+def unwritten(device: Device, rows: int, width: int) -> Buffer:
+    """An activation that shows what no kernel has written."""
+    return device.upload(to_rows(np.full((rows, width), np.nan), rows))
+
+
+def scoped_function(
+    function: Callable[Concatenate[Device, P], T],
+) -> Callable[Concatenate[Device, P], T]:
+    """Frees, when the function returns, all GPU memory that it took."""
+
+    @wraps(function)
+    def scoped(device: Device, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with device.scope():
+            return function(device, *args, **kwargs)
+
+    return scoped

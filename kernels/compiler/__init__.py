@@ -1,0 +1,1 @@
+"""From a traced forward pass to the kernels of a step."""

@@ -1,0 +1,89 @@
+"""Where the activations of a plan lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from infer.kernels.compiler.graph import Value
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.plan import Count, Grid
+from infer.kernels.gpu.shader import KernelSpec
+
+
+@dataclass(eq=False)
+class Scratch:
+    """Memory between two kernels that is not an activation: so many bytes. routing: of a choice of
+    experts."""
+
+    nbytes: int
+    routing: bool = False
+
+
+Operand = Value | Scratch | Buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A dispatch before its buffers are known. operands are in the order of the bindings; which
+    of them are written is in the shader."""
+
+    spec: KernelSpec
+    operands: tuple[Operand, ...]
+    grid: Grid
+    moved: Count
+    flops: Count
+    head: bool
+
+
+class Arena:
+    """The buffers of activations, shared by all plans of a model: steps run one after another."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.slots: list[Buffer] = []
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """At least these slots. Plans placed earlier keep the buffers that they were bound to, so
+        the largest kind of step should come first."""
+        for index, size in enumerate(sizes):
+            if index == len(self.slots):
+                self.slots.append(self.device.buffer(size, label=f"activations {index}"))
+            elif self.slots[index].nbytes < size:
+                self.slots[index] = self.device.buffer(size, label=f"activations {index}")
+
+
+@dataclass
+class Slot:
+    """Operands that may share a buffer, and the bytes that the largest needs."""
+
+    operands: list[Value | Scratch]
+    nbytes: int
+    free_from: int  # the index of the last kernel that uses it
+
+
+def colour(
+    kernels: Sequence[Kernel], nbytes: Callable[[Value | Scratch], int | None]
+) -> list[Slot]:
+    """Slots for what the kernels pass on: operands that are never needed at once share one, and no
+    kernel reads and writes the same. Routings share with nothing: they say how much experts have to
+    do, and a profile runs kernels out of their order. nbytes says None for what has a buffer of its
+    own."""
+    last_use = {operand: i for i, kernel in enumerate(kernels) for operand in kernel.operands}
+    slots: list[Slot] = []
+    seen: set[Operand] = set()
+    for index, kernel in enumerate(kernels):
+        for operand in kernel.operands:
+            size = None if isinstance(operand, Buffer) or operand in seen else nbytes(operand)
+            if isinstance(operand, Buffer) or size is None:
+                continue
+            seen.add(operand)
+            routing = operand.routing if isinstance(operand, Scratch) else operand.op == "route"
+            slot = next((slot for slot in slots if slot.free_from < index), None)
+            if slot is None or routing:
+                slot = Slot([], 0, 0)
+                slots.append(slot)
+            slot.operands.append(operand)
+            slot.nbytes = max(slot.nbytes, size)
+            slot.free_from = len(kernels) if routing else last_use[operand]
+    return sorted(slots, key=lambda slot: -slot.nbytes)  # those of other plans are alike

@@ -1,0 +1,1 @@
+"""The GPU: adapters, devices, shaders, dispatches and what records them, weights."""

@@ -1,0 +1,197 @@
+"""Recording and submitting steps: the hot loop's only contact with WebGPU.
+
+`RawQueue` calls the C functions of the library that wgpu-py has loaded: it records three times
+faster than the public API, maps a staging buffer without a submission of its own, and waits for one
+submission instead of the whole queue. `PublicQueue` does the same through the public API; it is
+the reference that tests hold RawQueue to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import wgpu
+from numpy.typing import NDArray
+from wgpu.backends.wgpu_native import ffi, lib
+from wgpu.backends.wgpu_native._api import error_handler, libf
+
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.plan import NOTHING, Dispatch, Size, needed
+
+SizeAt = Callable[[int, int], Size]
+# (source, staging, bytes): what a step copies out at its end
+Copy = tuple[Buffer, Buffer, int]
+
+
+class Recording:
+    """Dispatches with their C handles looked up once."""
+
+    def __init__(self, dispatches: Sequence[Dispatch]) -> None:
+        self.dispatches = tuple(dispatches)  # also keeps the handles alive
+        self._parts: dict[int, list[Recording]] = {}
+        self.grids: list[SizeAt] = []
+        self.items: list[tuple[Any, Any, Size | None, int]] = []
+        for item in self.dispatches:
+            pipeline, group = item.pipeline.handle._internal, item.bind_group._internal
+            if not callable(item.grid):
+                self.items.append((pipeline, group, item.grid, 0))
+                continue
+            if item.grid not in self.grids:
+                self.grids.append(item.grid)
+            self.items.append((pipeline, group, None, self.grids.index(item.grid)))
+
+    def parts(self, count: int) -> list[Recording]:
+        """The same cut into at most so many recordings, to be submitted one after the other."""
+        if count == 1:
+            return [self]
+        if count not in self._parts:
+            size = -(-len(self.dispatches) // count)
+            starts = range(0, len(self.dispatches), size)
+            self._parts[count] = [Recording(self.dispatches[i : i + size]) for i in starts]
+        return self._parts[count]
+
+
+class StepQueue(Protocol):
+    """Submits steps and reads back what they copied into staging buffers."""
+
+    def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> Any:
+        """Record and submit one step; returns what `read` waits for."""
+
+    def wait(self, submission: Any) -> None:
+        """Until a submission is done."""
+
+    def read(self, staging: Buffer, nbytes: int, submission: Any) -> NDArray[np.uint32]:
+        """What a submission copied into `staging`, once it is done."""
+
+
+class RawQueue:
+    """One encoder, one pass, one command buffer and one submission a step; nothing else is made."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._device, self._queue = device.handle._internal, device.handle.queue._internal
+        self._status = ffi.new("int *")
+        self._commands = ffi.new("WGPUCommandBuffer[1]")
+        self._index = ffi.new("WGPUSubmissionIndex *")
+        self._interrupt: BaseException | None = None
+        self._callback = ffi.callback(
+            "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)",
+            self._mapped,
+            onerror=self._interrupted,
+        )
+        self._info = ffi.new("WGPUBufferMapCallbackInfo *")
+        self._info.mode = lib.WGPUCallbackMode_AllowProcessEvents
+        self._info.callback = self._callback
+
+    def _mapped(self, status: int, *_: Any) -> None:
+        self._status[0] = status
+
+    def _interrupted(self, kind: Any, error: BaseException, trace: Any) -> None:
+        self._interrupt = error  # Ctrl-C in the callback, which C code cannot raise
+
+    def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> int:
+        set_pipeline = lib.wgpuComputePassEncoderSetPipeline
+        set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
+        dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
+        null = ffi.NULL
+        sizes = [grid(rows, kv_len) for grid in recording.grids]
+        encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, null)
+        try:
+            compute = lib.wgpuCommandEncoderBeginComputePass(encoder, null)
+            try:
+                last = None
+                for pipeline, group, size, grid in recording.items:
+                    size = size or sizes[grid]
+                    if size is NOTHING:
+                        continue
+                    if pipeline is not last:
+                        set_pipeline(compute, pipeline)
+                        last = pipeline
+                    set_bind_group(compute, 0, group, 0, null)
+                    dispatch(compute, *size)
+                lib.wgpuComputePassEncoderEnd(compute)
+            finally:
+                lib.wgpuComputePassEncoderRelease(compute)
+            for source, staging, nbytes in copies:
+                lib.wgpuCommandEncoderCopyBufferToBuffer(
+                    encoder, source.handle._internal, 0, staging.handle._internal, 0, nbytes
+                )
+            return self._finish(encoder)
+        finally:
+            lib.wgpuCommandEncoderRelease(encoder)
+
+    def _finish(self, encoder: Any) -> int:
+        """Submit what has been recorded. Raises DeviceError where recording it has failed, as on a
+        lost device: the library would end the process when that is submitted."""
+        error_handler.capture("finish")
+        try:
+            self._commands[0] = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
+        finally:
+            failed = error_handler.release("finish")
+        try:
+            if failed is not None:
+                raise self.device.error(failed[1])
+            return int(lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands))
+        finally:
+            lib.wgpuCommandBufferRelease(self._commands[0])
+
+    def wait(self, submission: int) -> None:
+        self._index[0] = submission
+        lib.wgpuDevicePoll(self._device, True, self._index)
+
+    def read(self, staging: Buffer, nbytes: int, submission: int) -> NDArray[np.uint32]:
+        handle = staging.handle._internal
+        self._status[0] = 0
+        try:
+            libf.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, nbytes, self._info[0])
+            self.wait(submission)
+            if self._interrupt is not None:
+                error, self._interrupt = self._interrupt, None
+                raise error
+            if self._status[0] != lib.WGPUMapAsyncStatus_Success:
+                raise self.device.error(f"a step's result: status {self._status[0]}")
+            pointer = lib.wgpuBufferGetConstMappedRange(handle, 0, nbytes)
+            return np.frombuffer(ffi.buffer(pointer, nbytes), np.uint32).copy()
+        except wgpu.GPUError as error:
+            raise self.device.error(error) from error
+        finally:
+            if self._status[0] in (0, lib.WGPUMapAsyncStatus_Success):  # asked for, or mapped
+                lib.wgpuBufferUnmap(handle)
+
+
+class PublicQueue:
+    """The same through the public API."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> None:
+        with self.device.errors():
+            encoder = self.device.handle.create_command_encoder()
+            compute = encoder.begin_compute_pass()
+            for item in needed(recording.dispatches, rows, kv_len):
+                compute.set_pipeline(item.pipeline.handle)
+                compute.set_bind_group(0, item.bind_group)
+                compute.dispatch_workgroups(*item.size(rows, kv_len))
+            compute.end()
+            for source, staging, nbytes in copies:
+                encoder.copy_buffer_to_buffer(source.handle, 0, staging.handle, 0, nbytes)
+            self.device.handle.queue.submit([encoder.finish()])
+
+    def wait(self, submission: None) -> None:
+        self.device.wait()
+
+    def read(self, staging: Buffer, nbytes: int, submission: None) -> NDArray[np.uint32]:
+        with self.device.errors():
+            staging.handle.map_sync(wgpu.MapMode.READ, 0, nbytes)
+            try:
+                return np.frombuffer(staging.handle.read_mapped(0, nbytes), np.uint32).copy()
+            finally:
+                staging.handle.unmap()
+
+
+def run(device: Device, dispatches: Sequence[Dispatch], rows: int = 1, kv_len: int = 0) -> None:
+    """Submit some dispatches once: for everything but the hot loop."""
+    PublicQueue(device).submit(Recording(dispatches), rows, kv_len, ())

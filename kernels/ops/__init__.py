@@ -1,0 +1,1 @@
+"""The operations of a forward pass, a file for each family."""

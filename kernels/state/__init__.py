@@ -1,0 +1,1 @@
+"""What lasts between steps: keys and values, states of layers, rows, the sampler."""

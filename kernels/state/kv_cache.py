@@ -1,0 +1,142 @@
+"""The keys and values of the positions so far: two buffers per layer and a page table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.gpu.device import Buffer, Device
+
+KV_DTYPES = ("f16", "f32", "q8")
+PAGE = 256  # positions; a multiple of every attention tile
+
+
+class KVShape(NamedTuple):
+    """KV heads of a layer, and their dimensions. latent: values are the keys themselves, so that
+    one buffer holds both."""
+
+    n_kv_heads: int
+    head_dim: int
+    latent: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCache:
+    """Keys and values of one layer, [slot][kv head][head_dim], and where positions lie in them.
+
+    dtype is one of KV_DTYPES; slots is a multiple of PAGE. paged: kernels ask the page table; else
+    they take it for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block`
+    dimensions. Of a latent cache keys and values are the same buffer.
+    """
+
+    keys: Buffer
+    values: Buffer
+    pages: Buffer
+    dtype: str
+    n_kv_heads: int
+    head_dim: int
+    slots: int
+    pages_per_sequence: int
+    paged: bool = False
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(self.n_kv_heads, self.head_dim, self.values is self.keys)
+
+
+def kv_block(head_dim: int) -> int:
+    """Dimensions that share a scale in q8: 32 where that divides a head, else 16 or 8."""
+    return math.gcd(head_dim, 32)
+
+
+def kv_cache_bytes(shape: KVShape, positions: int, dtype: str) -> int:
+    """Bytes of a layer's cache of that many positions, rounded up to whole pages."""
+    return (1 if shape.latent else 2) * keys_bytes(shape, positions, dtype)
+
+
+def keys_bytes(shape: KVShape, positions: int, dtype: str) -> int:
+    """The same of its keys alone."""
+    slots, d = -(-positions // PAGE) * PAGE, shape.head_dim
+    head = {"f16": 2 * d, "f32": 4 * d, "q8": d + 4 * (d // kv_block(d))}[dtype]
+    return shape.n_kv_heads * slots * head
+
+
+def to_kv(values: NDArray[Any], dtype: str) -> NDArray[np.uint8]:
+    """The bytes of a cache's keys or values [slots, n_kv_heads, head_dim], of any float type."""
+    if dtype != "q8":
+        stored = values.astype(np.float16 if dtype == "f16" else np.float32)
+        return np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+    blocks = values.astype(np.float32).reshape(-1, kv_block(values.shape[-1]))
+    most = abs(blocks).max(axis=1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    ints = np.rint(np.where(most > 0, blocks, 0) * inverse).astype(np.int8)
+    scales = most / np.float32(127)
+    return np.concatenate([ints.reshape(-1).view(np.uint8), scales.reshape(-1).view(np.uint8)])
+
+
+def from_kv(raw: NDArray[np.uint8], n_kv_heads: int, head_dim: int, dtype: str) -> NDArray[Any]:
+    """Keys or values [slots, n_kv_heads, head_dim], float16 or float32, of a cache's bytes."""
+    if dtype != "q8":
+        stored = raw.view(np.float16 if dtype == "f16" else np.float32)
+        return stored.reshape(-1, n_kv_heads, head_dim)
+    block = kv_block(head_dim)
+    count = len(raw) * block // (block + 4)
+    ints, scales = raw[:count].view(np.int8), raw[count:].view(np.float32)
+    values = ints.reshape(-1, block).astype(np.float32) * scales[:, None]
+    return values.reshape(-1, n_kv_heads, head_dim)
+
+
+def kept(values: NDArray[Any], head_dim: int, dtype: str) -> NDArray[Any]:
+    """Keys or values [positions, n_kv_heads * head_dim] as a cache gives them back."""
+    heads = values.reshape(len(values), values.shape[1] // head_dim, head_dim)
+    return from_kv(to_kv(heads, dtype), heads.shape[1], head_dim, dtype).reshape(values.shape)
+
+
+class KVCache:
+    """A cache of `positions` positions for each of `sequences` sequences; shapes: `KVShape` of
+    each layer.
+
+    The page table is the identity: sequence s has pages s * n to (s + 1) * n. What lies beyond the
+    position of a row is never read, so forgetting positions takes nothing but starting before them.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        shapes: Sequence[tuple[int, int] | KVShape],
+        positions: int,
+        *,
+        sequences: int = 1,
+        dtype: str = "f16",
+        paged: bool = False,
+    ) -> None:
+        pages = -(-positions // PAGE)
+        slots = pages * PAGE * sequences
+        n_pages = pages * sequences
+        self.pages = device.made(4 * n_pages, lambda: np.arange(n_pages, dtype=np.uint32), "pages")
+        layers = []
+        for layer, (n_kv_heads, head_dim, latent) in enumerate(KVShape(*s) for s in shapes):
+            nbytes = keys_bytes(KVShape(n_kv_heads, head_dim), slots, dtype)
+            keys = device.buffer(nbytes, label=f"keys of layer {layer}")
+            values = keys if latent else device.buffer(nbytes, label=f"values of layer {layer}")
+            layers.append(
+                LayerCache(
+                    keys, values, self.pages, dtype, n_kv_heads, head_dim, slots, pages, paged
+                )
+            )
+        self.layers = tuple(layers)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        both = [(layer.keys, layer.values) for layer in self.layers]
+        own = [buffer for keys, values in both for buffer in dict.fromkeys((keys, values))]
+        return (*own, self.pages)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)

@@ -1,0 +1,81 @@
+"""What a layer keeps of a sequence instead of keys and values, and does not grow with it: the last
+inputs of a convolution, and a matrix for each head.
+
+A step's rows are consecutive positions of one sequence. Its kernels go on from the state, or from
+zeros where the first row is at position 0, and leave the state after the last row, unless the rows
+have stopped. So nothing has to be cleared to start anew; but a state cannot forget positions: it
+goes back only to where it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.state.kv_cache import LayerCache
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """The sizes of a layer's state: a convolution with so many taps on each of its channels, and
+    heads, if there are any, with a matrix [key_dim][value_dim] each. Each of the key_heads serves
+    as many neighbouring heads."""
+
+    channels: int
+    taps: int
+    key_heads: int = 0
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of its buffers, all f32."""
+        inputs = 4 * (self.taps - 1) * self.channels
+        matrices = 4 * self.heads * self.key_dim * self.value_dim
+        return tuple(nbytes for nbytes in (inputs, matrices) if nbytes)
+
+
+NOTHING = StateShape(channels=0, taps=1)  # of a layer that is an MLP alone
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """The state of one layer, which cannot be trimmed, and a copy of it that was saved.
+
+    buffers: the last taps - 1 inputs of the convolution [taps - 1][channels], oldest first, and,
+    where there are heads, their matrices [head][key_dim][value_dim].
+    """
+
+    shape: StateShape
+    buffers: tuple[Buffer, ...]
+    saved: tuple[Buffer, ...]
+
+    @classmethod
+    def new(cls, device: Device, shape: StateShape, layer: int) -> LayerState:
+        """Raises OutOfMemoryError."""
+        buffers, saved = (
+            tuple(device.buffer(nbytes, label=f"{kind} of layer {layer}") for nbytes in shape.sizes)
+            for kind in ("state", "saved state")
+        )
+        return cls(shape, buffers, saved)
+
+    @property
+    def inputs(self) -> Buffer:
+        """Of the convolution."""
+        return self.buffers[0]
+
+    @property
+    def matrices(self) -> Buffer:
+        """Of the heads."""
+        return self.buffers[1]
+
+
+Cache = LayerCache | LayerState
+
+
+def copies(states: Sequence[LayerState], *, back: bool) -> list[tuple[Buffer, Buffer, int]]:
+    """What to copy (from, to, bytes) to save all states, or to go back to what was saved."""
+    pairs = [pair for s in states for pair in zip(s.buffers, s.saved, strict=True)]
+    return [(b, a, a.nbytes) if back else (a, b, a.nbytes) for a, b in pairs]

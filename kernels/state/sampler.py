@@ -1,0 +1,253 @@
+"""Sampling on the GPU: from a step's logits to its tokens and the rows of the next step.
+
+What a step dispatches depends on what its rows ask for (SamplerChain):
+
+    unfiltered     sample_unfiltered, sample_commit
+    min-p          sample_prepare, sample_draw, sample_commit
+    top-k          sample_prepare, 3 x sample_histogram, sample_draw, sample_commit
+    top-p          the same
+    top-k + top-p  sample_prepare, 5 x sample_histogram, sample_draw, sample_commit
+
+All but the last work on blocks of 1024 tokens, and on all rows, side by side. Filters are exact: a
+radix selection over all 32 bits of the scores finds where top-k and then top-p cut, one digit per
+dispatch; every workgroup reads the last dispatch's histogram, so that no dispatch does that alone.
+Probability mass is summed in 32-bit fixed point, so results do not depend on the order of addition.
+The draw is Gumbel-max with noise from (seed, position, token), so they do not depend on the batch.
+
+The filters are those of transformers' logits processors, in their order: logit bias, repetition,
+presence and frequency penalty, temperature, top-k (what ties with the k-th survives), top-p (the
+fewest of the most probable that reach it; of equal ones the lowest ids), min-p. Temperature 0 is
+greedy: the lowest id of the largest score after bias and penalties.
+
+A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, and stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.plan import Dispatch, Grid, dispatch
+from infer.kernels.gpu.shader import KernelSpec, Value
+from infer.kernels.state.step import MAX_LOGITS_ROWS, SAMPLING
+
+INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
+IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
+
+FORBIDDEN = -1e30  # for a bias of -inf, which WGSL may not know: below every score, and a number
+BLOCK = 1024  # tokens of a workgroup, as in sampling.wgsl
+ROW_BINS = 20480  # of sample_histograms.wgsl
+CUT = np.dtype(  # of sample_cut.wgsl
+    [
+        ("maximum", "<f4"),
+        ("unit", "<f4"),
+        ("k_key", "<u4"),
+        ("k_rank", "<u4"),
+        ("ties", "<u4"),
+        ("k_mass", "<u4"),
+        ("k_mass_1", "<u4"),
+        ("p_key", "<u4"),
+        ("p_rest", "<u4"),
+        ("below", "<u4"),
+        ("tie", "<u4"),
+        ("keep", "<u4"),
+    ]
+)
+SLOTS = 6  # cuts of a row, one for each dispatch that finds something
+
+
+@dataclass(frozen=True)
+class SamplerChain:
+    """The stages that the rows of a step need. Rows that do not need one pass it unchanged, so the
+    union `a | b` serves the rows of both."""
+
+    noise: bool = False
+    penalties: bool = False
+    bias: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+    def __or__(self, other: SamplerChain) -> SamplerChain:
+        return SamplerChain(*(a or b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def filtered(self) -> bool:
+        return self.top_k or self.top_p or self.min_p
+
+
+class Sampler:
+    """Samples up to max_rows rows of up to `sequences` sequences of one model.
+
+    logits is f32 [max_rows][stride] with the stride vocab_size rounded up to a multiple of 8; step
+    is a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row
+    that was not alive, or INVALID_TOKEN. Buffers that only some chains use are allocated when the
+    first such chain or sequence comes.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        vocab_size: int,
+        logits: Buffer,
+        step: Buffer,
+        *,
+        max_rows: int = 1,
+        sequences: int = 1,
+    ) -> None:
+        self.device, self.vocab_size = device, vocab_size
+        self.max_rows, self.sequences = max_rows, sequences
+        self._stride = -(-vocab_size // 8) * 8
+        self._blocks = -(-vocab_size // BLOCK)
+        self._buffers = {"logits": logits, "step": step}
+        self._owned: list[Buffer] = []
+        self._biased: set[int] = set()
+        self._dispatches: dict[tuple[SamplerChain, bool], tuple[Dispatch, ...]] = {}
+        self.sampled = self._buffer("sampled")
+        self._buffer("sampling")
+
+    def begin(
+        self,
+        sequence: int,
+        record: NDArray[Any],
+        prompt_ids: Iterable[int] | NDArray[np.integer] = (),
+        bias: Mapping[int, float] | None = None,
+    ) -> None:
+        """Start a generation: how to sample `sequence` (one SAMPLING record), the tokens that the
+        repetition penalty finds in its prompt, and what to add to the logits of single tokens."""
+        self.device.write(
+            self._buffer("sampling"), np.atleast_1d(record), sequence * SAMPLING.itemsize
+        )
+        offset = sequence * self._stride * 4
+        off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+        if any(record[name].item() != value for name, value in off.items()):
+            counts = np.zeros(self.vocab_size, np.uint32)
+            ids = np.fromiter(prompt_ids, np.int64)
+            counts[ids[ids < self.vocab_size]] = IN_PROMPT
+            self.device.write(self._buffer("counts"), counts, offset)
+        if bias or sequence in self._biased:
+            dense = np.zeros(self.vocab_size, np.float32)
+            for token, value in (bias or {}).items():
+                dense[token] = max(value, FORBIDDEN)
+            self.device.write(self._buffer("biases"), dense, offset)
+            self._biased.add(sequence)
+
+    def dispatches(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
+        """The kernels that sample one step, compiled on first use.
+
+        gather: logits row i belongs to step row step.logits_rows[i], for step.n_logits of them
+        (prefill); else logits row i is step row i (decode). Either way the rows of the next step
+        are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record asks for.
+        """
+        if (chain, gather) not in self._dispatches:
+            self._dispatches[chain, gather] = self._build(chain, gather)
+        return self._dispatches[chain, gather]
+
+    def destroy(self) -> None:
+        """Free the sampler's own buffers."""
+        self.device.destroy(self._owned)
+        self._owned.clear()
+        self._dispatches.clear()
+
+    def _build(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
+        sizes: dict[str, Value] = {"BLOCKS": self._blocks, "VOCAB": self.vocab_size}
+        gathers: dict[str, Value] = {"GATHER": gather, "SEQUENCES": self.sequences}
+        gathers["SOFTWARE"] = self.device.software
+        rows = min(MAX_LOGITS_ROWS, self.max_rows)
+        tokens = sizes | gathers | {"STRIDE": self._stride}
+        changes: dict[str, Value] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
+        counts = "counts" if chain.penalties else "no_counts"
+        biases = "biases" if chain.bias else "no_biases"
+        levels = _levels(chain)
+        histograms = "histograms" if levels else "no_histograms"
+        inputs = ("step", "sampling", "logits", counts, biases)
+        cutting = ("step", "sampling", "z", "stats", histograms, "cuts")
+
+        kernels: list[tuple[KernelSpec, tuple[str, ...]]] = []
+        if chain.filtered:
+            spec = KernelSpec.of("sample_prepare", **tokens, **changes, CLEAR=bool(levels))
+            kernels.append((spec, (*inputs, "z", "stats", histograms)))
+            for slot, level in enumerate(levels):
+                found = _found(chain, levels[:slot])
+                spec = KernelSpec.of("sample_histogram", **tokens, **found, LEVEL=level)
+                kernels.append((spec, cutting))
+            spec = KernelSpec.of("sample_draw", **tokens, **_found(chain, levels))
+            kernels.append((spec, (*cutting, "bests")))
+        else:
+            spec = KernelSpec.of("sample_unfiltered", **tokens, **changes, NOISE=chain.noise)
+            kernels.append((spec, (*inputs, "bests")))
+        spec = KernelSpec.of(
+            "sample_commit",
+            **gathers,
+            BLOCKS=self._blocks,
+            STRIDE=self._stride,
+            ROWS=rows if gather else 1,
+            PENALTIES=chain.penalties,
+        )
+        kernels.append((spec, ("step", "sampling", "bests", counts, "sampled")))
+
+        self.device.pipelines(spec for spec, _ in kernels)
+        # A prefill chunk has more rows than logits, nearly always those of one row.
+        grid: Grid = (self._blocks, rows, 1) if gather else lambda rows, _: (self._blocks, rows, 1)
+        last: Grid = (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1)
+        result = []
+        for spec, names in kernels:
+            vectors = sum(name in ("logits", "z", "counts", "biases") for name in names)
+            nbytes = 0 if spec.name == "sample_commit" else vectors * self._stride * 4
+            result.append(
+                dispatch(
+                    self.device,
+                    spec,
+                    [self._buffer(name) for name in names],
+                    last if spec.name == "sample_commit" else grid,
+                    moved=lambda rows, _, n=nbytes: n if gather else n * rows,
+                )
+            )
+        return tuple(result)
+
+    def _buffer(self, name: str) -> Buffer:
+        """The buffer of that name, allocated when it is first asked for."""
+        if name not in self._buffers:
+            per_row = {
+                "sampled": 4,
+                "bests": self._blocks * 8,
+                "z": self._stride * 4,
+                "stats": self._blocks * 8,
+                "histograms": ROW_BINS * 4,
+                "cuts": SLOTS * CUT.itemsize,
+            }
+            per_sequence = {
+                "sampling": SAMPLING.itemsize,
+                "counts": self._stride * 4,
+                "biases": self._stride * 4,
+            }
+            nbytes = self.max_rows * per_row.get(name, 0)
+            nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: a stand-in
+            self._buffers[name] = self.device.buffer(nbytes, label=f"sampler {name}")
+            self._owned.append(self._buffers[name])
+        return self._buffers[name]
+
+
+def _levels(chain: SamplerChain) -> list[int]:
+    """The histograms to fill, in order; sample_histograms.wgsl numbers them."""
+    if chain.top_k:
+        return [0, 1, 2, 3, 4] if chain.top_p else [0, 1, 2]
+    return [0, 3, 4] if chain.top_p else []
+
+
+def _found(chain: SamplerChain, filled: list[int]) -> dict[str, Value]:
+    """The digits that are found from the last of the `filled` histograms."""
+    find_k = find_p = 0
+    if filled:
+        last = filled[-1]
+        find_k = last + 1 if chain.top_k and last < 3 else 0
+        if last >= 3:
+            find_p = last - 1
+        elif chain.top_p and last == (2 if chain.top_k else 0):
+            find_p = 1  # needs what top-k leaves, and the histogram of the first digits
+    return {"SLOT": len(filled), "FIND_K": find_k, "FIND_P": find_p}

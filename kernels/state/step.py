@@ -1,0 +1,76 @@
+"""The step buffer and the sampling buffer: what the host tells the GPU about a step's rows.
+
+Prefill writes rows from the host; in decode the sampler's last kernel writes the next step's rows
+on the GPU, and the host writes nothing. step.wgsl and sampling.wgsl are the GPU's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_LOGITS_ROWS = 8
+MAX_STOP_IDS = 52
+NO_TOKEN = 0xFFFFFFFF  # what the sampler writes for a row that had already stopped
+
+ROW = np.dtype(
+    [
+        ("token", "<u4"),
+        ("position", "<u4"),
+        ("sequence", "<u4"),
+        ("adapter", "<u4"),
+        ("alive", "<u4"),
+        ("unused", "<u4", 3),
+    ]
+)
+HEADER = np.dtype(
+    [
+        ("n_rows", "<u4"),
+        ("n_logits", "<u4"),
+        ("unused", "<u4", 6),
+        ("logits_rows", "<u4", MAX_LOGITS_ROWS),
+    ]
+)
+SAMPLING = np.dtype(
+    [
+        ("temperature", "<f4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("repetition_penalty", "<f4"),
+        ("presence_penalty", "<f4"),
+        ("frequency_penalty", "<f4"),
+        ("top_k", "<u4"),
+        ("seed_low", "<u4"),
+        ("seed_high", "<u4"),
+        ("max_position", "<u4"),
+        ("n_stop_ids", "<u4"),
+        ("unused", "<u4"),
+        ("stop_ids", "<u4", MAX_STOP_IDS),
+    ]
+)
+
+
+def step_bytes(rows: int) -> int:
+    """Size of a step buffer for that many rows."""
+    return HEADER.itemsize + rows * ROW.itemsize
+
+
+def pack_step(
+    tokens: Sequence[int] | NDArray[np.integer],
+    position: int,
+    *,
+    sequence: int = 0,
+    logits_rows: Sequence[int] = (),
+) -> NDArray[np.uint8]:
+    """The bytes of a step whose rows are consecutive tokens of one sequence from `position` on."""
+    header = np.zeros(1, HEADER)
+    header["n_rows"], header["n_logits"] = len(tokens), len(logits_rows)
+    header["logits_rows"][0, : len(logits_rows)] = logits_rows
+    rows = np.zeros(len(tokens), ROW)
+    rows["token"] = tokens
+    rows["position"] = np.arange(position, position + len(tokens))
+    rows["sequence"] = sequence
+    rows["alive"] = 1
+    return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])

@@ -1,0 +1,24 @@
+// The step buffer: what each row of a step computes. kernels/state/step.py is its host side.
+struct Row {
+  token: u32,     // the id to embed
+  position: u32,  // its place in its sequence, from 0
+  sequence: u32,
+  adapter: u32,   // reserved for LoRA: 0 is none
+  alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
+  unused_0: u32,
+  unused_1: u32,
+  unused_2: u32,
+}
+
+struct Step {
+  n_rows: u32,
+  n_logits: u32,  // how many rows get logits, when not all
+  unused_0: u32,
+  unused_1: u32,
+  unused_2: u32,
+  unused_3: u32,
+  unused_4: u32,
+  unused_5: u32,
+  logits_rows: array<u32, 8>,  // which
+  rows: array<Row>,
+}

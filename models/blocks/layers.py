@@ -1,0 +1,503 @@
+"""What the decoder-only architectures share: config, attention and MLP, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.errors import UnsupportedError
+from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.state.kv_cache import PAGE, KVShape, LayerCache
+from infer.kernels.state.layer_state import StateShape
+from infer.models.loading.config import RawConfig, RopeConfig, shown
+from infer.models.loading.weights import Source, WeightSpec
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts: how many, how many of them work on a token, the width of each; whether
+    the weights of those that do add up to one; the width of an expert that all tokens share, or 0;
+    and for each layer whether it has experts. scale: of the weights. sigmoid: scores are sigmoids,
+    not a softmax, and epsilon is added to what they are divided by. correction: the checkpoint's
+    name of what is added to them for the choice. gated: the shared expert is, by a sigmoid. groups:
+    how many there are, and of how many of them experts are chosen. latent: the width of what
+    experts read and write, if it is not hidden_size."""
+
+    count: int
+    per_token: int
+    inner: int
+    normalize: bool
+    shared_inner: int
+    layers: tuple[bool, ...]
+    scale: float = 1.0
+    sigmoid: bool = False
+    epsilon: float = 0.0
+    correction: str | None = None
+    gated: bool = True
+    groups: tuple[int, int] = (1, 1)
+    latent: int = 0
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-AI 2024), with Hugging Face's field names: the ranks of
+    what queries (None: of nothing) and keys and values are made of, and the parts of a head: of a
+    query and key without and with rope, and of a value."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Of what is cached: the key that all heads turn, and the latent."""
+        return self.qk_rope_head_dim + self.kv_lora_rank
+
+
+@dataclass(frozen=True)
+class BranchesConfig:
+    """Mamba beside attention (Falcon-H1): whether Mamba has a norm behind it, and factors: of what
+    it projects into, its time steps, x, B and C besides, what it and attention add; of the MLP's
+    gates, and what that adds."""
+
+    normed: bool
+    mamba: float
+    time_steps: float
+    convolved: tuple[float, float, float]
+    mamba_out: float
+    attention_out: float
+    gate: float
+    mlp_out: float
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """config.json of a decoder-only transformer, with Hugging Face's field names.
+
+    windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
+    queries and keys turn; states what a layer keeps instead of keys and values, which may be
+    NOTHING, and None where it has these. What follows them is off, or 1, where a model does not say
+    otherwise.
+    rms_norm_eps is that of the norms, whatever they are; activation a function of `Ops.activation`.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    windows: tuple[int, ...]
+    rope_layers: tuple[bool, ...]
+    states: tuple[StateShape | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False  # of the logits
+    qk_norm: bool = False  # on each head of q and k
+    wide_qk_norm: bool = False  # on all of q and all of k
+    own_qk_norms: bool = False  # on each head, with weights of its own
+    norm_after_rope: bool = False
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
+    fused_qkv: bool = False  # one tensor in the checkpoint
+    fused_gate_up: bool = False
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # what they are divided by
+    attn_logit_softcapping: float = 0.0
+    final_logit_softcapping: float = 0.0
+    local_rope: RopeConfig | None = None  # of the layers with a window, where they have their own
+    layer_norm: bool = False  # instead of RMS norms
+    norm_bias: bool = False
+    norm_weight: bool = True
+    clip_qkv: float = 0.0  # queries, keys and values go no further from zero
+    position_scaling: tuple[float, int] | None = None  # of queries: `Ops.position_scale`
+    activation: str = "silu"
+    gated: bool = True  # the MLP
+    parallel: bool = False  # attention and MLP of a layer read the same
+    sinks: bool = False  # of attention: a logit of each head beside its scores
+    experts: ExpertsConfig | None = None
+    conv_bias: bool = False  # of a short convolution and, in LFM2, the projections around it
+    mamba_proj_bias: bool = False  # of the projections around Mamba
+    time_step_limit: tuple[float, float] = (0.0, inf)  # of Mamba
+    branches: BranchesConfig | None = None  # of Mamba and attention side by side
+    gated_attention: bool = False  # its result, by a part of the projection of queries
+    global_heads: tuple[int, int] | None = None  # KV heads and head_dim of layers without a window
+    global_k_eq_v: bool = False  # values are the projection of keys in layers without a window
+    latent: LatentConfig | None = None  # of multi-head latent attention
+    num_kv_shared_layers: int = 0  # the last ones, which have no keys and values of their own
+    double_wide_mlp: bool = False  # of these layers
+    hidden_size_per_layer_input: int = 0  # of an embedding for each layer
+
+    def kv_shape(self, layer: int) -> KVShape:
+        """The KV heads of a layer and their head_dim."""
+        if self.latent:
+            return KVShape(1, self.latent.key_dim, latent=True)
+        if self.global_heads and not self.windows[layer]:
+            return KVShape(*self.global_heads)
+        return KVShape(self.num_key_value_heads, self.head_dim)
+
+    @property
+    def kv_sources(self) -> list[int]:
+        """For each layer the one whose keys and values it attends to: itself, or, where it shares
+        them, the last that does not and is of its kind."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {window > 0: layer for layer, window in enumerate(self.windows[:own])}
+        return [*range(own), *(last[window > 0] for window in self.windows[own:])]
+
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """`kv_shape` of each layer that has keys and values of its own."""
+        own = range(self.num_hidden_layers - self.num_kv_shared_layers)
+        return [self.kv_shape(layer) for layer in own if self.states[layer] is None]
+
+    @classmethod
+    def read(
+        cls,
+        raw: RawConfig,
+        *,
+        windows: Sequence[int] | None = None,
+        rope_layers: Sequence[bool] | None = None,
+        states: Sequence[StateShape | None] | None = None,
+        tied: bool = False,
+        eps: float = 1e-6,
+        theta: float = 10000.0,
+        partial: float | None = None,
+        interleaved: bool = False,
+        rope: RopeConfig | None = None,
+        eps_key: str = "rms_norm_eps",
+        activation_key: str = "hidden_act",
+        **own: Any,
+    ) -> DecoderConfig:
+        """The keys that all of them have, two of them by the family's name for them; the model says
+        the rest: fields of its own, whether rope is interleaved or what it is altogether, and what
+        tie_word_embeddings, rms_norm_eps, rope_theta and partial_rotary_factor are by default.
+        Raises UnsupportedError.
+        """
+        hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+        layers = raw.size("num_hidden_layers")
+        kv_heads = raw.size("num_key_value_heads", heads)
+        head_dim = raw.size("head_dim", hidden // heads)
+        check_heads(raw, heads, kv_heads, head_dim)
+        config = cls(
+            model_type=raw.get("model_type"),
+            vocab_size=raw.size("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=raw.size("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.factor(eps_key, eps, (0.0, 1.0)),
+            max_position_embeddings=raw.size("max_position_embeddings", 2048, least=2),
+            tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
+            rope=rope or raw.rope(head_dim, theta, partial, interleaved),
+            windows=tuple(windows) if windows is not None else (0,) * layers,
+            rope_layers=tuple(rope_layers) if rope_layers is not None else (True,) * layers,
+            states=tuple(states) if states is not None else (None,) * layers,
+            activation=read_activation(raw, activation_key),
+            **own,
+        )
+        raw.done()
+        return config
+
+
+def check_heads(raw: RawConfig, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises UnsupportedError for heads that attention does not have."""
+    if heads % kv_heads:
+        raise UnsupportedError(
+            f"{raw.place}: {heads} attention heads cannot share {kv_heads} key-value heads."
+        )
+    if head_dim % 8 or head_dim > 576:
+        raise UnsupportedError(
+            f"{raw.place}: head_dim = {head_dim} is not implemented "
+            "(only multiples of 8 up to 576)."
+        )
+
+
+# The names that transformers has for the functions of `Ops.activation`.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def read_activation(raw: RawConfig, key: str) -> str:
+    """The activation function of the MLP."""
+    raw.expect(key, *_ACTIVATIONS)
+    return _ACTIVATIONS[raw.get(key, "silu", str)]
+
+
+def layer_windows(
+    raw: RawConfig, window: int | None, slides: Callable[[int], bool] = lambda layer: True
+) -> list[int]:
+    """The window of each layer: from layer_types where given, else `window` where it slides."""
+    layers = raw.size("num_hidden_layers")
+    types = raw.items("layer_types", None, kind=str)
+    if types is None:
+        return [window or 0 if slides(layer) else 0 for layer in range(layers)]
+    if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedError(
+            f"{raw.place}: layer_types must name full_attention or sliding_attention for each of "
+            f"{layers} layers; it is {shown(types)}."
+        )
+    if "sliding_attention" in types and not window:
+        raise UnsupportedError(f"{raw.place}: layer_types has sliding layers without a window.")
+    return [window or 0 if kind == "sliding_attention" else 0 for kind in types]
+
+
+def same_windows(raw: RawConfig, window: int | None) -> list[int]:
+    """One window for all layers, or none; layer_types must not say otherwise."""
+    windows = layer_windows(raw, window)
+    if set(windows) != {window or 0}:
+        raise UnsupportedError(
+            f"{raw.place}: layer_types = {shown(raw.get('layer_types'))} is not implemented for "
+            f"{raw.get('model_type')} (only the sliding_window of {window} in all layers)."
+        )
+    return windows
+
+
+def layers_with_state(raw: RawConfig, kind: str, has_state: Callable[[int], bool]) -> list[bool]:
+    """For each layer whether it has a state, and is called `kind` in layer_types, where given."""
+    layers = raw.size("num_hidden_layers")
+    types = raw.items("layer_types", None, kind=str)
+    if types is None:
+        return [has_state(layer) for layer in range(layers)]
+    if len(types) != layers or any(found not in ("full_attention", kind) for found in types):
+        raise UnsupportedError(
+            f"{raw.place}: layer_types must name full_attention or {kind} for each of {layers} "
+            f"layers; it is {shown(types)}."
+        )
+    return [found == kind for found in types]
+
+
+def conv_taps(raw: RawConfig, key: str, default: int) -> int:
+    """The inputs that a short convolution sees."""
+    taps = raw.size(key, default)
+    if not 2 <= taps <= 16:
+        raise UnsupportedError(f"{raw.place}: {key} = {taps} is not implemented (only 2 to 16).")
+    return taps
+
+
+Weights = Mapping[str, GpuTensor]
+
+
+class Scope(Mapping[str, GpuTensor]):
+    """The weights under a prefix, without it."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self.weights, self.prefix = weights, prefix + "."
+
+    def __getitem__(self, name: str) -> GpuTensor:
+        return self.weights[self.prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self.prefix)
+        return (name[start:] for name in self.weights if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def renamed(specs: Iterable[WeightSpec], names: Mapping[str, str]) -> Iterator[WeightSpec]:
+    """The same from tensors whose names have other parts: `names` by those of Llama."""
+    for spec in specs:
+        sources = []
+        for source in spec.sources:
+            key = source.key
+            for ours, theirs in names.items():
+                key = key.replace(ours, theirs)
+            sources.append(replace(source, key=key))
+        yield replace(spec, sources=tuple(sources))
+
+
+def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightSpec]:
+    """The weights of a norm over whole rows, and its bias where the config has one."""
+    if not config.norm_weight:
+        yield WeightSpec(name, (), ones=config.hidden_size)
+        return
+    yield WeightSpec(name, (Source(f"{key}.weight", (config.hidden_size,)),))
+    if config.norm_bias:
+        yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (config.hidden_size,)),))
+
+
+def norm(
+    ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig, groups: int = 1
+) -> Value:
+    """The norm of that name over whole rows, or head by head; groups: of so many that have weights
+    of their own."""
+    if config.layer_norm:
+        return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps, groups)
+    return ops.rmsnorm(x, w[name], config.rms_norm_eps, groups)
+
+
+def qk_norms(
+    ops: Ops, q: Value, k: Value, w: Weights, config: DecoderConfig
+) -> tuple[Value, Value]:
+    """The norms of queries and keys."""
+    own = [x.width // config.head_dim if config.own_qk_norms else 1 for x in (q, k)]
+    return norm(ops, q, w, "q_norm", config, own[0]), norm(ops, k, w, "k_norm", config, own[1])
+
+
+def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> WeightSpec:
+    """A weight of several of the checkpoint's tensors, one on top of the other."""
+    sources = tuple(Source(f"{prefix}.{key}", shape) for key, shape in parts.items())
+    return WeightSpec(name, sources)
+
+
+def conv_weight(name: str, key: str, shape: StateShape) -> WeightSpec:
+    """The taps of each channel of a short convolution, one channel after the other."""
+    whole = (shape.channels, 1, shape.taps)
+    return WeightSpec(name, (Source(key, whole, range(prod(whole))),), vector=True)
+
+
+def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
+    """qkv_proj, o_proj, and their biases, norms and sinks where the config has them."""
+    hidden, d = config.hidden_size, config.head_dim
+    heads = {
+        "q": config.num_attention_heads * d,
+        "k": config.num_key_value_heads * d,
+        "v": config.num_key_value_heads * d,
+    }
+    weights = {f"{part}_proj.weight": (rows, hidden) for part, rows in heads.items()}
+    if config.fused_qkv:
+        weights = {"qkv_proj.weight": (sum(heads.values()), hidden)}
+    qkv = [stacked(f"{name}.qkv_proj", prefix, weights)]
+    if config.qkv_bias:
+        biases = {key.replace("weight", "bias"): shape[:1] for key, shape in weights.items()}
+        qkv.append(stacked(f"{name}.qkv_proj.bias", prefix, biases))
+    yield from (_gate_last(spec, d) for spec in qkv) if config.gated_attention else qkv
+    yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})
+    if config.output_bias:
+        yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
+    if config.own_qk_norms:
+        for part, norm in zip("qk", config.norm_names, strict=True):
+            shapes = {f"{norm}.norms.{head}.weight": (d,) for head in range(heads[part] // d)}
+            yield stacked(f"{name}.{part}_norm", prefix, shapes)
+    elif config.qk_norm or config.wide_qk_norm:
+        for part, norm in zip("qk", config.norm_names, strict=True):
+            width, own = heads[part] if config.wide_qk_norm else d, f"{name}.{part}_norm"
+            if config.norm_weight:
+                yield stacked(own, prefix, {f"{norm}.weight": (width,)})
+                if config.norm_bias:
+                    yield stacked(f"{own}.bias", prefix, {f"{norm}.bias": (width,)})
+            else:
+                yield WeightSpec(own, (), ones=width)
+    if config.sinks:
+        yield stacked(f"{name}.sinks", prefix, {"sinks": (config.num_attention_heads,)})
+
+
+def _gate_last(spec: WeightSpec, head_dim: int) -> WeightSpec:
+    """q, k, v and gate, of a tensor that has the queries and the gate of one head after the other,
+    and of those of k and v."""
+    q, *kv = spec.sources
+    both = replace(q, shape=(2 * q.shape[0], *q.shape[1:]))
+    parts = list(regrouped(both, q.shape[0] // head_dim, (head_dim, head_dim)))
+    half = len(parts) // 2
+    return replace(spec, sources=(*parts[:half], *kv, *parts[half:]))
+
+
+def regrouped(source: Source, groups: int, parts: Sequence[int]) -> Iterator[Source]:
+    """A tensor in which the parts of one group of rows follow those of another, with each part of
+    all groups in one piece; parts: their rows in a group."""
+    size = sum(parts)
+    for i, rows in enumerate(parts):
+        for start in range(sum(parts[:i]), groups * size, size):
+            yield replace(source, part=range(start, start + rows))
+
+
+def last_first(source: Source, groups: int, last: int) -> Iterator[Source]:
+    """A tensor in which the `last` rows of each of so many groups come before the others."""
+    size = source.shape[0] // groups
+    for start in range(0, source.shape[0], size):
+        middle, end = start + size - last, start + size
+        yield replace(source, part=range(middle, end))
+        yield replace(source, part=range(start, middle))
+
+
+def attention(
+    ops: Ops,
+    x: Value,
+    w: Weights,
+    config: DecoderConfig,
+    rope: Rope | None,
+    cache: LayerCache,
+    window: int,
+) -> Value:
+    """Grouped-query attention, with rotary positions where there is a rope."""
+    d = config.head_dim
+    q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
+    qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
+    gate_width = [q_width] * config.gated_attention
+    q, k, v, *gates = ops.split(qkv, q_width, kv_width, kv_width, *gate_width)
+    normed = config.qk_norm or config.wide_qk_norm or config.own_qk_norms
+    if normed and not config.norm_after_rope:
+        q, k = qk_norms(ops, q, k, w, config)
+    if config.clip_qkv:
+        q, k, v = (ops.clip(part, config.clip_qkv) for part in (q, k, v))
+    if rope is not None:
+        q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
+    if normed and config.norm_after_rope:
+        q, k = qk_norms(ops, q, k, w, config)
+    q = position_scaled(ops, q, config, cache)
+    scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+    cap = config.attn_logit_softcapping
+    sinks = w.get("sinks")
+    y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap, sinks=sinks)
+    for gate in gates:
+        y = ops.sigmoid_gate(y, gate)
+    return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
+
+
+def position_scaled(ops: Ops, q: Value, config: DecoderConfig, cache: LayerCache) -> Value:
+    """Queries times what grows with their position, where the config says so."""
+    scaling = config.position_scaling
+    if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
+        q = ops.position_scale(q, *scaling)
+    return q
+
+
+def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
+    """gate_up_proj, or up_proj where it is not gated, down_proj, and their biases."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    first, parts = ("gate_up_proj", ("gate", "up")) if config.gated else ("up_proj", ("up",))
+    shapes = {f"{part}_proj.weight": (inner, hidden) for part in parts}
+    if config.fused_gate_up:
+        shapes = {"gate_up_proj.weight": (2 * inner, hidden)}
+    yield stacked(f"{name}.{first}", prefix, shapes)
+    yield stacked(f"{name}.down_proj", prefix, {"down_proj.weight": (hidden, inner)})
+    if config.mlp_bias:
+        biases = {f"{part}_proj.bias": (inner,) for part in parts}
+        yield stacked(f"{name}.{first}.bias", prefix, biases)
+        yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
+
+
+def mlp(ops: Ops, x: Value, w: Weights, config: DecoderConfig) -> Value:
+    """A gated linear unit (Shazeer 2020): activation(gate) * up, projected back. Or, where it is
+    not gated, activation(up)."""
+    if config.gated:
+        both = ops.linear(x, w["gate_up_proj"], w.get("gate_up_proj.bias"))
+        gate, up = ops.split(both, both.width // 2, both.width // 2)
+        y = ops.activation(gate, config.activation) * up
+    else:
+        up = ops.linear(x, w["up_proj"], w.get("up_proj.bias"))
+        y = ops.activation(up, config.activation)
+    return ops.linear(y, w["down_proj"], w.get("down_proj.bias"), config.residual_multiplier)
