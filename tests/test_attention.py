@@ -632,6 +632,7 @@ def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) ->
 # Variants that the rules of tuning.py can choose, and others
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_attention(device: Device, rng: np.random.Generator, part: int) -> None:
     shapes = product((1, 2, 3, 4, 7, 8), (1, 2, 8), (64, 80, 128, 256))
@@ -650,6 +651,7 @@ def test_every_variant_of_attention(device: Device, rng: np.random.Generator, pa
         assert error <= LIMIT, (variant, group, d)
 
 
+@pytest.mark.full
 def test_every_variant_of_attention_that_joins(device: Device, rng: np.random.Generator) -> None:
     found: dict[tuple[AttentionVariant, int], AttentionVariant] = {}
     for tuning, group, d in product(rules(device), (1, 8), (16, 64, 80, 128, 256)):

@@ -679,6 +679,7 @@ def test_sweep_times_every_variant_on_every_shape(
     assert all(f"{label}: 21 positions" in out for label in labels)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short")
 def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> None:
     splits = ["--workgroup", "64", "--heads", "1", "--batch", "2", "--splits", "4"]

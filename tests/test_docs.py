@@ -80,6 +80,7 @@ def test_an_example_runs_and_prints_what_it_says(
         assert said in printed
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_the_forbidden_word_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (code for _, code in blocks("README.md", "python") if "without_rosa" in code)

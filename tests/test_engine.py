@@ -497,6 +497,7 @@ def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np
     return np.array([np.prod(call.args[1:]) for call in dispatches])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fuse", [True, False])
 def test_attention_costs_what_is_in_the_cache(
     build: Build,
@@ -536,6 +537,7 @@ def test_a_context_grows_out_of_one_split(
     assert len(short) == len(long) - engine.model.config.num_hidden_layers
 
 
+@pytest.mark.full
 def test_prompts_of_any_length_have_steps_of_their_size(
     build: Build, own_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ from infer.models.loading.weights import check_checkpoint, stored
 
 LLAMA = DATA / "llama"
 # How many of each container.
-cases = pytest.mark.parametrize("count", [5000, pytest.param(10_000, marks=pytest.mark.full)])
+cases = pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.full)])
 MEMORY = 64 << 20  # bytes that reading headers may take, which of these are a few thousand
 
 

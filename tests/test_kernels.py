@@ -373,6 +373,7 @@ def test_both_kernels_of_quantized_weights_agree(
         assert nmse(y[few], z) <= INT8_LIMIT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "size", "rows"), [("q8", 700, 9), ("q4", 1100, 5)])
 def test_quantized_weights_larger_than_a_binding(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, size: int
@@ -805,6 +806,7 @@ thirds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator, part: int) -> None:
     widths = [8 << i for i in range(12)] + [100, 576, 896, 1536, 4864, 8960, 14336, 18944]
@@ -857,6 +859,7 @@ def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
             assert variant.workgroup % variant.team == 0, (lanes, variant)
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_matmul(device: Device, rng: np.random.Generator, part: int) -> None:
     variants = {
@@ -883,6 +886,7 @@ def test_workgroups_that_share_columns(open_device: OpenDevice, rng: np.random.G
         assert linear_error(device, rng, rows, shape, "f32", form, tuning=tuning) <= LIMIT
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator, part: int) -> None:
     variants = {

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import tokenizers
 import wgpu
+from marks import others_full
 from wgpu._async import GPUPromise
 
 import infer
@@ -372,6 +373,7 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
         assert len(texts) > 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_ends_and_suppressed_tokens_come_from_the_generation_config(
     llm: LLM, tmp_path: Path
@@ -811,7 +813,7 @@ def _recording(load: Callable[..., LLM], loaded: list[LLM]) -> Callable[..., LLM
 
 
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
-@pytest.mark.parametrize("end", ["read", "close", "drop"])
+@others_full("end", ["read", "close", "drop"], default=["close"])
 def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """While a second one is loaded, in another thread: until its answer is done."""
     loaded: list[LLM] = []
@@ -833,6 +835,7 @@ def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end:
     assert len(loaded) == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 def test_two_threads_generate_with_two_models() -> None:
     """A second model is loaded and answers in the middle of the answer of the first."""
@@ -858,6 +861,7 @@ def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPat
 # Quantised weights
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 @pytest.mark.usefixtures("no_kept_model")
 @pytest.mark.parametrize(("quantize", "divergence"), [("q8", 2e-4), ("q4", 1e-2)])
@@ -1115,6 +1119,7 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
         assert llm.memory_stats().allocated == needed
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_a_default_context_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = bytes_needed(monkeypatch, context=512)
@@ -1186,6 +1191,7 @@ def native_objects() -> dict[str, int]:
     return {kind: count["count"] for kind, count in counts.items() if kind != "total"}
 
 
+@pytest.mark.full
 def test_generations_leave_nothing_behind() -> None:
     before = native_objects()
     llm = infer.load(DEMO)

@@ -144,6 +144,7 @@ def test_the_first_files_of_gpt2_take_an_adapter(device: Device, tmp_path: Path)
         Reference.load("gpt2").assert_same(beside, "own")
 
 
+@pytest.mark.full
 def test_a_tensor_of_which_two_weights_are_made(device: Device, tmp_path: Path) -> None:
     """As of Mamba's in_proj, whose time steps are a weight of their own."""
     source, adapter, rng = MODELS / "falcon_h1", tmp_path / "adapter", np.random.default_rng(0)
@@ -302,6 +303,7 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> Non
     assert nmse(y, h + reference.matmul(exact, values)) > 1e-3
 
 
+@pytest.mark.full
 def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> None:
     """As one of floats that has these values, with the adapter merged."""
     floats = {k: read_rows(i) for k, i in Checkpoint.open(MODELS / "llama").tensors.items()}
@@ -375,6 +377,7 @@ def test_memory_is_counted_before(device: Device) -> None:
     assert dry.allocated == used > sum(pair.a.nbytes for pair in lora.pairs.values())
 
 
+@pytest.mark.full
 def test_a_shared_expert_that_is_changed_stays_alone(device: Device, tmp_path: Path) -> None:
     """In the first layer; in the second it is one of the experts."""
     folder, rng = MODELS / "qwen3_next", np.random.default_rng(0)
@@ -706,6 +709,7 @@ def expected(demo_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield llm.chat(PROMPT, max_tokens=16).text
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     flags = ("-p", PROMPT, "-n", 16, "--context", 256, "--quiet")
@@ -719,6 +723,7 @@ def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     assert "story, for 12 tensors" in invoke("info", DEMO, "--adapter", demo_adapter).stdout
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_a_benchmark_names_its_adapter(
     demo_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ def test_agrees_with_transformers(device: Device, case: str, tmp_path: Path) -> 
     assert_agrees(device, reference.write_checkpoint(tmp_path / case), vars(reference))
 
 
+@pytest.mark.full
 @others_full("case", long_cases(), ["llama"])
 def test_agrees_over_pages_and_chunks(device: Device, case: str, tmp_path: Path) -> None:
     reference = load_long(case)
@@ -183,6 +184,7 @@ def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
     assert [engine.model.ignorable(key) for key in keys] == [False, False, True, True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "kv_dtype", "least", "most"),
     [

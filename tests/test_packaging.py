@@ -197,6 +197,7 @@ def test_it_is_found_beside_a_clone_of_its_name(
     assert "infer.kernels.errors.UnsupportedError" in said
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_changes_in_the_tree_that_is_tested_count_at_once(
     installed_by: Callable[[str], Path],

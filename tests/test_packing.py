@@ -364,6 +364,7 @@ def test_a_quantised_model_answers_as_its_values_do(
     assert relative_error(expected, load("llama").logits) > 1e-3  # it was quantised
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scales", ["one", "two", "blocks"])
 def test_mistral_small_4_as_it_is_published(device: Device, scales: str, tmp_path: Path) -> None:
     """As a part of a model that sees, in E4M3: with a scale for each matrix, or two for an expert's

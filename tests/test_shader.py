@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import others_full
 
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.functions import validate
@@ -413,6 +414,7 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
             yield from (item.pipeline.spec for item in sampler.dispatches(chain, gather))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("all_sizes", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) -> None:
     """Of kernels that differ in nothing but numbers, one stands for the others; and of the steps of
@@ -497,7 +499,7 @@ def test_too_much_workgroup_memory_is_refused(least_device: Device) -> None:
                 functions.route(least_device, logits, **options)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "q8", "iq4nl", "nf4"])
+@others_full("dtype", ["bf16", "q8", "iq4nl", "nf4"], default=["nf4"])
 def test_kernels_keep_to_the_limits_of_workgroups(dtype: str) -> None:
     """wgpu refuses too many invocations, but not too much memory: a driver may crash instead. Each
     model takes a third of the steps with each of three settings."""

@@ -317,7 +317,7 @@ def test_a_row_that_has_stopped_changes_no_state(engine: Engine, prompt_ids: lis
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("shared", [20, 45])
+@pytest.mark.parametrize("shared", [20, pytest.param(45, marks=pytest.mark.full)])
 def test_an_interrupt_leaves_no_wrong_state(
     engine: Engine,
     prompt_ids: list[int],
