@@ -28,14 +28,19 @@ from numpy.typing import NDArray
 
 from infer.foreign import shown
 from infer.kernels.compiler.arena import Arena
-from infer.kernels.compiler.graph import Changes, Ops, Rope, stride
-from infer.kernels.compiler.lowering import MAX_VEC_ROWS, Lowering, StepKind, padded_rows
+from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.graph import Graph, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
 from infer.kernels.errors import DeviceError, ModelError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import is_forked
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
 from infer.kernels.gpu.record import PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.linear import Changes, Linear
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
@@ -208,23 +213,23 @@ class Engine:
 
     def _lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
         changes = self.adapters[adapter]
-        ops = Ops(changes)
-        output = self.model.forward(ops, self.weights, self.ropes, self.caches)
-        projections = {value.attrs["weight"] for value in ops.values if value.op == "linear"}
+        output = self.model.forward(self.weights, self.ropes, self.caches)
+        linears = (value for value in Graph(output).values if isinstance(value, Linear))
+        projections = {linear.weight for linear in linears}
         names = [n for n, w in self.weights.items() if w in changes and w not in projections]
         if names:
             raise UnsupportedError(
                 f"An adapter changes {', '.join(names[:10])}, which is no projection of its own. "
                 "Merge the adapter into the model, and load what that gives."
             )
-        return Lowering(
+        return lower(
             self.device,
-            ops,
+            output,
             kind,
             self.step,
-            output=output,
-            output_buffer=logits,
+            logits,
             fuse=self.options.fuse,
+            changes=changes,
         )
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:

@@ -30,16 +30,19 @@ from infer.bench.measure import LEAST_PASS, kernel_label, place_step
 from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
 from infer.engine import Engine
-from infer.kernels.compiler.graph import Ops
-from infer.kernels.compiler.lowering import Lowering, StepKind
+from infer.kernels.compiler.fusion import rewrite
+from infer.kernels.compiler.graph import Graph
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import StepKind, Target
 from infer.kernels.compiler.tuning import ScanVariant, TileVariant, Tuning, VecShape
 from infer.kernels.errors import InferError, RequestError
-from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
+from infer.kernels.ops import functional as ops
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.llm import DTYPES
 from infer.memory import DEFAULT_CONTEXT
@@ -195,10 +198,12 @@ class ForcedTuning(Tuning):
 class ForcedLowering(Lowering):
     """Knows what variant each kernel is of."""
 
-    def __init__(self, *args: Any, tuning: ForcedTuning, **options: Any) -> None:
+    def __init__(
+        self, target: Target, graph: Graph, step: Buffer, output: Buffer, tuning: ForcedTuning
+    ) -> None:
         self.forced = tuning
         self.variants: dict[KernelSpec, Any] = {}
-        super().__init__(*args, tuning=tuning, **options)
+        super().__init__(target, graph, step, output)
 
     def emit(self, name: str, *args: Any, **options: Any) -> None:
         super().emit(name, *args, **options)
@@ -262,18 +267,11 @@ class Sweep:
     def _lower(self, variant: Any) -> ForcedLowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
-        ops = Ops()
-        output = engine.model.forward(ops, engine.weights, engine.ropes, engine.caches)
-        return ForcedLowering(
-            engine.device,
-            ops,
-            StepKind(self.rows, logits=1),
-            engine.step,
-            output=output,
-            output_buffer=engine.logits,
-            fuse=engine.options.fuse,
-            tuning=ForcedTuning(engine.device, self.kernel, variant),
-        )
+        graph = Graph(engine.model.forward(engine.weights, engine.ropes, engine.caches))
+        tuning = ForcedTuning(engine.device, self.kernel, variant)
+        target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
+        rewrite(graph, target, {})
+        return ForcedLowering(target, graph, engine.step, engine.logits, tuning)
 
     def _groups(self, lowering: ForcedLowering) -> list[Group]:
         """The dispatches of each shape in order, with those that finish their work."""

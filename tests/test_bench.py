@@ -29,6 +29,7 @@ from infer.bench.report import (
     results_table,
 )
 from infer.engine import Engine, EngineOptions
+from infer.kernels.ops import functional as ops
 from infer.kernels.checks.forward import Forward
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.bandwidth import BLOCK, copy, copy_bandwidth
@@ -240,7 +241,7 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
     with device.scope():
         weights = random_weights(device, list(model.weights()), "bf16", published=PUBLISHED[kind])
         forward = Forward(device, 64)
-        rows = forward.ops.embedding(weights["layers.0.mlp.down_proj"])
+        rows = ops.embedding(weights["layers.0.mlp.down_proj"])
         values = forward.run(rows, tokens=range(64))
         assert abs(values.mean()) < 0.01
         assert values.std() * 256**0.5 == pytest.approx(1, rel=0.4)

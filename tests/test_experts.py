@@ -28,6 +28,7 @@ from test_kernels import (
 
 from infer.bench.measure import weight_bytes_per_token
 from infer.engine import Engine, EngineOptions
+from infer.kernels.ops import functional as ops
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.check import exact_weight, grouped, int8_rows, multiplied
@@ -226,9 +227,9 @@ def test_experts_in_codes(device: Device, rng: np.random.Generator, dtype: str, 
     logits = logits_of(rng, rows, 5)
     with device.scope():
         forward = Forward(device, rows)
-        routing = forward.ops.route(forward.input(logits), 2, normalize=False)
+        routing = ops.route(forward.input(logits), 2, normalize=False)
         weight = codes.to_gpu(device)
-        y = forward.run(forward.ops.expert_gate_up(forward.input(x), routing, weight))
+        y = forward.run(ops.expert_gate_up(forward.input(x), weight, routing))
     ids, _ = reference.route(logits, 2, False)
     expected = reference.expert_gate_up(exact, ids, multiplied(codes, values).reshape(5, 64, 64))
     assert nmse(y, expected.reshape(rows, -1)) <= LIMIT
@@ -281,10 +282,9 @@ def test_shared_experts_are_the_last_of_a_stack(
     into, back = (exact_weight(rng, 42 * n, k, "bf16") for n, k in ((64, width), (width, inner)))
     with device.scope():
         forward = Forward(device, rows)
-        ops = forward.ops
         routing = ops.route(forward.input(logits), **own)
-        y = ops.expert_gate_up(forward.input(x), routing, to_gpu(device, into, "bf16"))
-        y = ops.expert_down(y, routing, to_gpu(device, back, "bf16"))
+        y = ops.expert_gate_up(forward.input(x), to_gpu(device, into, "bf16"), routing)
+        y = ops.expert_down(y, to_gpu(device, back, "bf16"), routing)
         result = forward.run(y)
     ids, weights = reference.route(logits, **own)
     expected = reference.expert_gate_up(x, ids, into.reshape(42, 64, -1))
@@ -326,7 +326,6 @@ def layer_error(
 
     def output(**own: Any) -> Array:
         forward = Forward(device, rows, plan_rows=plan_rows, **own)
-        ops = forward.ops
         w = {n: to_gpu(device, v, "f32" if n == "router" else dtype) for n, v in values.items()}
         first, second = (to_gpu(device, norm) for norm in norms)
         into, back = (to_gpu(device, b) if bias else None for b in biases)
@@ -338,8 +337,8 @@ def layer_error(
         own_route: dict[str, Any] = {"shared": stacked, "gated": logits.width > experts}
         own_route["correction"] = None if bias else to_gpu(device, corrections)
         routing = ops.route(logits, slots, normalize=True, sigmoid=not bias, **own_route)
-        y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
-        y = ops.expert_down(y, routing, w["down"], back)
+        y = ops.expert_gate_up(normed, w["gate_up"], routing, into)
+        y = ops.expert_down(y, w["down"], routing, back)
         if shared and not stacked:
             beside = ops.linear(forward.input(x[:, ::-1]), w["shared"])
             y = (ops.sigmoid_gate(beside, *gate) if gate else beside) + y

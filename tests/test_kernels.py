@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
 
+from infer.kernels.ops import functional as ops
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import Array, Codes, rounded, to_gpu
 from infer.kernels.checks.check import (
@@ -228,10 +229,10 @@ def test_a_plan_serves_fewer_rows(
     x, norm, weight = normal(rng, rows, 37), normal(rng, 37), normal(rng, 42, 37)
     with device.scope():
         forward = Forward(device, rows, plan_rows=plan_rows)
-        value = forward.ops.rmsnorm(forward.input(x), to_gpu(device, norm), EPS)
-        both = forward.ops.linear(value, to_gpu(device, weight, "bf16"))
-        gate, up = forward.ops.split(both, 21, 21)
-        y = forward.run(forward.ops.activation(gate, "silu") * up)
+        value = ops.rmsnorm(forward.input(x), to_gpu(device, norm), EPS)
+        both = ops.linear(value, to_gpu(device, weight, "bf16"))
+        gate, up = ops.split(both, 21, 21)
+        y = forward.run(ops.activation(gate, "silu") * up)
     both = reference.matmul(reference.rmsnorm(x, norm, EPS), rounded(weight, "bf16"))
     assert nmse(y, reference.silu(both[:, :21]) * both[:, 21:]) <= LIMIT
 
@@ -399,7 +400,7 @@ def chain_error(
         first, second = (rounded(normal(rng, *shape), dtype) for shape in shapes)
     added, norm, behind = normal(rng, rows, n), normal(rng, n), normal(rng, n)
     forward = Forward(device, rows, **options)
-    ops, y = forward.ops, reference.matmul(exact, first)
+    y = reference.matmul(exact, first)
     value = ops.linear(forward.input(x), to_gpu(device, first, dtype))
     if kind in ("gated", "product"):
         gate, up = ops.split(value, n, n) if kind == "gated" else (value, forward.input(added))
@@ -468,7 +469,7 @@ def test_a_norm_before_projections_of_both_kinds(
     scale = 1 / np.sqrt(np.mean(y * y) + EPS)
     with device.scope():
         forward = Forward(device, 1)
-        ops, value = forward.ops, forward.input(x)
+        value = forward.input(x)
         value = value + ops.linear(value, to_gpu(device, first, "bf16"))
         normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
         outputs, expected = [], np.zeros((1, 64))
@@ -530,8 +531,8 @@ def test_heads_before_a_quantized_projection(
     second = exact_weight(rng, 40, 4 * n, "q8")
     with device.scope():
         forward = Forward(device, rows)
-        y = forward.ops.head_linear(forward.input(x), to_gpu(device, first), 4)
-        output = forward.ops.linear(y, to_gpu(device, second, "q8"))
+        y = ops.head_linear(forward.input(x), to_gpu(device, first), 4)
+        output = ops.linear(y, to_gpu(device, second, "q8"))
         kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
         assert ("quantize" in kernels) == ((rows, n) != (1, 48))
         y = forward.run(output)

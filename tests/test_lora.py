@@ -32,12 +32,12 @@ from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
 from infer.engine import Engine
 from infer.hub import DEMO, resolve, resolve_adapter
+from infer.kernels.ops import functional as ops
 from infer.kernels.checks import reference
 from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
 from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.graph import LowRank
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -47,6 +47,7 @@ from infer.kernels.errors import (
 )
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.ops.linear import LowRank
 from infer.models import open_model
 from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
 from infer.models.loading.formats.packed import read_rows
@@ -295,9 +296,9 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> Non
             quantized = int8_rows(rng, rows, k)
             x, exact = (np.empty_like(part) for part in quantized)
             x[:, order], exact[:, order] = quantized
-        forward = Forward(device, rows)
-        forward.ops.changes = {weight: LowRank(to_gpu(device, a), to_gpu(device, b))}
-        y = forward.run(forward.input(h) + forward.ops.linear(forward.input(x), weight))
+        changes = {weight: LowRank(to_gpu(device, a), to_gpu(device, b))}
+        forward = Forward(device, rows, changes=changes)
+        y = forward.run(forward.input(h) + ops.linear(forward.input(x), weight))
     change = reference.matmul(reference.matmul(x, a), b)
     assert nmse(y, h + reference.matmul(exact, values) + change) <= 1e-10
     assert nmse(y, h + reference.matmul(exact, values)) > 1e-3

@@ -22,6 +22,7 @@ from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted, write
 
 from infer.cli.report import inspect_model
+from infer.kernels.ops import functional as ops
 from infer.kernels.checks import reference
 from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
@@ -92,7 +93,7 @@ def test_every_format_on_the_gpu(
         if weight.order is not None:
             order = device.read(weight.order, np.uint32)
         forward = Forward(device, rows)
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(rows)))
+        y = forward.run(ops.embedding(weight), tokens=list(range(rows)))
         assert nmse(y, expected[:, order]) <= 1e-14
     for n in (1, 40) if device.subgroups else (1,):  # many rows need none
         rng = np.random.default_rng(n)
@@ -104,7 +105,7 @@ def test_every_format_on_the_gpu(
         with device.scope():
             weight = loaded(device, DATA / case, shape_of(case))
             forward = Forward(device, n)
-            y = forward.run(forward.ops.linear(forward.input(x), weight))
+            y = forward.run(ops.linear(forward.input(x), weight))
         limit = NF4_LIMIT if weight.dtype == "nf4" else LIMIT
         assert nmse(y, reference.matmul(exact, expected)) <= limit
 
@@ -160,11 +161,11 @@ def test_blocks_and_stacks_of_them_keep_their_values(
             weight = load_weights(device, [own], checkpoint)["w"]
             assert weight.dtype == dtype
             forward = Forward(device, len(values))
-            y = forward.run(forward.ops.embedding(weight), tokens=list(range(len(values))))
+            y = forward.run(ops.embedding(weight), tokens=list(range(len(values))))
             assert nmse(y, exact) <= 1e-14
         x, exact = int8_rows(rng, 3, columns)
         forward = Forward(device, 3)
-        y = forward.run(forward.ops.linear(forward.input(x), weight))
+        y = forward.run(ops.linear(forward.input(x), weight))
     rounded = exact if dtype in INTEGERS else x
     assert nmse(y, reference.matmul(rounded, values)) <= LIMIT
 
@@ -201,7 +202,7 @@ def test_parts_may_have_different_orders(device: Device, tmp_path: Path) -> None
             assert weight.dtype == ("q4" if len(only) == 1 else "f32")
             if len(only) == 2:
                 forward = Forward(device, 2 * rows)
-                y = forward.run(forward.ops.embedding(weight), tokens=list(range(2 * rows)))
+                y = forward.run(ops.embedding(weight), tokens=list(range(2 * rows)))
                 np.testing.assert_array_equal(y, np.concatenate(values))
 
 
@@ -251,7 +252,7 @@ def test_parts_of_a_packed_source(
         weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))[name]
         assert weight.dtype == ("mxfp4" if name == "w" else "f32")
         forward = Forward(device, 48)
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(48)))
+        y = forward.run(ops.embedding(weight), tokens=list(range(48)))
     assert nmse(y, expected[np.concatenate([np.array(part) for part in parts])]) <= 1e-14
     assert sum(rows) == 48
 
@@ -267,7 +268,7 @@ def test_columns_of_a_packed_source(device: Device, case: str) -> None:
     with device.scope():
         weight = load_weights(device, [spec], checkpoint)["w"]
         forward = Forward(device, 2 * rows)
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(2 * rows)))
+        y = forward.run(ops.embedding(weight), tokens=list(range(2 * rows)))
     assert nmse(y, np.concatenate([expected[:, half:], expected[:, :half]])) <= 1e-14
     odd = case in ("compressed_fp8_block", "gptq_4bit_act_order", "gptq_4bit_zeros")
     assert stored(spec, checkpoint).packed == (not odd)
@@ -286,7 +287,7 @@ def test_rows_of_a_packed_source_that_become_columns(
         weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))["w"]
         assert (weight.dtype, weight.shape) == ("f32", (2 * expected.shape[1], 14))
         forward = Forward(device, weight.shape[0])
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(weight.shape[0])))
+        y = forward.run(ops.embedding(weight), tokens=list(range(weight.shape[0])))
     assert nmse(y, np.concatenate([expected[part.start : part.stop].T for part in parts])) <= 1e-14
 
 
@@ -473,7 +474,7 @@ def test_gpt_oss_as_it_is_published(device: Device, tmp_path: Path) -> None:
             rows = weights[0][name].shape[0]
             forwards = [(Forward(device, rows), own[name]) for own in weights]
             expected, actual = (
-                forward.run(forward.ops.embedding(weight), tokens=range(rows))
+                forward.run(ops.embedding(weight), tokens=range(rows))
                 for forward, weight in forwards
             )
             assert np.array_equal(actual, expected)

@@ -17,8 +17,8 @@ from marks import others_full
 
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.functions import validate
-from infer.kernels.compiler.graph import Ops, Rope
-from infer.kernels.compiler.lowering import Lowering, StepKind
+from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.target import StepKind
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.shader import (
@@ -32,6 +32,8 @@ from infer.kernels.gpu.shader import (
     render_text,
 )
 from infer.kernels.gpu.tensor import allocate
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.sampler import Sampler, SamplerChain
@@ -381,7 +383,6 @@ def model_specs(
     specs = joined(model.weights(), lambda spec: Stored(dtype))
     weights = {spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in specs}
     for kv_dtype, fuse, (rows, logits) in steps:
-        ops = Ops()
         caches: list[Cache] = []
         ropes = []
         for layer, (state, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
@@ -393,15 +394,9 @@ def model_specs(
                 caches += KVCache(dry, [c.kv_shape(layer)], 4096, dtype=kv_dtype).layers
             own = c.local_rope if c.local_rope and c.windows[layer] else c.rope
             ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
-        output = model.forward(ops, weights, ropes, caches)
-        lowering = Lowering(
-            dry,
-            ops,
-            StepKind(rows, logits),
-            dry.buffer(1),
-            output=output,
-            output_buffer=dry.buffer(1),
-            fuse=fuse,
+        output = model.forward(weights, ropes, caches)
+        lowering = lower(
+            dry, output, StepKind(rows, logits), dry.buffer(1), dry.buffer(1), fuse=fuse
         )
         yield from (kernel.spec for kernel in lowering.kernels)
 

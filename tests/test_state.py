@@ -24,6 +24,7 @@ from test_kernels import (
 )
 
 from infer.engine import Engine
+from infer.kernels.ops import functional as ops
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.check import exact_weight
@@ -203,8 +204,8 @@ def test_gated_rmsnorm_that_goes_out_as_int8(
         for fuse in (True, False):
             forward = Forward(device, 1, fuse=fuse)
             own = to_gpu(device, weight)
-            y = forward.ops.gated_rmsnorm(forward.input(x), forward.input(gate), own, EPS)
-            y = forward.ops.linear(y, to_gpu(device, matrix, "q8"))
+            y = ops.rmsnorm(forward.input(x), own, EPS, gate=forward.input(gate))
+            y = ops.linear(y, to_gpu(device, matrix, "q8"))
             kernels = [kernel.spec.name for kernel in forward.lower(y)[0].kernels]
             whole_halves = fuse and width % 16 == 0
             assert kernels == ["rmsnorm"] + ["quantize"] * (not whole_halves) + ["matmul_vec"]
