@@ -213,7 +213,7 @@ class Engine:
 
     def _lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
         changes = self.adapters[adapter]
-        output = self.model.forward(self.weights, self.ropes, self.caches)
+        output = self.model.forward(ops, self.weights, self.ropes, self.caches)
         linears = (value for value in Graph(output).values if isinstance(value, Linear))
         projections = {linear.weight for linear in linears}
         names = [n for n, w in self.weights.items() if w in changes and w not in projections]

@@ -220,8 +220,8 @@ class Gemma4Text(MixtureOfExperts):
             normalize=True,
             expert_scales=w["router.per_expert_scale"],
         )
-        y = ops.expert_gate_up(x, routing, w["experts.gate_up_proj"], function=c.activation)
-        return ops.expert_down(y, routing, w["experts.down_proj"])
+        y = ops.expert_gate_up(x, w["experts.gate_up_proj"], routing, function=c.activation)
+        return ops.expert_down(y, w["experts.down_proj"], routing)
 
 
 def read_global_heads(raw: RawConfig, windows: Sequence[int], k_eq_v: bool) -> tuple[int, int]:

@@ -81,5 +81,5 @@ class GptOss(MixtureOfExperts):
         logits = ops.linear(x, w["router"], w["router.bias"])
         routing = ops.route(logits, self.experts.per_token, normalize=True)
         into, back = "experts.gate_up_proj", "experts.down_proj"
-        y = ops.expert_gate_up(x, routing, w[into], w[f"{into}.bias"], "clamped_swiglu")
-        return ops.expert_down(y, routing, w[back], w[f"{back}.bias"])
+        y = ops.expert_gate_up(x, w[into], routing, w[f"{into}.bias"], "clamped_swiglu")
+        return ops.expert_down(y, w[back], routing, w[f"{back}.bias"])

@@ -267,7 +267,7 @@ class Sweep:
     def _lower(self, variant: Any) -> ForcedLowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
-        graph = Graph(engine.model.forward(engine.weights, engine.ropes, engine.caches))
+        graph = Graph(engine.model.forward(ops, engine.weights, engine.ropes, engine.caches))
         tuning = ForcedTuning(engine.device, self.kernel, variant)
         target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
         rewrite(graph, target, {})

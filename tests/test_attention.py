@@ -26,7 +26,6 @@ from test_kernels import (
     thirds,
 )
 
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import Array, from_rows, rounded, to_gpu, to_rows
 from infer.kernels.checks.check import exact_weight, int8_rows, kv_step, nearest_output
@@ -39,6 +38,7 @@ from infer.kernels.compiler.tuning import AttentionVariant, Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
+from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.state.step import HEADER, ROW, pack_step

@@ -29,7 +29,6 @@ from infer.bench.report import (
     results_table,
 )
 from infer.engine import Engine, EngineOptions
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks.forward import Forward
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.bandwidth import BLOCK, copy, copy_bandwidth
@@ -37,6 +36,7 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.ops import functional as ops
 from infer.models import build_model
 from infer.models.loading.config import RawConfig
 from infer.models.loading.shapes import PUBLISHED, SHAPES, shape_config

@@ -28,7 +28,6 @@ from test_kernels import (
 
 from infer.bench.measure import weight_bytes_per_token
 from infer.engine import Engine, EngineOptions
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.check import exact_weight, grouped, int8_rows, multiplied
@@ -38,6 +37,7 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping, allocate
+from infer.kernels.ops import functional as ops
 from infer.models import build_model, open_model
 from infer.models.loading.checkpoint import SINGLE, Checkpoint
 from infer.models.loading.config import RawConfig

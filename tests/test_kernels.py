@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
 
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import Array, Codes, rounded, to_gpu
 from infer.kernels.checks.check import (
@@ -44,6 +43,7 @@ from infer.kernels.gpu.plan import dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
+from infer.kernels.ops import functional as ops
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig

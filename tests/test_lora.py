@@ -32,7 +32,6 @@ from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
 from infer.engine import Engine
 from infer.hub import DEMO, resolve, resolve_adapter
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks import reference
 from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
 from infer.kernels.checks.check import int8_rows
@@ -47,6 +46,7 @@ from infer.kernels.errors import (
 )
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
 from infer.models import open_model
 from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint

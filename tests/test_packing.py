@@ -22,7 +22,6 @@ from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted, write
 
 from infer.cli.report import inspect_model
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks import reference
 from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
@@ -32,6 +31,7 @@ from infer.kernels.gpu import upload
 from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.tensor import INTEGERS, GpuTensor
+from infer.kernels.ops import functional as ops
 from infer.models import open_model
 from infer.models.loading import packing
 from infer.models.loading.checkpoint import Checkpoint, TensorInfo

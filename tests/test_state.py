@@ -24,7 +24,6 @@ from test_kernels import (
 )
 
 from infer.engine import Engine
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.check import exact_weight
@@ -32,6 +31,7 @@ from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import DeltaVariant, ScanVariant, Tuning
 from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.ops import functional as ops
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5

@@ -20,7 +20,6 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.ops import functional as ops
 from infer.kernels.checks.arrays import Array, Codes, from_rows, to_gpu, to_rows
 from infer.kernels.checks.forward import (
     Floats,
@@ -38,6 +37,7 @@ from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.shader import Value as ParamValue
 from infer.kernels.gpu.shader import render_text
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVCache, KVShape, from_kv, to_kv
 from infer.kernels.state.layer_state import LayerState, StateShape

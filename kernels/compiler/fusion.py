@@ -84,14 +84,13 @@ def _prepared(
     reader: Projection, target: Target, *, int8: bool, keep: bool = True, made: bool = False
 ) -> Prepared:
     """What a projection reads of its x."""
-    experts = isinstance(reader, ExpertDown)
     return Prepared(
         reader.x,
         reader.norm,
         int8,
-        target.kind.rows if experts else target.rows(reader),
+        target.rows(reader),
         order=reader.weight.order,
-        parts=reader.routing.all_slots if experts else 1,
+        parts=reader.x_parts,
         part=reader.weight.shape[1],
         keep=keep,
         made=made,
@@ -117,12 +116,12 @@ def choice_into_experts(graph: Graph, target: Target) -> None:
     """route -> experts: into their first projection (decode). Eight bindings have room for a
     correction or biases."""
     for route in each(graph, Route):
-        first, *rest = graph.users(route) or [route]
-        if not isinstance(first, ExpertGateUp) or not all(isinstance(u, ExpertDown) for u in rest):
+        first = next((u for u in graph.users(route) if isinstance(u, ExpertGateUp)), None)
+        others = [user for user in graph.users(route) if user is not first]
+        if first is None or not all(isinstance(user, ExpertDown) for user in others):
             continue
-        if not target.kind.vec or route.expert_scales is not None or route.groups != (1, 1):
-            continue
-        if route.correction is None or first.bias is None:
+        plain = route.expert_scales is None and route.groups == (1, 1)
+        if target.kind.vec and plain and (route.correction is None or first.bias is None):
             graph.update(route, made=True)
             graph.update(first, chooses=True)
 
@@ -189,25 +188,23 @@ def _takes_residual(value: Value) -> bool:
 
 def _residual_into_sum(graph: Graph, target: Target, add: Add) -> None:
     for both, other in ((add.b, add.a), (add.a, add.b)):
-        summed = isinstance(both, Linear | ExpertDown | RMSNorm) and both.residual is not None
-        if not summed or not graph.is_read_by(both, add) or isinstance(other, Slice):
+        if not isinstance(both, Linear | ExpertDown | RMSNorm) or both.residual is None:
             continue
-        first = both.residual
-        gate = None
-        if isinstance(first, SigmoidGate) and first.gate.width == 1 and target.kind.vec:
-            linear, gate = first.x, first.gate
-            alone = graph.is_read_by(linear, first) and graph.is_read_by(first, both)
-            alone = alone and isinstance(linear, Linear) and linear.bias is None
-        else:
-            linear = first
-            alone = graph.is_read_by(linear, both)
-        if not (isinstance(linear, Linear) and linear.is_plain and alone):
+        if not graph.is_read_by(both, add) or isinstance(other, Slice):
             continue
-        graph.replace(add, both)
-        graph.move(linear, before=both)
-        graph.update(linear, residual=other, gate=gate)
-        graph.update(both, residual=linear)
-        return
+        linear: Value = both.residual
+        reader: Value = both
+        gate: Value | None = None
+        if isinstance(linear, SigmoidGate) and linear.gate.width == 1 and target.kind.vec:
+            reader, gate, linear = linear, linear.gate, linear.x
+        if not isinstance(linear, Linear) or not linear.is_plain:
+            continue
+        alone = graph.is_read_by(linear, reader) and graph.is_read_by(both.residual, both)
+        if alone and (gate is None or linear.bias is None):
+            graph.update(linear, residual=other, gate=gate)
+            graph.replace(add, both, residual=linear)
+            graph.move(linear, before=both)
+            return
 
 
 def scale_into_norm(graph: Graph, target: Target) -> None:
@@ -390,11 +387,12 @@ def prepare_in_makers(graph: Graph, target: Target) -> None:
         form = _wanted(graph, maker) if target.kind.vec else None
         if form is None or not maker.writes(form, target):
             continue
+        users = [user for user in graph.users(maker) if isinstance(user, Projection)]
         readers = [
             user
-            for user in graph.users(maker)
-            if isinstance(user, Projection) and user.x is maker and user.norm is form.norm
-            if user.int8 == form.int8 and user.weight.order is None
+            for user in users
+            if user.x is maker and user.norm is form.norm and user.int8 == form.int8
+            if user.weight.order is None
         ]
         prepared = _prepared(readers[0], target, int8=form.int8, keep=form.keep, made=True)
         graph.insert(prepared, before=maker)
@@ -406,34 +404,31 @@ def prepare_in_makers(graph: Graph, target: Target) -> None:
 def _wanted(graph: Graph, x: Value) -> Form | None:
     """The one form, if there is one, in which projections want to read x. Where some read int8 and
     others not, as a router does, those read x itself."""
-    forms: set[Form] = set()
+    projections: dict[Norm | None, list[Projection]] = {}
     others = False
-    by_norm: dict[Norm, list[Projection]] = {}
-    plain: list[Value] = []
-    for user in graph.users(x):
-        if isinstance(user, Projection) and user.x is x and user.norm is not None:
-            by_norm.setdefault(user.norm, []).append(user)
+    for user in dict.fromkeys(graph.users(x)):
+        uses = [name for name, source in user.links() if source is x]
+        others = others or uses != ["x"]
+        if isinstance(user, Projection) and "x" in uses:
+            projections.setdefault(user.norm, []).append(user)
         elif isinstance(user, LogitsRows) and any(
             isinstance(reader, Projection) and (reader.norm is not None or reader.int8)
             for reader in graph.users(user)
         ):
             return None  # they are copied first
         else:
-            plain.append(user)
-    for norm, readers in by_norm.items():
-        int8 = {reader.int8 for reader in readers}
-        if any(reader.weight.order is not None for reader in readers):
+            others = True
+    forms: list[Form] = []
+    for norm, readers in projections.items():
+        in_order = all(reader.weight.order is None for reader in readers)
+        if norm is not None and not in_order:
             others = True
             continue
-        forms.add(Form(norm, True in int8))
-        others = others or len(int8) > 1
-    for user in plain:
-        reads = isinstance(user, Projection) and user.x is x
-        if reads and user.int8 and user.weight.order is None:
-            forms.add(Form(None, int8=True))
-        else:
-            others = True
-    return replace(forms.pop(), alone=not others) if len(forms) == 1 else None
+        int8 = {reader.int8 and reader.weight.order is None for reader in readers}
+        if norm is not None or True in int8:
+            forms.append(Form(norm, True in int8))
+        others = others or len(int8) > 1 or (norm is None and int8 == {False})
+    return replace(forms[0], alone=not others) if len(forms) == 1 else None
 
 
 RULES: tuple[Rule, ...] = (

@@ -7,10 +7,9 @@ nothing else. Rules (fusion.py) rewrite the graph, then each operation emits its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
@@ -28,7 +27,7 @@ def stride(width: int) -> int:
     return -(-width // 8) * 8
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Value:
     """A symbolic activation [rows of the step][width], f32, and the operation that makes it; rows
     lie `stride(width)` values apart. Fields that are Values are its inputs.
@@ -56,27 +55,24 @@ class Value:
         """Emit its kernels."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[{self.width}]"
+
     @property
     def inputs(self) -> list[Value]:
         return [value for _, value in self.links()]
 
-    def links(self) -> Iterator[tuple[str, Value]]:
-        """Its inputs, with the names of the fields that they are in."""
-        for name in _field_names(self.__class__):
-            value = getattr(self, name, None)
-            if isinstance(value, Value):
-                yield name, value
+    def links(self) -> list[tuple[str, Value]]:
+        """Its inputs, with the names of the fields that they are in; but what it `prepares` reads
+        it."""
+        named = vars(self).items()
+        return [(n, v) for n, v in named if isinstance(v, Value) and n != "prepares"]
 
     def __add__(self, other: Value) -> Value:
         return Add(self, other)
 
     def __mul__(self, other: Value) -> Value:
         return Mul(self, other)
-
-
-@cache
-def _field_names(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(cls) if item.name != "prepares")  # reads this
 
 
 def operation(cls: Callable[P, Value]) -> Callable[P, Value]:
@@ -91,7 +87,7 @@ def same_width(a: Value, b: Value) -> int:
     return a.width
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Input(Value):
     """An activation that is there already."""
 
@@ -105,7 +101,7 @@ class Input(Value):
         pass
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Slice(Value):
     """Columns of x from `offset` on, as a view: nothing is copied."""
 
@@ -126,7 +122,8 @@ def source(value: Value) -> tuple[Value, int, int]:
     """Where a value lies: its activation, that one's row stride, and its first column."""
     offset = 0
     while isinstance(value, Slice):
-        value, offset = value.x, offset + value.offset
+        offset += value.offset
+        value = value.x
     return value, stride(value.width), offset
 
 
@@ -137,7 +134,7 @@ def split(x: Value, *widths: int) -> tuple[Value, ...]:
     return tuple(Slice(x, sum(widths[:i]), width) for i, width in enumerate(widths))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LogitsRows(Value):
     """The rows of x that get logits."""
 
@@ -158,7 +155,7 @@ class LogitsRows(Value):
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Elementwise(Value):
     a: Value
     b: Value
@@ -206,7 +203,7 @@ class Graph:
         found = sorted(_reachable(output), key=lambda value: value.number)
         copies = {value: copy(value) for value in found}
         for value in copies.values():
-            for name, source in list(value.links()):
+            for name, source in value.links():
                 setattr(value, name, copies[source])
         self.values = list(copies.values())
         self.output = copies[output]
@@ -290,3 +287,18 @@ def _reachable(output: Value) -> Iterable[Value]:
             missing += value.inputs
     return found
 
+
+# TODO lead: until models are converted
+Ops = Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Rope":
+        from infer.kernels.ops.rope import Rope
+
+        return Rope
+    if name in ("LowRank", "Changes"):
+        from infer.kernels.ops import linear
+
+        return getattr(linear, name)
+    raise AttributeError(name)

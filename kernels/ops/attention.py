@@ -99,7 +99,7 @@ _UNTURNED = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RopeKVWrite(Value):
     """The queries of a projection x, normed and rotated; keys likewise and values go to the cache.
     columns: of the queries."""
@@ -137,7 +137,7 @@ class RopeKVWrite(Value):
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Attention(Maker):
     """k and v appended to the cache, then softmax(scale * q k^T) v over what each row sees: all
     positions up to its own, or the last `window` of them. With a softcap, the scores go through

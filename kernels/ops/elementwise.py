@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from infer.kernels.compiler.lowering import Lowering
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Each(Value):
     """Computes every value of x from one, by the kernel of that name."""
 
@@ -54,7 +54,7 @@ class _Each(Value):
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Activation(_Each):
     """silu, gelu, gelu_tanh, relu or relu2 of each value (activate.wgsl).
 
@@ -74,7 +74,7 @@ class Activation(_Each):
         return {"ACTIVATION": self.function, "GATED": self.gated}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Softcap(_Each):
     """cap * tanh(x / cap) (Gemma Team 2024)."""
 
@@ -86,7 +86,7 @@ class Softcap(_Each):
         return {"SOFTCAP": float(self.cap)}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Clip(_Each):
     """x, no further from zero than limit."""
 
@@ -98,7 +98,7 @@ class Clip(_Each):
         return {"LIMIT": float(self.limit)}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class XIELU(_Each):
     """xIELU of each value (xielu.wgsl). shape [4]: alpha_p, alpha_n, beta, eps."""
 
@@ -115,7 +115,7 @@ class XIELU(_Each):
         return [self.shape.buffer]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Scale(_Each):
     """x times a number; factor [1]."""
 
@@ -132,7 +132,7 @@ class Scale(_Each):
         return [self.factor.buffer]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PositionScale(_Each):
     """x times 1 + beta log(1 + floor(position / interval)) (Llama 4, Meta 2025)."""
 
@@ -148,7 +148,7 @@ class PositionScale(_Each):
         return {"BETA": float(self.beta), "INTERVAL": self.interval}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SigmoidGate(Value):
     """x * sigmoid(gate), the gate a single value for each row, or as wide as x."""
 

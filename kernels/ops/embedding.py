@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from infer.kernels.compiler.lowering import Lowering
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Embedding(Value):
     """The rows of `weight` [vocab, width] for the step's tokens, times scale."""
 
@@ -26,7 +26,7 @@ class Embedding(Value):
         _lower(low, self, self.weight, self.scale, by_position=False)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PositionEmbedding(Value):
     """The rows of `weight` [positions, width] for the step's positions."""
 

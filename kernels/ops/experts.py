@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infer.kernels.compiler.lowering import Lowering
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Route(Value):
     """The experts of each row: those with the `slots` largest logits, and their softmax over all
     experts; normalize: over those chosen. Rows are ids, best first, then weights, times scale.
@@ -174,7 +174,7 @@ _CHOSEN_BEFORE = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Experts(Projection):
     """A projection by the experts of each row."""
 
@@ -300,7 +300,7 @@ class _Experts(Projection):
         return {"FIRST_EXPERT": shard.start // rows, "SHARD_EXPERTS": shard.rows // rows}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ExpertGateUp(_Experts):
     """function(x gate^T) * (x up^T), or clamped_swiglu of both (activate.wgsl), by each of a row's
     experts, one result after the other, each in stride(inner) values. weight [experts * 2 * inner,
@@ -339,10 +339,14 @@ class ExpertGateUp(_Experts):
             self.lower_tiles(low, inputs, self, self.function, self.routing.all_slots)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ExpertDown(_Experts):
     """What a row's experts make of their results x, each times its weight in the routing, added up
     in the order of the ids; weight [experts * width, inner], bias [experts * width]."""
+
+    @property
+    def x_parts(self) -> int:
+        return self.routing.all_slots
 
     def checked_width(self) -> int:
         if self.routing.all_slots * stride(self.weight.shape[1]) != self.x.width:

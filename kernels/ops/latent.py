@@ -70,7 +70,7 @@ NO_KEY: dict[str, Any] = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LatentWrite(Value):
     """The key and the latent in x to the cache, in a kernel of its own; nothing reads its result
     but through the cache."""

@@ -35,7 +35,7 @@ class LowRank:
 Changes = Mapping[GpuTensor, LowRank]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Projection(Maker):
     """Multiplies whole rows of x by a weight.
 
@@ -49,6 +49,11 @@ class Projection(Maker):
     residual: Value | None = field(default=None, kw_only=True)
 
     weight: GpuTensor = field(init=False)
+
+    @property
+    def x_parts(self) -> int:
+        """Rows that it multiplies which lie side by side in a row of x."""
+        return 1
 
     @property
     def int8(self) -> bool:
@@ -91,7 +96,7 @@ def whole_rows(low: Lowering, weight: GpuTensor) -> dict[str, int]:
     return heads | {"X_STRIDE": stride(weight.shape[1]), "SOFTWARE": low.device.software}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Linear(Projection):
     """scale * (x W^T + bias); weight [out, in], bias [out].
 
@@ -254,7 +259,7 @@ class Linear(Projection):
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class HeadLinear(Maker):
     """W_h x_h^T for each of the heads that lie side by side in x, where x_h is as many of its last
     values as W_h has columns; weight [heads * out, in]. The values before them are left out or,

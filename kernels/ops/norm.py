@@ -22,7 +22,7 @@ def _checked(x: Value, weight: GpuTensor, groups: int) -> int:
     return x.width
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RMSNorm(Maker):
     """x / rms(x) * weight (Zhang & Sennrich 2019), over each part of x as wide as the weight: the
     whole row, or head by head. Or over each of so many groups of what the weight covers, with
@@ -104,7 +104,7 @@ class RMSNorm(Maker):
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LayerNorm(Value):
     """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016), over such parts as RMSNorm."""
 

@@ -52,7 +52,7 @@ class Form:
         return not self.int8 or (target.kind.rows == 1 and maker.width % BLOCK == 0)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Prepared(Value):
     """x in a form: its values times the norm's weights, f32; or, as int8, integers, and the scale
     and the sum of squares of every half of a block of 32. order: of its columns, u32 [width].
@@ -109,7 +109,7 @@ class Prepared(Value):
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Maker(Value):
     """An operation whose kernel can also write its result as projections want to read it.
 

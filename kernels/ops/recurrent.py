@@ -20,7 +20,7 @@ _CONV_ROWS = 16  # of a workgroup
 _LARGEST = 3e38  # WGSL has no infinity
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShortConv(Value):
     """Each channel convolved with its last inputs, those before the step from the state; weight
     [channels * taps], the latest input's last. gated: x is B, C and x side by side, and this is C *
@@ -64,7 +64,7 @@ class ShortConv(Value):
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DeltaRule(Value):
     """The gated delta rule (Yang et al. 2024) on the state's matrices; x is queries, keys and
     values side by side, gates is b, then a, of each head (delta_rule.wgsl)."""
@@ -111,7 +111,7 @@ class DeltaRule(Value):
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SSMScan(Maker):
     """The state space model of Mamba 2 (Dao & Gu 2024) on the state's matrices, times silu(z); x is
     x, B and C side by side, dt one value for each head. heads [3 * heads]: A_log, dt_bias and D.

@@ -21,7 +21,7 @@ class Rope:
     interleaved: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Rotate(Value):
     """The heads of x rotated by their position."""
 

@@ -114,5 +114,5 @@ class GatedDeltaNet(Decoder):
         qkv, z = ops.split(qkvz, shape.channels, shape.heads * shape.value_dim)
         qkv = ops.short_conv(qkv, w["conv1d"], None, cache, activation=c.activation)
         y = ops.delta_rule(qkv, gates, w["A_log"], w["dt_bias"], cache)
-        y = ops.gated_rmsnorm(y, z, w["norm"], c.rms_norm_eps)
+        y = ops.rmsnorm(y, w["norm"], c.rms_norm_eps, gate=z)
         return ops.linear(y, w["out_proj"])

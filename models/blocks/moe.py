@@ -135,8 +135,8 @@ class MixtureOfExperts(Decoder):
     def chosen(self, ops: Ops, x: Value, routing: Value, w: Weights) -> Value:
         """The part of the chosen experts in that."""
         c, into = self.config, w[f"experts.{self.first_experts}"]
-        y = ops.expert_gate_up(x, routing, into, function=c.activation, gated=c.gated)
-        return ops.expert_down(y, routing, w["experts.down_proj"])
+        y = ops.expert_gate_up(x, into, routing, function=c.activation, gated=c.gated)
+        return ops.expert_down(y, w["experts.down_proj"], routing)
 
 
 def predicts_further(config: DecoderConfig, key: str) -> bool:
