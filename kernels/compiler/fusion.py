@@ -9,7 +9,7 @@ rmsnorm -> + residual -> * factor     the sum and the product go into the norm
 linear -> activation                  into the projection
 activation(gate) * up                 into the gate/up projection, or one kernel
 activation(linear) * factors          the product goes into the projection (decode)
-norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
+norm, rope of q and k, cache write    rope_kv_write, or attention_decode
 attention * sigmoid(gates)            the gates go into attention (decode)
 rope -> head_linear                   what it keeps is turned there
 rope, norm, write of a latent         latent_write, or head_linear of the queries (decode)

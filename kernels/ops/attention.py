@@ -2,7 +2,7 @@
 
 A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled.
 Without fusing, or without subgroups: attention_scores, softmax, weighted_sum. With one row,
-attention does rope and the cache write as well.
+attention_decode takes the place of rope, the cache write and attention.
 """
 
 from __future__ import annotations
@@ -118,25 +118,12 @@ class _Heads:
         return ((self.rope.table,) if self.rope else ()) + self.weights
 
 
-_UNTURNED = {
-    "ROTARY_DIM": 0,
-    "INTERLEAVED": False,
-    "NORM": False,
-    "ROW_NORM": False,
-    "EPS": 0.0,
-    "TURN_FIRST": False,
-    "OWN": False,
-    "V_NORM": False,
-    "V_IS_K": False,
-}
-
-
 def _turns_in_registers(
     low: Lowering, cache: LayerCache, heads: _Heads, variant: AttentionVariant
 ) -> bool:
-    """Whether attention can do the work of rope_kv_write: rows do not wait for each other's keys,
-    groups of eight dimensions have their partners in one group, scales of int8 are written as the
-    pairs that they are read as, and the bindings suffice."""
+    """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each other's
+    keys, groups of eight dimensions have their partners in one group, scales of int8 are written
+    as the pairs that they are read as, and the bindings suffice."""
     turned = heads.params["ROTARY_DIM"]
     pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
     return (
@@ -318,8 +305,8 @@ def _attention_split(
     variant: AttentionVariant,
     heads: _Heads | None = None,
 ) -> None:
-    """attention and attention_combine; a short context is joined in attention itself. source: the
-    queries, or, with heads, the projection."""
+    """attention or, with heads, attention_decode, and attention_combine; a short context is joined
+    in the first itself. source: the queries, or, with heads, the projection."""
     cache: LayerCache = value.attrs["cache"]
     x, x_stride, x_offset = low.source(source)
     n_heads, sinks, window = value.width // cache.head_dim, _sinks(value), common["WINDOW"]
@@ -335,27 +322,21 @@ def _attention_split(
     if form is not None and quantize:
         outputs = low.prepare(result, form, low.kind.rows)
     inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
-    turning = heads.operands if heads is not None else ()
+    kernel, own = ("attention_decode", heads.operands) if heads is not None else ("attention", ())
     params = (
         common
-        | (heads.params if heads is not None else _UNTURNED)
-        | {
-            "ROPE": heads is not None,
-            "LATENT": cache.shape.latent,
-            "X_STRIDE": x_stride,
-            "X_OFFSET": x_offset,
-            "Y_STRIDE": stride(value.width),
-        }
+        | (heads.params if heads is not None else {"LATENT": cache.shape.latent})
+        | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(value.width)}
     )
     joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
-    operands = [*inputs, *outputs, *turning, *last]
+    operands = [*inputs, *outputs, *last, *own]
     if len(operands) > low.device.limits.storage_buffers or (quantize and cache.head_dim % HALF):
         joined = None
     longest = joined.max_split if joined is not None else 0  # context that one split has room for
     positions = cache.pages_per_sequence * PAGE
     if joined is not None:
         low.emit(
-            "attention",
+            kernel,
             operands,
             _Grid(joined, n_heads // joined.heads, window, 0, longest),
             params
@@ -373,8 +354,8 @@ def _attention_split(
     split = _split_params(cache, variant, window, stored)
     partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
     low.emit(
-        "attention",
-        [*inputs, partial, *turning],
+        kernel,
+        [*inputs, partial, *own],
         _Grid(variant, n_heads // variant.heads, window, longest + 1),
         params
         | split
@@ -438,7 +419,7 @@ def _split_params(
 
 
 def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:
-    """The variant, and how its scores are dealt out to the lanes (see attention.wgsl)."""
+    """The variant, and how its scores are dealt out to the lanes (attention_lanes.wgsl)."""
     lanes, storage = low.tuning.subgroup_size, low.device.limits.workgroup_storage
     merged = variant.merged(storage, lanes)
     if not merged:
