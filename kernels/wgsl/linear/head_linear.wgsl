@@ -44,11 +44,7 @@
 #if LATENT
 @group(0) @binding($(5 + SCALES_BOUND)) var<storage, read> latent: array<f32>;
 @group(0) @binding($(6 + SCALES_BOUND)) var<storage, read> latent_norm: array<f32>;
-#if KV == f32
-@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<vec2<f32>>;
-#else
-@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<u32>;
-#endif
+@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<KvWord>;
 #if PAGED
 @group(0) @binding($(8 + SCALES_BOUND)) var<storage, read> pages: array<u32>;
 #endif

@@ -11,6 +11,7 @@
 // [rows][HEADS][HEAD_DIM], is said in next_input.wgsl.
 #include "step.wgsl"
 #include "softplus.wgsl"
+#let KEY_DIM = STATE_DIM
 #include "scan_values.wgsl"
 // @param GROUPS u32      neighbouring heads share B and C
 // @param HEADS u32
@@ -106,18 +107,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let tile = tid % TILES;
   let part = tid / TILES;
   let column = task.first_column + tile * TILE;
-  // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
-  let origin = (head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
-#for j in 0..STATE_DIM / (4 * SPLIT)
-  var s$j = Block();
-#endfor
-  if (step.rows[0].position > 0u) {
-#for j in 0..STATE_DIM / (4 * SPLIT)
-#for i in 0..4
-    s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE];
-#endfor
-#endfor
-  }
+#include "scan_read_state.wgsl"
   var rows = load(task, 0u, tid);
   for (var first = 0u; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
@@ -170,13 +160,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     }
 #endfor
   }
-  if (column < HEAD_DIM) {
-#for j in 0..STATE_DIM / (4 * SPLIT)
-#for i in 0..4
-    state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE] = s$j[$i];
-#endfor
-#endfor
-  }
+#include "scan_write_state.wgsl"
 #if QUANTIZE
 
   workgroupBarrier();

@@ -7,6 +7,14 @@
 #include "sampling.wgsl"
 #include "sample_reduce.wgsl"
 #include "sample_histograms.wgsl"
+// @param VOCAB u32
+// @param STRIDE u32     values between two rows: VOCAB rounded up to 8
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> z: array<vec4<f32>>;                   // [row][STRIDE / 4]
+@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;               // [row][BLOCKS]
+@group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;  // [row][ROW_BINS]
+@group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                // [row][SLOTS]
 
 const SLOTS: u32 = 6;
 
@@ -54,6 +62,13 @@ fn score_of(key: u32) -> f32 {
 
 fn mass_of(score: f32, cut: Cut) -> u32 {
   return u32(exp(score - cut.maximum) * cut.unit + 0.5);
+}
+
+// Scores first .. first + 3 of a row.
+fn load_scores(row: u32, first: u32) -> vec4<f32> {
+  var scores = vec4<f32>(LOWEST);
+  if (first < STRIDE) { scores = z[(row * STRIDE + first) / 4u]; }
+  return scores;
 }
 
 // Read-only storage alone decides these, so control flow stays uniform.

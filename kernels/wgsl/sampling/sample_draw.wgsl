@@ -1,16 +1,8 @@
 // The draw of filtered sampling: each block's survivor with the largest score plus noise.
-// @param VOCAB u32
-// @param STRIDE u32
 #include "sample_cut.wgsl"
 #include "sample_noise.wgsl"
 
-@group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> z: array<vec4<f32>>;                   // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;               // [row][BLOCKS]
-@group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;  // [row][ROW_BINS]
-@group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                // [row][SLOTS]
-@group(0) @binding(6) var<storage, read_write> bests: array<vec2<u32>>;         // [row][BLOCKS]
+@group(0) @binding(6) var<storage, read_write> bests: array<vec2<u32>>;  // [row][BLOCKS]
 
 var<workgroup> tie: u32;
 
@@ -53,8 +45,7 @@ fn keys_of(score4: vec4<f32>) -> vec4<u32> {
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   prefetch(li, id.y);
   let first = id.x * BLOCK + 4u * li;
-  var score4 = vec4<f32>(LOWEST);
-  if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
+  let score4 = load_scores(id.y, first);
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
   if (step.rows[source].alive == 0u) { return; }

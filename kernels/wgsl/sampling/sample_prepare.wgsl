@@ -6,11 +6,6 @@
 #include "sample_histograms.wgsl"
 #include "sample_reduce.wgsl"
 
-@group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;        // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> counts: array<vec4<u32>>;              // [sequence][STRIDE / 4]
-@group(0) @binding(4) var<storage, read> biases: array<vec4<f32>>;              // [sequence][STRIDE / 4]
 @group(0) @binding(5) var<storage, read_write> z: array<vec4<f32>>;       // [row][STRIDE / 4]
 @group(0) @binding(6) var<storage, read_write> stats: array<vec2<f32>>;   // [row][BLOCKS]
 @group(0) @binding(7) var<storage, read_write> histograms: array<u32>;    // [row][ROW_BINS]

@@ -6,11 +6,6 @@
 #include "sample_noise.wgsl"
 #include "sample_score.wgsl"
 
-@group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;       // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> counts: array<vec4<u32>>;             // [sequence][STRIDE / 4]
-@group(0) @binding(4) var<storage, read> biases: array<vec4<f32>>;             // [sequence][STRIDE / 4]
 @group(0) @binding(5) var<storage, read_write> bests: array<vec2<u32>>;  // [row][BLOCKS]
 
 @compute @workgroup_size(WG_SIZE)
