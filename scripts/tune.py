@@ -90,7 +90,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 PREFILL = ("matmul", "matmul_int8", "ssm_scan", "delta_rule")  # the others are decode's
 # Kernels that the rule of another is for as well, and those that finish the work of another.
-ALIKE = {"expert_matmul_vec": "matmul_vec"}
+ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
 
 

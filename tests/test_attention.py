@@ -487,7 +487,7 @@ def test_one_row_in_scattered_pages(
         y = from_rows(device.read(buffer), 1, q.shape[1])
         after = [device.read(part) for part in (layer.keys, layer.values)]
     names = [kernel.spec.name for kernel in lowering.kernels]
-    assert names == ["attention"] + ["attention_combine"] * (not joined)
+    assert names == ["attention_decode"] + ["attention_combine"] * (not joined)
     past = [
         np.concatenate([part[1, :position].reshape(position, n_kv_heads * d), own])
         for part, own in ((keys, k), (values, v))

@@ -325,8 +325,8 @@ def test_filtered_draws_follow_softmax(
 
 
 @pytest.mark.full
-def test_ties_are_cut_across_blocks(device: Device) -> None:
-    """Of 2,500 equal scores those of the 1,501 lowest ids survive, in blocks of 1,024."""
+def test_ties_are_cut_across_tiles(device: Device) -> None:
+    """Of 2,500 equal scores those of the 1,501 lowest ids survive, in tiles of 1,024."""
     params = SamplingParams(temperature=1.0, top_p=0.6004, seed=3)
     bench = Bench(device, np.zeros((256, 2500)), params)
     tokens = []

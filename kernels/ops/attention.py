@@ -2,7 +2,7 @@
 
 A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled.
 Without fusing, or without subgroups: attention_scores, softmax, weighted_sum. With one row,
-attention does rotation and the cache write as well.
+attention_decode takes the place of rotation, the cache write and attention.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Heads:
         return [*([self.rope.table] if self.rope else []), *self.weights]
 
     def fit_attention(self, cache: LayerCache, variant: AttentionVariant, target: Target) -> bool:
-        """Whether attention can do the work of rope_kv_write: rows do not wait for each other's
-        keys, groups of eight dimensions have their partners in one group, scales of int8 are
-        written as the pairs that they are read as, and the bindings suffice."""
+        """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each
+        other's keys, groups of eight dimensions have their partners in one group, scales of int8
+        are written as the pairs that they are read as, and the bindings suffice."""
         rotated = self.rope.rotary_dim if self.rope else 0
         apart = rotated if self.rope and self.rope.interleaved else rotated // 2
         pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
@@ -84,19 +84,6 @@ class Heads:
         """Whether there is something to rotate, and bindings for it."""
         bindings = 5 + 2 * self.own + len(self.norms)
         return self.rope is not None and target.device.limits.storage_buffers >= bindings
-
-
-_UNTURNED = {
-    "ROTARY_DIM": 0,
-    "INTERLEAVED": False,
-    "NORM": False,
-    "ROW_NORM": False,
-    "EPS": 0.0,
-    "TURN_FIRST": False,
-    "OWN": False,
-    "V_NORM": False,
-    "V_IS_K": False,
-}
 
 
 @dataclass(eq=False, repr=False)
@@ -265,7 +252,8 @@ class Attention(Maker):
         )
 
     def _split(self, low: Lowering, common: dict[str, Any]) -> None:
-        """attention and attention_combine; a short context is joined in attention itself."""
+        """attention or, with heads, attention_decode, and attention_combine; a short context is
+        joined in the first itself."""
         cache, heads, n_heads, window = self.cache, self.heads, self.n_heads, self.window
         variant = self.variant(low)
         assert variant is not None
@@ -279,20 +267,16 @@ class Attention(Maker):
         quantize = self.prepares is not None
         outputs = [self] if self.prepares is None else self.prepares.operands
         inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
-        rotated = heads.operands if heads is not None else []
+        kernel, own = "attention", list[Operand]()
+        if heads is not None:
+            kernel, own = "attention_decode", heads.operands
         params = (
             common
-            | (heads.params if heads is not None else _UNTURNED)
-            | {
-                "ROPE": heads is not None,
-                "LATENT": cache.shape.latent,
-                "X_STRIDE": x_stride,
-                "X_OFFSET": x_offset,
-                "Y_STRIDE": stride(self.width),
-            }
+            | (heads.params if heads is not None else {"LATENT": cache.shape.latent})
+            | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(self.width)}
         )
         joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
-        operands = [*inputs, *outputs, *rotated, *last]
+        operands = [*inputs, *outputs, *last, *own]
         if len(operands) > low.device.limits.storage_buffers or (
             quantize and cache.head_dim % HALF
         ):
@@ -303,7 +287,7 @@ class Attention(Maker):
         positions = cache.pages_per_sequence * PAGE
         if joined is not None:
             low.emit(
-                "attention",
+                kernel,
                 operands,
                 _Grid(joined, n_heads // joined.heads, window, 0, longest),
                 params
@@ -321,8 +305,8 @@ class Attention(Maker):
         split = _split_params(cache, variant, window, stored)
         partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
         low.emit(
-            "attention",
-            [*inputs, partial, *rotated],
+            kernel,
+            [*inputs, partial, *own],
             _Grid(variant, n_heads // variant.heads, window, longest + 1),
             params
             | split
@@ -412,7 +396,7 @@ def _split_params(
 
 
 def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:
-    """The variant, and how its scores are dealt out to the lanes (see attention.wgsl)."""
+    """The variant, and how its scores are dealt out to the lanes (attention_lanes.wgsl)."""
     lanes, storage = low.tuning.subgroup_size, low.device.limits.workgroup_storage
     merged = variant.merged(storage, lanes)
     if not merged:

@@ -15,6 +15,7 @@
 #include "attention_range.wgsl"
 #include "capped.wgsl"
 #include "rolled.wgsl"
+#include "z_curve.wgsl"
 // @param GROUP u32               query heads per KV head
 // @param SCALE f32
 // @param Q_STRIDE u32
@@ -172,11 +173,9 @@ fn main(
   let last_place = step.rows[last_row].position;
   let task = Task(first_row, last_row, id.x, last_place + 1u);
 
-  // Neighbouring invocations go along a Z curve, so that they share what they load.
-  let lane = tid % 32u;
-  let part = tid / 32u;  // of 4 by 8 invocations
-  let tx = part % (N_SIZE / 8u) * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
-  let ty = part / (N_SIZE / 8u) * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
+  let place = z_curve(tid);
+  let tx = place.x;
+  let ty = place.y;
 
 #for i in 0..M_TILE
   let position$i = step.rows[min(first_row + ty + $iu * M_SIZE, last_row)].position;

@@ -1,7 +1,6 @@
 // The one key of a latent cache: ROTARY_DIM values that are turned, then the latent, which is normed.
 // Needs the bindings of turn.wgsl and step.wgsl, `latent: array<f32>`, where the values lie,
-// `latent_norm: array<f32>`, `pages: array<u32>` where PAGED, and `keys`: array<vec2<f32>> for f32, else
-// array<u32>.
+// `latent_norm: array<f32>`, `pages: array<u32>` where PAGED, and `keys: array<KvWord>` (kv_head.wgsl).
 #include "reduce.wgsl"
 #include "step.wgsl"
 #include "rotate.wgsl"

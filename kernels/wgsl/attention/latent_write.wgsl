@@ -4,11 +4,7 @@
 @group(0) @binding(1) var<storage, read> table: array<vec2<f32>>;
 @group(0) @binding(2) var<storage, read> latent: array<f32>;
 @group(0) @binding(3) var<storage, read> latent_norm: array<f32>;
-#if KV == f32
-@group(0) @binding(4) var<storage, read_write> keys: array<vec2<f32>>;
-#else
-@group(0) @binding(4) var<storage, read_write> keys: array<u32>;
-#endif
+@group(0) @binding(4) var<storage, read_write> keys: array<KvWord>;
 #if PAGED
 @group(0) @binding(5) var<storage, read> pages: array<u32>;
 #endif

@@ -11,9 +11,9 @@
 // NEXT_NORM, QUANTIZE and KEEP are those of matmul_vec.wgsl.
 // A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
 #include "team_sums.wgsl"
+#let X = 2
 #include "block_float.wgsl"
 #include "block_int8.wgsl"
-#include "quantize_outputs.wgsl"
 #include "routing.wgsl"
 #include "top_experts.wgsl"
 #include "activate.wgsl"
@@ -37,46 +37,19 @@
 #else
 @group(0) @binding(1) var<storage, read> routing: array<f32>;
 #endif
-#if INTEGERS
-#let FIRST = 5
-@group(0) @binding(2) var<storage, read> x: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> scales: array<u32>;
-@group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
-#else
-#let FIRST = 3 + CODES + NORM
-@group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;
-#if CODES
-@group(0) @binding(3) var<storage, read> scales: array<u32>;
-#endif
-#if SCALED
-@group(0) @binding($(3 + CODES)) var<storage, read> scaled_x: array<vec4<f32>>;
-#elif NORM
-@group(0) @binding($(3 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
-#endif
-#endif
 #if BIAS
-@group(0) @binding($(FIRST)) var<storage, read> bias: array<f32>;  // of all experts
+@group(0) @binding($(AFTER_X)) var<storage, read> bias: array<f32>;  // of all experts
 #endif
 #if RESIDUAL
-@group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
+@group(0) @binding($(AFTER_X + BIAS)) var<storage, read> residual: array<f32>;
 #endif
-#if KEEP
-@group(0) @binding($(FIRST + BIAS + RESIDUAL)) var<storage, read_write> y: array<f32>;
-#endif
-#let NEXT = FIRST + BIAS + RESIDUAL + KEEP
-#if QUANTIZE
-@group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
-#elif NEXT_NORM
-@group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
-#endif
-#if NEXT_NORM
-@group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
-#endif
+#let OUTPUT = AFTER_X + BIAS + RESIDUAL
+#include "next_input.wgsl"
+#let ROUTED = OUTPUT + KEEP + 2 * QUANTIZE
 #if ROUTE
-@group(0) @binding($(NEXT + 2 * QUANTIZE)) var<storage, read_write> routing: array<f32>;
+@group(0) @binding($(ROUTED)) var<storage, read_write> routing: array<f32>;
 #if CORRECTION
-@group(0) @binding($(NEXT + 2 * QUANTIZE + 1)) var<storage, read> correction: array<f32>;
+@group(0) @binding($(ROUTED + 1)) var<storage, read> correction: array<f32>;
 #endif
 #endif
 
@@ -105,23 +78,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   fill_table(me.index, WG);
 #endif
   let first = id.x * (TEAMS * OUTPUTS);
-#if TEAM == WG
-  let team = 0u;
-  let lane = me.index;
-#if SUBGROUPS
-  let part = me.subgroup;
-  let parts = me.n_subgroups;
-#else
-  let part = 0u;
-  let parts = 1u;
-#endif
-#else
-  // Teams are made of whole subgroups.
-  let parts = me.n_subgroups / TEAMS;
-  let team = me.subgroup / parts;
-  let part = me.subgroup % parts;
-  let lane = part * (WG / me.n_subgroups) + me.lane;
-#endif
+  let team = team_of(me);
 
   // One output for each of the first invocations: what is added to it is under way from the start.
   let n = first + me.index;
@@ -129,9 +86,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if RESIDUAL
   var own_residual = 0.0;
 #endif
-#if NEXT_NORM
   var own_norm = 0.0;
-#endif
   if (own_output) {
 #if RESIDUAL
     own_residual = residual[id.y * Y_STRIDE + n];
@@ -169,7 +124,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let expert_row = row_of(expert);
 #endif
 #for o in 0..OUTPUTS
-  let output$o = min(first + team * OUTPUTS + $ou, N - 1u);
+  let output$o = min(first + team.index * OUTPUTS + $ou, N - 1u);
 #if GATED
   let row$(2 * $o) = expert_row + output$o;
   let row$(2 * $o + 1) = expert_row + output$o + N;
@@ -184,7 +139,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   var squares = 0.0;
 #endif
 
-  for (var base = lane; base < STEPS; base += TEAM * UNROLL) {
+  for (var base = team.lane; base < STEPS; base += TEAM * UNROLL) {
 #for u in 0..UNROLL
 #if COMBINE
     let at$u = min(base + $uu * TEAM, STEPS - 1u);
@@ -227,11 +182,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 
 #for r in 0..W_ROWS
-  keep(team, part, $ru, sum$r, me);
+  keep(team, $ru, sum$r, me);
 #endfor
 #if NORM
-  if (team == 0u) {
-    keep(team, part, $(W_ROWS)u, squares, me);
+  if (team.index == 0u) {
+    keep(team, $(W_ROWS)u, squares, me);
   }
 #endif
   workgroupBarrier();
@@ -240,28 +195,28 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     let owner = me.index / OUTPUTS;  // the team that has this output
     let place = me.index % OUTPUTS;
 #if NORM
-    let mean = total(0u, $(W_ROWS)u, parts) / f32(K);
+    let mean = total(0u, $(W_ROWS)u, team.parts) / f32(K);
     let scale = UNIT * inverseSqrt(mean + EPS);
 #else
     let scale = UNIT;
 #endif
 #if COMBINE
-    var value = scale * total(owner, place, parts);
+    var value = scale * total(owner, place, team.parts);
 #if BIAS
 #for s in 0..SLOTS + SHARED
     value += select(0.0, weight_of(id.y, $su), in_shard(expert_of(id.y, $su))) * own_bias$s;
 #endfor
 #endif
 #elif GATED
-    var gate = scale * total(owner, 2u * place, parts);
-    var up = scale * total(owner, 2u * place + 1u, parts);
+    var gate = scale * total(owner, 2u * place, team.parts);
+    var up = scale * total(owner, 2u * place + 1u, team.parts);
 #if BIAS
     gate += own_bias0;
     up += own_bias1;
 #endif
     var value = gated(gate, up);
 #else
-    var value = scale * total(owner, place, parts);
+    var value = scale * total(owner, place, team.parts);
 #if BIAS
     value += own_bias0;
 #endif
@@ -270,17 +225,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if RESIDUAL
     value += own_residual;
 #endif
-#if KEEP
-    y[id.y * Y_STRIDE + n] = value;
-#endif
-#if QUANTIZE
-    outputs[me.index] = value;
-#if NEXT_NORM
-    scaled_outputs[me.index] = value * own_norm;
-#endif
-#elif NEXT_NORM
-    next_x[id.y * Y_STRIDE + n] = value * own_norm;
-#endif
+    store_output(me.index, id.y * Y_STRIDE + n, value, own_norm);
   }
 #if QUANTIZE
 
@@ -290,7 +235,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #else
   if (me.index < FOURS && in_shard(expert)) {
 #endif
-    store_outputs(me.index, id.y, N / 32u, first / 16u);
+    quantize_outputs(me.index, id.y, N / 32u, first / 16u);
   }
 #endif
 #if ROUTE

@@ -23,12 +23,9 @@
 @group(0) @binding(2) var<storage, read> table: array<vec2<f32>>;
 @group(0) @binding(3) var<storage, read> x: array<f32>;  // [rows][query, key and value heads]
 @group(0) @binding(4) var<storage, read_write> y: array<vec2<f32>>;
-#if OWN and KV == f32
-@group(0) @binding(5) var<storage, read_write> keys: array<vec2<f32>>;
-@group(0) @binding(6) var<storage, read_write> values: array<vec2<f32>>;
-#elif OWN
-@group(0) @binding(5) var<storage, read_write> keys: array<u32>;
-@group(0) @binding(6) var<storage, read_write> values: array<u32>;
+#if OWN
+@group(0) @binding(5) var<storage, read_write> keys: array<KvWord>;
+@group(0) @binding(6) var<storage, read_write> values: array<KvWord>;
 #endif
 #let NORMS = 5 + 2 * OWN
 #if NORM

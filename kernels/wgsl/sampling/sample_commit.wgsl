@@ -1,6 +1,6 @@
 // The end of sampling: each row's token, and the row of the next step that embeds it.
 // @param STRIDE u32     counts of a sequence: VOCAB rounded up to a multiple of 8
-// @param BLOCKS u32     blocks of a row
+// @param TILES u32      tiles of a row
 // @param ROWS u32       rows of a workgroup: with GATHER all of them, else 1
 // @param PENALTIES bool
 #include "sampling.wgsl"
@@ -8,7 +8,7 @@
 
 @group(0) @binding(0) var<storage, read_write> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> bests: array<vec2<u32>>;            // [row][BLOCKS]
+@group(0) @binding(2) var<storage, read> bests: array<vec2<u32>>;            // [row][TILES]
 @group(0) @binding(3) var<storage, read_write> counts: array<atomic<u32>>;   // [sequence][STRIDE]
 @group(0) @binding(4) var<storage, read_write> sampled: array<u32>;          // [row]
 
@@ -24,7 +24,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   for (var i = 0u; i < ROWS; i += 1u) {
     let row = id.x * ROWS + i;
     var best = vec2<u32>(0u, NOTHING);
-    for (var b = li; b < BLOCKS; b += WG_SIZE) { best = better(best, bests[row * BLOCKS + b]); }
+    for (var b = li; b < TILES; b += WG_SIZE) { best = better(best, bests[row * TILES + b]); }
     best = best_of_workgroup(li, best);
     if (li == 0u) { winners[i] = best; }
     if (row < n_rows) {

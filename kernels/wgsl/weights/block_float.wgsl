@@ -8,8 +8,20 @@
 // @param K u32                   columns of W
 // @param NORM bool
 // @param SCALED bool
+// Needs `#let X`, the first of their bindings; AFTER_X is the one behind them.
 #if not INTEGERS
 #include "weight.wgsl"
+#let AFTER_X = X + 1 + CODES + NORM
+@group(0) @binding($(X)) var<storage, read> x: array<vec4<f32>>;
+#if CODES
+@group(0) @binding($(X + 1)) var<storage, read> scales: array<u32>;
+#endif
+#if SCALED
+@group(0) @binding($(X + 1 + CODES)) var<storage, read> scaled_x: array<vec4<f32>>;
+#elif NORM
+@group(0) @binding($(X + 1 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
+#endif
+
 #let EIGHTS = 1 + CODES  // of a block
 #if CODES
 struct Block {

@@ -9,7 +9,13 @@
 // @param K u32                   columns of W
 // @param TABLE_COPIES u32        of what codes are looked up in, where there is such a table
 // @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
+// Needs `#let X`, the first of their bindings; AFTER_X is the one behind them.
 #if INTEGERS
+#let AFTER_X = X + 3
+@group(0) @binding($(X)) var<storage, read> x: array<vec4<u32>>;
+@group(0) @binding($(X + 1)) var<storage, read> scales: array<u32>;
+@group(0) @binding($(X + 2)) var<storage, read> x_scales: array<vec2<f32>>;
+
 struct Block {
   integers: Integers,
   scale: vec2<f32>,  // and offset
