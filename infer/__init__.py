@@ -7,9 +7,16 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.kernels.errors import (
+# In a checkout kernels/ and models/ lie beside this folder. Links to them are in it too, where git
+# makes links, for tools that do not run this.
+_above = Path(__file__).resolve().parent.parent
+if (_above / "pyproject.toml").is_file() and (_above / "kernels" / "__init__.py").is_file():
+    __path__.append(str(_above))
+
+from infer.kernels.errors import (  # noqa: E402
     CheckpointError,
     ClosedError,
     DeviceError,

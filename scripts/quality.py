@@ -39,7 +39,7 @@ import infer  # noqa: E402
 from infer.bench.report import markdown_table  # noqa: E402
 from infer.bench.run import versions  # noqa: E402
 from infer.kernels.gpu.adapters import choose_adapter  # noqa: E402
-from infer.models import weights  # noqa: E402
+from infer.models.loading import weights  # noqa: E402
 
 Floats = NDArray[np.float32]
 
