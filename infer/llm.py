@@ -36,7 +36,8 @@ from infer.models.loading.packing import Stored
 from infer.models.loading.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
 from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
-from infer.text.tokenizer import Tokenizer, read_json
+from infer.text.folder_tokenizer import open_tokenizer, read_json
+from infer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -532,7 +533,7 @@ def _load(
 ) -> LLM:
     path = resolved.path
     model, checkpoint = open_model(path)
-    tokenizer = Tokenizer.open(path)
+    tokenizer = open_tokenizer(path)
     generation_config = read_json(path / "generation_config.json")
     defaults = sampling_defaults(generation_config, model.config.vocab_size)
     for text in notes(generation_config):

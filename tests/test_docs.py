@@ -27,7 +27,7 @@ from infer.kernels.gpu.device import DryDevice, Limits
 from infer.kernels.gpu.tensor import allocate
 from infer.models import build_model
 from infer.models.loading.config import RawConfig
-from infer.text.tokenizer import Tokenizer
+from infer.text.folder_tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.demo
 
@@ -139,7 +139,7 @@ def test_summaries_compute_their_instructions_once(
     assert [line.partition(":")[0] for line in lines] == [str(tmp_path / name) for name in "ab"]
     refused, last = printed.err.splitlines()
     assert refused.startswith(f"{tmp_path / 'long'}: The prompt has ")
-    tokens = len(Tokenizer.open(resolve(DEMO).path).encode(instructions["INSTRUCTIONS"]))
+    tokens = len(open_tokenizer(resolve(DEMO).path).encode(instructions["INSTRUCTIONS"]))
     reused, prompts = map(int, re.findall(r"\d+", last))
     assert tokens - 5 < reused < prompts - tokens
 

@@ -35,7 +35,7 @@ from infer.models.loading.lora import Loras
 from infer.models.loading.packing import WIDENED, Stored
 from infer.models.loading.weights import WeightSpec, check_checkpoint, stored
 from infer.sampling import SamplingParams
-from infer.text.tokenizer import Tokenizer
+from infer.text.folder_tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from infer.kernels.checks.check import CheckResult
@@ -320,7 +320,7 @@ def inspect_model(
             )
     need = memory_needed(llama, stored_as, options, limits, gpu, loras)
     has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
-    tokenizer = Tokenizer.open(found.path) if has_tokenizer else None
+    tokenizer = open_tokenizer(found.path) if has_tokenizer else None
     return ModelReport(
         name=found.name,
         path=str(found.path),
