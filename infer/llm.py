@@ -34,6 +34,7 @@ from infer.models import open_model
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.packing import Stored
 from infer.models.loading.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
+from infer.progress import ProgressLine
 from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.folder_tokenizer import open_tokenizer, read_json
@@ -454,8 +455,6 @@ def load(
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
     InferWarning of what the model's generation_config.json asks for and is not implemented.
     """
-    from infer.cli.terminal import ProgressLine  # imports typer
-
     check_names(unknown, _LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
     if not (engine is None or isinstance(engine, Mapping)) or not all(
         isinstance(name, str) for name in engine or ()

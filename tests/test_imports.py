@@ -82,6 +82,20 @@ def test_no_imports_go_in_a_circle() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+@pytest.mark.parametrize(
+    ("top", "importers"),
+    [
+        ("infer.cli", ("infer.cli", "infer.__main__")),
+        ("infer.bench", ("infer.bench", "infer.cli")),
+    ],
+)
+def test_the_api_does_without_the_command_line(top: str, importers: tuple[str, ...]) -> None:
+    for path in modules("infer"):
+        for name in imported(path):
+            if f"{name}.".startswith(f"{top}."):
+                assert dotted(path).startswith(importers), f"{path} imports {name}"
+
+
 @pytest.mark.parametrize("folder", ALLOWED)
 def test_imports_go_one_way(folder: str) -> None:
     for path in modules(folder):
@@ -118,6 +132,7 @@ def test_importing_is_light(statement: str) -> None:
 
 
 def test_a_local_model_is_loaded_without_what_only_others_need() -> None:
+    assert not loaded_by("import infer.llm") & {"jinja2", "huggingface_hub", "typer"}
     assert not loaded_by("import infer.llm, infer.cli.report") & {"jinja2", "huggingface_hub"}
 
 

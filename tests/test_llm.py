@@ -1028,7 +1028,7 @@ def test_loading_is_shown_to_who_sees_it(
         monkeypatch.setattr(infer.llm, name, stand_in)
     monkeypatch.setattr(sys, "stderr", stream := kind())
     now = iter(range(100))
-    monkeypatch.setattr("infer.cli.terminal.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("infer.progress.time", SimpleNamespace(perf_counter=lambda: next(now)))
     infer.load(DEMO, progress=progress)
     for part in ("fetching: 75%", "reading weights: 50%", "\r"):
         assert (part in stream.getvalue()) == shown

@@ -21,7 +21,8 @@ from safetensors.numpy import save_file
 from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted, write
 
-from infer.cli.report import inspect_model
+from infer.cli.report import ModelReport
+from infer.inspection import inspect_model
 from infer.kernels.checks import reference
 from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
@@ -789,7 +790,7 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
     assert {of.dtype for name, of in how.items() if ".experts." in name} == {"q4"}
     report = inspect_model(str(tmp_path))
     assert report.widened == len(routers) == 2
-    assert "2 widened" in report.text()
+    assert "2 widened" in ModelReport(report).text()
 
 
 def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
@@ -804,9 +805,9 @@ def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | quantized))
     save(tensors, tmp_path / "model.safetensors")
     report = inspect_model(str(tmp_path))
-    assert report.json()["ignored"] == ["activations", "the KV cache"]
-    assert "the files' way to quantise activations, the KV cache\n" in report.text()
-    assert "quantise" not in inspect_model(str(LLAMA)).text()
+    assert report.ignored == ["activations", "the KV cache"]
+    assert "the files' way to quantise activations, the KV cache\n" in ModelReport(report).text()
+    assert "quantise" not in ModelReport(inspect_model(str(LLAMA))).text()
 
 
 def save(tensors: dict[str, Array], file: Path) -> None:

@@ -31,9 +31,9 @@ from wgpu.backends.wgpu_native import lib_version_info
 import infer
 from infer.bench.measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
 from infer.bench.report import BenchReport
-from infer.cli.report import inspect_model
 from infer.engine import Engine, EngineOptions
 from infer.hub import resolve_adapter
+from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
 from infer.kernels.gpu.bandwidth import copy_bandwidth
