@@ -40,8 +40,8 @@ from infer.kernels.state.kv_cache import PAGE, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_step, step_bytes
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_bytes, table_length
-from infer.models.llama import Llama
 from infer.models.loading.config import RopeConfig
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 
@@ -118,7 +118,7 @@ class Engine:
     def __init__(
         self,
         device: Device,
-        model: Llama,
+        model: Decoder,
         weights: Mapping[str, GpuTensor],
         options: EngineOptions,
         adapters: Mapping[str | None, Changes] = MappingProxyType({}),

@@ -12,8 +12,8 @@ from infer.kernels.gpu.device import DryDevice, Limits
 from infer.kernels.gpu.quantize import buffer_bytes
 from infer.kernels.gpu.tensor import QUANTIZED, allocate
 from infer.kernels.state.kv_cache import PAGE, keys_bytes, kv_cache_bytes
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import table_bytes
-from infer.models.llama import Llama
 from infer.models.loading.lora import NO_LORAS, Loras
 from infer.models.loading.packing import Stored
 from infer.models.loading.weights import WeightSpec, joined
@@ -37,7 +37,7 @@ class MemoryNeed:
 
 
 def memory_needed(
-    model: Llama,
+    model: Decoder,
     stored: Callable[[WeightSpec], Stored],
     options: EngineOptions,
     limits: Limits,
@@ -63,12 +63,12 @@ def memory_needed(
     return MemoryNeed(weight_bytes, kv_bytes, device.allocated - weight_bytes - kv_bytes)
 
 
-def kv_bytes_per_position(model: Llama, dtype: str) -> int:
+def kv_bytes_per_position(model: Decoder, dtype: str) -> int:
     """Bytes of keys and values of one position."""
     return sum(kv_cache_bytes(shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
 
 
-def _largest(model: Llama, dtype: str) -> tuple[str, int]:
+def _largest(model: Decoder, dtype: str) -> tuple[str, int]:
     """What the largest buffer that grows with the context is of, and its bytes for a page."""
     c = model.config
     keys = [keys_bytes(shape, PAGE, dtype) for shape in c.kv_shapes]
@@ -77,12 +77,12 @@ def _largest(model: Llama, dtype: str) -> tuple[str, int]:
     return max(found.items(), key=lambda entry: entry[1])
 
 
-def default_context(model: Llama) -> int:
+def default_context(model: Decoder) -> int:
     """Positions when nobody asks for a number."""
     return min(model.config.max_position_embeddings, DEFAULT_CONTEXT)
 
 
-def checked_context(model: Llama, name: str, context: int | None) -> int:
+def checked_context(model: Decoder, name: str, context: int | None) -> int:
     """The positions asked for, or the default. Raises RequestError for what the model `name` has
     no positions for."""
     if context is None:
@@ -98,7 +98,7 @@ def checked_context(model: Llama, name: str, context: int | None) -> int:
 
 
 def fitting_options(
-    model: Llama,
+    model: Decoder,
     stored: Callable[[WeightSpec], Stored],
     options: EngineOptions,
     limits: Limits,

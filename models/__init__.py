@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from infer.models.llama import Llama
+    from infer.models.blocks.decoder import Decoder
     from infer.models.loading.checkpoint import Checkpoint
     from infer.models.loading.config import RawConfig
 
@@ -132,7 +132,7 @@ MULTIMODAL = {
 }
 
 
-def open_model(path: Path) -> tuple[Llama, Checkpoint]:
+def open_model(path: Path) -> tuple[Decoder, Checkpoint]:
     """The model in a folder or a GGUF file, and its checkpoint, of which the headers are read.
     Raises ModelError for what is missing, damaged or not implemented."""
     from infer.kernels.errors import UnsupportedError
@@ -163,7 +163,7 @@ def open_model(path: Path) -> tuple[Llama, Checkpoint]:
     return model, find_packed(checkpoint, found, model.weights())
 
 
-def build_model(raw: RawConfig) -> Llama:
+def build_model(raw: RawConfig) -> Decoder:
     """The model that a config.json describes. Raises UnsupportedError for one that is not here."""
     from infer.kernels.errors import UnsupportedError
     from infer.models.blocks.multimodal import text_config
@@ -184,5 +184,5 @@ def build_model(raw: RawConfig) -> Llama:
             f"Implemented: {', '.join([*ARCHITECTURES, *MULTIMODAL])}."
         )
     cls = getattr(import_module(f"infer.models.{model_type}"), architecture.cls)
-    model: Llama = cls(cls.read_config(raw))
+    model: Decoder = cls(cls.read_config(raw))
     return model

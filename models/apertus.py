@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from infer.kernels.compiler.graph import Ops, Value
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -24,7 +24,7 @@ _ROPE = {
 }
 
 
-class Apertus(Llama):
+class Apertus(Decoder):
     """Each layer has learned how xIELU bends."""
 
     norms = ("attention_layernorm", "feedforward_layernorm")

@@ -7,8 +7,8 @@ from typing import Any
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
@@ -30,7 +30,7 @@ def read_cohere(raw: RawConfig, theta: float, **own: Any) -> DecoderConfig:
     )
 
 
-class Cohere(Llama):
+class Cohere(Decoder):
     """One norm, then attention and MLP of the same activation."""
 
     norms = ("input_layernorm",)

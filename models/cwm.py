@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, layer_windows
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 # What transformers takes for keys that a config leaves out.
@@ -23,7 +23,7 @@ _ROPE = {
 }
 
 
-class Cwm(Llama):
+class Cwm(Decoder):
     """Without layer_types, every fourth layer from the first on sees everything."""
 
     @classmethod

@@ -9,8 +9,8 @@ from dataclasses import replace
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -35,7 +35,7 @@ _NAMES = {
 _TWO_NORMS = {"input_layernorm.": "ln_attn.", "post_attention_layernorm.": "ln_mlp."}
 
 
-class Falcon(Llama):
+class Falcon(Decoder):
     """Attention and MLP have a norm each (40B), or one together (7B, 11B)."""
 
     def __init__(self, config: DecoderConfig) -> None:

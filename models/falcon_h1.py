@@ -16,8 +16,8 @@ from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.state.layer_state import Cache, StateShape
 from infer.models.blocks import layers, mamba2
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import BranchesConfig, DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -39,7 +39,7 @@ _NAMES = {
 }
 
 
-class FalconH1(Llama):
+class FalconH1(Decoder):
     """Mamba may have a norm behind it."""
 
     folded_by_mlx = True
@@ -82,7 +82,7 @@ class FalconH1(Llama):
         """Those of Llama, and of each layer's Mamba."""
         n_layers, state = self.config.num_hidden_layers // 2, self.config.states[0]
         assert state is not None  # Mamba is the first of two
-        plain = Llama(replace(self.config, num_hidden_layers=n_layers))
+        plain = Decoder(replace(self.config, num_hidden_layers=n_layers))
         yield from layers.renamed(plain.weights(), _NAMES)
         for i in range(n_layers):
             name, prefix = f"layers.{i}.mamba", f"model.layers.{i}.mamba"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -20,7 +20,7 @@ _DEFAULTS = {
 }
 
 
-class Gemma(Llama):
+class Gemma(Decoder):
     """Checkpoints hold the weights of norms less one."""
 
     @classmethod

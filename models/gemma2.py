@@ -10,8 +10,8 @@ from typing import Any
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights, layer_windows
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -55,7 +55,7 @@ def softcap(raw: RawConfig, key: str) -> float:
     return 0.0 if raw.get(key, None) is None else raw.factor(key)
 
 
-class Gemma2(Llama):
+class Gemma2(Decoder):
     """Norm, attention, norm; norm, MLP, norm; each with a residual."""
 
     norms: tuple[str, ...] = (

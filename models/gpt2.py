@@ -10,8 +10,8 @@ from typing import Any
 
 from infer.kernels.compiler.graph import Ops, Value
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -65,7 +65,7 @@ def read_gpt2(raw: RawConfig, kv_heads: int | None = None, **own: Any) -> Decode
     )
 
 
-class GPT2(Llama):
+class GPT2(Decoder):
     """The matrices of layers are transposed in the checkpoint."""
 
     transposed = True

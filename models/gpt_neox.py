@@ -9,8 +9,8 @@ from dataclasses import replace
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -35,7 +35,7 @@ _NAMES = {
 }
 
 
-class GPTNeoX(Llama):
+class GPTNeoX(Decoder):
     """Attention and MLP of the same activation, or, without use_parallel_residual, one after the
     other, as in Llama."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
@@ -24,7 +24,7 @@ def read_granite(raw: RawConfig, **own: Any) -> DecoderConfig:
     )
 
 
-class Granite(Llama):
+class Granite(Decoder):
     """Embeddings, attention scores and what a layer adds are multiplied, logits divided."""
 
     @classmethod

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class HunyuanDense(Llama):
+class HunyuanDense(Decoder):
     """q and k are normed head by head after they were turned."""
 
     @classmethod

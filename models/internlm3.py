@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class InternLM3(Llama):
+class InternLM3(Decoder):
     """qkv_bias is of q, k and v, bias of all other matrices of a layer."""
 
     @classmethod

@@ -3,12 +3,12 @@ without a gate, and biases."""
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class Jais2(Llama):
+class Jais2(Decoder):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(hidden_act="relu2", max_position_embeddings=8192)

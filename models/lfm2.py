@@ -10,8 +10,8 @@ from typing import Any
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -37,7 +37,7 @@ _NAMES = {
 }
 
 
-class Lfm2(Llama):
+class Lfm2(Decoder):
     """The attention of Qwen3, in some layers."""
 
     @classmethod

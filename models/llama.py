@@ -1,27 +1,15 @@
-"""Llama (Touvron et al. 2023; Llama 3: Dubey et al. 2024), and what is built like it: SmolLM2,
-TinyLlama, Yi, and others. The base of the architectures that differ from it in a detail."""
+"""Llama (Touvron et al. 2023; Llama 3: Dubey et al. 2024), and what has its model_type: SmolLM2,
+TinyLlama, Yi, and others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-from infer.kernels.compiler.graph import Ops, Rope, Value
-from infer.kernels.state.layer_state import Cache
-from infer.models.blocks import layers
-from infer.models.blocks.layers import DecoderConfig, Scope, Weights
+from infer.models.blocks.decoder import Decoder
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
-from infer.models.loading.weights import WeightSpec
 
 
-class Llama:
+class Llama(Decoder):
     """Norm, attention, norm, SwiGLU; each with a residual."""
-
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
-    folded_by_mlx = False  # whether its files have factors of the config in their weights
-
-    def __init__(self, config: DecoderConfig) -> None:
-        self.config = config
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -29,84 +17,3 @@ class Llama:
         return DecoderConfig.read(
             raw, qkv_bias=bias, output_bias=bias, mlp_bias=raw.get("mlp_bias", False, bool)
         )
-
-    def weights(self) -> Iterator[WeightSpec]:
-        """Every weight, and which tensors of the checkpoint it is made of."""
-        c = self.config
-        yield layers.stacked(
-            "embed_tokens", "model", {"embed_tokens.weight": (c.vocab_size, c.hidden_size)}
-        )
-        for i in range(c.num_hidden_layers):
-            name, prefix = f"layers.{i}", f"model.layers.{i}"
-            for norm in self.norms:
-                yield from layers.norm_weights(c, f"{name}.{norm}", f"{prefix}.{norm}")
-            yield from self.mixer_weights(i, name, prefix)
-            yield from self.mlp_weights(i, f"{name}.mlp", prefix)
-        yield from layers.norm_weights(c, "norm", "model.norm")
-        if not c.tie_word_embeddings:
-            yield layers.stacked("lm_head", "lm_head", {"weight": (c.vocab_size, c.hidden_size)})
-        if c.head_bias:
-            yield layers.stacked("lm_head.bias", "lm_head", {"bias": (c.vocab_size,)})
-
-    def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Of attention, or of what a layer has instead."""
-        return layers.attention_weights(self.config, f"{name}.self_attn", f"{prefix}.self_attn")
-
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
-        """Attention, or what a layer has instead."""
-        return layers.attention(ops, x, Scope(w, "self_attn"), self.config, rope, cache, window)
-
-    def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        return layers.mlp_weights(self.config, name, f"{prefix}.mlp")
-
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
-        return layers.mlp(ops, x, w, self.config)
-
-    def active(self, name: str, rows: int) -> int:
-        """Of so many rows of a matrix, those that one token multiplies with."""
-        return rows
-
-    def ignorable(self, key: str) -> bool:
-        """Whether a surplus tensor of a checkpoint says nothing new."""
-        tied = self.config.tie_word_embeddings and key == "lm_head.weight"
-        return tied or key.endswith("rotary_emb.inv_freq")
-
-    def forward(
-        self,
-        ops: Ops,
-        w: Weights,
-        ropes: Sequence[Rope | None],
-        cache: Sequence[Cache],
-    ) -> Value:
-        """The logits [rows, vocab_size] of the step's rows that get them. ropes, cache: of each
-        layer."""
-        c = self.config
-        h = self.embed(ops, w)
-        for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            h = self.layer(ops, h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
-        return self.logits(ops, h, w)
-
-    def embed(self, ops: Ops, w: Weights) -> Value:
-        """The activations [rows, hidden_size] of the step's tokens."""
-        return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
-
-    def logits(self, ops: Ops, h: Value, w: Weights) -> Value:
-        """What the activations behind the last layer say of the next token."""
-        c = self.config
-        h = layers.norm(ops, ops.logits_rows(h), w, "norm", c)
-        head = w["embed_tokens" if c.tie_word_embeddings else "lm_head"]
-        logits = ops.linear(h, head, w.get("lm_head.bias"), 1 / c.logits_scaling)
-        cap = c.final_logit_softcapping
-        return ops.softcap(logits, cap) if cap else logits
-
-    def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
-        """What a layer makes of the activations h [rows, hidden_size]."""
-        before_mixer, before_mlp = self.norms
-        x = layers.norm(ops, h, w, before_mixer, self.config)
-        h = h + self.mixer(ops, x, w, rope, cache, window)
-        x = layers.norm(ops, h, w, before_mlp, self.config)
-        return h + self.mlp(ops, x, Scope(w, "mlp"))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, same_windows
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class Mistral(Llama):
+class Mistral(Decoder):
     """Every layer sees the last sliding_window positions, or all where that is null."""
 
     windows = staticmethod(same_windows)

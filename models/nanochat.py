@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from infer.kernels.compiler.graph import Ops, Value
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights
 from infer.models.gemma2 import softcap
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -17,7 +17,7 @@ from infer.models.loading.weights import WeightSpec
 _DEFAULTS = {"final_logit_softcapping": 15.0, "hidden_act": "relu2"}
 
 
-class NanoChat(Llama):
+class NanoChat(Decoder):
     """Embeddings are normed too; q and k head by head, after they have been turned backwards."""
 
     @classmethod

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
@@ -12,7 +12,7 @@ def read_clip(raw: RawConfig) -> float:
     return 0.0 if raw.get("clip_qkv", None) is None else raw.factor("clip_qkv")
 
 
-class Olmo(Llama):
+class Olmo(Decoder):
     """Norms subtract the mean and divide by the deviation, and that is all."""
 
     @classmethod

@@ -5,12 +5,12 @@ from __future__ import annotations
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class Olmo2(Llama):
+class Olmo2(Decoder):
     """What a layer adds is normed; so are q and k, each over its whole width."""
 
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")

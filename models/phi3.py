@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, same_windows
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class Phi3(Llama):
+class Phi3(Decoder):
     """q, k and v are one tensor, gate and up another; a sliding window where the config has one."""
 
     @classmethod

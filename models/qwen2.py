@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, layer_windows
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
@@ -15,7 +15,7 @@ def qwen_windows(raw: RawConfig) -> list[int]:
     return layer_windows(raw, window if used else None, lambda layer: layer >= first)
 
 
-class Qwen2(Llama):
+class Qwen2(Decoder):
     """Biases on q, k and v; a sliding window in the upper layers where the config asks for it."""
 
     @classmethod

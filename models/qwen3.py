@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.qwen2 import qwen_windows
 
 
-class Qwen3(Llama):
+class Qwen3(Decoder):
     """q and k are normed head by head before they are turned."""
 
     @classmethod

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class SeedOss(Llama):
+class SeedOss(Decoder):
     """The bias of the output projection has a key of its own."""
 
     @classmethod

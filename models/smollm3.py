@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from infer.kernels.errors import UnsupportedError
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, layer_windows
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig, shown
 
 
-class SmolLM3(Llama):
+class SmolLM3(Decoder):
     """In some layers, by default every fourth, queries and keys do not turn (NoPE: Kazemnejad et
     al. 2023)."""
 

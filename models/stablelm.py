@@ -6,12 +6,12 @@ from __future__ import annotations
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 
 
-class StableLm(Llama):
+class StableLm(Decoder):
     """With use_parallel_residual, one norm serves attention and MLP."""
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, same_windows
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -21,7 +21,7 @@ _DEFAULTS = {
 }
 
 
-class Starcoder2(Llama):
+class Starcoder2(Decoder):
     """All that the config says, under names of its own in the MLP."""
 
     @classmethod

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from infer.models.blocks.decoder import Decoder
 from infer.models.gemma2 import Gemma2
-from infer.models.llama import Llama
 
 
 class VaultGemma(Gemma2):
-    """The layer of Llama: norm, attention; norm, MLP; each with a residual."""
+    """The layer of most models: norm, attention; norm, MLP; each with a residual."""
 
     norms = ("input_layernorm", "pre_feedforward_layernorm")
-    layer = Llama.layer
+    layer = Decoder.layer

@@ -39,9 +39,9 @@ from infer.models.loading.config import RawConfig
 from infer.models.loading.formats import find_format, find_packed
 from infer.models.loading.formats import gguf_config as reader
 from infer.models.loading.formats.gguf import Gguf
-from infer.models.loading.formats.gguf_architectures import ARCHITECTURES
 from infer.models.loading.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.loading.formats.gguf_config import gguf_checkpoint, gguf_config
+from infer.models.loading.formats.gguf_conversions import CONVERSIONS
 from infer.models.loading.formats.packed import read_flat, read_rows
 from infer.models.loading.packing import stored_packed
 from infer.models.loading.weights import check_checkpoint, load_weights
@@ -245,7 +245,7 @@ def turned(array: Array, heads: int) -> Array:
 
 
 # model_type -> general.architecture
-ARCHITECTURE = {how.model_type: name for name, how in ARCHITECTURES.items()} | {
+ARCHITECTURE = {how.model_type: name for name, how in CONVERSIONS.items()} | {
     "deepseek_v2": "deepseek2",
     "llama": "llama",
     "ministral3": "mistral3",
@@ -846,7 +846,7 @@ CONVERTED = [
 
 def test_every_architecture_has_a_case() -> None:
     assert {written_as(case) for case in CONVERTED} == set(ARCHITECTURE)
-    assert set(ARCHITECTURES) <= set(library.MODEL_ARCH_NAMES.values())
+    assert set(CONVERSIONS) <= set(library.MODEL_ARCH_NAMES.values())
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
 from infer.kernels.gpu.quantize import buffer_bytes
 from infer.kernels.gpu.upload import _Staging
 from infer.kernels.state.kv_cache import PAGE
-from infer.models.llama import Llama
+from infer.models.blocks.decoder import Decoder
 from infer.models.loading.packing import Stored
 
 pytestmark = pytest.mark.demo
@@ -1149,7 +1149,7 @@ def test_nothing_is_made_for_a_context_that_does_not_fit(
     """Tables of positions are counted, and made once there is room for them."""
     c = llm.config
     rope = replace(c.rope, kind="dynamic", scaling={"factor": 2.0}, rotary_dim=c.head_dim)
-    model = Llama(replace(c, rope=rope, num_key_value_heads=1))
+    model = Decoder(replace(c, rope=rope, num_key_value_heads=1))
     monkeypatch.setattr(infer.engine, "rope_table", forbidden)
     wide = Limits(max_binding=1 << 50, max_buffer=1 << 50)
     report_free(monkeypatch, 1 << 33)

@@ -29,6 +29,7 @@ from reference_models import (
     tolerance_of,
 )
 
+from infer import models
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE, kept
@@ -59,6 +60,13 @@ def test_every_architecture_has_a_case() -> None:
     raws = [RawConfig.open(DATA / case) for case in cases()]
     raws += [text_config(raw) for raw in raws if raw.values["model_type"] in MULTIMODAL]
     assert {raw.values["model_type"] for raw in raws} == {*ARCHITECTURES, *MULTIMODAL}
+
+
+def test_every_module_is_an_architecture() -> None:
+    """models/ is flat: a file for each model_type, and folders for what they share."""
+    assert models.__file__ is not None
+    found = {path.stem for path in Path(models.__file__).parent.glob("*.py")}
+    assert found == {"__init__", *ARCHITECTURES}
 
 
 def first_cases() -> set[str]:

@@ -18,8 +18,8 @@ from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.state.kv_cache import PAGE, kv_cache_bytes
 from infer.kernels.state.step import pack_step
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
-from infer.models.llama import Llama
 from infer.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=0).resolved({})
@@ -76,7 +76,7 @@ def weight_bytes_per_token(engine: Engine) -> int:
     )
 
 
-def cache_bytes_per_token(model: Llama, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
+def cache_bytes_per_token(model: Decoder, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
     """Bytes of keys and values that a decode step reads, mean over `tokens` steps after a prompt:
     step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them. And
     of the states that it reads and writes."""
@@ -97,7 +97,7 @@ def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]
             yield layer, sum(min(length, window or length) for length in lengths)
 
 
-def prefill_flops(model: Llama, tokens: int) -> int:
+def prefill_flops(model: Decoder, tokens: int) -> int:
     """Operations of a prefill: 2 for every value of a layer's matrices that a token multiplies
     with, and of the head for the last token; 4 in attention for every query value and position
     that it attends to. Those of an adapter beside the weights are left out."""

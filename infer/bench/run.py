@@ -44,7 +44,7 @@ from infer.keywords import Progress as LoadProgress
 from infer.llm import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
 from infer.models import build_model
-from infer.models.llama import Llama
+from infer.models.blocks.decoder import Decoder
 from infer.models.loading.packing import Stored
 from infer.models.loading.shapes import PUBLISHED, Published, shape_config
 from infer.models.loading.weights import WeightSpec, joined, random_storage, random_weights
@@ -303,7 +303,7 @@ def _random(
 @contextmanager
 def _on_random(
     shape: str,
-    model: Llama,
+    model: Decoder,
     specs: Sequence[WeightSpec],
     adapter: AdapterInfo,
     dtype: str,

@@ -11,8 +11,8 @@ from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -28,7 +28,7 @@ DEFAULTS = {
 }
 
 
-class GatedDeltaNet(Llama):
+class GatedDeltaNet(Decoder):
     """Checkpoints hold the weights of norms less one, but not that behind the delta rule. What they
     have besides predicts more tokens at once."""
 

@@ -12,8 +12,8 @@ from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig, shown
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -34,7 +34,7 @@ DEFAULTS = {
 }
 
 
-class Mamba2(Llama):
+class Mamba2(Decoder):
     """Some layers have it in place of attention."""
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:

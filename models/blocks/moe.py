@@ -9,13 +9,13 @@ from dataclasses import replace
 from infer.kernels.compiler.graph import Ops, Value
 from infer.kernels.errors import UnsupportedError
 from infer.models.blocks import layers
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
-from infer.models.llama import Llama
 from infer.models.loading.config import RawConfig, shown
 from infer.models.loading.weights import Source, WeightSpec
 
 
-class MixtureOfExperts(Llama):
+class MixtureOfExperts(Decoder):
     """The layers that the config says have experts, and perhaps one more that all tokens share."""
 
     # How a checkpoint calls the block, and the projections of an expert. If transformers 5 was told

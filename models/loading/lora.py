@@ -31,8 +31,8 @@ from infer.kernels.compiler.graph import Changes, LowRank
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.tensor import ITEMSIZE, GpuTensor, allocate
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.multimodal import text_tensors
-from infer.models.llama import Llama
 from infer.models.loading.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
@@ -204,7 +204,7 @@ class Lora:
             pairs[f"{module}.weight"] = Pair(a, b, own / divisor)
         return cls(name, base, pairs, copies)
 
-    def targets(self, model: Llama, checkpoint: Checkpoint) -> dict[str, dict[str, Pair]]:
+    def targets(self, model: Decoder, checkpoint: Checkpoint) -> dict[str, dict[str, Pair]]:
         """The pairs by weight of the model and by source of that. What changes a head that is tied
         is found under "embed_tokens"; what changes parts that are not run is left out. Raises
         CheckpointError for an adapter of another model."""
@@ -232,7 +232,7 @@ class Lora:
                 found.setdefault(spec.name, {})[source.key] = pair
         return found
 
-    def copied(self, model: Llama, checkpoint: Checkpoint) -> list[Copy]:
+    def copied(self, model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
         """The copies with what they should be copies of. Raises UnsupportedError where they cannot
         be that."""
         places, found = _places(model, checkpoint), []
@@ -259,7 +259,7 @@ class Lora:
         )
 
 
-def _places(model: Llama, checkpoint: Checkpoint) -> dict[str, list[tuple[WeightSpec, Source]]]:
+def _places(model: Decoder, checkpoint: Checkpoint) -> dict[str, list[tuple[WeightSpec, Source]]]:
     """The matrices of a model that are made of a tensor, by its name, or what transformers calls it
     where the file has another, and the one of a head that is tied."""
     places: dict[str, list[tuple[WeightSpec, Source]]] = {}
@@ -382,7 +382,7 @@ class Loras:
     @classmethod
     def fit(
         cls,
-        model: Llama,
+        model: Decoder,
         checkpoint: Checkpoint,
         *,
         always: Lora | None = None,

@@ -1,7 +1,7 @@
 """What a GGUF file means: its metadata as a config.json, its tensors by their names on the hub.
 
 Names and conventions are those of llama.cpp's converter (convert_hf_to_gguf.py);
-gguf_architectures.py has what differs from one architecture to the next.
+gguf_conversions.py has what differs from one architecture to the next.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.loading.checkpoint import Checkpoint, TensorInfo, listed
 from infer.models.loading.config import RawConfig, shown
 from infer.models.loading.formats.gguf import Gguf
-from infer.models.loading.formats.gguf_architectures import (
-    ARCHITECTURES,
+from infer.models.loading.formats.gguf_blocks import GgufBlocks, SwappedColumns
+from infer.models.loading.formats.gguf_conversions import (
+    CONVERSIONS,
     NAMES,
     VARIANTS,
-    Architecture,
+    Conversion,
 )
-from infer.models.loading.formats.gguf_blocks import GgufBlocks, SwappedColumns
 from infer.models.loading.formats.grouped import Floats
 from infer.models.loading.formats.packed import FLOATS, read_rows
 
@@ -115,7 +115,7 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     Raises UnsupportedError for an architecture or a key that is not implemented, CheckpointError
     for values that contradict each other.
     """
-    architecture, how = _architecture(gguf)
+    architecture, how = _conversion(gguf)
     prefix = f"{architecture}."
     values = {
         key.removeprefix(prefix): value
@@ -191,20 +191,20 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     return RawConfig(config | how.more(gguf, config), str(gguf.file))
 
 
-def _architecture(gguf: Gguf) -> tuple[str, Architecture]:
+def _conversion(gguf: Gguf) -> tuple[str, Conversion]:
     """general.architecture, and how its files are read."""
     name = str(gguf.metadata.get("general.architecture"))
-    if name not in ARCHITECTURES:
+    if name not in CONVERSIONS:
         raise UnsupportedError(
             f"{gguf.file}: the architecture {shown(name)} is not implemented for GGUF files "
-            f"(only {listed(ARCHITECTURES, limit=len(ARCHITECTURES))})."
+            f"(only {listed(CONVERSIONS, limit=len(CONVERSIONS))})."
         )
-    key, variant = VARIANTS.get(name, ("", ARCHITECTURES[name]))
+    key, variant = VARIANTS.get(name, ("", CONVERSIONS[name]))
     value = gguf.metadata.get(f"{name}.{key}")
-    return name, variant if value is not None and np.any(value) else ARCHITECTURES[name]
+    return name, variant if value is not None and np.any(value) else CONVERSIONS[name]
 
 
-def _known(how: Architecture) -> set[str]:
+def _known(how: Conversion) -> set[str]:
     """The keys that are understood."""
     known = {*_KNOWN, *how.keys, *how.read, *how.ignored}
     if how.experts:
@@ -234,7 +234,7 @@ def _attending(gguf: Gguf, by_layer: Any, other: str) -> tuple[Any, list[str]]:
     return counts.pop(), ["full_attention" if count else other for count in heads]
 
 
-def _windows(raw: RawConfig, how: Architecture) -> dict[str, Any]:
+def _windows(raw: RawConfig, how: Conversion) -> dict[str, Any]:
     """The window, which 0 means there is none, and which layers have it."""
     window = raw.get(_WINDOW, how.values.get("sliding_window"), int) or None
     pattern = raw.get(_PATTERN, how.pattern)
@@ -246,7 +246,7 @@ def _windows(raw: RawConfig, how: Architecture) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": types}
 
 
-def _experts(gguf: Gguf, raw: RawConfig, how: Architecture, layers: int) -> dict[str, Any]:
+def _experts(gguf: Gguf, raw: RawConfig, how: Conversion, layers: int) -> dict[str, Any]:
     """How many there are and of what width, which older files do not state, and where."""
     if (normed := how.values.get("norm_topk_prob")) is None:
         raw.expect("expert_weights_norm", True)
@@ -278,7 +278,7 @@ def _tensor(gguf: Gguf, name: str) -> TensorInfo:
     return info
 
 
-def _rope(gguf: Gguf, raw: RawConfig, how: Architecture, head_dim: int) -> dict[str, Any]:
+def _rope(gguf: Gguf, raw: RawConfig, how: Conversion, head_dim: int) -> dict[str, Any]:
     """rope_parameters, those of layers with a window apart where they have their own."""
     own = {"partial_rotary_factor": raw.size("rope.dimension_count", head_dim) / head_dim}
     everywhere = own | {"rope_theta": raw.get("rope.freq_base", 10000.0, float)}
@@ -289,7 +289,7 @@ def _rope(gguf: Gguf, raw: RawConfig, how: Architecture, head_dim: int) -> dict[
     return {"full_attention": everywhere, "sliding_attention": own | local}
 
 
-def _rope_scaling(gguf: Gguf, raw: RawConfig, how: Architecture, head_dim: int) -> dict[str, Any]:
+def _rope_scaling(gguf: Gguf, raw: RawConfig, how: Conversion, head_dim: int) -> dict[str, Any]:
     raw.expect("rope.scale_linear", 1.0)
     kind = raw.get("rope.scaling.type", "none", str)
     if any(name in gguf.tensors for name in _LONGROPE.values()):
@@ -387,7 +387,7 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
     """The tensors by their names on the hub, with the rows and values that they have there. Those
     without such a name keep their own; what config.json says instead is left out, and so are the
     layers behind the last one, which predict further tokens."""
-    _, how = _architecture(gguf)
+    _, how = _conversion(gguf)
     names = NAMES | how.names
     last = config.values.get("num_hidden_layers", 0)
     further = range(last, last + config.values.get("num_nextn_predict_layers", 0))
@@ -458,7 +458,7 @@ def _parts(
         yield own, names.get(own, own), info
 
 
-def _as_on_the_hub(info: TensorInfo, own: str, how: Architecture, config: RawConfig) -> TensorInfo:
+def _as_on_the_hub(info: TensorInfo, own: str, how: Conversion, config: RawConfig) -> TensorInfo:
     """The tensor with its rows in the hub's order, and without what was added to it."""
     fields = _fields(info)
     heads = config.values["num_attention_heads"]

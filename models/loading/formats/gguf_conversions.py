@@ -42,7 +42,7 @@ called on the hub, and what no file says because llama.cpp knows it.
 | deepseek2                           | DeepSeek-V2, V3 and GLM-4.7-Flash; kv_b_proj is in two     |
 |                                     | parts as MLX has them, but not in the first files          |
 
-To add one, give it an entry in ARCHITECTURES, and in tests/test_gguf.py what the converter does
+To add one, give it an entry in CONVERSIONS, and in tests/test_gguf.py what the converter does
 with its metadata and tensors: the test writes stored models with the format's own library.
 """
 
@@ -60,7 +60,7 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Conversion:
     """How the files of an architecture are read.
 
     model_type: that of config.json.
@@ -520,7 +520,7 @@ def _ungated(gguf: Gguf, config: Config) -> Config:
     return {"mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors}
 
 
-_HYBRID = Architecture(
+_HYBRID = Conversion(
     "granitemoehybrid",
     _GRANITE_HYBRID,
     keys=_GRANITE_HYBRID_KEYS,
@@ -528,7 +528,7 @@ _HYBRID = Architecture(
     turned=True,
     stateful="mamba",
 )
-_GEMMA4_TEXT = Architecture(
+_GEMMA4_TEXT = Conversion(
     "gemma4_text",
     _GEMMA4,
     keys={
@@ -559,7 +559,7 @@ VARIANTS = {
     "granitehybrid": ("expert_count", replace(_HYBRID, experts=True)),
     "granitemoe": (
         "expert_shared_feed_forward_length",
-        Architecture(
+        Conversion(
             "granitemoeshared",
             _GRANITE_SHARED,
             keys=_GRANITE,
@@ -568,18 +568,18 @@ VARIANTS = {
             experts=True,
         ),
     ),
-    "llama": ("expert_count", Architecture("mixtral", _MIXTRAL, turned=True, experts=True)),
+    "llama": ("expert_count", Conversion("mixtral", _MIXTRAL, turned=True, experts=True)),
     "mistral3": (
         "attention.temperature_scale",
-        Architecture("ministral3", keys=_TEMPERATURE, more=_ministral3, turned=True),
+        Conversion("ministral3", keys=_TEMPERATURE, more=_ministral3, turned=True),
     ),
     "olmo2": (
         "attention.sliding_window",
-        Architecture("olmo3", _AFTER, more=_olmo3, pattern=4),
+        Conversion("olmo3", _AFTER, more=_olmo3, pattern=4),
     ),
 }
 
-_QWEN35 = Architecture(
+_QWEN35 = Conversion(
     "qwen3_5_text",
     _DELTA_NET,
     keys=_DELTA_KEYS,
@@ -593,25 +593,25 @@ _QWEN35_MOE = replace(
 )
 
 # general.architecture -> how it is read
-ARCHITECTURES = {
-    "apertus": Architecture("apertus", _APERTUS, values={"hidden_act": "xielu"}),
-    "arcee": Architecture("arcee", values={"hidden_act": "relu2"}, more=_ungated, turned=True),
-    "chatglm": Architecture("glm", _GATE_UP),
-    "cohere2": Architecture(
+CONVERSIONS = {
+    "apertus": Conversion("apertus", _APERTUS, values={"hidden_act": "xielu"}),
+    "arcee": Conversion("arcee", values={"hidden_act": "relu2"}, more=_ungated, turned=True),
+    "chatglm": Conversion("glm", _GATE_UP),
+    "cohere2": Conversion(
         "cohere2",
         keys={"logit_scale": "logit_scale"},
         eps="layer_norm_eps",
         layer_norm=True,
         pattern=4,
     ),
-    "command-r": Architecture(
+    "command-r": Conversion(
         "cohere",
         keys={"logit_scale": "logit_scale"},
         more=_has("use_qk_norm"),
         eps="layer_norm_eps",
         layer_norm=True,
     ),
-    "deepseek2": Architecture(
+    "deepseek2": Conversion(
         "deepseek_v3",
         _DEEPSEEK2,
         keys=_GROUPS | _LATENT,
@@ -621,7 +621,7 @@ ARCHITECTURES = {
         gating=(1, 0, 2),
         latent=True,
     ),
-    "dots1": Architecture(
+    "dots1": Conversion(
         "dots1",
         _DEEPSEEK,
         keys=_GROUPS,
@@ -630,8 +630,8 @@ ARCHITECTURES = {
         experts=True,
         gating=(2,),
     ),
-    "ernie4_5": Architecture("ernie4_5"),
-    "ernie4_5-moe": Architecture(
+    "ernie4_5": Conversion("ernie4_5"),
+    "ernie4_5-moe": Conversion(
         "ernie4_5_moe",
         _ERNIE_MOE,
         keys={
@@ -643,9 +643,9 @@ ARCHITECTURES = {
         more=_ernie4_5_moe,
         experts=True,
     ),
-    "exaone4": Architecture("exaone4", _AFTER, pattern=4),
-    "gemma": Architecture("gemma", values={"hidden_act": "gelu_pytorch_tanh"}, norm_added=1.0),
-    "gemma2": Architecture(
+    "exaone4": Conversion("exaone4", _AFTER, pattern=4),
+    "gemma": Conversion("gemma", values={"hidden_act": "gelu_pytorch_tanh"}, norm_added=1.0),
+    "gemma2": Conversion(
         "gemma2",
         _GEMMA2,
         keys=_SOFTCAPS,
@@ -654,7 +654,7 @@ ARCHITECTURES = {
         norm_added=1.0,
         pattern=2,
     ),
-    "gemma3": Architecture(
+    "gemma3": Conversion(
         "gemma3_text",
         _GEMMA2,
         keys=_SOFTCAPS,
@@ -665,8 +665,8 @@ ARCHITECTURES = {
         local_theta=10000.0,
     ),
     "gemma4": _GEMMA4_TEXT,
-    "glm4": Architecture("glm4", _GLM4),
-    "glm4moe": Architecture(
+    "glm4": Conversion("glm4", _GLM4),
+    "glm4moe": Conversion(
         "glm4_moe",
         _DEEPSEEK | {"post_attention_norm": "post_attention_layernorm"},
         keys=_GROUPS,
@@ -675,7 +675,7 @@ ARCHITECTURES = {
         experts=True,
         gating=(2,),
     ),
-    "gptneox": Architecture(
+    "gptneox": Conversion(
         "gpt_neox",
         _GPT_NEOX,
         layers="gpt_neox.layers",
@@ -684,8 +684,8 @@ ARCHITECTURES = {
         eps="layer_norm_eps",
         layer_norm=True,
     ),
-    "gpt-oss": Architecture("gpt_oss", _GPT_OSS, more=_gpt_oss, pattern=0, experts=True),
-    "gpt2": Architecture(
+    "gpt-oss": Conversion("gpt_oss", _GPT_OSS, more=_gpt_oss, pattern=0, experts=True),
+    "gpt2": Conversion(
         "gpt2",
         _GPT2,
         layers="transformer.h",
@@ -694,7 +694,7 @@ ARCHITECTURES = {
         eps="layer_norm_epsilon",
         layer_norm=True,
     ),
-    "granite": Architecture(
+    "granite": Conversion(
         "granite",
         keys=_GRANITE,
         more=_granite,
@@ -703,11 +703,11 @@ ARCHITECTURES = {
         ignored=tuple(_SSM),
     ),
     "granitehybrid": _HYBRID,
-    "granitemoe": Architecture(
+    "granitemoe": Conversion(
         "granitemoe", _GRANITE_MOE, keys=_GRANITE, more=_granite, turned=True, experts=True
     ),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", _HUNYUAN, values={"use_qk_norm": True}),
-    "hunyuan-moe": Architecture(
+    "hunyuan-dense": Conversion("hunyuan_v1_dense", _HUNYUAN, values={"use_qk_norm": True}),
+    "hunyuan-moe": Conversion(
         "hunyuan_v1_moe",
         _HUNYUAN_MOE,
         keys={"expert_shared_count": "num_shared_expert"},
@@ -715,7 +715,7 @@ ARCHITECTURES = {
         more=_hunyuan_moe,
         experts=True,
     ),
-    "lfm2": Architecture(
+    "lfm2": Conversion(
         "lfm2",
         _LFM2,
         keys={"shortconv.l_cache": "conv_L_cache"},
@@ -723,7 +723,7 @@ ARCHITECTURES = {
         eps="norm_eps",
         stateful="conv",
     ),
-    "lfm2moe": Architecture(
+    "lfm2moe": Conversion(
         "lfm2_moe",
         _LFM2_MOE,
         keys={
@@ -736,9 +736,9 @@ ARCHITECTURES = {
         gating=(2,),
         stateful="conv",
     ),
-    "llama": Architecture("llama", turned=True),
-    "mistral3": Architecture("llama", turned=True),
-    "nemotron": Architecture(
+    "llama": Conversion("llama", turned=True),
+    "mistral3": Conversion("llama", turned=True),
+    "nemotron": Conversion(
         "nemotron",
         values={"hidden_act": "relu2"},
         more=_ungated,
@@ -746,34 +746,34 @@ ARCHITECTURES = {
         layer_norm=True,
         norm_added=1.0,
     ),
-    "olmo": Architecture(
+    "olmo": Conversion(
         "olmo", keys={"attention.clamp_kqv": "clip_qkv"}, layer_norm=True, turned=True
     ),
-    "olmo2": Architecture("olmo2", _AFTER),
-    "olmoe": Architecture("olmoe", values={"norm_topk_prob": False}, experts=True),
-    "phi2": Architecture(
+    "olmo2": Conversion("olmo2", _AFTER),
+    "olmoe": Conversion("olmoe", values={"norm_topk_prob": False}, experts=True),
+    "phi2": Conversion(
         "phi",
         _PHI,
         values={"hidden_act": "gelu_new"},
         eps="layer_norm_eps",
         layer_norm=True,
     ),
-    "phi3": Architecture("phi3", _GATE_UP | {"attn_qkv": "self_attn.qkv_proj"}, pattern=0),
-    "qwen2": Architecture("qwen2"),
-    "qwen2moe": Architecture("qwen2_moe", values={"norm_topk_prob": False}, experts=True),
-    "qwen2vl": Architecture("qwen2", ignored=_SECTIONS),
-    "qwen3": Architecture("qwen3"),
+    "phi3": Conversion("phi3", _GATE_UP | {"attn_qkv": "self_attn.qkv_proj"}, pattern=0),
+    "qwen2": Conversion("qwen2"),
+    "qwen2moe": Conversion("qwen2_moe", values={"norm_topk_prob": False}, experts=True),
+    "qwen2vl": Conversion("qwen2", ignored=_SECTIONS),
+    "qwen3": Conversion("qwen3"),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35_MOE,
-    "qwen3moe": Architecture("qwen3_moe", values={"norm_topk_prob": True}, experts=True),
+    "qwen3moe": Conversion("qwen3_moe", values={"norm_topk_prob": True}, experts=True),
     "qwen3next": replace(_QWEN35_MOE, model_type="qwen3_next", tiled=False, ignored=()),
-    "qwen3vl": Architecture("qwen3", ignored=_VISION),
-    "qwen3vlmoe": Architecture(
+    "qwen3vl": Conversion("qwen3", ignored=_VISION),
+    "qwen3vlmoe": Conversion(
         "qwen3_moe", values={"norm_topk_prob": True}, experts=True, ignored=_VISION
     ),
-    "seed_oss": Architecture("seed_oss", {"post_attention_norm": "post_attention_layernorm"}),
-    "smollm3": Architecture("smollm3", turned=True),
-    "stablelm": Architecture(
+    "seed_oss": Conversion("seed_oss", {"post_attention_norm": "post_attention_layernorm"}),
+    "smollm3": Conversion("smollm3", turned=True),
+    "stablelm": Conversion(
         "stablelm",
         {
             "attn_q_norm": "self_attn.q_layernorm.norms.{}",
@@ -784,7 +784,7 @@ ARCHITECTURES = {
         layer_norm=True,
         ignored=("use_parallel_residual",),
     ),
-    "starcoder": Architecture(
+    "starcoder": Conversion(
         "gpt_bigcode",
         _GPT2,
         layers="transformer.h",
@@ -793,7 +793,7 @@ ARCHITECTURES = {
         eps="layer_norm_epsilon",
         layer_norm=True,
     ),
-    "starcoder2": Architecture(
+    "starcoder2": Conversion(
         "starcoder2",
         {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         values={"hidden_act": "gelu_pytorch_tanh"},
