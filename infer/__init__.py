@@ -33,19 +33,11 @@ from infer.kernels.errors import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
+    from infer.kept import generate, stream
     from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.gpu.device import Device, MemoryStats, Settings
-    from infer.llm import (
-        LLM,
-        Chunk,
-        Result,
-        Stream,
-        TokenLogprob,
-        TopLogprob,
-        generate,
-        load,
-        stream,
-    )
+    from infer.llm import LLM, Chunk, Result, Stream, TokenLogprob, TopLogprob
+    from infer.loading import load
     from infer.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -63,11 +55,11 @@ _LAZY = {
     "Stream": "infer.llm",
     "TokenLogprob": "infer.llm",
     "TopLogprob": "infer.llm",
-    "generate": "infer.llm",
+    "generate": "infer.kept",
     "is_available": "infer.kernels.gpu.adapters",
     "list_adapters": "infer.kernels.gpu.adapters",
-    "load": "infer.llm",
-    "stream": "infer.llm",
+    "load": "infer.loading",
+    "stream": "infer.kept",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Limits
 from infer.keywords import Progress
-from infer.llm import open_adapters, weight_dtype
+from infer.loading import open_adapters, weight_dtype
 from infer.memory import checked_context, fitting_options, kv_bytes_per_position, memory_needed
 from infer.models import open_model
 from infer.models.loading.lora import Loras

@@ -28,6 +28,7 @@ import infer
 import infer.cli.report
 import infer.inspection
 import infer.llm
+import infer.loading
 import infer.memory
 from infer import LLM, SamplingParams
 from infer.cli.app import app
@@ -342,7 +343,7 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(options, model=model)
         raise DeviceError("seen enough")
 
-    monkeypatch.setattr(infer.llm, "load", load)
+    monkeypatch.setattr(infer.loading, "load", load)
     flags = ("--device", "1", "--dtype", "f16", "--revision", "v2", "--offline")
     assert refused("run", "org/name", "-p", "x", *flags) == "error: seen enough"
     given = {"model": "org/name", "device": "1", "dtype": "f16", "revision": "v2", "offline": True}
@@ -584,7 +585,7 @@ def test_an_error_of_the_system_names_the_file(
     def load(*_: object, **__: object) -> None:
         (tmp_path / "none").read_text()
 
-    monkeypatch.setattr(infer.llm, "load", load)
+    monkeypatch.setattr(infer.loading, "load", load)
     expected = f"error: {tmp_path}/none: No such file or directory."
     assert refused("run", "demo", "x") == expected
     assert "Traceback" in invoke("run", "demo", "x", "--verbose").stderr

@@ -17,7 +17,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import infer
-import infer.llm
+import infer.kept
 from infer.bench.report import BenchReport
 from infer.cli.app import app
 from infer.engine import Engine, EngineOptions
@@ -63,9 +63,9 @@ def blocks(document: str, language: str) -> list[tuple[str, str]]:
 def no_kept_model() -> Iterator[None]:
     """An example may leave the model that module-level generate keeps."""
     yield
-    if infer.llm._last is not None:
-        infer.llm._last.llm.close()
-        infer.llm._last = None
+    if infer.kept._last is not None:
+        infer.kept._last.llm.close()
+        infer.kept._last = None
 
 
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")

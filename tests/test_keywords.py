@@ -42,6 +42,7 @@ def test_options_of_answers_are_those_of_stream() -> None:
 def test_options_of_both_are_those_of_load_and_stream() -> None:
     loading, both = keyword_types(infer.load), get_type_hints(Options)
     assert get_type_hints(LoadOptions).items() <= loading.items()
+    assert set(keywords.LOAD_NAMES) == set(loading)
     answers = get_type_hints(AnswerOptions) | {"adapter": loading["adapter"]}
     assert both == answers | get_type_hints(LoadOptions)
 

@@ -27,7 +27,9 @@ import wgpu
 from wgpu._async import GPUPromise
 
 import infer
+import infer.kept
 import infer.llm
+import infer.loading
 import infer.memory
 from infer import LLM
 from infer.engine import Engine, Timings
@@ -70,9 +72,9 @@ def no_kept_model() -> Iterator[None]:
     """Module-level generate starts, and leaves, without a model."""
 
     def forget() -> None:
-        if infer.llm._last is not None:
-            infer.llm._last.llm.close()
-            infer.llm._last = None
+        if infer.kept._last is not None:
+            infer.kept._last.llm.close()
+            infer.kept._last = None
 
     forget()
     yield
@@ -788,7 +790,7 @@ def test_a_thread_waits_for_the_stream_of_another(llm: LLM) -> None:
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[LLM] = []
-    monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
+    monkeypatch.setattr(infer.kept, "load", _recording(infer.load, loaded))
     assert infer.generate(DEMO, COUNT).text == COUNTED
     assert infer.generate(DEMO, COUNT, max_tokens=5, progress=False).completion_tokens == 5
     chunks = infer.stream(DEMO, COUNT)
@@ -815,7 +817,7 @@ def _recording(load: Callable[..., LLM], loaded: list[LLM]) -> Callable[..., LLM
 def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """While a second one is loaded, in another thread: until its answer is done."""
     loaded: list[LLM] = []
-    monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
+    monkeypatch.setattr(infer.kept, "load", _recording(infer.load, loaded))
     stream = infer.stream(DEMO, COUNT)
     first = next(stream).text
     in_a_thread(lambda: infer.generate(DEMO, COUNT, context=200))
@@ -849,7 +851,7 @@ def test_two_threads_generate_with_two_models() -> None:
 
 @pytest.mark.usefixtures("no_kept_model")
 def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.llm, "load", forbidden)
+    monkeypatch.setattr(infer.kept, "load", forbidden)
     assert infer.generate(llm, COUNT).text == COUNTED
     with pytest.raises(infer.RequestError, match="go to load"):
         infer.generate(llm, COUNT, context=100)
@@ -866,8 +868,8 @@ def test_a_quantised_model_answers_nearly_as_before(
 ) -> None:
     ids = llm.encode(llm.generate(STORY, max_tokens=50).text)
     assert infer.generate(DEMO, COUNT, quantize=quantize).text == COUNTED
-    assert infer.llm._last is not None
-    quantized = infer.llm._last.llm
+    assert infer.kept._last is not None
+    quantized = infer.kept._last.llm
     exact, got = (
         logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         for logits in (model.logits(ids).astype(np.float64) for model in (llm, quantized))
@@ -1025,7 +1027,7 @@ def test_loading_is_shown_to_who_sees_it(
         progress("weights", 1, 2)
 
     for name, stand_in in (("resolve", found), ("Device", lambda *_: None), ("_load", loaded)):
-        monkeypatch.setattr(infer.llm, name, stand_in)
+        monkeypatch.setattr(infer.loading, name, stand_in)
     monkeypatch.setattr(sys, "stderr", stream := kind())
     now = iter(range(100))
     monkeypatch.setattr("infer.progress.time", SimpleNamespace(perf_counter=lambda: next(now)))
@@ -1100,7 +1102,7 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
         return buffer(self, nbytes, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(infer.llm, "load_weights", forbidden)
+        patch.setattr(infer.loading, "load_weights", forbidden)
         patch.setattr(Device, "buffer", recording)
         needed = bytes_needed(patch, context=context)
         report_free(patch, needed - 1)

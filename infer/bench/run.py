@@ -41,7 +41,7 @@ from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import Progress as LoadProgress
-from infer.llm import DTYPES, load, weight_dtype
+from infer.loading import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder

@@ -280,7 +280,7 @@ def run(
         start_drivers()  # while all this is imported
 
         from infer.cli import report
-        from infer.llm import load
+        from infer.loading import load
         from infer.sampling import SamplingParams
 
         params = SamplingParams(
