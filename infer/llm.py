@@ -31,9 +31,9 @@ from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import AnswerOptions, LoadOptions, Options, Progress, check_names
 from infer.memory import checked_context, fitting_options
 from infer.models import open_model
+from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
-from infer.models.loading.packing import Stored
-from infer.models.loading.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
+from infer.models.loading.plan import plan_weights
 from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer, read_json
@@ -537,17 +537,15 @@ def _load(
     defaults = sampling_defaults(generation_config, model.config.vocab_size)
     for text in notes(generation_config):
         warnings.warn(text, InferWarning, stacklevel=3)
-    check_checkpoint(model.weights(), checkpoint, model.ignorable)
+    plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
     positions = checked_context(model, resolved.name, context)
-    loras = Loras.fit(model, checkpoint, always=always, named=named)
-
-    def stored_as(spec: WeightSpec) -> Stored:
-        return stored(spec, checkpoint, dtype)
+    loras = Loras.fit(model, plan, always=always, named=named)
+    plan = plan.joined(loras.names)
 
     def fill(device: Device, progress: Progress) -> LLM:
         options = fitting_options(
             model,
-            stored_as,
+            plan,
             EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
             device.limits,
             device.adapter,
@@ -570,10 +568,7 @@ def _load(
             try:
                 load_weights(
                     device,
-                    joined(model.weights(), stored_as, loras.names),
-                    checkpoint,
-                    ignorable=model.ignorable,
-                    dtype=dtype,
+                    plan,
                     changes=loras.merged,
                     allocated=allocated,
                     progress=partial(progress, "weights"),
