@@ -17,8 +17,8 @@ from infer.loading import open_adapters, weight_dtype
 from infer.memory import checked_context, fitting_options, kv_bytes_per_position, memory_needed
 from infer.models import open_model
 from infer.models.loading.lora import Loras
-from infer.models.loading.packing import WIDENED, Stored
-from infer.models.loading.weights import WeightSpec, check_checkpoint, stored
+from infer.models.loading.packing import WIDENED
+from infer.models.loading.plan import plan_weights
 from infer.progress import size
 from infer.text.folder_tokenizer import open_tokenizer
 
@@ -83,16 +83,11 @@ def inspect_model(
     fetched = partial(progress or (lambda *_: None), "download")
     found = resolve(model, revision=revision, offline=offline, progress=fetched)
     always, _ = open_adapters(adapter, None, offline, fetched)
-    llama, checkpoint = open_model(found.path)
-    check_checkpoint(llama.weights(), checkpoint, llama.ignorable)
-    specs = list(llama.weights())
-
-    def stored_as(spec: WeightSpec) -> Stored:
-        return stored(spec, checkpoint, converted)
-
-    storage = [stored_as(spec) for spec in specs]
-    loras = Loras.fit(llama, checkpoint, always=always)
-    options = EngineOptions(checked_context(llama, found.name, context), kv_dtype=kv_dtype)
+    opened, checkpoint = open_model(found.path)
+    plan = plan_weights(opened.weights(), checkpoint, converted, opened.ignorable)
+    loras = Loras.fit(opened, plan, always=always)
+    joined = plan.joined(loras.names)
+    options = EngineOptions(checked_context(opened, found.name, context), kv_dtype=kv_dtype)
     gpu = choose_adapter(device) if device is not None or list_adapters() else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
     fits: bool | None = None
@@ -101,7 +96,7 @@ def inspect_model(
     else:
         try:
             options = fitting_options(
-                llama, stored_as, options, limits, gpu, may_shrink=context is None, loras=loras
+                opened, joined, options, limits, gpu, may_shrink=context is None, loras=loras
             )
         except OutOfMemoryError as error:
             fits, verdict = False, str(error)
@@ -113,28 +108,26 @@ def inspect_model(
                 if free is None
                 else f"{size(free)} are free"
             )
-    need = memory_needed(llama, stored_as, options, limits, gpu, loras)
+    need = memory_needed(opened, joined, options, limits, gpu, loras)
     has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
     tokenizer = open_tokenizer(found.path) if has_tokenizer else None
     return Inspection(
         name=found.name,
         path=str(found.path),
         revision=found.revision,
-        architecture=llama.config.model_type,
+        architecture=opened.config.model_type,
         part_of=checkpoint.part_of,
-        parameters=sum(prod(spec.shape) for spec in specs if spec.sources),
-        dtypes=sorted(
-            {how.dtype for how, spec in zip(storage, specs, strict=True) if len(spec.shape) > 1}
-        ),
-        widened=storage.count(WIDENED),
+        parameters=sum(prod(weight.shape) for weight in plan.weights if weight.parts),
+        dtypes=sorted({w.stored.dtype for w in plan.weights if len(w.shape) > 1}),
+        widened=[weight.stored for weight in plan.weights].count(WIDENED),
         format=checkpoint.format,
         ignored=list(checkpoint.ignored),
         lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
         disk_bytes=checkpoint.nbytes,
-        max_context=llama.config.max_position_embeddings,
+        max_context=opened.config.max_position_embeddings,
         context=options.context,
         kv_dtype=kv_dtype,
-        kv_bytes_per_token=kv_bytes_per_position(llama, kv_dtype),
+        kv_bytes_per_token=kv_bytes_per_position(opened, kv_dtype),
         weight_bytes=need.weights,
         kv_cache_bytes=need.kv_cache,
         other_bytes=need.other,

@@ -26,9 +26,9 @@ from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
 from infer.llm import LLM
 from infer.memory import checked_context, fitting_options
 from infer.models import open_model
+from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
-from infer.models.loading.packing import Stored
-from infer.models.loading.weights import WeightSpec, check_checkpoint, joined, load_weights, stored
+from infer.models.loading.plan import plan_weights
 from infer.progress import ProgressLine
 from infer.text.folder_tokenizer import open_tokenizer, read_json
 
@@ -156,17 +156,15 @@ def _load(
     defaults = sampling_defaults(generation_config, model.config.vocab_size)
     for text in notes(generation_config):
         warnings.warn(text, InferWarning, stacklevel=3)
-    check_checkpoint(model.weights(), checkpoint, model.ignorable)
+    plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
     positions = checked_context(model, resolved.name, context)
-    loras = Loras.fit(model, checkpoint, always=always, named=named)
-
-    def stored_as(spec: WeightSpec) -> Stored:
-        return stored(spec, checkpoint, dtype)
+    loras = Loras.fit(model, plan, always=always, named=named)
+    plan = plan.joined(loras.names)
 
     def fill(device: Device, progress: Progress) -> LLM:
         options = fitting_options(
             model,
-            stored_as,
+            plan,
             EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
             device.limits,
             device.adapter,
@@ -189,10 +187,7 @@ def _load(
             try:
                 load_weights(
                     device,
-                    joined(model.weights(), stored_as, loras.names),
-                    checkpoint,
-                    ignorable=model.ignorable,
-                    dtype=dtype,
+                    plan,
                     changes=loras.merged,
                     allocated=allocated,
                     progress=partial(progress, "weights"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from infer.engine import Engine, EngineOptions
@@ -10,13 +9,12 @@ from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
 from infer.kernels.gpu.device import DryDevice, Limits
 from infer.kernels.gpu.quantize import buffer_bytes
-from infer.kernels.gpu.tensor import QUANTIZED, allocate
+from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.state.kv_cache import PAGE, keys_bytes, kv_cache_bytes
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import table_bytes
 from infer.models.loading.lora import NO_LORAS, Loras
-from infer.models.loading.packing import Stored
-from infer.models.loading.weights import WeightSpec, joined
+from infer.models.loading.plan import LoadPlan
 
 DEFAULT_CONTEXT = 8192
 _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
@@ -38,7 +36,7 @@ class MemoryNeed:
 
 def memory_needed(
     model: Decoder,
-    stored: Callable[[WeightSpec], Stored],
+    plan: LoadPlan,
     options: EngineOptions,
     limits: Limits,
     adapter: AdapterInfo | None = None,
@@ -46,14 +44,8 @@ def memory_needed(
 ) -> MemoryNeed:
     """What loading would allocate: the engine is built on a device that only counts."""
     device = DryDevice(limits, adapter)
-    weights, quantized = {}, []
-    for spec in joined(model.weights(), stored, loras.names):
-        how = stored(spec)
-        weights[spec.name] = allocate(
-            device, spec.shape, how.dtype, spec.name, how.grouping, how.order, spec.unit
-        )
-        if how.dtype in QUANTIZED and not how.packed:
-            quantized.append(spec.shape)
+    weights = {weight.name: weight.allocate(device) for weight in plan.weights}
+    quantized = [weight.shape for weight in plan.weights if weight.quantized]
     beside = loras.allocate(device, weights)
     weight_bytes = device.allocated
     if quantized:
@@ -99,7 +91,7 @@ def checked_context(model: Decoder, name: str, context: int | None) -> int:
 
 def fitting_options(
     model: Decoder,
-    stored: Callable[[WeightSpec], Stored],
+    plan: LoadPlan,
     options: EngineOptions,
     limits: Limits,
     adapter: AdapterInfo,
@@ -115,7 +107,7 @@ def fitting_options(
     what, of_page = _largest(model, options.kv_dtype)
     binding = min(limits.max_binding, limits.max_buffer)
     while True:
-        need = memory_needed(model, stored, options, limits, adapter, loras)
+        need = memory_needed(model, plan, options, limits, adapter, loras)
         largest = -(-options.context // PAGE) * of_page
         fits_binding = largest <= binding
         if fits_binding and (free is None or need.total <= free):
@@ -129,7 +121,7 @@ def fitting_options(
             f"binding of {adapter.name} holds {binding:,}. "
             f"Ask for at most {binding // of_page * PAGE} (--context)."
         )
-    quantized = any(stored(spec).dtype in QUANTIZED for spec in model.weights())
+    quantized = any(weight.stored.dtype in QUANTIZED for weight in plan.weights)
     raise OutOfMemoryError(
         f"The model needs {need.total:,} bytes ({need.weights:,} of weights, {need.kv_cache:,} of "
         f"KV cache for {options.context} positions, {need.other:,} besides); {adapter.name} has "

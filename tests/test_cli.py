@@ -40,7 +40,7 @@ from infer.kernels.checks.check import CheckResult
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
 from infer.kernels.gpu.device import Device
-from infer.models.loading.checkpoint import TensorInfo
+from infer.models.loading.tensors import TensorInfo
 from infer.progress import ProgressLine, size, visible
 
 ROOT = Path(__file__).resolve().parent.parent

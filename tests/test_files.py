@@ -14,9 +14,10 @@ import infer
 from infer.hub import resolve
 from infer.kernels.errors import InferError
 from infer.models import open_model
-from infer.models.loading.checkpoint import INDEX, SINGLE, TensorInfo
+from infer.models.loading.checkpoint import INDEX, SINGLE
 from infer.models.loading.files import open_file, read_text
 from infer.models.loading.formats.gguf import Gguf
+from infer.models.loading.tensors import TensorInfo
 from infer.text.folder_tokenizer import open_tokenizer
 
 DEMO = Path(infer.__file__).parent / "demo"

@@ -55,7 +55,6 @@ KNOWN = {
     "infer.kernels.ops.attention": "infer.kernels.compiler.lowering",
     "infer.kernels.ops.experts": "infer.kernels.compiler.lowering",
     "infer.kernels.ops.recurrent": "infer.kernels.compiler.lowering",
-    "infer.models.loading.checkpoint": "infer.models.loading.formats.packed",
 }
 
 

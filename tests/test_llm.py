@@ -40,7 +40,7 @@ from infer.kernels.gpu.quantize import buffer_bytes
 from infer.kernels.gpu.upload import _Staging
 from infer.kernels.state.kv_cache import PAGE
 from infer.models.blocks.decoder import Decoder
-from infer.models.loading.packing import Stored
+from infer.models.loading.plan import plan_random
 
 pytestmark = pytest.mark.demo
 
@@ -1137,7 +1137,7 @@ def test_keys_that_no_binding_holds(llm: LLM) -> None:
     with pytest.raises(infer.OutOfMemoryError, match=rf"Ask for at most {most} \(--context\)"):
         infer.memory.fitting_options(
             llm.engine.model,
-            lambda spec: Stored("f16"),
+            plan_random(llm.engine.model.weights(), "f16"),
             replace(llm.engine.options, context=most + 1),
             small,
             llm.device.adapter,
@@ -1161,7 +1161,7 @@ def test_nothing_is_made_for_a_context_that_does_not_fit(
             with pytest.raises(infer.OutOfMemoryError, match=message):
                 infer.memory.fitting_options(
                     model,
-                    lambda spec: Stored("f32" if len(spec.shape) == 1 else "f16"),
+                    plan_random(model.weights(), "f16"),
                     replace(llm.engine.options, context=2**31 - 1),
                     limits,
                     llm.device.adapter,

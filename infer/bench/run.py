@@ -45,9 +45,9 @@ from infer.loading import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
-from infer.models.loading.packing import Stored
-from infer.models.loading.shapes import PUBLISHED, Published, shape_config
-from infer.models.loading.weights import WeightSpec, joined, random_storage, random_weights
+from infer.models.loading.plan import LoadPlan, plan_random
+from infer.models.loading.random_weights import random_weights
+from infer.models.loading.shapes import PUBLISHED, shape_config
 
 
 def run_bench(
@@ -283,35 +283,29 @@ def _random(
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
     adapter = choose_adapter(selector)
-
-    def stored(spec: WeightSpec) -> Stored:
-        return random_storage(spec, dtype, published)
-
+    plan = plan_random(model.weights(), dtype, published).joined()
     options = fitting_options(
         model,
-        stored,
+        plan,
         EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
         Limits.of(adapter.limits),
         adapter,
         may_shrink=context is None,
     )
     _check_positions(options.context, needed)
-    specs = joined(model.weights(), stored)
-    return _on_random(shape, model, specs, adapter, dtype, published, options)
+    return _on_random(shape, model, plan, adapter, options)
 
 
 @contextmanager
 def _on_random(
     shape: str,
     model: Decoder,
-    specs: Sequence[WeightSpec],
+    plan: LoadPlan,
     adapter: AdapterInfo,
-    dtype: str,
-    published: Published | None,
     options: EngineOptions,
 ) -> Iterator[tuple[str, Engine]]:
     with Device(adapter) as device:
-        weights = random_weights(device, specs, dtype, published=published)
+        weights = random_weights(device, plan)
         engine = Engine(device, model, weights, options)
         engine.compile()
         device.wait()
