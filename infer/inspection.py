@@ -14,7 +14,7 @@ from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapter
 from infer.kernels.gpu.device import Limits
 from infer.keywords import Progress
 from infer.loading import open_adapters, weight_dtype
-from infer.memory import checked_context, fitting_options, kv_bytes_per_position, memory_needed
+from infer.memory import MemoryCount, checked_context, kv_bytes_per_position
 from infer.models import open_model
 from infer.models.loading.lora import Loras
 from infer.models.loading.packing import WIDENED
@@ -86,18 +86,16 @@ def inspect_model(
     opened, checkpoint = open_model(found.path)
     plan = plan_weights(opened.weights(), checkpoint, converted, opened.ignorable)
     loras = Loras.fit(opened, plan, always=always)
-    joined = plan.joined(loras.names)
     options = EngineOptions(checked_context(opened, found.name, context), kv_dtype=kv_dtype)
     gpu = choose_adapter(device) if device is not None or list_adapters() else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
+    count = MemoryCount(opened, plan.joined(loras.names), limits, gpu, loras)
     fits: bool | None = None
     if gpu is None:
         verdict = "no adapter was found; counted for the least that WebGPU guarantees"
     else:
         try:
-            options = fitting_options(
-                opened, joined, options, limits, gpu, may_shrink=context is None, loras=loras
-            )
+            options = count.fitting(options, may_shrink=context is None)
         except OutOfMemoryError as error:
             fits, verdict = False, str(error)
         else:
@@ -108,7 +106,7 @@ def inspect_model(
                 if free is None
                 else f"{size(free)} are free"
             )
-    need = memory_needed(opened, joined, options, limits, gpu, loras)
+    need = count.needed(options)
     has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
     tokenizer = open_tokenizer(found.path) if has_tokenizer else None
     return Inspection(

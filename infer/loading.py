@@ -24,7 +24,7 @@ from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
 from infer.llm import LLM
-from infer.memory import checked_context, fitting_options
+from infer.memory import MemoryCount, checked_context
 from infer.models import open_model
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
@@ -162,14 +162,9 @@ def _load(
     plan = plan.joined(loras.names)
 
     def fill(device: Device, progress: Progress) -> LLM:
-        options = fitting_options(
-            model,
-            plan,
+        options = MemoryCount(model, plan, device.limits, device.adapter, loras).fitting(
             EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
-            device.limits,
-            device.adapter,
             may_shrink=context is None,
-            loras=loras,
         )
         started: list[tuple[Engine, Future[None]]] = []
 

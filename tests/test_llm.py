@@ -32,7 +32,7 @@ import infer.llm
 import infer.loading
 import infer.memory
 from infer import LLM
-from infer.engine import Engine, Timings
+from infer.engine import Engine, EngineOptions, Timings
 from infer.hub import DEMO, ResolvedModel, resolve
 from infer.kernels.gpu.adapters import MemoryInfo
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
@@ -1129,20 +1129,44 @@ def test_a_default_context_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch)
         infer.load(DEMO)
 
 
+def fitting(
+    model: Decoder, limits: Limits, llm: LLM, context: int, may_shrink: bool = False
+) -> EngineOptions:
+    """With the other options, and on the adapter, of an LLM."""
+    plan = plan_random(model.weights(), "f16")
+    count = infer.memory.MemoryCount(model, plan, limits, llm.device.adapter)
+    options = replace(llm.engine.options, context=context)
+    return count.fitting(options, may_shrink=may_shrink)
+
+
+def test_one_engine_is_built_to_find_a_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it finds the largest of those that are tried, by what each would take."""
+    built, init = [], infer.memory.Engine.__init__
+
+    def building(self: Engine, *arguments: Any) -> None:
+        built.append(arguments[3].context)
+        init(self, *arguments)
+
+    model, limits = llm.engine.model, llm.device.limits
+    count = infer.memory.MemoryCount(model, plan_random(model.weights(), "f16"), limits)
+    contexts = (512, 1 << 14, 1 << 16)
+    of = {c: count.needed(replace(llm.engine.options, context=c)).total for c in contexts}
+    monkeypatch.setattr(infer.memory.Engine, "__init__", building)
+    for context, needed in of.items():
+        report_free(monkeypatch, needed)
+        assert fitting(model, limits, llm, 1 << 18, may_shrink=True).context == context
+        assert built.pop() == context
+        assert not built or context == 512  # which is less than what else is needed
+        built.clear()
+
+
 def test_keys_that_no_binding_holds(llm: LLM) -> None:
     per_position = 2 * llm.config.num_key_value_heads * llm.config.head_dim
     most = 4 * PAGE
     # half a page beyond: caches are of whole pages
     small = replace(llm.device.limits, max_binding=(most + PAGE // 2) * per_position)
     with pytest.raises(infer.OutOfMemoryError, match=rf"Ask for at most {most} \(--context\)"):
-        infer.memory.fitting_options(
-            llm.engine.model,
-            plan_random(llm.engine.model.weights(), "f16"),
-            replace(llm.engine.options, context=most + 1),
-            small,
-            llm.device.adapter,
-            may_shrink=False,
-        )
+        fitting(llm.engine.model, small, llm, context=most + 1)
 
 
 def test_nothing_is_made_for_a_context_that_does_not_fit(
@@ -1159,14 +1183,7 @@ def test_nothing_is_made_for_a_context_that_does_not_fit(
     try:
         for limits, message in ((wide, "free"), (Limits(), "bytes of rotary positions; one")):
             with pytest.raises(infer.OutOfMemoryError, match=message):
-                infer.memory.fitting_options(
-                    model,
-                    plan_random(model.weights(), "f16"),
-                    replace(llm.engine.options, context=2**31 - 1),
-                    limits,
-                    llm.device.adapter,
-                    may_shrink=False,
-                )
+                fitting(model, limits, llm, context=2**31 - 1)
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()

@@ -42,7 +42,7 @@ from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import Progress as LoadProgress
 from infer.loading import DTYPES, load, weight_dtype
-from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
+from infer.memory import DEFAULT_CONTEXT, MemoryCount, checked_context
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import LoadPlan, plan_random
@@ -284,12 +284,8 @@ def _random(
     published = None if format is None else PUBLISHED[format]
     adapter = choose_adapter(selector)
     plan = plan_random(model.weights(), dtype, published).joined()
-    options = fitting_options(
-        model,
-        plan,
+    options = MemoryCount(model, plan, Limits.of(adapter.limits), adapter).fitting(
         EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
-        Limits.of(adapter.limits),
-        adapter,
         may_shrink=context is None,
     )
     _check_positions(options.context, needed)
