@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from infer.engine import Engine, EngineOptions
@@ -10,13 +9,12 @@ from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
 from infer.kernels.gpu.device import DryDevice, Limits
 from infer.kernels.gpu.quantize import buffer_bytes
-from infer.kernels.gpu.tensor import QUANTIZED, allocate
+from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.state.kv_cache import PAGE, keys_bytes, kv_cache_bytes
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import table_bytes
 from infer.models.loading.lora import NO_LORAS, Loras
-from infer.models.loading.packing import Stored
-from infer.models.loading.weights import WeightSpec, joined
+from infer.models.loading.plan import LoadPlan
 
 DEFAULT_CONTEXT = 8192
 _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
@@ -34,33 +32,6 @@ class MemoryNeed:
     @property
     def total(self) -> int:
         return self.weights + self.kv_cache + self.other
-
-
-def memory_needed(
-    model: Decoder,
-    stored: Callable[[WeightSpec], Stored],
-    options: EngineOptions,
-    limits: Limits,
-    adapter: AdapterInfo | None = None,
-    loras: Loras = NO_LORAS,
-) -> MemoryNeed:
-    """What loading would allocate: the engine is built on a device that only counts."""
-    device = DryDevice(limits, adapter)
-    weights, quantized = {}, []
-    for spec in joined(model.weights(), stored, loras.names):
-        how = stored(spec)
-        weights[spec.name] = allocate(
-            device, spec.shape, how.dtype, spec.name, how.grouping, how.order, spec.unit
-        )
-        if how.dtype in QUANTIZED and not how.packed:
-            quantized.append(spec.shape)
-    beside = loras.allocate(device, weights)
-    weight_bytes = device.allocated
-    if quantized:
-        device.buffer(buffer_bytes(quantized, limits))
-    Engine(device, model, weights, options, beside)
-    kv_bytes = kv_bytes_per_position(model, options.kv_dtype) * options.context
-    return MemoryNeed(weight_bytes, kv_bytes, device.allocated - weight_bytes - kv_bytes)
 
 
 def kv_bytes_per_position(model: Decoder, dtype: str) -> int:
@@ -97,43 +68,74 @@ def checked_context(model: Decoder, name: str, context: int | None) -> int:
     return context
 
 
-def fitting_options(
-    model: Decoder,
-    stored: Callable[[WeightSpec], Stored],
-    options: EngineOptions,
-    limits: Limits,
-    adapter: AdapterInfo,
-    *,
-    may_shrink: bool,
-    loras: Loras = NO_LORAS,
-) -> EngineOptions:
-    """The options, with a smaller context if that is needed and allowed.
+class MemoryCount:
+    """What loading a model allocates, counted on a device that allocates nothing: the weights once,
+    and an engine for each of the options that are asked about."""
 
-    Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
-    """
-    free = memory_info(adapter).free
-    what, of_page = _largest(model, options.kv_dtype)
-    binding = min(limits.max_binding, limits.max_buffer)
-    while True:
-        need = memory_needed(model, stored, options, limits, adapter, loras)
-        largest = -(-options.context // PAGE) * of_page
-        fits_binding = largest <= binding
-        if fits_binding and (free is None or need.total <= free):
-            return options
-        if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
-            break
-        options = replace(options, context=options.context // 2)
-    if not fits_binding:
+    def __init__(
+        self,
+        model: Decoder,
+        plan: LoadPlan,
+        limits: Limits,
+        adapter: AdapterInfo | None = None,
+        loras: Loras = NO_LORAS,
+    ) -> None:
+        self.model, self.plan, self.limits, self.adapter = model, plan, limits, adapter
+        self._device = DryDevice(limits, adapter)
+        self._weights = {weight.name: weight.allocate(self._device) for weight in plan.weights}
+        self._beside = loras.allocate(self._device, self._weights)
+        self._weight_bytes = self._device.allocated
+        quantized = [weight.shape for weight in plan.weights if weight.quantized]
+        if quantized:
+            self._device.buffer(buffer_bytes(quantized, limits))
+        self._without_engine = self._device.allocated
+        self._needed: dict[EngineOptions, MemoryNeed] = {}
+
+    def needed(self, options: EngineOptions) -> MemoryNeed:
+        """What loading with these options would allocate."""
+        if options not in self._needed:
+            self._device.allocated = self._without_engine
+            Engine(self._device, self.model, self._weights, options, self._beside)
+            known = self._weight_bytes, self._kv_bytes(options)
+            self._needed[options] = MemoryNeed(*known, self._device.allocated - sum(known))
+        return self._needed[options]
+
+    def _kv_bytes(self, options: EngineOptions) -> int:
+        return kv_bytes_per_position(self.model, options.kv_dtype) * options.context
+
+    def fitting(self, options: EngineOptions, *, may_shrink: bool) -> EngineOptions:
+        """The options, with a smaller context if that is needed and allowed.
+
+        Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
+        """
+        adapter = self.adapter
+        assert adapter is not None
+        free = memory_info(adapter).free
+        what, of_page = _largest(self.model, options.kv_dtype)
+        binding = min(self.limits.max_binding, self.limits.max_buffer)
+        while True:
+            largest = -(-options.context // PAGE) * of_page
+            fits_binding = largest <= binding
+            least = self._weight_bytes + self._kv_bytes(options)  # to build no engine in vain
+            if fits_binding and (free is None or least <= free):
+                need = self.needed(options)
+                if free is None or need.total <= free:
+                    return options
+            if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
+                break
+            options = replace(options, context=options.context // 2)
+        if not fits_binding:
+            raise OutOfMemoryError(
+                f"A context of {options.context} positions needs {largest:,} bytes of {what}; one "
+                f"binding of {adapter.name} holds {binding:,}. "
+                f"Ask for at most {binding // of_page * PAGE} (--context)."
+            )
+        need = self.needed(options)
+        quantized = any(weight.stored.dtype in QUANTIZED for weight in self.plan.weights)
         raise OutOfMemoryError(
-            f"A context of {options.context} positions needs {largest:,} bytes of {what}; one "
-            f"binding of {adapter.name} holds {binding:,}. "
-            f"Ask for at most {binding // of_page * PAGE} (--context)."
+            f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
+            f"{need.kv_cache:,} of KV cache for {options.context} positions, {need.other:,} "
+            f"besides); {adapter.name} has {free:,} free. A smaller context (--context), "
+            f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
+            "device (--device) would help."
         )
-    quantized = any(stored(spec).dtype in QUANTIZED for spec in model.weights())
-    raise OutOfMemoryError(
-        f"The model needs {need.total:,} bytes ({need.weights:,} of weights, {need.kv_cache:,} of "
-        f"KV cache for {options.context} positions, {need.other:,} besides); {adapter.name} has "
-        f"{free:,} free. A smaller context (--context), "
-        f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
-        "device (--device) would help."
-    )

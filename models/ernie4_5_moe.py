@@ -29,8 +29,7 @@ class Ernie45Moe(MixtureOfExperts):
         return replace(config, experts=experts, head_bias=config.mlp_bias)
 
     def correction_weight(self, name: str, key: str) -> WeightSpec:
-        count = self.experts.count
-        return WeightSpec(name, (Source(key, (1, count), range(count)),), vector=True)
+        return WeightSpec(name, (Source(key, (1, self.experts.count)).values(),))
 
     def ignorable(self, key: str) -> bool:
         """Layers that predict further tokens."""

@@ -98,7 +98,7 @@ class FalconH1(Decoder):
         start = 0
         for width, factor in zip(widths, self.branches.convolved, strict=True):
             end = start + width * state.taps
-            yield replace(whole, part=range(start, end), factor=factor)
+            yield whole.rows(range(start, end)).scale(factor)
             start = end
 
     def forward(

@@ -73,11 +73,10 @@ class GPTNeoX(Decoder):
         """All queries, then all keys, then all values: in the checkpoint they are side by side for
         each head."""
         d, rows = self.config.head_dim, 3 * self.config.hidden_size
-        starts = [start for part in range(3) for start in range(part * d, rows, 3 * d)]
         first = spec.sources[0]
-        shape = (rows, *first.shape[1:])
-        parts = tuple(Source(first.key, shape, range(start, start + d)) for start in starts)
-        return replace(spec, sources=parts)
+        whole = Source(first.key, (rows, *first.shape[1:]))
+        parts = layers.regrouped(whole, rows // (3 * d), (d, d, d))
+        return replace(spec, sources=tuple(parts))
 
     def ignorable(self, key: str) -> bool:
         """Older checkpoints hold the causal mask too."""

@@ -70,12 +70,14 @@ class GptOss(MixtureOfExperts):
             ]
             apart = [f"{experts}.{expert}.{way}" for expert in range(count) for way in ways]
             shape, one = (count, rows, columns), (rows // len(ways), columns)
-            matrices = tuple(Source(key, shape, part, transposed=True) for part in parts)
+            stack = Source(key, shape, transposed=True)
+            matrices = tuple(stack.rows(part) for part in parts)
             others = tuple(Source(f"{module}.weight", one) for module in apart)
             yield WeightSpec(own, matrices, others, unit=rows)
-            biases = tuple(Source(f"{key}_bias", shape[:2], part) for part in parts)
+            values = Source(f"{key}_bias", shape[:2]).values()
+            biases = tuple(values.rows(part) for part in parts)
             others = tuple(Source(f"{module}.bias", one[:1]) for module in apart)
-            yield WeightSpec(f"{own}.bias", biases, others, vector=True)
+            yield WeightSpec(f"{own}.bias", biases, others)
 
     def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
         logits = ops.linear(x, w["router"], w["router.bias"])

@@ -66,5 +66,5 @@ class OPT(GPT2):
         spec = super().positions()
         (source,) = spec.sources
         rows, width = source.shape
-        own = replace(source, shape=(rows + _BEFORE, width), part=range(_BEFORE, rows + _BEFORE))
-        return replace(spec, sources=(own,))
+        whole = replace(source, shape=(rows + _BEFORE, width))
+        return replace(spec, sources=(whole.rows(range(_BEFORE, rows + _BEFORE)),))

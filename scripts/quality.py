@@ -39,7 +39,7 @@ import infer  # noqa: E402
 from infer.bench.report import markdown_table  # noqa: E402
 from infer.bench.run import versions  # noqa: E402
 from infer.kernels.gpu.adapters import choose_adapter  # noqa: E402
-from infer.models import weights  # noqa: E402
+from infer.models.loading import plan  # noqa: E402
 
 Floats = NDArray[np.float32]
 
@@ -169,7 +169,7 @@ def measure(
     few: list[list[int]] = []
     exact: tuple[list[Floats], list[Floats]] = ([], [])
     for variant, quantize, kv_dtype, embeddings in VARIANTS:
-        weights.EMBEDDING_DTYPE = embeddings
+        plan.EMBEDDING_DTYPE = embeddings
         with infer.load(model, quantize=quantize, kv_dtype=kv_dtype, device=device) as llm:
             if not texts:
                 rng = random.Random(0)

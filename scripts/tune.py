@@ -44,7 +44,7 @@ from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
 from infer.kernels.ops import functional as ops
 from infer.kernels.state.kv_cache import KV_DTYPES
-from infer.llm import DTYPES
+from infer.loading import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.loading.shapes import PUBLISHED, SHAPES
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from infer.engine import Engine, EngineOptions
 from infer.kernels.gpu.device import Device
 from infer.models import open_model
+from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
-from infer.models.loading.weights import joined, load_weights, stored
+from infer.models.loading.plan import plan_weights
 from infer.sampling import SamplingParams
 
 
@@ -30,20 +31,14 @@ def build_engine(
     """The model in a folder, with a cache in f32 unless the options (of EngineOptions) differ.
     dtype, adapter, adapters: as for `load`."""
     model, checkpoint = open_model(folder)
+    plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
     loras = Loras.fit(
         model,
-        checkpoint,
+        plan,
         always=None if adapter is None else Lora.open(adapter, adapter.name),
         named={name: Lora.open(path, path.name) for name, path in (adapters or {}).items()},
     )
-    weights = load_weights(
-        device,
-        joined(model.weights(), lambda spec: stored(spec, checkpoint, dtype), loras.names),
-        checkpoint,
-        ignorable=model.ignorable,
-        dtype=dtype,
-        changes=loras.merged,
-    )
+    weights = load_weights(device, plan.joined(loras.names), changes=loras.merged)
     beside = loras.allocate(device, weights)
     loras.fill(device, weights, beside)
     own: dict[str, Any] = {"context": 128, "kv_dtype": "f32"} | options

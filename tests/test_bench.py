@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from marks import others_full
+from plans import random_weights
 from test_cli import invoke, refused
 from test_llm import report_free
 
@@ -39,8 +40,9 @@ from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.ops import functional as ops
 from infer.models import build_model
 from infer.models.loading.config import RawConfig
+from infer.models.loading.plan import plan_random
 from infer.models.loading.shapes import PUBLISHED, SHAPES, shape_config
-from infer.models.loading.weights import Source, WeightSpec, random_storage, random_weights
+from infer.models.loading.weights import Source, WeightSpec
 from infer.sampling import SamplingParams
 
 pytestmark = pytest.mark.demo
@@ -258,7 +260,7 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
 def test_random_routers_are_floats(kind: str, dtype: str) -> None:
     """As `stored` has them, whatever the files have."""
     spec = WeightSpec("layers.0.mlp.router", (Source("gate", (8, 64)),))
-    assert random_storage(spec, "bf16", PUBLISHED[kind]).dtype == dtype
+    assert plan_random([spec], "bf16", PUBLISHED[kind]).weights[0].stored.dtype == dtype
 
 
 # What a step costs

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from huggingface_hub import split_state_dict_into_shards_factory
+from plans import load_weights, random_weights
 from safetensors.numpy import save_file
 
 from infer.kernels.checks.arrays import from_bf16
@@ -25,14 +26,10 @@ from infer.kernels.errors import (
 from infer.kernels.gpu import upload
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.tensor import GpuTensor
-from infer.models.loading.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo
-from infer.models.loading.weights import (
-    Change,
-    Source,
-    WeightSpec,
-    load_weights,
-    random_weights,
-)
+from infer.models.loading.checkpoint import INDEX, SINGLE, Checkpoint
+from infer.models.loading.load import Change
+from infer.models.loading.tensors import TensorInfo
+from infer.models.loading.weights import Source, WeightSpec
 
 Array = np.ndarray[Any, Any]
 NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
@@ -262,10 +259,12 @@ def test_parts_of_a_source(device: Device, tmp_path: Path, dtype: str) -> None:
     write(tmp_path / SINGLE, {name: (NAMES[dtype], array) for name, array in arrays.items()})
     parts = [range(20, 30), range(3), range(7, 19, 3), range(8, 19, 3)]
     specs = [
-        WeightSpec(
-            name, tuple(Source(name, a.shape, part) for part in parts), vector=name == "stack"
+        WeightSpec(name, tuple(source.rows(part) for part in parts))
+        for name, source in (
+            ("w", Source("w", w.shape)),
+            ("b", Source("b", b.shape)),
+            ("stack", Source("stack", (5, 6)).values()),
         )
-        for name, a in arrays.items()
     ]
     weights = load_weights(device, specs, Checkpoint.open(tmp_path))
     rows = np.concatenate([np.array(part) for part in parts])
@@ -301,7 +300,7 @@ def test_matrices_that_lie_transposed(
     order = np.concatenate([np.array(part) for part in parts])
     wanted = lying.swapaxes(1, 2).reshape(-1, columns)[order]
     write(tmp_path / SINGLE, {"lying": ("BF16", lying), "wanted": ("BF16", wanted)})
-    sources = tuple(Source("lying", shape, part, transposed=True) for part in parts)
+    sources = tuple(Source("lying", shape, transposed=True).rows(part) for part in parts)
     specs = [WeightSpec("lying", sources), weight("wanted", shape=wanted.shape)]
     with device.scope():
         weights = load_weights(device, specs, Checkpoint.open(tmp_path), dtype=target)
@@ -316,7 +315,7 @@ def test_rows_that_become_columns(device: Device, tmp_path: Path, target: str | 
     whole, parts = some((100, 70), "bf16"), (range(1, 37), range(50, 86))
     wanted = np.concatenate([whole[part.start : part.stop].T for part in parts])
     write(tmp_path / SINGLE, {"whole": ("BF16", whole), "wanted": ("BF16", wanted)})
-    sources = tuple(Source("whole", whole.shape, part, turned=True) for part in parts)
+    sources = tuple(Source("whole", whole.shape).rows(part).transpose() for part in parts)
     specs = [WeightSpec("whole", sources), weight("wanted", shape=wanted.shape)]
     with device.scope():
         weights = load_weights(device, specs, Checkpoint.open(tmp_path), dtype=target)
@@ -330,7 +329,7 @@ def test_columns_of_a_source(device: Device, tmp_path: Path, changed: bool) -> N
     w, b, a = some((30, 24), "f32"), some((30, 2), "f32", 1), some((2, 24), "f32", 2)
     write(tmp_path / SINGLE, {"w": ("F32", w)})
     spec = WeightSpec(
-        "w", tuple(Source("w", w.shape, across=own) for own in (range(11, 24), range(13)))
+        "w", tuple(Source("w", w.shape).columns(own) for own in (range(11, 24), range(13)))
     )
     changes: dict[str, Change] = {"w": lambda row, count: (b[row : row + count], a)}
     checkpoint = Checkpoint.open(tmp_path)

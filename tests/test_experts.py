@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
 from engines import answer, scores
+from plans import load_weights
 from reference_models import DATA, load, relative_error
 from safetensors.numpy import save_file
 from test_kernels import (
@@ -39,12 +39,15 @@ from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping, allocate
 from infer.kernels.ops import functional as ops
 from infer.models import build_model, open_model
+from infer.models.loading import load as loading
 from infer.models.loading.checkpoint import SINGLE, Checkpoint
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats.packed import read_rows
 from infer.models.loading.packing import Stored
+from infer.models.loading.plan import LoadPlan, Part, PlannedWeight, plan_weights
 from infer.models.loading.shapes import SHAPES
-from infer.models.loading.weights import Source, WeightSpec, joined, load_weights, stored
+from infer.models.loading.tensors import TensorInfo
+from infer.models.loading.weights import Source, WeightSpec
 
 ROUTE: Factors = SETTINGS | {
     "rows": (1, 3, 8, 40),
@@ -485,7 +488,7 @@ def test_experts_in_one_tensor(
             parts.append(values)
         if spec.others:
             whole = np.concatenate(parts)
-            rows = np.split(whole, np.cumsum([other.rows for other in spec.others])[:-1])
+            rows = np.split(whole, np.cumsum([other.view.shape[0] for other in spec.others])[:-1])
             for other, part in zip(spec.others, rows, strict=True):
                 fused[other.key] = part.reshape(other.shape)
         else:
@@ -512,18 +515,18 @@ JOINED += ["glm4_moe_lite", "granitemoeshared", "hunyuan_v1_moe", "qwen3_5_moe",
 def test_a_shared_expert_takes_no_kernels_of_its_own(case: str) -> None:
     """In decode, where it would take two beside the others, and reads no more than there."""
     model, checkpoint = open_model(DATA / case)
-    together = joined(model.weights(), lambda spec: stored(spec, checkpoint))
+    plan = plan_weights(model.weights(), checkpoint, ignorable=model.ignorable)
     kernels: list[Counter[str]] = []
     moved: list[int] = []
-    for specs in (list(model.weights()), together):
+    for each in (plan, plan.joined()):
         dry = DryDevice(Limits())
         dry.subgroups, dry.subgroup_size = True, 32
-        weights = {spec.name: allocate(dry, spec.shape, "bf16", unit=spec.unit) for spec in specs}
+        weights = {w.name: allocate(dry, w.shape, "bf16", unit=w.spec.unit) for w in each.weights}
         engine = Engine(dry, model, weights, EngineOptions(context=128))
         lowering = engine._lowered["decode", None]
         kernels.append(Counter(kernel.spec.name for kernel in lowering.kernels))
         moved.append(weight_bytes_per_token(engine))
-    assert not any("shared_expert" in spec.name for spec in together)
+    assert not any("shared_expert" in weight.name for weight in plan.joined().weights)
     experts = model.config.experts
     assert experts is not None
     assert kernels[0] - kernels[1] == {"matmul_vec": 2 * sum(experts.layers)}
@@ -536,8 +539,8 @@ def layer_of_experts(last: range | None = None, columns: range | None = None) ->
     rows of one with gate and up, and these columns of the other."""
     w = (Source("gate", (8, 16)), Source("up", (8, 16)))
     if last is not None:
-        w = (replace(w[0], key="all", shape=(40, 16), part=last),)
-    down = Source("down", (16, 8 if columns is None else 20), across=columns)
+        w = (Source("all", (40, 16)).rows(last),)
+    down = Source("down", (16, 8)) if columns is None else Source("down", (16, 20)).columns(columns)
     return [
         WeightSpec("0.experts.gate_up_proj", (Source("stack", (3, 8, 16)),), unit=8),
         WeightSpec("0.experts.down_proj", (Source("back", (3, 16, 4)),), unit=16),
@@ -546,15 +549,24 @@ def layer_of_experts(last: range | None = None, columns: range | None = None) ->
     ]
 
 
+def planned(specs: list[WeightSpec]) -> LoadPlan:
+    """As if a checkpoint had their tensors, in f32."""
+
+    def part(source: Source) -> Part:
+        return Part(source, TensorInfo(source.key, "f32", source.shape, Path(), 0, 0), source.view)
+
+    return LoadPlan(
+        tuple(PlannedWeight(s, s.shape, Stored("f32"), tuple(map(part, s.sources))) for s in specs)
+    )
+
+
 def test_a_shared_expert_may_be_a_part_of_its_tensors() -> None:
     """It becomes two: the first halves of its gate and of its up, then the second ones."""
     specs = layer_of_experts(range(5, 37, 2), range(7, 15))
     for given in (layer_of_experts(), specs):
-        into, back = (spec.last for spec in joined(given, lambda spec: Stored("f32")))
-        assert into is not None
-        assert back is not None
-        rows = [(s.key, row) for s in into.sources for row in s.part or ()]
-        columns = [column for s in back.sources for column in s.across or ()]
+        into, back = (weight.parts[1:] for weight in planned(given).joined().weights)
+        rows = [(part.source.key, row) for part in into for row in part.view.rows]
+        columns = [column for part in back for column in part.view.across]
         if given is specs:
             parts = 5, 21, 13, 29
             assert rows == [("all", row) for n in parts for row in range(n, n + 8, 2)]
@@ -571,7 +583,8 @@ def test_a_shared_expert_with_biases_stays_apart(owners: list[str]) -> None:
     for owner in owners:
         bias = Source(owner, (24 if owner == "experts" else 16,))
         specs.append(WeightSpec(f"0.{owner}.gate_up_proj.bias", (bias,)))
-    assert joined(specs, lambda spec: Stored("f32")) == specs
+    plan = planned(specs)
+    assert plan.joined() == plan
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), "q4"])
@@ -589,12 +602,12 @@ def test_a_shared_expert_is_the_same_alone(
         tensors[key] = rng.standard_normal((64, 64), np.float32) / 8 if shared else read_rows(info)
     save_file(tensors, tmp_path / SINGLE)
     model, checkpoint = open_model(tmp_path)
-    together = joined(model.weights(), lambda spec: stored(spec, checkpoint, dtype))
-    assert not any("shared_expert" in spec.name for spec in together)
+    plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
+    assert not any("shared_expert" in weight.name for weight in plan.joined().weights)
     logits: list[Array] = []
     with device.scope():
-        for specs in (list(model.weights()), together):
-            weights = load_weights(device, specs, checkpoint, dtype=dtype)
+        for each in (plan, plan.joined()):
+            weights = loading.load_weights(device, each)
             engine = Engine(device, model, weights, EngineOptions(context=64, kv_dtype="f32"))
             logits.append(np.append(scores(engine, range(3, 30)), answer(engine, [5], 4).logits, 0))
     assert relative_error(logits[1], logits[0]) <= 1e-5

@@ -17,12 +17,14 @@ from safetensors.numpy import load_file, save_file
 
 from infer.kernels.errors import CheckpointError, InferError, UnsupportedError
 from infer.kernels.gpu.codes import TABLES
-from infer.models.loading.checkpoint import SINGLE, Checkpoint, TensorInfo, read_header
+from infer.models.loading.checkpoint import SINGLE, Checkpoint, read_header
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats import find_format, find_packed
+from infer.models.loading.formats.format import Format
 from infer.models.loading.formats.grouped import Grouped, Scheme, from_e8m0, to_signed, unpack
 from infer.models.loading.formats.mlx import Mlx
-from infer.models.loading.formats.packed import Format, Packed
+from infer.models.loading.formats.packed import Packed
+from infer.models.loading.tensors import TensorInfo
 from infer.models.loading.weights import Source, WeightSpec
 
 DATA = Path(__file__).parent / "data" / "formats"

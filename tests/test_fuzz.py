@@ -27,13 +27,13 @@ from test_packing import Array, mlx_packed
 from infer.engine import EngineOptions
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Limits
-from infer.memory import default_context, memory_needed
+from infer.memory import MemoryCount, default_context
 from infer.models import open_model
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats.packed import read_rows
-from infer.models.loading.weights import check_checkpoint, stored
+from infer.models.loading.plan import plan_weights
 
 LLAMA = DATA / "llama"
 # How many of each container.
@@ -70,10 +70,7 @@ def spoilt(data: bytes, header: int, count: int) -> Iterator[bytes]:
 def open_whole(path: Path) -> None:
     """All that happens before memory is allocated for a model."""
     model, checkpoint = open_model(path)
-    specs = list(model.weights())
-    check_checkpoint(specs, checkpoint, model.ignorable)
-    for spec in specs:
-        stored(spec, checkpoint)
+    plan_weights(model.weights(), checkpoint, ignorable=model.ignorable)
 
 
 def refusals(path: Path, file: Path, header: int, count: int) -> int:
@@ -227,12 +224,12 @@ def keys_read(path: Path) -> set[str]:
 def load_dry(path: Path) -> None:
     """All that loading does without a GPU; the tables must be finite."""
     model, checkpoint = open_model(path)
-    check_checkpoint(model.weights(), checkpoint, model.ignorable)
+    plan = plan_weights(model.weights(), checkpoint, ignorable=model.ignorable)
     for rope in filter(None, (model.config.rope, model.config.local_rope)):
         for length in (0, 1, 10**6):
             assert np.isfinite(rope_table(rope, 8, length)).all()
     context = min(default_context(model), 64)
-    memory_needed(model, lambda s: stored(s, checkpoint), EngineOptions(context), Limits())
+    MemoryCount(model, plan, Limits()).needed(EngineOptions(context))
 
 
 @pytest.mark.filterwarnings("error")

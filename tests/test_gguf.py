@@ -19,6 +19,7 @@ import tokenizers
 from engines import build_engine, scores
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH
 from numpy.typing import NDArray
+from plans import load_weights
 from reference_models import cases, load, relative_error, tolerance_of
 from safetensors.numpy import save_file
 from tokenizers import decoders, normalizers, pre_tokenizers
@@ -34,7 +35,7 @@ from infer.kernels.gpu.device import Device
 from infer.models import build_model, open_model
 from infer.models.blocks.multimodal import text_config, text_tensors
 from infer.models.blocks.rope import rope_table
-from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats import find_format, find_packed
 from infer.models.loading.formats import gguf_config as reader
@@ -44,7 +45,8 @@ from infer.models.loading.formats.gguf_config import gguf_checkpoint, gguf_confi
 from infer.models.loading.formats.gguf_conversions import CONVERSIONS
 from infer.models.loading.formats.packed import read_flat, read_rows
 from infer.models.loading.packing import stored_packed
-from infer.models.loading.weights import check_checkpoint, load_weights
+from infer.models.loading.plan import plan_weights
+from infer.models.loading.tensors import TensorInfo
 from infer.text.gguf_tokenizer import gguf_tokenizer
 from infer.text.tokenizer import Tokenizer
 
@@ -866,7 +868,7 @@ def test_a_converted_model_is_the_one_on_the_hub(tmp_path: Path, name: str) -> N
     if name not in COMPUTED:
         original = published(name).values | OTHERWISE.get(name, {})
         assert model.config == build_model(RawConfig(original)).config
-    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    plan_weights(list(model.weights()), checkpoint, ignorable=model.ignorable)
     unlike = {
         "deepseek_v2": "kv_b_proj",
         "deepseek_v2_groups": "kv_b_proj",
@@ -935,7 +937,7 @@ def test_a_hybrid_without_experts_or_with_positions(tmp_path: Path) -> None:
     assert find_format(config) is not None
     model = build_model(config)
     assert (model.config.experts, model.config.intermediate_size) == (None, 40)
-    check_checkpoint(list(model.weights()), gguf_checkpoint(gguf, config), model.ignorable)
+    plan_weights(list(model.weights()), gguf_checkpoint(gguf, config), ignorable=model.ignorable)
     gguf.metadata["granitehybrid.rope.scaling.finetuned"] = True
     with pytest.raises(UnsupportedError, match="finetuned = True"):
         gguf_config(gguf)
@@ -960,7 +962,7 @@ def test_a_text_model_of_one_that_sees_is_read(tmp_path: Path, name: str, arch: 
     model, checkpoint = open_model(converted(tmp_path / "m.gguf", name, add, arch=arch).file)
     original = published(name).values | OTHERWISE.get(name, {})
     assert model.config == build_model(RawConfig(original)).config
-    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    plan_weights(list(model.weights()), checkpoint, ignorable=model.ignorable)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5_text"])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from engines import answer, build_engine, scores
 from numpy.typing import NDArray
+from plans import load_weights
 from reference_models import DATA as MODELS
 from reference_models import load, relative_error
 from safetensors.numpy import load_file, save_file
@@ -26,7 +27,7 @@ from test_gguf import Kind, converted
 from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
-import infer.llm
+import infer.kept
 from infer.bench import run as bench
 from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
@@ -49,10 +50,11 @@ from infer.kernels.gpu.tensor import INTEGERS
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
 from infer.models import open_model
+from infer.models.blocks.decoder import Decoder
 from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
 from infer.models.loading.formats.packed import read_rows
 from infer.models.loading.lora import Lora, Loras
-from infer.models.loading.weights import load_weights
+from infer.models.loading.plan import LoadPlan, plan_weights
 
 DATA = Path(__file__).resolve().parent / "data" / "adapters"
 CASES = sorted(folder.name for folder in DATA.iterdir())
@@ -61,6 +63,10 @@ TOLERANCE = 1e-5
 
 Array = NDArray[Any]
 Tensors = dict[str, Array]
+
+
+def plan_of(model: Decoder, checkpoint: Checkpoint) -> LoadPlan:
+    return plan_weights(model.weights(), checkpoint, ignorable=model.ignorable)
 
 
 @dataclass(frozen=True)
@@ -244,7 +250,7 @@ def test_merged_weights_are_rounded_once(device: Device, dtype: str | None) -> N
     lora = Lora.open(adapter, "llama")
     expected = merged_tensors(folder, adapter)
     with device.scope():
-        loras = Loras.fit(model, checkpoint, always=lora)
+        loras = Loras.fit(model, plan_of(model, checkpoint), always=lora)
         assert not loras.beside[None]
         weights = load_weights(
             device, list(model.weights()), checkpoint, dtype=dtype, changes=loras.merged
@@ -329,7 +335,9 @@ def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> N
         plain = build_engine(device, folder)
         assert relative_error(scores(plain, ids), scores(expected, ids)) > 1e-1
         more = weight_bytes_per_token(engine) - weight_bytes_per_token(plain)
-        targets = Lora.open(DATA / "llama", "llama").targets(engine.model, checkpoint)
+        targets = Lora.open(DATA / "llama", "llama").targets(
+            engine.model, plan_of(engine.model, checkpoint)
+        )
         ranks = {name: sum(p.rank for p in pairs.values()) for name, pairs in targets.items()}
         assert more == sum(
             4 * rank * sum(plain.weights[name].shape) for name, rank in ranks.items()
@@ -367,7 +375,7 @@ def test_memory_is_counted_before(device: Device) -> None:
     model, checkpoint = open_model(MODELS / "phi3")
     specs = list(model.weights())
     lora = Lora.open(DATA / "phi3", "phi3")
-    loras = Loras.fit(model, checkpoint, named={"own": lora})
+    loras = Loras.fit(model, plan_of(model, checkpoint), named={"own": lora})
     with device.scope():
         weights = load_weights(device, specs, checkpoint)
         before = device.memory_stats().allocated
@@ -431,7 +439,7 @@ def fit(folder: Path, model: str = "llama") -> Loras:
     """All that happens before memory is allocated."""
     lora = Lora.open(folder, folder.name)
     built, checkpoint = open_model(MODELS / model)
-    return Loras.fit(built, checkpoint, always=lora)
+    return Loras.fit(built, plan_of(built, checkpoint), always=lora)
 
 
 @pytest.mark.parametrize(
@@ -602,8 +610,8 @@ def test_a_head_beside_one_that_is_quantised(tmp_path: Path) -> None:
     model, checkpoint = open_model(file)
     lora = Lora.open(DATA / "llama_head", "head")
     with pytest.raises(UnsupportedError, match=r"quantised.*save_embedding_layers=False"):
-        Loras.fit(model, checkpoint, always=lora)
-    Loras.fit(model, checkpoint, always=replace(lora, copies={}))
+        Loras.fit(model, plan_of(model, checkpoint), always=lora)
+    Loras.fit(model, plan_of(model, checkpoint), always=replace(lora, copies={}))
 
 
 def test_copies_of_embeddings(device: Device, tmp_path: Path) -> None:
@@ -773,6 +781,6 @@ def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     result = infer.generate(DEMO, messages, adapter=demo_adapter, context=256, max_tokens=16)
     assert result.text == expected
-    assert infer.llm._last is not None
-    infer.llm._last.llm.close()
-    infer.llm._last = None
+    assert infer.kept._last is not None
+    infer.kept._last.llm.close()
+    infer.kept._last = None

@@ -36,10 +36,10 @@ from infer.kernels.state.kv_cache import PAGE, kept
 from infer.memory import kv_bytes_per_position
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model
 from infer.models.blocks.multimodal import text_config
-from infer.models.loading.checkpoint import TensorInfo
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats import find_format
-from infer.models.loading.weights import check_checkpoint
+from infer.models.loading.plan import plan_weights
+from infer.models.loading.tensors import TensorInfo
 from infer.sampling import SamplingParams
 
 
@@ -135,7 +135,7 @@ def test_the_first_files_of_gpt2_have_other_names() -> None:
         for name in ("bias", "masked_bias")
     }
     first = replace(checkpoint, tensors=old | mask)
-    check_checkpoint(list(model.weights()), first, model.ignorable)
+    plan_weights(list(model.weights()), first, ignorable=model.ignorable)
     for spec in model.weights():
         new, own = (file.tensors[s.key] for file in (checkpoint, first) for s in spec.found(file))
         assert own is new

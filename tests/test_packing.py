@@ -16,12 +16,14 @@ from conftest import OpenDevice
 from engines import build_engine, scores
 from gguf.constants import GGML_QUANT_SIZES
 from numpy.typing import NDArray
+from plans import load_weights, stored
 from reference_models import load, relative_error
 from safetensors.numpy import save_file
 from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted, write
 
-from infer.cli.report import inspect_model
+from infer.cli.report import ModelReport
+from infer.inspection import inspect_model
 from infer.kernels.checks import reference
 from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
@@ -34,14 +36,16 @@ from infer.kernels.gpu.tensor import INTEGERS, GpuTensor
 from infer.kernels.ops import functional as ops
 from infer.models import open_model
 from infer.models.loading import packing
-from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats import find_format, find_packed, mxfp4
 from infer.models.loading.formats.gguf_blocks import GgufBlocks
 from infer.models.loading.formats.grouped import Scheme, unpack
 from infer.models.loading.formats.packed import read_rows
 from infer.models.loading.packing import stored_schemes
-from infer.models.loading.weights import Source, WeightSpec, check_checkpoint, load_weights, stored
+from infer.models.loading.plan import plan_weights
+from infer.models.loading.tensors import TensorInfo
+from infer.models.loading.weights import Source, WeightSpec
 
 Array = NDArray[Any]
 LIMIT = 1e-10  # of f32 arithmetic
@@ -154,9 +158,7 @@ def test_blocks_and_stacks_of_them_keep_their_values(
     checkpoint = find_packed(Checkpoint(tmp_path, gguf.tensors), GgufBlocks(RawConfig({})), [spec])
     values = np.concatenate(expected)
     with device.scope():
-        halves = replace(
-            spec, sources=tuple(replace(s, across=range(256, 512)) for s in spec.sources)
-        )
+        halves = replace(spec, sources=tuple(s.columns(range(256, 512)) for s in spec.sources))
         for own, exact in ((halves, values[:, 256:]), (spec, values)):
             weight = load_weights(device, [own], checkpoint)["w"]
             assert weight.dtype == dtype
@@ -247,7 +249,7 @@ def test_parts_of_a_packed_source(
     expected = values_of("mxfp4")
     parts = [range(24 * expert + way, 24 * (expert + 1), 2) for expert in (0, 1) for way in (0, 1)]
     shape = (2, 24, expected.shape[1])
-    spec = WeightSpec(name, tuple(Source(KEY, shape, part, transposed=True) for part in parts))
+    spec = WeightSpec(name, tuple(Source(KEY, shape, transposed=True).rows(part) for part in parts))
     with device.scope():
         weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))[name]
         assert weight.dtype == ("mxfp4" if name == "w" else "f32")
@@ -263,7 +265,7 @@ def test_columns_of_a_packed_source(device: Device, case: str) -> None:
     (found, checkpoint), expected = opened(DATA / case), values_of(case)
     (rows, columns), half = expected.shape, expected.shape[1] // 2
     halves = range(half, columns), range(half)
-    spec = WeightSpec("w", tuple(Source(KEY, expected.shape, across=own) for own in halves))
+    spec = WeightSpec("w", tuple(Source(KEY, expected.shape).columns(own) for own in halves))
     checkpoint = find_packed(checkpoint, found, [spec])
     with device.scope():
         weight = load_weights(device, [spec], checkpoint)["w"]
@@ -282,7 +284,7 @@ def test_rows_of_a_packed_source_that_become_columns(
     found, checkpoint = opened(DATA / "mxfp4")
     expected = values_of("mxfp4")
     parts, shape = (range(3, 17), range(20, 34)), (2, 24, expected.shape[1])
-    spec = WeightSpec("w", tuple(Source(KEY, shape, part, turned=True) for part in parts))
+    spec = WeightSpec("w", tuple(Source(KEY, shape).rows(part).transpose() for part in parts))
     with device.scope():
         weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))["w"]
         assert (weight.dtype, weight.shape) == ("f32", (2 * expected.shape[1], 14))
@@ -518,7 +520,7 @@ def test_gpt_oss_as_mlx_has_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     model, checkpoint = open_model(tmp_path)
-    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    plan_weights(list(model.weights()), checkpoint, ignorable=model.ignorable)
     how = {spec.name: stored(spec, checkpoint).dtype for spec in model.weights()}
     assert {how[name] for name in how if name.endswith(("gate_up_proj", "down_proj"))} == {"mxfp4"}
     assert {how[name] for name in how if name.endswith("o_proj")} == {"q4"}
@@ -577,7 +579,7 @@ def test_experts_that_mlx_stacks_are_those_of_the_hub(tmp_path: Path, name: str)
     (tmp_path / "config.json").write_bytes(config)
     save_file(stacked(name, lambda x: {"weight": x}), tmp_path / "model.safetensors")
     model, checkpoint = open_model(tmp_path)
-    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    plan_weights(list(model.weights()), checkpoint, ignorable=model.ignorable)
     for key, info in Checkpoint.open(LLAMA.parent / name).tensors.items():
         np.testing.assert_array_equal(read_rows(checkpoint.tensors[key]), read_rows(info))
 
@@ -598,7 +600,7 @@ def test_experts_that_mlx_quantises_are_read_one_by_one(
     (tmp_path / "config.json").write_text(json.dumps(config | own))
     save_file(tensors, tmp_path / "model.safetensors")
     model, checkpoint = open_model(tmp_path)
-    check_checkpoint(list(model.weights()), checkpoint, model.ignorable)
+    plan_weights(list(model.weights()), checkpoint, ignorable=model.ignorable)
     part_of = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     assert len(checkpoint.packed) == 3 * config["num_hidden_layers"] * model.config.experts.count
     for key, matrix in checkpoint.packed.items():
@@ -791,7 +793,7 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
     assert {of.dtype for name, of in how.items() if ".experts." in name} == {"q4"}
     report = inspect_model(str(tmp_path))
     assert report.widened == len(routers) == 2
-    assert "2 widened" in report.text()
+    assert "2 widened" in ModelReport(report).text()
 
 
 def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
@@ -806,9 +808,9 @@ def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | quantized))
     save(tensors, tmp_path / "model.safetensors")
     report = inspect_model(str(tmp_path))
-    assert report.json()["ignored"] == ["activations", "the KV cache"]
-    assert "the files' way to quantise activations, the KV cache\n" in report.text()
-    assert "quantise" not in inspect_model(str(LLAMA)).text()
+    assert report.ignored == ["activations", "the KV cache"]
+    assert "the files' way to quantise activations, the KV cache\n" in ModelReport(report).text()
+    assert "quantise" not in ModelReport(inspect_model(str(LLAMA))).text()
 
 
 def save(tensors: dict[str, Array], file: Path) -> None:

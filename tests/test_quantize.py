@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engines import scores
 from numpy.typing import NDArray
+from plans import load_weights, random_weights
 from reference_models import load, relative_error
 from safetensors.numpy import save_file
 
@@ -27,13 +28,8 @@ from infer.kernels.gpu.tensor import GpuTensor, Grouping, allocate, row_bytes
 from infer.models import build_model
 from infer.models.loading.checkpoint import SINGLE, Checkpoint
 from infer.models.loading.config import RawConfig
-from infer.models.loading.weights import (
-    Source,
-    WeightSpec,
-    converted_dtype,
-    load_weights,
-    random_weights,
-)
+from infer.models.loading.plan import converted_dtype
+from infer.models.loading.weights import Source, WeightSpec
 
 Array = NDArray[Any]
 FORMATS = ("q8", "q4")

@@ -21,7 +21,7 @@ from reference_models import (
 )
 
 from infer.models import open_model
-from infer.models.loading.weights import check_checkpoint
+from infer.models.loading.plan import plan_weights
 
 pytestmark = pytest.mark.live
 
@@ -267,7 +267,7 @@ def test_experts_are_found_as_transformers_keeps_them(case: str, tmp_path: Path)
     model.save_pretrained(tmp_path / "memory", save_original_format=False)
     ours, checkpoint = open_model(tmp_path / "memory")
     assert any(key.endswith("experts.down_proj") for key in checkpoint.tensors)
-    check_checkpoint(list(ours.weights()), checkpoint, ours.ignorable)
+    plan_weights(list(ours.weights()), checkpoint, ignorable=ours.ignorable)
 
 
 @pytest.mark.usefixtures("script")

@@ -38,9 +38,8 @@ from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.models import build_model
-from infer.models.loading.packing import Stored
+from infer.models.loading.plan import plan_random
 from infer.models.loading.shapes import SHAPES, shape_config
-from infer.models.loading.weights import joined
 
 
 def rendered(text: str, **params: Value) -> str:
@@ -380,8 +379,8 @@ def model_specs(
     c = model.config
     dry = DryDevice(limits)
     dry.subgroups, dry.subgroup_size = lanes > 0, lanes
-    specs = joined(model.weights(), lambda spec: Stored(dtype))
-    weights = {spec.name: allocate(dry, spec.shape, dtype, unit=spec.unit) for spec in specs}
+    plan = plan_random(model.weights(), "f32").joined()
+    weights = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
     for kv_dtype, fuse, (rows, logits) in steps:
         caches: list[Cache] = []
         ropes = []

@@ -31,9 +31,9 @@ from wgpu.backends.wgpu_native import lib_version_info
 import infer
 from infer.bench.measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
 from infer.bench.report import BenchReport
-from infer.cli.report import inspect_model
 from infer.engine import Engine, EngineOptions
 from infer.hub import resolve_adapter
+from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
 from infer.kernels.gpu.bandwidth import copy_bandwidth
@@ -41,13 +41,13 @@ from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import Progress as LoadProgress
-from infer.llm import DTYPES, load, weight_dtype
-from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
+from infer.loading import DTYPES, load, weight_dtype
+from infer.memory import DEFAULT_CONTEXT, MemoryCount, checked_context
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
-from infer.models.loading.packing import Stored
-from infer.models.loading.shapes import PUBLISHED, Published, shape_config
-from infer.models.loading.weights import WeightSpec, joined, random_storage, random_weights
+from infer.models.loading.plan import LoadPlan, plan_random
+from infer.models.loading.random_weights import random_weights
+from infer.models.loading.shapes import PUBLISHED, shape_config
 
 
 def run_bench(
@@ -283,35 +283,25 @@ def _random(
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
     adapter = choose_adapter(selector)
-
-    def stored(spec: WeightSpec) -> Stored:
-        return random_storage(spec, dtype, published)
-
-    options = fitting_options(
-        model,
-        stored,
+    plan = plan_random(model.weights(), dtype, published).joined()
+    options = MemoryCount(model, plan, Limits.of(adapter.limits), adapter).fitting(
         EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
-        Limits.of(adapter.limits),
-        adapter,
         may_shrink=context is None,
     )
     _check_positions(options.context, needed)
-    specs = joined(model.weights(), stored)
-    return _on_random(shape, model, specs, adapter, dtype, published, options)
+    return _on_random(shape, model, plan, adapter, options)
 
 
 @contextmanager
 def _on_random(
     shape: str,
     model: Decoder,
-    specs: Sequence[WeightSpec],
+    plan: LoadPlan,
     adapter: AdapterInfo,
-    dtype: str,
-    published: Published | None,
     options: EngineOptions,
 ) -> Iterator[tuple[str, Engine]]:
     with Device(adapter) as device:
-        weights = random_weights(device, specs, dtype, published=published)
+        weights = random_weights(device, plan)
         engine = Engine(device, model, weights, options)
         engine.compile()
         device.wait()

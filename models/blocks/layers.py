@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 from typing import Any
 
 from infer.kernels.compiler.graph import Ops, Rope, Value
@@ -365,8 +365,7 @@ def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> Wei
 
 def conv_weight(name: str, key: str, shape: StateShape) -> WeightSpec:
     """The taps of each channel of a short convolution, one channel after the other."""
-    whole = (shape.channels, 1, shape.taps)
-    return WeightSpec(name, (Source(key, whole, range(prod(whole))),), vector=True)
+    return WeightSpec(name, (Source(key, (shape.channels, 1, shape.taps)).values(),))
 
 
 def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
@@ -421,7 +420,7 @@ def regrouped(source: Source, groups: int, parts: Sequence[int]) -> Iterator[Sou
     size = sum(parts)
     for i, rows in enumerate(parts):
         for start in range(sum(parts[:i]), groups * size, size):
-            yield replace(source, part=range(start, start + rows))
+            yield source.rows(range(start, start + rows))
 
 
 def last_first(source: Source, groups: int, last: int) -> Iterator[Source]:
@@ -429,8 +428,8 @@ def last_first(source: Source, groups: int, last: int) -> Iterator[Source]:
     size = source.shape[0] // groups
     for start in range(0, source.shape[0], size):
         middle, end = start + size - last, start + size
-        yield replace(source, part=range(middle, end))
-        yield replace(source, part=range(start, middle))
+        yield source.rows(range(middle, end))
+        yield source.rows(range(start, middle))
 
 
 def attention(

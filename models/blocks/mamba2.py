@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from infer.kernels.compiler.graph import Ops, Rope, Value
@@ -148,8 +147,8 @@ def weights(
     for part, size in sizes.items():
         whole = Source(f"{prefix}.in_proj.{part}", size)
         suffix = ".bias" if part == "bias" else ""
-        yield WeightSpec(f"{name}.in_proj{suffix}", (replace(whole, part=range(first)),))
-        yield WeightSpec(f"{name}.gates{suffix}", (replace(whole, part=range(first, rows)),))
+        yield WeightSpec(f"{name}.in_proj{suffix}", (whole.rows(range(first)),))
+        yield WeightSpec(f"{name}.gates{suffix}", (whole.rows(range(first, rows)),))
     yield layers.conv_weight(f"{name}.conv1d", f"{prefix}.conv1d.weight", shape)
     if config.conv_bias:
         yield layers.stacked(f"{name}.conv1d.bias", prefix, {"conv1d.bias": (shape.channels,)})

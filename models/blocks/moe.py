@@ -88,8 +88,9 @@ class MixtureOfExperts(Decoder):
             key, rows = f"{fused}.experts.{part}", shape[1]
             others: tuple[Source, ...] = (Source(key, shape),)
             if self.fused_transposed:
-                each = (range(i * rows, (i + 1) * rows) for i in range(experts.count))
-                others = tuple(Source(key, shape, own, transposed=True) for own in each)
+                stack = Source(key, shape, transposed=True)
+                starts = range(0, experts.count * rows, rows)
+                others = tuple(stack.rows(range(start, start + rows)) for start in starts)
             yield WeightSpec(f"{name}.experts.{part}", sources, others, unit=rows)
 
     def correction_weight(self, name: str, key: str) -> WeightSpec:
@@ -106,7 +107,7 @@ class MixtureOfExperts(Decoder):
 
     def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
         """The sum of what the chosen experts make of x, each times its weight, and the shared one,
-        which may be the last of their stacks (weights.joined)."""
+        which may be the last of their stacks (LoadPlan.joined)."""
         if "router" not in w:
             return super().mlp(ops, x, w)
         experts, c = self.experts, self.config

@@ -13,91 +13,21 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError
 from infer.models.loading.files import open_file, read_text
-
-if TYPE_CHECKING:
-    from infer.models.loading.formats.packed import Packed
+from infer.models.loading.formats.packed import Packed
+from infer.models.loading.tensors import TensorInfo
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _AGAIN = "Download it again."
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor: nbytes bytes from byte `offset` of `file` on, row-major and little-endian.
-
-    dtype is "f32", "f16" or "bf16", or what the file calls another one, as in "F8_E4M3".
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    offset: int
-    nbytes: int
-
-    def part(self, name: str, start: int, shape: tuple[int, ...]) -> TensorInfo:
-        """Rows from `start` on as a tensor of its own. The rows of a stack of matrices are those of
-        all of them."""
-        stride = self.nbytes // (prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0])
-        rows = prod(shape[:-1]) if len(self.shape) > 1 else shape[0]
-        offset = self.offset + start * stride
-        return TensorInfo(name, self.dtype, shape, self.file, offset, rows * stride)
-
-    def held(self) -> HeldTensor:
-        """The same, read whole into memory. Raises CheckpointError, as read_into does."""
-        data = np.empty(self.nbytes, np.uint8)
-        self.read_into(data.data)
-        own = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes)
-        return HeldTensor(*own, data)
-
-    def read_into(self, view: memoryview, start: int = 0) -> None:
-        """Fill `view` with the bytes of the tensor from byte `start` on. Safe in several threads.
-
-        Raises CheckpointError when the file has changed or cannot be read.
-        """
-        done = 0
-        try:
-            with open_file(self.file) as file:
-                file.seek(self.offset + start)
-                while done < len(view):
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise CheckpointError(
-                            f"{self.file} ends inside the tensor {self.name}: it was cut or "
-                            f"replaced while it was being read. {_AGAIN}"
-                        )
-                    done += count
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.file} could not be read ({error.strerror}). Check the disk and the file's "
-                "permissions, or download it again."
-            ) from error
-
-
-@dataclass(frozen=True)
-class HeldTensor(TensorInfo):
-    """A tensor whose bytes are in memory."""
-
-    data: NDArray[np.uint8] = field(repr=False, compare=False)
-
-    def held(self) -> HeldTensor:
-        return self
-
-    def read_into(self, view: memoryview, start: int = 0) -> None:
-        view[:] = self.data.data[start : start + len(view)]
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,14 @@ from infer.models.blocks.multimodal import text_tensors
 from infer.models.loading.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
-    Checkpoint,
-    TensorInfo,
     listed,
     read_header,
 )
 from infer.models.loading.config import RawConfig, shown
-from infer.models.loading.formats.packed import read_rows
-from infer.models.loading.weights import Change, Factors, Source, WeightSpec, widened
+from infer.models.loading.formats.packed import Packed, read_rows
+from infer.models.loading.load import Change, Factors, widened
+from infer.models.loading.plan import LoadPlan, Part, PlannedWeight
+from infer.models.loading.tensors import TensorInfo
 
 # Keys that say nothing about what is computed from the tensors. Any other key must be empty.
 _HARMLESS = {
@@ -204,21 +204,22 @@ class Lora:
             pairs[f"{module}.weight"] = Pair(a, b, own / divisor)
         return cls(name, base, pairs, copies)
 
-    def targets(self, model: Decoder, checkpoint: Checkpoint) -> dict[str, dict[str, Pair]]:
+    def targets(self, model: Decoder, plan: LoadPlan) -> dict[str, dict[str, Pair]]:
         """The pairs by weight of the model and by source of that. What changes a head that is tied
         is found under "embed_tokens"; what changes parts that are not run is left out. Raises
         CheckpointError for an adapter of another model."""
-        places = _places(model, checkpoint)
-        all_pairs = self.pairs if checkpoint.part_of is None else text_tensors(self.pairs)
+        places = _places(model, plan)
+        all_pairs = self.pairs if plan.part_of is None else text_tensors(self.pairs)
         if not all_pairs:
-            raise self._misfit(f"it changes nothing of the text model in {checkpoint.part_of}")
+            raise self._misfit(f"it changes nothing of the text model in {plan.part_of}")
         foreign = [key for key in all_pairs if key not in places]
         if foreign:
             raise self._misfit(f"it changes {listed(foreign)}, which this model does not have")
         found: dict[str, dict[str, Pair]] = {}
         for key, pair in all_pairs.items():
-            for spec, source in places[key]:
-                other = spec.name == "embed_tokens" or ".experts." in spec.name or spec.heads
+            for weight, part in places[key]:
+                name, source = weight.name, part.source
+                other = name == "embed_tokens" or ".experts." in name or weight.spec.heads
                 if other and key not in _HEADS:
                     raise UnsupportedError(
                         f"{self.name} changes {key}: adapters of embeddings, of experts and of "
@@ -229,18 +230,17 @@ class Lora:
                         f"{pair.a.name} is {pair.a.shape} and {pair.b.name} {pair.b.shape}, and "
                         f"{key} is {source.shape}"
                     )
-                found.setdefault(spec.name, {})[source.key] = pair
+                found.setdefault(name, {})[source.key] = pair
         return found
 
-    def copied(self, model: Decoder, checkpoint: Checkpoint) -> list[Copy]:
+    def copied(self, model: Decoder, plan: LoadPlan) -> list[Copy]:
         """The copies with what they should be copies of. Raises UnsupportedError where they cannot
         be that."""
-        places, found = _places(model, checkpoint), []
-        copies = self.copies if checkpoint.part_of is None else text_tensors(self.copies)
+        places, found = _places(model, plan), []
+        copies = self.copies if plan.part_of is None else text_tensors(self.copies)
         for key, copy in copies.items():
-            source = places[key][0][1] if key in places else None
-            own = checkpoint.tensors.get(source.key) if source is not None else None
-            if own is None:
+            own = places[key][0][1].tensor if key in places else None
+            if not isinstance(own, TensorInfo):
                 raise UnsupportedError(
                     f"{self.name} brings {copy.name}, and the model's own is quantised, or not "
                     "there, so that they cannot be compared. If it was not trained, leave it out: "
@@ -259,18 +259,19 @@ class Lora:
         )
 
 
-def _places(model: Decoder, checkpoint: Checkpoint) -> dict[str, list[tuple[WeightSpec, Source]]]:
+def _places(model: Decoder, plan: LoadPlan) -> dict[str, list[tuple[PlannedWeight, Part]]]:
     """The matrices of a model that are made of a tensor, by its name, or what transformers calls it
     where the file has another, and the one of a head that is tied."""
-    places: dict[str, list[tuple[WeightSpec, Source]]] = {}
-    for spec in model.weights():
-        sources = spec.found(checkpoint) if len(spec.shape) == 2 else ()
-        for i, source in enumerate(sources):
-            alike = len(sources) == len(spec.sources)
-            for key in {source.key, spec.sources[i].key} if alike else {source.key}:
-                places.setdefault(key, []).append((spec, source))
-            if spec.name == "embed_tokens" and model.config.tie_word_embeddings:
-                places |= {head: [(spec, source)] for head in _HEADS if head not in places}
+    places: dict[str, list[tuple[PlannedWeight, Part]]] = {}
+    for weight in plan.weights:
+        parts = weight.parts if len(weight.shape) == 2 else ()
+        sources = weight.spec.sources
+        for i, part in enumerate(parts):
+            key, alike = part.source.key, len(parts) == len(sources)
+            for name in {key, sources[i].key} if alike else {key}:
+                places.setdefault(name, []).append((weight, part))
+            if weight.name == "embed_tokens" and model.config.tie_word_embeddings:
+                places |= {head: [(weight, part)] for head in _HEADS if head not in places}
     return places
 
 
@@ -330,10 +331,9 @@ def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str)
 
 @dataclass(frozen=True)
 class _Beside:
-    """What lies beside a weight made of these sources: their pairs."""
+    """What lies beside a weight: the pairs of its sources."""
 
-    spec: WeightSpec
-    sources: tuple[Source, ...]
+    weight: PlannedWeight
     pairs: Mapping[str, Pair]
 
     @property
@@ -341,8 +341,8 @@ class _Beside:
         return sum(pair.rank for pair in self.pairs.values())
 
     def allocate(self, device: Device) -> LowRank:
-        rows, columns = self.spec.shape
-        label = f"{self.spec.name} adapter"
+        rows, columns = self.weight.shape
+        label = f"{self.weight.name} adapter"
         return LowRank(
             allocate(device, (self.rank, columns), "f32", label),
             allocate(device, (rows, self.rank), "f32", label),
@@ -350,7 +350,7 @@ class _Beside:
 
     def fill(self, device: Device, change: LowRank) -> None:
         """a: the pairs' one below the other; b: those of each source in the columns of its pair."""
-        rows, columns = self.spec.shape
+        rows, columns = self.weight.shape
         a = np.empty((self.rank, columns), np.float32)
         b = np.zeros((rows, self.rank), np.float32)
         left = 0
@@ -358,11 +358,12 @@ class _Beside:
             own = slice(left, left + pair.rank)
             of_tensor, a[own] = pair.factors(0, pair.shape[0])
             top = 0
-            for source in self.sources:
+            for source in (part.source for part in self.weight.parts):
+                part = source.view.rows
+                bottom = top + len(part)
                 if source.key == key:
-                    part = of_tensor[source.start : source.start + source.rows]
-                    b[top : top + source.rows, own] = part
-                top += source.rows
+                    b[top:bottom, own] = of_tensor[part.start : part.stop : part.step]
+                top = bottom
             left = own.stop
         write(device, change.a, a)
         write(device, change.b, b)
@@ -383,7 +384,7 @@ class Loras:
     def fit(
         cls,
         model: Decoder,
-        checkpoint: Checkpoint,
+        plan: LoadPlan,
         *,
         always: Lora | None = None,
         named: Mapping[str, Lora] | None = None,
@@ -391,28 +392,25 @@ class Loras:
         """How they go with a model: `always` is merged into what the files have as floats and lies
         beside what they have quantised. Raises CheckpointError for adapters of another model, and
         UnsupportedError."""
-        specs = {spec.name: spec for spec in model.weights()}
+        weights = {weight.name: weight for weight in plan.weights}
 
         def beside(targets: Mapping[str, Mapping[str, Pair]]) -> dict[str, _Beside]:
-            return {
-                name: _Beside(specs[name], specs[name].found(checkpoint), pairs)
-                for name, pairs in targets.items()
-            }
+            return {name: _Beside(weights[name], pairs) for name, pairs in targets.items()}
 
         merged: dict[str, Change] = {}
         kept = {}
-        of_always = always.targets(model, checkpoint) if always else {}
+        of_always = always.targets(model, plan) if always else {}
         for name, pairs in of_always.items():
-            quantised = any(s.key in checkpoint.packed for s in specs[name].found(checkpoint))
+            quantised = any(isinstance(part.tensor, Packed) for part in weights[name].parts)
             if quantised or name == "embed_tokens":
                 kept[name] = pairs
             else:
                 merged |= {key: pair.factors for key, pair in pairs.items()}
         found: dict[str | None, Mapping[str, _Beside]] = {None: beside(kept)}
         for adapter, lora in (named or {}).items():
-            found[adapter] = beside(lora.targets(model, checkpoint))
+            found[adapter] = beside(lora.targets(model, plan))
         loras = [*([always] if always else []), *(named or {}).values()]
-        copies = [copy for lora in loras for copy in lora.copied(model, checkpoint)]
+        copies = [copy for lora in loras for copy in lora.copied(model, plan)]
         names = {*of_always, *(name for of_weights in found.values() for name in of_weights)}
         return cls(merged, found, copies, names)
 

@@ -138,25 +138,16 @@ def codes(grouped: Grouped, stored: Stored) -> Codes:
 
 
 class PackedRows:
-    """`rows` rows of a matrix, every `step`-th from `first` on, on their way to the GPU: what fills
-    the staging memory of blocks and then of scales. across: those of its columns. A row is
-    unpacked once, in any thread."""
+    """Rows of a matrix, these columns of each, on their way to the GPU: what fills the staging
+    memory of blocks and then of scales. A row is unpacked once, in any thread."""
 
-    def __init__(
-        self,
-        matrix: Packed,
-        first: int,
-        rows: int,
-        stored: Stored,
-        step: int = 1,
-        across: range | None = None,
-    ) -> None:
-        columns = matrix.shape[1] if across is None else len(across)
-        self._first, self._stored, self._step, self._across = first, stored, step, across
+    def __init__(self, matrix: Packed, rows: range, columns: range, stored: Stored) -> None:
+        self._rows, self._columns, self._stored = rows, columns, stored
         self._matrix = self._files = matrix
-        self._stride = row_bytes(columns, stored.dtype)
-        self._scales = np.empty((rows, stored.grouping.row_bytes(columns)), np.uint8)
-        self._lock, self._left, self._done = Lock(), rows, Event()
+        self._stride = row_bytes(len(columns), stored.dtype)
+        scale_stride = stored.grouping.row_bytes(len(columns))
+        self._scales = np.empty((len(rows), scale_stride), np.uint8)
+        self._lock, self._left, self._done = Lock(), len(rows), Event()
 
     def fill_blocks(self, view: memoryview, start: int) -> None:
         """The bytes of blocks from byte `start` on, whole rows."""
@@ -168,10 +159,9 @@ class PackedRows:
             at_once = max(_ROWS if matrix.by_columns else 1, _VALUES // matrix.shape[1])
             for i in range(0, count, at_once):
                 part = slice(i, min(i + at_once, count))
-                first = self._first + (row + i) * self._step
-                grouped = matrix.every(self._step, first, part.stop - i)
-                if self._across is not None:
-                    grouped = grouped.across(self._across)
+                grouped = matrix.take(self._rows[row + part.start : row + part.stop])
+                if len(self._columns) < matrix.shape[1]:
+                    grouped = grouped.across(self._columns)
                 filled[part], scales[part] = codes(grouped, self._stored).pack()
         except BaseException:
             self._done.set()  # nobody shall wait for what will not come
@@ -186,39 +176,3 @@ class PackedRows:
         """The same of scales, which blocks must be asked for before."""
         self._done.wait()
         np.frombuffer(view, np.uint8)[:] = self._scales.reshape(-1)[start : start + len(view)]
-
-
-class WidenedRows:
-    """Rows of a matrix, every `step`-th from `first` on, as f32, on their way to the GPU. across:
-    those of its columns."""
-
-    def __init__(
-        self, matrix: Packed, first: int, step: int = 1, across: range | None = None
-    ) -> None:
-        self._matrix, self._first, self._step = matrix, first, step
-        self._across = range(matrix.shape[1]) if across is None else across
-        self._stride = row_bytes(len(self._across), "f32")
-
-    def fill(self, view: memoryview, start: int) -> None:
-        """Write the rows from byte `start` on, as many as `view` holds."""
-        first, count = self._first + start // self._stride * self._step, len(view) // self._stride
-        values, own = np.frombuffer(view, np.float32).reshape(count, -1), self._across
-        whole = self._matrix.every(self._step, first, count).dequantize()
-        values[:, : len(own)] = whole[:, own.start : own.stop]
-        values[:, len(own) :] = 0
-
-
-class TurnedRows:
-    """The same from `first` on of what has the matrix's rows of `part` as columns."""
-
-    def __init__(self, matrix: Packed, part: range, first: int) -> None:
-        self._matrix, self._part, self._first = matrix, part, first
-        self._stride = row_bytes(len(part), "f32")
-
-    def fill(self, view: memoryview, start: int) -> None:
-        """Write the rows from byte `start` on, as many as `view` holds."""
-        first, count = self._first + start // self._stride, len(view) // self._stride
-        part, values = self._part, np.frombuffer(view, np.float32).reshape(count, -1)
-        found = self._matrix.read(part.start, part.stop).dequantize()
-        values[:, : len(part)] = found[:, first : first + count].T
-        values[:, len(part) :] = 0

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from infer.models.loading.checkpoint import Checkpoint
     from infer.models.loading.config import RawConfig
-    from infer.models.loading.formats.packed import Format, Packed
+    from infer.models.loading.formats.format import Format
+    from infer.models.loading.formats.packed import Packed
     from infer.models.loading.weights import WeightSpec
 
 # Of config.json, in the order in which they count: MLX writes its own under the first two.
@@ -156,7 +157,7 @@ def find_packed(
     quantised weights of no known format.
     """
     from infer.kernels.errors import CheckpointError
-    from infer.models.loading.formats.packed import left_out
+    from infer.models.loading.formats.format import left_out
     from infer.models.loading.weights import asked_for
 
     if found is None:

@@ -19,17 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.errors import UnsupportedError
-from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.format import FLOATS, Format, matrix_shape, part
 from infer.models.loading.formats.grouped import Grouped, Scheme, split
-from infer.models.loading.formats.packed import (
-    FLOATS,
-    Format,
-    Packed,
-    matrix_shape,
-    part,
-    read_columns,
-)
+from infer.models.loading.formats.packed import Packed, read_columns
+from infer.models.loading.tensors import TensorInfo
 
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # of each output
 

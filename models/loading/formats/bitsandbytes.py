@@ -31,19 +31,12 @@ import numpy as np
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.codes import TABLES
-from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.format import ACTIVATIONS, Format, matrix_shape, part, wrong_shape
 from infer.models.loading.formats.grouped import Floats, Grouped, Scheme, unpack
-from infer.models.loading.formats.packed import (
-    ACTIVATIONS,
-    Format,
-    Packed,
-    matrix_shape,
-    part,
-    read_flat,
-    read_rows,
-    wrong_shape,
-)
+from infer.models.loading.formats.packed import Packed, read_flat, read_rows
+from infer.models.loading.tensors import TensorInfo
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _STATE_BYTES = 1 << 16  # far more than there ever are

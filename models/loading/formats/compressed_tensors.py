@@ -36,8 +36,18 @@ from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.codes import TABLES
-from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig, shown
+from infer.models.loading.formats.format import (
+    ACTIVATIONS,
+    CACHE,
+    FLOATS,
+    Format,
+    left_out,
+    matrix_shape,
+    part,
+    wrong_shape,
+)
 from infer.models.loading.formats.grouped import (
     Grouped,
     Scheme,
@@ -46,20 +56,13 @@ from infer.models.loading.formats.grouped import (
     unpack,
 )
 from infer.models.loading.formats.packed import (
-    ACTIVATIONS,
-    CACHE,
-    FLOATS,
-    Format,
     Packed,
     block_scales,
     column_order,
-    left_out,
-    matrix_shape,
-    part,
     read_flat,
     read_rows,
-    wrong_shape,
 )
+from infer.models.loading.tensors import TensorInfo
 
 _FP4 = {"mxfp4-pack-quantized": ("group", 32), "nvfp4-pack-quantized": ("tensor_group", 16)}
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *_FP4)

@@ -27,18 +27,16 @@ from math import prod
 from infer.kernels.errors import UnsupportedError
 from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig, shown
-from infer.models.loading.formats.grouped import Grouped, Scheme
-from infer.models.loading.formats.packed import (
+from infer.models.loading.formats.format import (
     ACTIVATIONS,
     FLOATS,
     Format,
-    Packed,
-    block_scales,
     left_out,
     matrix_shape,
     part,
-    read_rows,
 )
+from infer.models.loading.formats.grouped import Grouped, Scheme
+from infer.models.loading.formats.packed import Packed, block_scales, read_rows
 
 
 class Fp8(Format):

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError, UnsupportedError
 from infer.kernels.gpu.tensor import ITEMSIZE
-from infer.models.loading.checkpoint import TensorInfo, listed
+from infer.models.loading.checkpoint import listed
 from infer.models.loading.files import open_file
 from infer.models.loading.formats.gguf_blocks import BLOCKS
+from infer.models.loading.tensors import TensorInfo
 
 _VERSIONS = (2, 3)
 _HEADER_BYTES = 1 << 27  # of a whole header; large vocabularies take a tenth of it

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.models.loading.checkpoint import Checkpoint, TensorInfo
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.format import Format, matrix_shape, wrong_shape
 from infer.models.loading.formats.grouped import Grouped, Scheme, from_e8m0, to_signed
-from infer.models.loading.formats.packed import Format, Packed, matrix_shape, wrong_shape
+from infer.models.loading.formats.packed import Packed
+from infer.models.loading.tensors import TensorInfo
 
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
-from infer.models.loading.checkpoint import Checkpoint, TensorInfo, listed
+from infer.models.loading.checkpoint import Checkpoint, listed
 from infer.models.loading.config import RawConfig, shown
+from infer.models.loading.formats.format import FLOATS
 from infer.models.loading.formats.gguf import Gguf
 from infer.models.loading.formats.gguf_blocks import GgufBlocks, SwappedColumns
 from infer.models.loading.formats.gguf_conversions import (
@@ -28,7 +29,8 @@ from infer.models.loading.formats.gguf_conversions import (
     Conversion,
 )
 from infer.models.loading.formats.grouped import Floats
-from infer.models.loading.formats.packed import FLOATS, read_rows
+from infer.models.loading.formats.packed import read_rows
+from infer.models.loading.tensors import TensorInfo
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}

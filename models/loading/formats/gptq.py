@@ -26,17 +26,9 @@ from numpy.typing import NDArray
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.format import FLOATS, Format, matrix_shape, part
 from infer.models.loading.formats.grouped import Grouped, Scheme, split, to_signed, unpack
-from infer.models.loading.formats.packed import (
-    FLOATS,
-    Format,
-    Packed,
-    column_order,
-    matrix_shape,
-    part,
-    read_columns,
-    read_flat,
-)
+from infer.models.loading.formats.packed import Packed, column_order, read_columns, read_flat
 
 
 class Gptq(Format):

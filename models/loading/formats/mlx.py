@@ -37,15 +37,9 @@ from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.codes import TABLES
 from infer.models.loading.checkpoint import Checkpoint, listed
 from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.format import FLOATS, Format, matrix_shape, part
 from infer.models.loading.formats.grouped import Grouped, Scheme, from_e8m0, unpack
-from infer.models.loading.formats.packed import (
-    FLOATS,
-    Format,
-    Packed,
-    matrix_shape,
-    part,
-    read_rows,
-)
+from infer.models.loading.formats.packed import Packed, read_rows
 
 _STACKED = re.compile(
     r"(.*)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj|fc[12])\.(weight|scales|biases|bias)"

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from infer.kernels.errors import UnsupportedError
 from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
+from infer.models.loading.formats.format import Format, part
 from infer.models.loading.formats.grouped import Grouped, Scheme, from_e8m0, unpack
-from infer.models.loading.formats.packed import Format, Packed, part, read_flat
+from infer.models.loading.formats.packed import Packed, read_flat
 
 
 class Mxfp4(Format):
@@ -51,12 +52,12 @@ class Mxfp4(Format):
 
 class _Matrix(Packed):
     def read(self, start: int, stop: int) -> Grouped:
-        return self.every(1, start, stop - start)
+        return self.take(range(start, stop))
 
-    def every(self, step: int, start: int, count: int) -> Grouped:
+    def take(self, rows: range) -> Grouped:
         """Rows between are read, but not unpacked."""
         blocks, scales = self.tensors
-        stop, columns = start + (count - 1) * step + 1, self.shape[1]
+        start, stop, step, columns = rows[0], rows[-1] + 1, rows.step, self.shape[1]
         half, groups = columns // 2, columns // 32
         packed = read_flat(blocks, start * half, stop * half).reshape(-1, half)[::step]
         scale = read_flat(scales, start * groups, stop * groups).reshape(-1, groups)[::step]
