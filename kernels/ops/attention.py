@@ -105,7 +105,7 @@ class _Heads:
             "INTERLEAVED": self.rope.interleaved if self.rope else False,
             "NORM": bool(self.weights),
             "ROW_NORM": self.rows_normed,
-            "TURN_FIRST": self.turned_first,
+            "ROTATE_FIRST": self.turned_first,
             "OWN": self.own,
             "V_NORM": len(self.weights) == 3,
             "V_IS_K": self.v_is_k,
