@@ -49,7 +49,7 @@ class Heads:
             "INTERLEAVED": self.rope.interleaved if self.rope else False,
             "NORM": bool(self.norms),
             "ROW_NORM": self.rows_normed,
-            "TURN_FIRST": self.turned_first,
+            "ROTATE_FIRST": self.turned_first,
             "OWN": self.own,
             "V_NORM": len(self.norms) == 3,
             "V_IS_K": self.v_is_k,

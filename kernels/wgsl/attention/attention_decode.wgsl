@@ -1,12 +1,13 @@
 // Attention of decode's one row over one split of the context, from its q, k, v projection: what
 // rope_kv_write.wgsl and attention.wgsl compute, in one kernel.
 //
-//   q = rotate(norm(x_q));  k = rotate(norm(x_k));  v = x_v or norm(x_v);  norm(x) = x / sqrt(mean(x^2) + EPS) w
-//   o, sum and most as in attention.wgsl, over the cache's positions and then (k, v)
+//   q = rotate(norm(x_q));  k = rotate(norm(x_k));  v = x_v or norm(x_v)
+//   norm(x) = x / sqrt(mean(x^2) + EPS) w
+//   o, sum and most as in attention.wgsl, over the cache's positions and (k, v)
 //
-// x is [query, key and value heads][HEAD_DIM]. NORM: heads of q and k are normed, those of v with V_NORM;
-// norms come after the rotation with TURN_FIRST. ROW_NORM: norms are of all queries and of all keys, with weights for
-// each head; every workgroup sums up the squares of both. ROTARY_DIM 0: no rotation. V_IS_K: x_v is x_k.
+// x is [query, key and value heads][HEAD_DIM]. NORM: heads of q and k are normed, those of v with V_NORM.
+// ROTATE_FIRST: norm(rotate(x)). ROW_NORM: norms are of all queries and of all keys, with weights for each
+// head; every workgroup sums up the squares of both. ROTARY_DIM 0: no rotation. V_IS_K: x_v is x_k.
 //
 // OWN: there are k and v. The workgroup of the split that ends with the row's position takes both from
 // x and puts them into the cache, where no workgroup may read them yet. Else there are queries alone.
@@ -17,7 +18,7 @@
 #let LATENT = 0
 // @param OWN bool
 // @param NORM bool
-// @param ROW_NORM bool           only with NORM; then neither V_NORM nor TURN_FIRST
+// @param ROW_NORM bool           only with NORM; then neither V_NORM nor ROTATE_FIRST
 // @param V_NORM bool             only with NORM and OWN
 // @param V_IS_K bool
 // @param EPS f32
@@ -116,7 +117,7 @@ fn main(
     return;
   }
 #for e in 0..PER_LANE
-  let turn$e = turn_of(part + $eu * CLUSTER, row.position);
+  let rotation$e = rotation_of(part + $eu * CLUSTER, row.position);
 #endfor
 #if OWN
   let count = min(length, row.position - start);  // positions to read from the cache
@@ -157,14 +158,14 @@ fn main(
 #endfor
 #for e in 0..PER_LANE
 #if NORM and not ROW_NORM
-  let q_turn$e = weighted(turn$e, q_weight$e, q_weight_partner$e);
+  let q_rotation$e = weighted(rotation$e, q_weight$e, q_weight_partner$e);
 #else
-  let q_turn$e = turn$e;
+  let q_rotation$e = rotation$e;
 #endif
 #for h in 0..HEADS
-  let turned$h_$e = turned(raw$h_$e, raw_partner$h_$e, q_turn$e);
-  let q$h_$e_low = scale$h * turned$h_$e.low;
-  let q$h_$e_high = scale$h * turned$h_$e.high;
+  let rotated$h_$e = rotate_group(raw$h_$e, raw_partner$h_$e, q_rotation$e);
+  let q$h_$e_low = scale$h * rotated$h_$e.low;
+  let q$h_$e_high = scale$h * rotated$h_$e.high;
 #endfor
 #endfor
 #if OWN
@@ -189,12 +190,12 @@ fn main(
 #endif
 #for e in 0..PER_LANE
 #if NORM and not ROW_NORM
-    let k_turn$e = weighted(turn$e, k_weight$e, k_weight_partner$e);
+    let k_rotation$e = weighted(rotation$e, k_weight$e, k_weight_partner$e);
 #else
-    let k_turn$e = turn$e;
+    let k_rotation$e = rotation$e;
 #endif
-    let turned_key$e = turned(raw_key$e, raw_key_partner$e, k_turn$e);
-    let own_key$e = to_kv(key_scale * turned_key$e.low, key_scale * turned_key$e.high);
+    let rotated_key$e = rotate_group(raw_key$e, raw_key_partner$e, k_rotation$e);
+    let own_key$e = to_kv(key_scale * rotated_key$e.low, key_scale * rotated_key$e.high);
 #if V_NORM
     let value_low$e = value_scale * raw_value$e.low * v_weight$e.low;
     let value_high$e = value_scale * raw_value$e.high * v_weight$e.high;

@@ -12,15 +12,15 @@
 // A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
 #include "team_sums.wgsl"
 #let X = 2
-#include "block_float.wgsl"
-#include "block_int8.wgsl"
+#include "chunk_float.wgsl"
+#include "chunk_int8.wgsl"
 #include "routing.wgsl"
 #include "top_experts.wgsl"
 #include "activate.wgsl"
 // @param N u32                   outputs of an expert
 // @param Y_STRIDE u32            of a row, or of one of its slots
 // @param OUTPUTS u32             outputs per team
-// @param UNROLL u32              blocks in flight per row of W
+// @param UNROLL u32              chunks of columns in flight per row of W
 // @param EPS f32
 // @param FIRST_EXPERT u32        of this shard of W
 // @param SHARD_EXPERTS u32
@@ -56,7 +56,7 @@
 #let W_ROWS = OUTPUTS * (1 + GATED)
 #let ROWS_OF_X = 1 + COMBINE * (SLOTS + SHARED - 1)
 const VALUES = $(W_ROWS + NORM)u;      // sums per team
-const STEPS = BLOCKS * $(ROWS_OF_X)u;
+const STEPS = CHUNKS * $(ROWS_OF_X)u;
 
 #if QUANTIZE
 const FOURS = TEAMS * OUTPUTS / 4u;
@@ -143,17 +143,17 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #for u in 0..UNROLL
 #if COMBINE
     let at$u = min(base + $uu * TEAM, STEPS - 1u);
-    let slot$u = at$u / BLOCKS;
-    let i$u = at$u % BLOCKS;
+    let slot$u = at$u / CHUNKS;
+    let i$u = at$u % CHUNKS;
     let expert$u = expert_of(id.y, slot$u);
     let expert_row$u = row_of(expert$u);
 #for o in 0..OUTPUTS
-    let w$o_$u = load_block(expert_row$u + output$o, i$u);
+    let w$o_$u = load_chunk(expert_row$u + output$o, i$u);
 #endfor
 #else
-    let i$u = min(base + $uu * TEAM, BLOCKS - 1u);
+    let i$u = min(base + $uu * TEAM, CHUNKS - 1u);
 #for r in 0..W_ROWS
-    let w$r_$u = load_block(row$r, i$u);
+    let w$r_$u = load_chunk(row$r, i$u);
 #endfor
 #endif
 #endfor

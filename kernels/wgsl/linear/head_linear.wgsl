@@ -1,5 +1,5 @@
 // y = W_h x_h for each head h, where x_h is the last K of its X_HEAD values. KEPT of those before them go
-// in front of the result as they are or, with ROPE, turned: workgroups of their own do that. QUANTIZE: the
+// in front of the result as they are or, with ROPE, rotated: workgroups of their own do that. QUANTIZE: the
 // result goes out as int8. LATENT: one workgroup more writes a key that has nothing to do with these. For a
 // few rows; matmul.wgsl does many.
 //
@@ -10,7 +10,7 @@
 #include "quantize_block.wgsl"
 #include "reduce.wgsl"
 #if ROPE
-#include "turn.wgsl"
+#include "rotate_pair.wgsl"
 #endif
 #if LATENT
 #include "latent.wgsl"
@@ -84,7 +84,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
       if (row < step.n_rows) {
         let first = row * X_STRIDE + x_head;
 #if ROPE
-        let value = turned(d, x[first + d], x[first + partner(d)], step.rows[row].position);
+        let value = rotate_pair(d, x[first + d], x[first + partner(d)], step.rows[row].position);
 #else
         let value = x[first + d];
 #endif

@@ -11,8 +11,8 @@
 #include "grid.wgsl"
 #include "activate.wgsl"
 #let X = 1
-#include "block_float.wgsl"
-#include "block_int8.wgsl"
+#include "chunk_float.wgsl"
+#include "chunk_int8.wgsl"
 #include "step.wgsl"
 // @param N u32                   outputs: rows of W, or half of them with GATED
 // @param START u32               the first output that this shard of W holds
@@ -21,7 +21,7 @@
 // @param ROWS u32                rows of x that a workgroup takes
 // @param ROW_EACH bool           ROWS is one, and each row of x has workgroups of its own
 // @param OUTPUTS u32             outputs per team
-// @param UNROLL u32              blocks in flight per row of W
+// @param UNROLL u32              chunks of columns in flight per row of W
 // @param EPS f32
 // @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
@@ -139,16 +139,16 @@ fn main(
 #endif
 #endfor
 
-  for (var base = team.lane; base < BLOCKS; base += TEAM * UNROLL) {
+  for (var base = team.lane; base < CHUNKS; base += TEAM * UNROLL) {
 #for u in 0..UNROLL
-    let i$u = min(base + $uu * TEAM, BLOCKS - 1u);
+    let i$u = min(base + $uu * TEAM, CHUNKS - 1u);
 #for r in 0..OUTPUTS * (1 + GATED)
-    let w$r_$u = load_block(row$r, i$u);
+    let w$r_$u = load_chunk(row$r, i$u);
 #endfor
 #endfor
 #for u in 0..UNROLL
 #for m in 0..ROWS
-    let x$u_$m = load_activations(first_row + $mu, i$u, base + $uu * TEAM < BLOCKS);
+    let x$u_$m = load_activations(first_row + $mu, i$u, base + $uu * TEAM < CHUNKS);
 #endfor
 #endfor
 #for u in 0..UNROLL

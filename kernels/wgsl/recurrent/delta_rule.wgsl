@@ -156,10 +156,10 @@ fn main(
     if (first + ROWS <= task.last_row) {
       rows = load(task, first + ROWS, tid);
     }
-    for (var block_row = 0u; block_row < ROWS; block_row += UNROLL) {
+    for (var base = 0u; base < ROWS; base += UNROLL) {
 #for u in 0..UNROLL
       {
-        let row = block_row + $uu;
+        let row = base + $uu;
         let own = factors[row];
         let value = values[row * TILES + tile];
         var of_key = Columns();

@@ -2,7 +2,7 @@
 // begins. An invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j, as s<j>.
   let origin = (head * $(KEY_DIM)u + 4u * part) * VALUE_DIM + min(column, VALUE_DIM - TILE);
 #for j in 0..KEY_DIM / (4 * SPLIT)
-  var s$j = Block();
+  var s$j = Fragment();
 #endfor
   if (step.rows[0].position > 0u) {
 #for j in 0..KEY_DIM / (4 * SPLIT)

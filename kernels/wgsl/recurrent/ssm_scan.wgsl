@@ -126,10 +126,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let norm$l = 0.0;
 #endif
 #endfor
-    for (var block_row = 0u; block_row < ROWS; block_row += UNROLL) {
+    for (var base = 0u; base < ROWS; base += UNROLL) {
 #for u in 0..UNROLL
       {
-        let row = block_row + $uu;
+        let row = base + $uu;
         let delta = steps[row].x;
         let decay = steps[row].y;
         let value = delta * values[row * TILES + tile];
