@@ -267,12 +267,12 @@ def _heads(graph: Graph, target: Target, attention: Attention) -> tuple[Value, H
     found = [norm for norm in norms if norm is not None]
     if len({norm.eps for norm in found}) > 1 or any(norm.gate is not None for norm in found):
         return None
-    rotated_first = {isinstance(x, RMSNorm) and isinstance(x.x, Rotate) for x in sources[:2]}
-    if len(rotated_first) > 1 or (len(parts) == 1 and not steps):
+    rotate_first = {isinstance(x, RMSNorm) and isinstance(x.x, Rotate) for x in sources[:2]}
+    if len(rotate_first) > 1 or (len(parts) == 1 and not steps):
         return None  # with q alone that is as it should be nothing is left to do
     head_dim = attention.cache.head_dim
     whole = norms[0] is not None and norms[0].weight.shape[0] > head_dim
-    if whole and (not target.kind.vec or any(norms[2:]) or rotated_first == {True}):
+    if whole and (not target.kind.vec or any(norms[2:]) or rotate_first == {True}):
         return None
     for step in steps:
         if isinstance(step, Rotate):
@@ -288,7 +288,7 @@ def _heads(graph: Graph, target: Target, attention: Attention) -> tuple[Value, H
         rows_normed=whole,
         own=len(parts) == 3,
         v_is_k=len(parts) == 3 and parts[1] is parts[2],
-        turned_first=rotated_first == {True},
+        rotate_first=rotate_first == {True},
     )
     return parts[0].x, heads
 

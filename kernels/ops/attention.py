@@ -33,14 +33,14 @@ class Heads:
     """What becomes of the heads of a projection of q, k and v: how queries and keys are rotated, if
     they are, and the norms of queries, keys and values, if they have any. rows_normed: norms are of
     whole rows of heads. own: there are keys and values; v_is_k: these are the keys as they are
-    projected. turned_first: norms are of what was rotated."""
+    projected. rotate_first: norms are of what was rotated."""
 
     rope: Rope | None
     norms: tuple[Norm, ...]
     rows_normed: bool
     own: bool
     v_is_k: bool
-    turned_first: bool
+    rotate_first: bool
 
     @property
     def params(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Heads:
             "INTERLEAVED": self.rope.interleaved if self.rope else False,
             "NORM": bool(self.norms),
             "ROW_NORM": self.rows_normed,
-            "ROTATE_FIRST": self.turned_first,
+            "ROTATE_FIRST": self.rotate_first,
             "OWN": self.own,
             "V_NORM": len(self.norms) == 3,
             "V_IS_K": self.v_is_k,
