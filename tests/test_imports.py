@@ -50,14 +50,6 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# Importer -> imported: to be gone soon.
-KNOWN = {
-    "infer.kernels.ops.attention": "infer.kernels.compiler.lowering",
-    "infer.kernels.ops.experts": "infer.kernels.compiler.lowering",
-    "infer.kernels.ops.recurrent": "infer.kernels.compiler.lowering",
-}
-
-
 def dotted(path: Path) -> str:
     """The name that a module is imported by."""
     *folders, name = path.relative_to(ROOT).with_suffix("").parts
@@ -72,7 +64,7 @@ def test_no_imports_go_in_a_circle() -> None:
     for module, path in paths.items():
         for name in imported(path):
             found = name if name in paths else name.rpartition(".")[0]
-            if found in paths and KNOWN.get(module) != found:
+            if found in paths:
                 graph[module].add(found)
     assert len(graph["infer.loading"]) > 10
     try:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from infer.kernels.compiler.graph import Add, Graph, LogitsRows, Mul, Slice, Value, source
+from infer.kernels.compiler.graph import Add, Graph, Mul, Slice, Value, source
 from infer.kernels.compiler.target import Target
 from infer.kernels.ops.attention import Attention, Heads, RopeKVWrite
 from infer.kernels.ops.elementwise import Activation, Scale, SigmoidGate
+from infer.kernels.ops.embedding import LogitsRows
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
 from infer.kernels.ops.latent import LatentKey, LatentWrite
 from infer.kernels.ops.linear import Changes, HeadLinear, Linear, Projection

@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
+from typing import Any, ClassVar, ParamSpec
 
 from infer.kernels.gpu.device import Buffer
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 P = ParamSpec("P")
 _COUNTER = count()
@@ -51,8 +48,8 @@ class Value:
         """The width of the result. Raises ValueError for inputs that do not fit."""
         raise NotImplementedError
 
-    def lower(self, low: Lowering) -> None:
-        """Emit its kernels."""
+    def lower(self, low: Any) -> None:
+        """Emit its kernels; low: a Lowering, which is made of graphs."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -97,7 +94,7 @@ class Input(Value):
     def checked_width(self) -> int:
         return self.columns
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, low: Any) -> None:
         pass
 
 
@@ -114,7 +111,7 @@ class Slice(Value):
             raise ValueError(f"{self.columns} columns from {self.offset} on are not in {self.x}")
         return self.columns
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, low: Any) -> None:
         pass
 
 
@@ -135,27 +132,6 @@ def split(x: Value, *widths: int) -> tuple[Value, ...]:
 
 
 @dataclass(eq=False, repr=False)
-class LogitsRows(Value):
-    """The rows of x that get logits."""
-
-    x: Value
-
-    def checked_width(self) -> int:
-        self.of_logits = True
-        return self.x.width
-
-    def lower(self, low: Lowering) -> None:
-        x, x_stride, _ = low.source(self.x)
-        assert low.kind.logits is not None
-        low.emit(
-            "take_rows",
-            (low.step, x, self),
-            (-(-x_stride // 64), low.kind.logits, 1),
-            {"STRIDE": x_stride},
-        )
-
-
-@dataclass(eq=False, repr=False)
 class _Elementwise(Value):
     a: Value
     b: Value
@@ -165,7 +141,7 @@ class _Elementwise(Value):
     def checked_width(self) -> int:
         return same_width(self.a, self.b)
 
-    def lower(self, low: Lowering) -> None:
+    def lower(self, low: Any) -> None:
         (a, a_stride, a_offset), (b, b_stride, b_offset) = low.source(self.a), low.source(self.b)
         low.emit(
             self.kernel,

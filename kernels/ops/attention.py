@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
 from infer.kernels.compiler.tuning import AttentionVariant, power_of_two
 from infer.kernels.errors import ShaderError
@@ -23,9 +24,6 @@ from infer.kernels.ops.latent import kv_params
 from infer.kernels.ops.prepared import Form, Maker, Norm
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,14 +4,12 @@ activations are `+` and `*` (graph.py)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.gpu.tensor import GpuTensor
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 
 @dataclass(eq=False, repr=False)

@@ -1,15 +1,12 @@
-"""Embeddings of tokens and of positions."""
+"""From the rows of a step to activations, and to those that get logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.gpu.tensor import GpuTensor
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 
 @dataclass(eq=False, repr=False)
@@ -57,4 +54,25 @@ def _lower(
                 "SCALE": float(scale),
                 "BY_POSITION": by_position,
             },
+        )
+
+
+@dataclass(eq=False, repr=False)
+class LogitsRows(Value):
+    """The rows of x that get logits."""
+
+    x: Value
+
+    def checked_width(self) -> int:
+        self.of_logits = True
+        return self.x.width
+
+    def lower(self, low: Lowering) -> None:
+        x, x_stride, _ = low.source(self.x)
+        assert low.kind.logits is not None
+        low.emit(
+            "take_rows",
+            (low.step, x, self),
+            (-(-x_stride // 64), low.kind.logits, 1),
+            {"STRIDE": x_stride},
         )

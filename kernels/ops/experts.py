@@ -9,19 +9,17 @@ outcome, and surplus workgroups leave early.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
 from infer.kernels.compiler.tuning import TileVariant, VecShape
 from infer.kernels.gpu.plan import Count
 from infer.kernels.gpu.tensor import BLOCK, INTEGERS, GpuTensor, Shard
 from infer.kernels.ops.linear import Projection, multiplied, whole_rows
 from infer.kernels.ops.prepared import Form
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 
 @dataclass(eq=False, repr=False)

@@ -3,7 +3,7 @@
 Activations are Values [rows of the step, width] in f32; `+` and `*` are operations too.
 """
 
-from infer.kernels.compiler.graph import Input, LogitsRows, operation, split
+from infer.kernels.compiler.graph import Input, operation, split
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.elementwise import (
     XIELU,
@@ -14,7 +14,7 @@ from infer.kernels.ops.elementwise import (
     SigmoidGate,
     Softcap,
 )
-from infer.kernels.ops.embedding import Embedding, PositionEmbedding
+from infer.kernels.ops.embedding import Embedding, LogitsRows, PositionEmbedding
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
 from infer.kernels.ops.linear import HeadLinear, Linear
 from infer.kernels.ops.norm import LayerNorm, RMSNorm

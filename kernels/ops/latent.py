@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Value
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.ops.prepared import Norm
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, LayerCache
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
-    from infer.kernels.ops.prepared import Norm
 
 
 def kv_params(cache: LayerCache) -> dict[str, Any]:

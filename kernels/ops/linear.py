@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, source, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import MAX_VEC_ROWS, Target, padded_rows, per_row, tile_grid
 from infer.kernels.compiler.tuning import MOST_SPLITS, VecShape
 from infer.kernels.gpu.tensor import BLOCK, HALF, INTEGERS, GpuTensor, Shard
 from infer.kernels.ops.latent import NO_KEY, LatentKey
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 from infer.kernels.ops.rope import Rope, lower_rotate
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 # Rows of a tile are those of the step (tile_rows.wgsl).
 _UNGROUPED = {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Slice, Value, same_width, source, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.prepared import Form, Maker
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 
 def _checked(x: Value, weight: GpuTensor, groups: int) -> int:

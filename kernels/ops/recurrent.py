@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.prepared import Form, Maker
 from infer.kernels.state.layer_state import LayerState
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 _CONV_ROWS = 16  # of a workgroup
 _LARGEST = 3e38  # WGSL has no infinity

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.gpu.device import Buffer
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
 
 @dataclass(frozen=True, eq=False)
