@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cffi
