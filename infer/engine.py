@@ -183,8 +183,9 @@ class Engine:
     def _chunk(self) -> int:
         """Rows of a prefill step: within the options and what one binding holds."""
         c = self.model.config
-        inputs = c.num_hidden_layers * c.hidden_size_per_layer_input
-        widest = max(2 * c.intermediate_size * (1 + c.double_wide_mlp), c.hidden_size, inputs)
+        inputs = c.num_hidden_layers * getattr(c, "hidden_size_per_layer_input", 0)
+        wide = 1 + getattr(c, "double_wide_mlp", False)
+        widest = max(2 * c.intermediate_size * wide, c.hidden_size, inputs)
         if not self.options.fuse:  # the score matrix is written, for whole pages
             positions = -(-self.context // PAGE) * PAGE
             widest = max(widest, c.num_attention_heads * positions)

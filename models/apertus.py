@@ -4,7 +4,6 @@ gate."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from infer.kernels.compiler.graph import Ops, Value
 from infer.models.blocks import layers
@@ -48,7 +47,7 @@ class Apertus(Decoder):
             qk_norm=True,
             gated=False,
         )
-        return replace(config, activation="xielu")
+        return config.changed(activation="xielu")
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         yield from super().mlp_weights(layer, name, prefix)

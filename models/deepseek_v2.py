@@ -10,11 +10,13 @@ key there is. Its values are W_UV c, so that W_UV goes to the weighted sum of th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.state.kv_cache import KVShape
 from infer.models.blocks import layers
-from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, LatentConfig, Scope, Weights
+from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
 from infer.models.blocks.moe import MixtureOfExperts, read_chosen, read_groups
 from infer.models.blocks.rope import score_factor
 from infer.models.loading.config import RawConfig
@@ -23,7 +25,34 @@ from infer.models.loading.weights import Source, WeightSpec
 _EPS = 1e-6  # of the norms of latents, whatever the config says of the others
 
 
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-AI 2024), with Hugging Face's field names: the ranks of
+    what queries (None: of nothing) and keys and values are made of, and the parts of a head: of a
+    query and key without and with rope, and of a value."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """Of what is cached: the key that all heads share, and the latent."""
+        return self.qk_rope_head_dim + self.kv_lora_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentDecoderConfig(DecoderConfig):
+    latent: LatentConfig
+
+    def kv_shape(self, layer: int) -> KVShape:
+        return KVShape(1, self.latent.key_dim, latent=True)
+
+
 class DeepseekV2(MixtureOfExperts):
+    config: LatentDecoderConfig
     shared = "shared_experts"
 
     @classmethod
@@ -51,15 +80,10 @@ class DeepseekV2(MixtureOfExperts):
         )
         return read_latent(raw, experts)
 
-    @property
-    def latent(self) -> LatentConfig:
-        assert self.config.latent is not None  # read_config has read it
-        return self.config.latent
-
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         """qkv_a_proj (queries or their latent, k, c), q_b_proj, norms of latents, w_uk, w_uv,
         o_proj. Of each head what turns comes first."""
-        c, latent = self.config, self.latent
+        c, latent = self.config, self.config.latent
         name, prefix = f"{name}.self_attn", f"{prefix}.self_attn"
         heads, hidden = c.num_attention_heads, c.hidden_size
         rank, turned = latent.kv_lora_rank, latent.qk_rope_head_dim
@@ -83,7 +107,7 @@ class DeepseekV2(MixtureOfExperts):
 
     def up_weights(self, name: str, prefix: str) -> Iterator[WeightSpec]:
         """w_uk, transposed, and w_uv, which lie head by head in kv_b_proj; MLX has them apart."""
-        latent, heads = self.latent, self.config.num_attention_heads
+        latent, heads = self.config.latent, self.config.num_attention_heads
         nope, value, rank = latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
         key, rows = f"{prefix}.kv_b_proj.weight", heads * (nope + value)
         starts = range(0, rows, nope + value)
@@ -100,10 +124,10 @@ class DeepseekV2(MixtureOfExperts):
     def mixer(
         self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
     ) -> Value:
-        c, latent, w = self.config, self.latent, Scope(w, "self_attn")
+        c, latent, w = self.config, self.config.latent, Scope(w, "self_attn")
         heads, turned, rank = c.num_attention_heads, latent.qk_rope_head_dim, latent.kv_lora_rank
         assert rope is not None  # all layers turn
-        assert c.attention_multiplier is not None  # read_latent has read it
+        assert c.attention.attention_multiplier is not None  # read_latent has read it
         both = ops.linear(x, w["qkv_a_proj"])
         q, k, v = ops.split(both, both.width - latent.key_dim, turned, rank)
         if "q_b_proj" in w:
@@ -112,7 +136,7 @@ class DeepseekV2(MixtureOfExperts):
         q = ops.rope(q, rope, turned + latent.qk_nope_head_dim)
         q = ops.head_linear(q, w["w_uk"], heads, keep=True)
         k, v = ops.rope(k, rope, turned), ops.rmsnorm(v, w["kv_a_norm"], _EPS)
-        y = ops.attention(q, k, v, cache, scale=c.attention_multiplier, window=window)
+        y = ops.attention(q, k, v, cache, scale=c.attention.attention_multiplier, window=window)
         y = ops.head_linear(y, w["w_uv"], heads)
         return ops.linear(y, w["o_proj"], scale=c.residual_multiplier)
 
@@ -124,7 +148,7 @@ def read_latent(
     eps: float = 1e-6,
     interleaved: bool = True,
     **own: Any,
-) -> DecoderConfig:
+) -> LatentDecoderConfig:
     """The config of a model with multi-head latent attention, with fields of the model's own; eps:
     where it does not say. Raises UnsupportedError."""
     raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
@@ -139,7 +163,7 @@ def read_latent(
     )
     rope = raw.rope(latent.qk_rope_head_dim, interleaved=interleaved)
     scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
-    return DecoderConfig.read(
+    return LatentDecoderConfig.read(
         raw.with_values(num_key_value_heads=1, head_dim=latent.key_dim),
         eps=eps,
         rope=rope,

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.kernels.compiler.graph import Ops, Rope, Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.state.kv_cache import KVShape
 from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights, layer_windows
@@ -53,7 +54,32 @@ _EXPERT_NORMS = (
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(DecoderConfig):
+    """global_heads: KV heads and head_dim of layers without a window, and global_k_eq_v: their
+    values are the projection of keys. The last num_kv_shared_layers have no keys and values of
+    their own, and with double_wide_mlp another MLP. hidden_size_per_layer_input: of an embedding
+    for each layer, or 0."""
+
+    global_heads: tuple[int, int]
+    global_k_eq_v: bool
+    num_kv_shared_layers: int
+    double_wide_mlp: bool
+    hidden_size_per_layer_input: int
+
+    def kv_shape(self, layer: int) -> KVShape:
+        return super().kv_shape(layer) if self.windows[layer] else KVShape(*self.global_heads)
+
+    @property
+    def kv_sources(self) -> list[int]:
+        """Layers share those of the last that does not and is of their kind."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {window > 0: layer for layer, window in enumerate(self.windows[:own])}
+        return [*range(own), *(last[window > 0] for window in self.windows[own:])]
+
+
 class Gemma4Text(MixtureOfExperts):
+    config: Gemma4Config
     norms = Gemma2.norms
 
     @classmethod
@@ -70,7 +96,7 @@ class Gemma4Text(MixtureOfExperts):
         windows = layer_windows(raw, raw.size("sliding_window"), lambda i: (i + 1) % 6 != 0)
         windows[-1] = 0
         heads = read_global_heads(raw, windows, k_eq_v)
-        return DecoderConfig.read(
+        return Gemma4Config.read(
             raw,
             windows=windows,
             rope=raw.rope(heads[1], default_partial=1.0, layer_type="full_attention"),
@@ -164,7 +190,7 @@ class Gemma4Text(MixtureOfExperts):
             h = self.layer(ops, h, own, rope, layer_cache, c.windows[i])
             if inputs:
                 x = ops.linear(h, own["per_layer_input_gate"])
-                x = ops.activation(x, c.activation) * inputs[i]
+                x = ops.activation(x, c.mlp.activation) * inputs[i]
                 x = ops.linear(x, own["per_layer_projection"], scale=0.5**0.5)
                 h = h + layers.norm(ops, x, own, "post_per_layer_input_norm", c)
             h = ops.scale(h, own["layer_scalar"])
@@ -175,7 +201,7 @@ class Gemma4Text(MixtureOfExperts):
         c = self.config
         width = c.hidden_size_per_layer_input
         x = ops.linear(h, w["per_layer_model_projection"], scale=c.hidden_size**-0.5)
-        x = ops.rmsnorm(x, w["per_layer_projection_norm"], c.rms_norm_eps)
+        x = ops.rmsnorm(x, w["per_layer_projection_norm"], c.norm.rms_norm_eps)
         x = x + ops.embedding(w["embed_tokens_per_layer"], width**0.5)
         return ops.split(x, *[width] * c.num_hidden_layers)
 
@@ -202,25 +228,25 @@ class Gemma4Text(MixtureOfExperts):
         qkv = ops.linear(x, w["qkv_proj"])
         q_width, kv_width = c.num_attention_heads * d, cache.n_kv_heads * d
         q, *kv = ops.split(qkv, q_width, *[kv_width] * ((qkv.width - q_width) // kv_width))
-        q = ops.rope(ops.rmsnorm(q, w["q_norm"], c.rms_norm_eps), rope, d)
+        q = ops.rope(ops.rmsnorm(q, w["q_norm"], c.norm.rms_norm_eps), rope, d)
         k = v = None
         if kv:
-            k = ops.rope(ops.rmsnorm(kv[0], w["k_norm"], c.rms_norm_eps), rope, d)
-            v = ops.rmsnorm(kv[-1], w["v_norm"], c.rms_norm_eps)
+            k = ops.rope(ops.rmsnorm(kv[0], w["k_norm"], c.norm.rms_norm_eps), rope, d)
+            v = ops.rmsnorm(kv[-1], w["v_norm"], c.norm.rms_norm_eps)
         y = ops.attention(q, k, v, cache, scale=1.0, window=window)
         return ops.linear(y, w["o_proj"])
 
     def routed(self, ops: Ops, h: Value, x: Value, w: Weights) -> Value:
         """What the experts that h chooses make of x."""
         c = self.config
-        r = ops.rmsnorm(h, w["router.scale"], c.rms_norm_eps)
+        r = ops.rmsnorm(h, w["router.scale"], c.norm.rms_norm_eps)
         routing = ops.route(
             ops.linear(r, w["router"], scale=c.hidden_size**-0.5),
             self.experts.per_token,
             normalize=True,
             expert_scales=w["router.per_expert_scale"],
         )
-        y = ops.expert_gate_up(x, w["experts.gate_up_proj"], routing, function=c.activation)
+        y = ops.expert_gate_up(x, w["experts.gate_up_proj"], routing, function=c.mlp.activation)
         return ops.expert_down(y, w["experts.down_proj"], routing)
 
 

@@ -17,7 +17,7 @@ class Glm4(Glm):
     def layer(
         self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
-        c, eps = self.config, self.config.rms_norm_eps
+        c, eps = self.config, self.config.norm.rms_norm_eps
         x = ops.rmsnorm(h, w["input_layernorm"], eps)
         y = layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
         h = h + ops.rmsnorm(y, w["post_self_attn_layernorm"], eps)

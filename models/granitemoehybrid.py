@@ -49,7 +49,7 @@ class GraniteMoeHybrid(mamba2.Mamba2, GraniteMoe):
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         shared = name if self.config.experts is None else f"{name}.shared_expert"
         specs = layers.mlp_weights(self.config, shared, f"{prefix}.mlp")
-        apart = layers.mlp_weights(replace(self.config, fused_gate_up=False), name, f"{prefix}.mlp")
+        apart = layers.mlp_weights(self.config.changed(fused_gate_up=False), name, f"{prefix}.mlp")
         for spec, of_mlx in zip(layers.renamed(specs, _NAMES), apart, strict=True):
             yield replace(spec, others=of_mlx.sources)
         if self.config.experts is not None:

@@ -4,7 +4,7 @@ attention."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.kernels.compiler.graph import Ops, Rope, Value
@@ -37,8 +37,15 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Config(DecoderConfig):
+    conv_bias: bool  # of the convolution, and of the projections around it
+
+
 class Lfm2(Decoder):
     """The attention of Qwen3, in some layers."""
+
+    config: Lfm2Config
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -88,7 +95,7 @@ def read_lfm2(raw: RawConfig, convolves: Sequence[bool], **own: Any) -> DecoderC
     raw = with_older(raw, "tie_embedding", "tie_word_embeddings")
     raw = raw.with_values(hidden_act="silu")  # whatever a config says
     shape = StateShape(raw.size("hidden_size"), layers.conv_taps(raw, "conv_L_cache", 3))
-    return DecoderConfig.read(
+    return Lfm2Config.read(
         raw,
         states=[shape if conv else None for conv in convolves],
         rope_layers=[not conv for conv in convolves],

@@ -130,7 +130,7 @@ class NemotronH(MixtureOfExperts):
         for part, shape in (("fc1", (latent, hidden)), ("fc2", (hidden, latent))):
             own, place = f"{name}.{part}_latent_proj", f"{prefix}.mixer.{part}_latent_proj"
             yield layers.stacked(own, place, {"weight": shape})
-            if c.mlp_bias:
+            if c.mlp.mlp_bias:
                 yield layers.stacked(f"{own}.bias", place, {"bias": shape[:1]})
 
     def chosen(self, ops: Ops, x: Value, routing: Value, w: Weights) -> Value:

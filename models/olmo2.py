@@ -25,6 +25,6 @@ class Olmo2(Decoder):
     ) -> Value:
         c = self.config
         y = layers.attention(ops, h, Scope(w, "self_attn"), c, rope, cache, window)
-        h = h + ops.rmsnorm(y, w["post_attention_layernorm"], c.rms_norm_eps)
+        h = h + ops.rmsnorm(y, w["post_attention_layernorm"], c.norm.rms_norm_eps)
         y = self.mlp(ops, h, Scope(w, "mlp"))
-        return h + ops.rmsnorm(y, w["post_feedforward_layernorm"], c.rms_norm_eps)
+        return h + ops.rmsnorm(y, w["post_feedforward_layernorm"], c.norm.rms_norm_eps)

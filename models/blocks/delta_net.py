@@ -112,7 +112,7 @@ class GatedDeltaNet(Decoder):
         w, c, shape = Scope(w, "linear_attn"), self.config, cache.shape
         qkvz, gates = ops.linear(x, w["in_proj"]), ops.linear(x, w["gates"])
         qkv, z = ops.split(qkvz, shape.channels, shape.heads * shape.value_dim)
-        qkv = ops.short_conv(qkv, w["conv1d"], None, cache, activation=c.activation)
+        qkv = ops.short_conv(qkv, w["conv1d"], None, cache, activation=c.mlp.activation)
         y = ops.delta_rule(qkv, gates, w["A_log"], w["dt_bias"], cache)
-        y = ops.rmsnorm(y, w["norm"], c.rms_norm_eps, gate=z)
+        y = ops.rmsnorm(y, w["norm"], c.norm.rms_norm_eps, gate=z)
         return ops.linear(y, w["out_proj"])

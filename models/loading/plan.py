@@ -124,7 +124,7 @@ def _as_experts(shared: PlannedWeight, width: int, inner: int) -> PlannedWeight:
 def _stacked(stack: PlannedWeight, last: PlannedWeight, experts: int) -> PlannedWeight | None:
     """A weight of experts with so many more below; None where these do not lie as the others."""
     parts = stack.parts + last.parts
-    how = stored(stack.spec, parts) if stack.stored.packed else stack.stored
+    how = stored(stack.spec, parts) if parts and stack.stored.packed else stack.stored
     hows = (stack.stored, last.stored, how)
     alike = len({(each.dtype, each.grouping, each.packed) for each in hows}) == 1
     fits = last.shape == (experts * stack.spec.unit, stack.shape[1])
