@@ -173,7 +173,7 @@ def _load(
             engine = Engine(device, model, weights, options, beside)
             with enough_threads():
                 started.append(
-                    (engine, thread.submit(engine.compile, partial(progress, "kernels")))
+                    (engine, thread.submit(engine.steps.compile, partial(progress, "kernels")))
                 )
             loras.fill(device, weights, beside)
 

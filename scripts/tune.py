@@ -223,7 +223,7 @@ class Sweep:
         self.engine, self.kernel, self.only = engine, kernel, set(only)
         self.values = GRIDS[kernel] | (values or {})
         self.prefill = kernel in PREFILL
-        self.rows = engine.rows["prefill"] if self.prefill else 1
+        self.rows = engine.steps.rows["prefill"] if self.prefill else 1
         lowering = self._lower(None)
         rules = list(dict.fromkeys(lowering.variants.values()))
         if not rules:
@@ -232,7 +232,7 @@ class Sweep:
                 "--kernel."
             )
         place_step(engine, [0] * self.rows, 0)
-        plan = lowering.place(engine.arena)
+        plan = lowering.place(engine.steps.arena)
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
@@ -263,21 +263,21 @@ class Sweep:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
         ops = Ops()
-        output = engine.model.forward(ops, engine.weights, engine.ropes, engine.caches)
+        output = engine.model.forward(ops, engine.weights, engine.steps.ropes, engine.steps.caches)
         return ForcedLowering(
             engine.device,
             ops,
             StepKind(self.rows, logits=1),
-            engine.step,
+            engine.steps.step,
             output=output,
-            output_buffer=engine.logits,
+            output_buffer=engine.steps.logits,
             fuse=engine.options.fuse,
             tuning=ForcedTuning(engine.device, self.kernel, variant),
         )
 
     def _groups(self, lowering: ForcedLowering) -> list[Group]:
         """The dispatches of each shape in order, with those that finish their work."""
-        plan = lowering.place(self.engine.arena)
+        plan = lowering.place(self.engine.steps.arena)
         found: dict[str, list[Dispatch]] = {}
         calls: dict[str, int] = {}
         variants: dict[str, Any] = {}

@@ -303,7 +303,7 @@ def _on_random(
     with Device(adapter) as device:
         weights = random_weights(device, plan)
         engine = Engine(device, model, weights, options)
-        engine.compile()
+        engine.steps.compile()
         device.wait()
         yield shape, engine
 
