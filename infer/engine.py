@@ -165,7 +165,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Have compiled beforehand what a generation from a prompt of that length would compile
-        on its way: the sampler, and on a software adapter, whose driver puts a kernel off until it
+        on its way: the sampler, and where the CPU computes, whose driver puts a kernel off until it
         first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
         last = min(prompt_tokens, MAX_VEC_ROWS) if self.states else 0  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
