@@ -5,10 +5,10 @@
 // dimensions (PER_LANE times). Clusters go through positions of their own, without a barrier.
 //
 // So of every score a lane has a part. For BATCH positions and HEADS heads (rounded up to a power of
-// two) these are SCORES parts, numbered head by head. They are added up and dealt out in one go: in each step a lane sends half of
-// them away and gets the other half of the sums, until it has KEPT whole scores. So it takes one
-// exponential for each, and what the others need of it (the weight of a position, the new scale of a
-// head) they get by a shuffle.
+// two) these are SCORES parts, numbered head by head. They are added up and dealt out in one go: in
+// each step a lane sends half of them away and gets the other half of the sums, until it has KEPT
+// whole scores. So it takes one exponential for each, and what the others need of it (the weight of a
+// position, the new scale of a head) they get by a shuffle.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
