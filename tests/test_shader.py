@@ -152,6 +152,7 @@ def test_the_first_branch_that_holds_is_taken(a: int, b: int, expected: str) -> 
         ("W != red", False),
         ("A + B == 5", True),
         ("A == 5   // not 6", True),
+        ("log2(A) == 2 and log2(A + 3) == 3", True),
     ],
 )
 def test_expressions_are_pythons(expression: str, holds: bool) -> None:
@@ -162,7 +163,18 @@ def test_expressions_are_pythons(expression: str, holds: bool) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["X", "A.real", "A()", "[A]", "A if A else 0", "0 < A < 9", "~A", "A **", "A @ 1"],
+    [
+        "X",
+        "A.real",
+        "A()",
+        "log2(A, 2)",
+        "[A]",
+        "A if A else 0",
+        "0 < A < 9",
+        "~A",
+        "A **",
+        "A @ 1",
+    ],
 )
 def test_nothing_else_is_evaluated(expression: str) -> None:
     message = error_of(f"// @param A u32\nA\n#if {expression}\n#endif", A=5)
