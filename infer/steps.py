@@ -14,7 +14,6 @@ from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
 from infer.kernels.gpu.tensor import GpuTensor
-from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.experts import ExpertDown
 from infer.kernels.ops.linear import Changes, Linear
@@ -68,7 +67,7 @@ class Steps:
             (local if window else self.rope) if rotated else None
             for window, rotated in zip(c.windows, c.rope_layers, strict=True)
         ]
-        self._traced = model.forward(ops, weights, self.ropes, self.caches)
+        self._traced = model.forward(weights, self.ropes, self.caches)
         chunk = self._chunk(prefill_chunk)
         self.step = device.buffer(step_bytes(max(chunk, MAX_VEC_ROWS)), label="step")
         self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")

@@ -42,7 +42,6 @@ from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
-from infer.kernels.ops import functional as ops
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.loading import DTYPES
 from infer.memory import DEFAULT_CONTEXT
@@ -267,7 +266,7 @@ class Sweep:
     def _lower(self, variant: Any) -> ForcedLowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
-        graph = Graph(engine.model.forward(ops, engine.weights, engine.steps.ropes, engine.steps.caches))
+        graph = Graph(engine.model.forward(engine.weights, engine.steps.ropes, engine.steps.caches))
         tuning = ForcedTuning(engine.device, self.kernel, variant)
         target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
         rewrite(graph, target, {})

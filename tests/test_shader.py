@@ -32,7 +32,6 @@ from infer.kernels.gpu.shader import (
     render_text,
 )
 from infer.kernels.gpu.tensor import allocate
-from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
@@ -405,7 +404,7 @@ def model_specs(
                 caches += KVCache(dry, [c.kv_shape(layer)], 4096, dtype=kv_dtype).layers
             own = c.local_rope if c.local_rope and c.windows[layer] else c.rope
             ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
-        output = model.forward(ops, weights, ropes, caches)
+        output = model.forward(weights, ropes, caches)
         lowering = lower(
             dry, output, StepKind(rows, logits), dry.buffer(1), dry.buffer(1), fuse=fuse
         )
