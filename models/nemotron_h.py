@@ -135,7 +135,7 @@ class NemotronH(MixtureOfExperts):
             if c.mlp.mlp_bias:
                 yield layers.stacked(f"{own}.bias", place, {"bias": shape[:1]})
 
-    def chosen(self, x: Value, routing: Value, w: Weights) -> Value:
+    def chosen(self, x: Value, routing: Route, w: Weights) -> Value:
         if not self.experts.latent:
             return super().chosen(x, routing, w)
         x = ops.linear(x, w["fc1_latent_proj"], w.get("fc1_latent_proj.bias"))
