@@ -9,6 +9,7 @@ from typing import Any
 
 from infer.kernels.compiler.graph import Value
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.experts import Route
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import NOTHING, LayerState
 from infer.models.blocks import layers, mamba2
