@@ -1,8 +1,8 @@
 """DeepSeek-V2 (DeepSeek-AI 2024): multi-head latent attention, and experts, some of which all
 tokens share.
 
-Of a position the cache holds a latent c, of which keys and values of all heads are made, and a key
-k that turns and that all heads share. Nobody makes the keys: the score of a head with the query
+Of a position the cache holds a latent c, of which keys and values of all heads are made, and a
+rotated key k that all heads share. Nobody makes the keys: the score of a head with the query
 (q_nope, q_rope) is q_nope W_UK c + q_rope k, so that W_UK goes to the query, and [k, c] is the only
 key there is. Its values are W_UV c, so that W_UV goes to the weighted sum of the latents.
 """
@@ -84,24 +84,24 @@ class DeepseekV2(MixtureOfExperts):
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         """qkv_a_proj (queries or their latent, k, c), q_b_proj, norms of latents, w_uk, w_uv,
-        o_proj. Of each head what turns comes first."""
+        o_proj. Of each head what is rotated comes first."""
         c, latent = self.config, self.config.latent
         name, prefix = f"{name}.self_attn", f"{prefix}.self_attn"
         heads, hidden = c.num_attention_heads, c.hidden_size
-        rank, turned = latent.kv_lora_rank, latent.qk_rope_head_dim
-        query = heads * (latent.qk_nope_head_dim + turned)
-        kv = Source(f"{prefix}.kv_a_proj_with_mqa.weight", (turned + rank, hidden))
+        rank, rotary = latent.kv_lora_rank, latent.qk_rope_head_dim
+        query = heads * (latent.qk_nope_head_dim + rotary)
+        kv = Source(f"{prefix}.kv_a_proj_with_mqa.weight", (rotary + rank, hidden))
         if latent.q_lora_rank is None:
             q = Source(f"{prefix}.q_proj.weight", (query, hidden))
-            first = tuple(layers.last_first(q, heads, turned))
+            first = tuple(layers.last_first(q, heads, rotary))
         else:
             first = (Source(f"{prefix}.q_a_proj.weight", (latent.q_lora_rank, hidden)),)
             q = Source(f"{prefix}.q_b_proj.weight", (query, latent.q_lora_rank))
             yield layers.stacked(
                 f"{name}.q_a_norm", prefix, {"q_a_layernorm.weight": (latent.q_lora_rank,)}
             )
-            yield WeightSpec(f"{name}.q_b_proj", tuple(layers.last_first(q, heads, turned)))
-        yield WeightSpec(f"{name}.qkv_a_proj", (*first, *layers.last_first(kv, 1, turned)))
+            yield WeightSpec(f"{name}.q_b_proj", tuple(layers.last_first(q, heads, rotary)))
+        yield WeightSpec(f"{name}.qkv_a_proj", (*first, *layers.last_first(kv, 1, rotary)))
         yield layers.stacked(f"{name}.kv_a_norm", prefix, {"kv_a_layernorm.weight": (rank,)})
         yield from self.up_weights(name, prefix)
         o = {"o_proj.weight": (hidden, heads * latent.v_head_dim)}
@@ -125,17 +125,17 @@ class DeepseekV2(MixtureOfExperts):
 
     def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         c, latent, w = self.config, self.config.latent, Scope(w, "self_attn")
-        heads, turned, rank = c.num_attention_heads, latent.qk_rope_head_dim, latent.kv_lora_rank
-        assert rope is not None  # all layers turn
+        heads, rotary, rank = c.num_attention_heads, latent.qk_rope_head_dim, latent.kv_lora_rank
+        assert rope is not None  # all layers have one
         assert c.attention.attention_multiplier is not None  # read_latent has read it
         both = ops.linear(x, w["qkv_a_proj"])
-        q, k, v = ops.split(both, both.width - latent.key_dim, turned, rank)
+        q, k, v = ops.split(both, both.width - latent.key_dim, rotary, rank)
         if "q_b_proj" in w:
             q = ops.linear(ops.rmsnorm(q, w["q_a_norm"], _EPS), w["q_b_proj"])
         q = layers.position_scaled(q, c, cache)
-        q = ops.rope(q, rope, turned + latent.qk_nope_head_dim)
+        q = ops.rope(q, rope, rotary + latent.qk_nope_head_dim)
         q = ops.head_linear(q, w["w_uk"], heads, keep=True)
-        k, v = ops.rope(k, rope, turned), ops.rmsnorm(v, w["kv_a_norm"], _EPS)
+        k, v = ops.rope(k, rope, rotary), ops.rmsnorm(v, w["kv_a_norm"], _EPS)
         y = ops.attention(q, k, v, cache, scale=c.attention.attention_multiplier, window=window)
         y = ops.head_linear(y, w["w_uv"], heads)
         return ops.linear(y, w["o_proj"], scale=c.residual_multiplier)

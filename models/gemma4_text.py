@@ -220,7 +220,7 @@ class Gemma4Text(MixtureOfExperts):
     def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """Attention, to keys and values of its own if the projection has any."""
         c, w, d = self.config, Scope(w, "self_attn"), cache.head_dim
-        assert rope is not None  # all layers turn
+        assert rope is not None  # all layers have one
         qkv = ops.linear(x, w["qkv_proj"])
         q_width, kv_width = c.num_attention_heads * d, cache.n_kv_heads * d
         q, *kv = ops.split(qkv, q_width, *[kv_width] * ((qkv.width - q_width) // kv_width))

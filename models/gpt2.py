@@ -46,7 +46,7 @@ def read_gpt2(raw: RawConfig, kv_heads: int | None = None, **own: Any) -> Decode
     raw = raw.with_defaults(activation_function="gelu_new", n_positions=1024)
     inner = raw.size("n_inner", 4 * raw.size("n_embd"))
     values = {ours: raw.get(theirs) for theirs, ours in _KEYS.items()}
-    unread = {"head_dim": None, "rope_parameters": None, "rope_scaling": None}  # nothing turns
+    unread = {"head_dim": None, "rope_parameters": None, "rope_scaling": None}  # nothing is rotated
     scaled = raw.get("scale_attn_weights", True, bool)
     return DecoderConfig.read(
         raw.with_values(**values | unread, intermediate_size=inner, num_key_value_heads=kv_heads),

@@ -26,7 +26,7 @@ _NAMES = {
 
 
 class GPTJ(Cohere):
-    """Neighbouring dimensions turn together; the MLP and the output have biases."""
+    """Neighbouring dimensions are rotated together; the MLP and the output have biases."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

@@ -18,7 +18,7 @@ _DEFAULTS = {"final_logit_softcapping": 15.0, "hidden_act": "relu2"}
 
 
 class NanoChat(Decoder):
-    """Embeddings are normed too; q and k head by head, after they have been turned backwards."""
+    """Embeddings are normed too; q and k head by head, after they are rotated backwards."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

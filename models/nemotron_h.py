@@ -9,6 +9,7 @@ from typing import Any
 
 from infer.kernels.compiler.graph import Value
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.experts import Route
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import NOTHING, LayerState
 from infer.models.blocks import layers, mamba2
@@ -135,7 +136,7 @@ class NemotronH(MixtureOfExperts):
             if c.mlp.mlp_bias:
                 yield layers.stacked(f"{own}.bias", place, {"bias": shape[:1]})
 
-    def chosen(self, x: Value, routing: Value, w: Weights) -> Value:
+    def chosen(self, x: Value, routing: Route, w: Weights) -> Value:
         if not self.experts.latent:
             return super().chosen(x, routing, w)
         x = ops.linear(x, w["fc1_latent_proj"], w.get("fc1_latent_proj.bias"))

@@ -238,7 +238,7 @@ def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
 # Models
 
 
-def turned(array: Array, heads: int) -> Array:
+def permuted(array: Array, heads: int) -> Array:
     """As the converter turns rows of q and k for llama.cpp (LlamaModel.permute)."""
     return (
         array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
@@ -459,11 +459,11 @@ def add_latent(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     own = writer.kv_data[0]
     for key in ("head_count_kv", "key_length", "value_length"):
         own.pop(f"{writer.arch}.attention.{key}")
-    turned, rank = raw["qk_rope_head_dim"], raw["kv_lora_rank"]
-    key_length, value_length = raw["qk_nope_head_dim"] + turned, raw["v_head_dim"]
+    rotary, rank = raw["qk_rope_head_dim"], raw["kv_lora_rank"]
+    key_length, value_length = raw["qk_nope_head_dim"] + rotary, raw["v_head_dim"]
     first = raw["model_type"] == "deepseek_v3"
     writer.add_head_count_kv(raw["num_attention_heads"] if first else 1)
-    writer.add_key_length(key_length if first else rank + turned)
+    writer.add_key_length(key_length if first else rank + rotary)
     writer.add_value_length(value_length if first else rank)
     if not first:
         writer.add_key_length_mla(key_length)
@@ -580,7 +580,7 @@ ADD: dict[str, Add] = {
 
 # Models that also see, and whose text models are converted.
 SEEING = ("gemma4",)
-# Those whose rows of q and k are turned.
+# Those whose rows of q and k are permuted.
 TURNED = (
     "arcee",
     "granite",
@@ -663,9 +663,9 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
         array = value
         if kind in TURNED:
             if ".q_proj." in key:
-                array = turned(array, heads)
+                array = permuted(array, heads)
             if ".k_proj." in key:
-                array = turned(array, kv_heads)
+                array = permuted(array, kv_heads)
         if kind in ADDING and key.endswith("norm.weight"):
             array = array + (not key.endswith("linear_attn.norm.weight"))
         if kind == "gemma4_text" and not key.endswith(".weight"):
@@ -1127,11 +1127,11 @@ def test_gpt_oss_in_mxfp4_has_the_weights_of_the_hub(device: Device, tmp_path: P
                 np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
 
 
-def test_turned_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
+def test_permuted_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     q = library.quantize(rng.standard_normal((64, 64), np.float32), Kind.Q8_0)
     k = library.quantize(rng.standard_normal((32, 64), np.float32), Kind.Q5_1)
-    tensors = {"blk.0.attn_q.weight": turned(q, 4), "blk.0.attn_k.weight": turned(k, 2)}
+    tensors = {"blk.0.attn_q.weight": permuted(q, 4), "blk.0.attn_k.weight": permuted(k, 2)}
     kinds = {"blk.0.attn_q.weight": Kind.Q8_0, "blk.0.attn_k.weight": Kind.Q5_1}
     gguf = write(tmp_path / "m.gguf", tensors, kinds)
     config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2})
@@ -1163,7 +1163,7 @@ def test_a_tensor_of_q_k_and_v_is_taken_apart(tmp_path: Path) -> None:
         part: rng.standard_normal((rows, 8), np.float32)
         for part, rows in (("q", 16), ("k", 8), ("v", 8))
     }
-    whole = np.concatenate([turned(parts["q"], 4), turned(parts["k"], 2), parts["v"]])
+    whole = np.concatenate([permuted(parts["q"], 4), permuted(parts["k"], 2), parts["v"]])
     tensors = {"blk.0.attn_qkv.weight": whole, "blk.0.attn_qkv.bias": whole[:, 0].copy()}
     gguf = write(tmp_path / "m.gguf", tensors)
     config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2})

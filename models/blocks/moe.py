@@ -9,6 +9,7 @@ from dataclasses import replace
 from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.experts import Route
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
@@ -134,7 +135,7 @@ class MixtureOfExperts(Decoder):
             y = (ops.sigmoid_gate(shared, *gates) if gates else shared) + y
         return y
 
-    def chosen(self, x: Value, routing: Value, w: Weights) -> Value:
+    def chosen(self, x: Value, routing: Route, w: Weights) -> Value:
         """The part of the chosen experts in that."""
         c, into = self.config, w[f"experts.{self.first_experts}"]
         y = ops.expert_gate_up(x, into, routing, function=c.mlp.activation, gated=c.mlp.gated)

@@ -258,8 +258,8 @@ def stored(spec: WeightSpec, parts: Sequence[Part], dtype: str | None = None) ->
             len(view.across) == matrix.shape[1] or matrix.divides(len(view.across))
             for matrix, view in packed
         )
-        turned = any(view.transposed for _, view in packed)
-        if len(packed) < len(parts) or spec.name.endswith(_ROUTER) or turned or not whole:
+        transposed = any(view.transposed for _, view in packed)
+        if len(packed) < len(parts) or spec.name.endswith(_ROUTER) or transposed or not whole:
             return WIDENED
         how = stored_packed([matrix for matrix, _ in packed], spec.name)
         return WIDENED if spec.heads and how.order is not None else how
