@@ -7,9 +7,16 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.kernels.errors import (
+# In a checkout kernels/ and models/ lie beside this folder. Links to them are in it too, where git
+# makes links, for tools that do not run this.
+_above = Path(__file__).resolve().parent.parent
+if (_above / "pyproject.toml").is_file() and (_above / "kernels" / "__init__.py").is_file():
+    __path__.append(str(_above))
+
+from infer.kernels.errors import (  # noqa: E402
     CheckpointError,
     ClosedError,
     DeviceError,
@@ -26,19 +33,11 @@ from infer.kernels.errors import (
 )
 
 if TYPE_CHECKING:
+    from infer.kept import generate, stream
     from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.gpu.device import Device, MemoryStats, Settings
-    from infer.llm import (
-        LLM,
-        Chunk,
-        Result,
-        Stream,
-        TokenLogprob,
-        TopLogprob,
-        generate,
-        load,
-        stream,
-    )
+    from infer.llm import LLM, Chunk, Result, Stream, TokenLogprob, TopLogprob
+    from infer.loading import load
     from infer.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -56,11 +55,11 @@ _LAZY = {
     "Stream": "infer.llm",
     "TokenLogprob": "infer.llm",
     "TopLogprob": "infer.llm",
-    "generate": "infer.llm",
+    "generate": "infer.kept",
     "is_available": "infer.kernels.gpu.adapters",
     "list_adapters": "infer.kernels.gpu.adapters",
-    "load": "infer.llm",
-    "stream": "infer.llm",
+    "load": "infer.loading",
+    "stream": "infer.kept",
 }
 
 __all__ = [

@@ -40,6 +40,10 @@ class LoadOptions(TypedDict, total=False):
     progress: bool | Progress | None
 
 
+# All that `load` takes by name.
+LOAD_NAMES = (*LoadOptions.__optional_keys__, "adapter", "adapters", "settings", "engine")
+
+
 class Options(LoadOptions, _AnswerOptions, total=False):
     """Options of the module's `generate` and `stream`. adapter: one to load, or the name of one
     that an LLM has."""

@@ -1,42 +1,25 @@
-"""The API: load a model, generate text."""
+"""A loaded model, and what it generates."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from functools import partial
-from inspect import signature
-from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, Never, Unpack
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.engine import Engine, EngineOptions, Timings
+from infer.engine import Engine, Timings
 from infer.foreign import shown
-from infer.generation_config import notes, sampling_defaults
-from infer.hub import ResolvedModel, resolve, resolve_adapter
-from infer.kernels.errors import ClosedError, InferWarning, RequestError, UnsupportedError
-from infer.kernels.gpu.adapters import AdapterInfo, check_process, choose_adapter, is_forked
-from infer.kernels.gpu.device import Device, MemoryStats, Settings, enough_threads
-from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
-from infer.kernels.state.kv_cache import KV_DTYPES
-from infer.keywords import AnswerOptions, LoadOptions, Options, Progress, check_names
-from infer.memory import checked_context, fitting_options
-from infer.models import open_model
-from infer.models.loading.load import load_weights
-from infer.models.loading.lora import Lora, Loras
-from infer.models.loading.plan import plan_weights
+from infer.kernels.errors import ClosedError, RequestError
+from infer.kernels.gpu.adapters import check_process, is_forked
+from infer.kernels.gpu.device import MemoryStats
+from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
 from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
-from infer.text.tokenizer import Tokenizer, read_json
+from infer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -143,6 +126,13 @@ class Stream(Iterator[Chunk]):
         error, self._error = self._error, None
         raise error or StopIteration
 
+    def _finish(self) -> Result:
+        """All of it, to its end."""
+        with self:
+            for _ in self:
+                pass
+            return self.result
+
     def close(self) -> None:
         """End the stream. Safe at any time, in any thread, in a signal handler and in a logits
         processor, and twice. A piece that is being made meanwhile is the last one."""
@@ -199,10 +189,7 @@ class LLM:
         prompt: text to be continued, token ids, or chat messages ({"role", "content"}), which go
         through the model's chat template. options: as for `stream`.
         """
-        with self.stream(prompt, **options) as stream:
-            for _ in stream:
-                pass
-            return stream.result
+        return self.stream(prompt, **options)._finish()
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[AnswerOptions]) -> Result:
         """The answer to chat messages, or to one user message given as text. options: as for
@@ -230,7 +217,7 @@ class LLM:
         Raises RequestError at once for a prompt or a value that cannot be served.
         """
         self._check_open()
-        check_names(sampling, AnswerOptions.__optional_keys__, _LOAD_NAMES, "load()")
+        check_names(sampling, AnswerOptions.__optional_keys__, LOAD_NAMES, "load()")
         self.engine.check_adapter(adapter)
         _check_processor(logits_processor)
         params = _params(params, sampling)
@@ -410,296 +397,6 @@ def _messages(messages: str | Sequence[Message]) -> Sequence[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
-DTYPES = ("f32", "f16", "bf16")
-
-
-def load(
-    model: str | Path,
-    *,
-    device: str | int | None = None,
-    context: int | None = None,
-    dtype: str | None = None,
-    quantize: str | None = None,
-    kv_dtype: str = "f16",
-    adapter: str | Path | None = None,
-    adapters: Mapping[str, str | Path] | None = None,
-    revision: str | None = None,
-    offline: bool = False,
-    progress: bool | Progress | None = None,
-    settings: Settings | None = None,
-    engine: Mapping[str, Any] | None = None,
-    **unknown: Never,
-) -> LLM:
-    """Load a model onto a GPU.
-
-    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct") or its URL, one of the GGUF models there
-    ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
-    device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
-    context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
-    or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
-    keeps them as they are. quantize: "q8" or "q4" instead, to quantise them to 8 or 4 bits.
-    kv_dtype: "f16", "f32" or "q8" (8 bits and a scale for 32 values).
-    adapter: a LoRA adapter of the model (a folder or a hub id) that is always on: merged into the
-    weights, before `quantize` if that is given, or applied beside those that the files have
-    quantised. adapters: several by names of your own, applied beside the weights; none is on but
-    the one that a call names (`generate(..., adapter=name)`).
-    revision, offline: see `infer.hub.resolve`.
-    progress: whether a line on standard error shows how far it is; None: where a person sees it,
-    in a terminal or a notebook. Or a function, called with "download", bytes that came and bytes
-    of all files that were begun; with "weights", bytes read and bytes in all; and meanwhile and
-    afterwards with "kernels", how many are compiled and how many there are.
-    engine: other fields of EngineOptions.
-
-    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
-    InferWarning of what the model's generation_config.json asks for and is not implemented.
-    """
-    from infer.cli.terminal import ProgressLine  # imports typer
-
-    check_names(unknown, _LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
-    if not (engine is None or isinstance(engine, Mapping)) or not all(
-        isinstance(name, str) for name in engine or ()
-    ):
-        raise RequestError(
-            'engine must be a dictionary of options, such as {"fuse": False}, '
-            f"not {shown(engine)}."
-        )
-    check_names(engine or (), _ENGINE_NAMES, _LOAD_NAMES, "load()")
-    converted = weight_dtype(dtype, quantize)
-    _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
-    with ProgressLine(False if callable(progress) else progress) as line:
-        report = progress if callable(progress) else line.loading
-        fetched = partial(report, "download")
-        resolved = resolve(str(model), revision=revision, offline=offline, progress=fetched)
-        always, named = open_adapters(adapter, adapters, offline, fetched)
-        return _load(
-            resolved,
-            choose_adapter(device),
-            settings,
-            context,
-            converted,
-            kv_dtype,
-            always,
-            named,
-            report,
-            engine or {},
-        )
-
-
-_LOAD_NAMES = [name for name in signature(load).parameters if name not in ("model", "unknown")]
-_ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(_LOAD_NAMES)
-
-
-def open_adapters(
-    adapter: str | Path | None,
-    adapters: Mapping[str, str | Path] | None,
-    offline: bool,
-    progress: Callable[[int, int], None],
-) -> tuple[Lora | None, dict[str, Lora]]:
-    """The adapter that is always on, and those that are chosen by name. Raises ModelError, and
-    RequestError where both are given."""
-    if adapter is not None and adapters:
-        raise RequestError(
-            "Give either one adapter that is always on (adapter) or several by name (adapters)."
-        )
-
-    if not isinstance(adapters or {}, Mapping) or not all(
-        isinstance(name, str) and name for name in adapters or ()
-    ):
-        raise RequestError(
-            'Give adapters as a dictionary, such as {"sql": "org/sql-lora"}: names of adapters, '
-            "none of them empty, and their folders or hub ids."
-        )
-
-    def opened(place: str | Path) -> Lora:
-        found = resolve_adapter(str(place), offline=offline, progress=progress)
-        return Lora.open(found.path, found.name)
-
-    named = {name: opened(place) for name, place in (adapters or {}).items()}
-    return None if adapter is None else opened(adapter), named
-
-
-def _load(
-    resolved: ResolvedModel,
-    adapter: AdapterInfo,
-    settings: Settings | None,
-    context: int | None,
-    dtype: str | None,
-    kv_dtype: str,
-    always: Lora | None,
-    named: Mapping[str, Lora],
-    progress: Progress,
-    engine_options: Mapping[str, Any],
-) -> LLM:
-    path = resolved.path
-    model, checkpoint = open_model(path)
-    tokenizer = Tokenizer.open(path)
-    generation_config = read_json(path / "generation_config.json")
-    defaults = sampling_defaults(generation_config, model.config.vocab_size)
-    for text in notes(generation_config):
-        warnings.warn(text, InferWarning, stacklevel=3)
-    plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
-    positions = checked_context(model, resolved.name, context)
-    loras = Loras.fit(model, plan, always=always, named=named)
-    plan = plan.joined(loras.names)
-
-    def fill(device: Device, progress: Progress) -> LLM:
-        options = fitting_options(
-            model,
-            plan,
-            EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
-            device.limits,
-            device.adapter,
-            may_shrink=context is None,
-            loras=loras,
-        )
-        started: list[tuple[Engine, Future[None]]] = []
-
-        def allocated(weights: dict[str, GpuTensor]) -> None:
-            beside = loras.allocate(device, weights)
-            engine = Engine(device, model, weights, options, beside)
-            with enough_threads():
-                started.append(
-                    (engine, thread.submit(engine.compile, partial(progress, "kernels")))
-                )
-            loras.fill(device, weights, beside)
-
-        # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
-        with ThreadPoolExecutor(1) as thread:
-            try:
-                load_weights(
-                    device,
-                    plan,
-                    changes=loras.merged,
-                    allocated=allocated,
-                    progress=partial(progress, "weights"),
-                )
-            except BaseException:
-                device.stop()  # compiling
-                raise
-        ((engine, compiled),) = started
-        compiled.result()
-        return LLM(resolved.name, engine, tokenizer, defaults)
-
-    return _Loading(lambda: Device(adapter, settings), fill).result(progress)
-
-
-class _Loading:
-    """A device being opened and filled in a thread of its own. What signals raise, as Ctrl-C does,
-    comes in the main thread between any two instructions; what it cut in half there would be lost
-    with its memory and its threads."""
-
-    def __init__(
-        self,
-        open_device: Callable[[], Device],
-        fill: Callable[[Device, Progress], LLM],
-    ) -> None:
-        self._open, self._fill = open_device, fill
-        self._reports = SimpleQueue[tuple[str, int, int] | None]()  # of progress; None: the end
-        self._device: Device | None = None
-        self._cancelled = False
-        self._llm: LLM | None = None
-        self._error: BaseException | None = None
-
-    def result(self, progress: Progress) -> LLM:
-        """The LLM. `progress` is called in this thread. Whatever is raised closes the device."""
-        thread = threading.Thread(target=self._run, name="load")
-        try:
-            with enough_threads():
-                thread.start()
-            while (report := self._next_report()) is not None:
-                progress(*report)
-            thread.join()
-            if self._error is not None:
-                raise self._error
-            assert self._llm is not None
-            return self._llm
-        except BaseException:
-            self._cancelled = True
-            if self._device is not None:
-                self._device.stop()
-            if thread.is_alive():
-                thread.join()
-            if self._llm is not None:
-                self._llm.close()
-            raise
-        finally:
-            self._error = None  # whose traceback holds this object
-
-    def _next_report(self) -> tuple[str, int, int] | None:
-        while True:
-            with suppress(Empty):
-                return self._reports.get(timeout=0.5)  # without one, Ctrl-C waits on Windows
-
-    def _run(self) -> None:
-        try:
-            self._llm = self._opened_and_filled()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._reports.put(None)
-
-    def _opened_and_filled(self) -> LLM:
-        device = self._device = self._open()
-        try:
-            if self._cancelled:
-                device.stop()
-            llm = self._fill(device, lambda *report: self._reports.put(report))
-            device.check_open()
-            return llm
-        except BaseException:
-            device.close()
-            raise
-
-
-def weight_dtype(dtype: str | None, quantize: str | None) -> str | None:
-    """What matrices are converted or quantised to; None: nothing. Raises UnsupportedError for a
-    word that is neither, and RequestError where both are given."""
-    _check_choice("dtype", dtype, (None, *DTYPES))
-    _check_choice("quantize", quantize, (None, *QUANTIZED))
-    if dtype is not None and quantize is not None:
-        raise RequestError(
-            f"Weights are either converted (dtype {dtype}) or quantised (quantize {quantize}). "
-            "Give one of the two."
-        )
-    return dtype or quantize
-
-
-def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        shown = ", ".join(str(choice) for choice in choices if choice is not None)
-        raise UnsupportedError(f"{name} must be one of {shown}, not {value!r}.")
-
-
-# The module's own generate keeps the model that it loaded last.
-
-
-class _Kept:
-    """A model that was loaded here. It is closed when nothing holds this any more: neither the
-    module, nor a stream or a call that uses it."""
-
-    def __init__(self, key: tuple[Any, ...], llm: LLM) -> None:
-        self.key, self.llm = key, llm
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self.llm.close()
-
-
-_last: _Kept | None = None
-_last_lock = threading.Lock()
-
-
-def _kept(model: str | Path, options: dict[str, Any]) -> _Kept:
-    global _last
-    progress = options.pop("progress", None)
-    key = (str(model), *sorted(options.items()))
-    with _last_lock:
-        if _last is None or _last.key != key or _last.llm._closing:
-            _last = None  # before the next one is loaded
-            _last = _Kept(key, load(model, progress=progress, **options))
-        return _last
-
-
 def _params(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
     """sampling: checked for names."""
     if not (params is None or isinstance(params, SamplingParams)):
@@ -727,7 +424,7 @@ def _check_template_args(template_args: object) -> None:
         )
 
 
-def _check_options(
+def check_options(
     params: SamplingParams | None = None,
     logits_processor: LogitsProcessor | None = None,
     template_args: Mapping[str, Any] | None = None,
@@ -738,49 +435,3 @@ def _check_options(
     _check_processor(logits_processor)
     _check_template_args(template_args)
     _params(params, sampling)
-
-
-def _split(model: str | Path | LLM, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of `load`, and those of `LLM.stream`."""
-    check_names(options, Options.__optional_keys__, _LOAD_NAMES, "load()")
-    names = set(LoadOptions.__optional_keys__)
-    if not isinstance(model, LLM):
-        names.add("adapter")
-    given: dict[str, Any] = {name: value for name, value in options.items() if name in names}
-    if isinstance(model, LLM) and given:
-        raise RequestError("Load options go to load(), where the LLM comes from.")
-    return given, {name: value for name, value in options.items() if name not in names}
-
-
-def generate(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Result:
-    """The answer of a model to a prompt: `load` and `LLM.generate` in one.
-
-    model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
-    asked for, and until what uses it is done. options: those of `LLM.stream`, and of `load`:
-    device, context, dtype, quantize, kv_dtype, revision, offline, progress, and, where the model is
-    not an LLM, adapter.
-    """
-    given, rest = _split(model, options)
-    _check_options(**rest)
-    if isinstance(model, LLM):
-        return model.generate(prompt, **rest)
-    kept = _kept(model, given)
-    try:
-        return kept.llm.generate(prompt, **rest)
-    finally:
-        del kept  # which the traceback of an error would hold
-
-
-def stream(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-    """The same as `generate`, piece by piece."""
-    given, rest = _split(model, options)
-    _check_options(**rest)
-    if isinstance(model, LLM):
-        return model.stream(prompt, **rest)
-    kept = _kept(model, given)
-    try:
-        stream = kept.llm.stream(prompt, **rest)
-        stream._keeps = kept
-        return stream
-    finally:
-        del kept

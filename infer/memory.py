@@ -34,27 +34,6 @@ class MemoryNeed:
         return self.weights + self.kv_cache + self.other
 
 
-def memory_needed(
-    model: Decoder,
-    plan: LoadPlan,
-    options: EngineOptions,
-    limits: Limits,
-    adapter: AdapterInfo | None = None,
-    loras: Loras = NO_LORAS,
-) -> MemoryNeed:
-    """What loading would allocate: the engine is built on a device that only counts."""
-    device = DryDevice(limits, adapter)
-    weights = {weight.name: weight.allocate(device) for weight in plan.weights}
-    quantized = [weight.shape for weight in plan.weights if weight.quantized]
-    beside = loras.allocate(device, weights)
-    weight_bytes = device.allocated
-    if quantized:
-        device.buffer(buffer_bytes(quantized, limits))
-    Engine(device, model, weights, options, beside)
-    kv_bytes = kv_bytes_per_position(model, options.kv_dtype) * options.context
-    return MemoryNeed(weight_bytes, kv_bytes, device.allocated - weight_bytes - kv_bytes)
-
-
 def kv_bytes_per_position(model: Decoder, dtype: str) -> int:
     """Bytes of keys and values of one position."""
     return sum(kv_cache_bytes(shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
@@ -89,43 +68,74 @@ def checked_context(model: Decoder, name: str, context: int | None) -> int:
     return context
 
 
-def fitting_options(
-    model: Decoder,
-    plan: LoadPlan,
-    options: EngineOptions,
-    limits: Limits,
-    adapter: AdapterInfo,
-    *,
-    may_shrink: bool,
-    loras: Loras = NO_LORAS,
-) -> EngineOptions:
-    """The options, with a smaller context if that is needed and allowed.
+class MemoryCount:
+    """What loading a model allocates, counted on a device that allocates nothing: the weights once,
+    and an engine for each of the options that are asked about."""
 
-    Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
-    """
-    free = memory_info(adapter).free
-    what, of_page = _largest(model, options.kv_dtype)
-    binding = min(limits.max_binding, limits.max_buffer)
-    while True:
-        need = memory_needed(model, plan, options, limits, adapter, loras)
-        largest = -(-options.context // PAGE) * of_page
-        fits_binding = largest <= binding
-        if fits_binding and (free is None or need.total <= free):
-            return options
-        if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
-            break
-        options = replace(options, context=options.context // 2)
-    if not fits_binding:
+    def __init__(
+        self,
+        model: Decoder,
+        plan: LoadPlan,
+        limits: Limits,
+        gpu: AdapterInfo | None = None,
+        loras: Loras = NO_LORAS,
+    ) -> None:
+        self.model, self.plan, self.limits, self.gpu = model, plan, limits, gpu
+        self._device = DryDevice(limits, gpu)
+        self._weights = {weight.name: weight.allocate(self._device) for weight in plan.weights}
+        self._beside = loras.allocate(self._device, self._weights)
+        self._weight_bytes = self._device.allocated
+        quantized = [weight.shape for weight in plan.weights if weight.quantized]
+        if quantized:
+            self._device.buffer(buffer_bytes(quantized, limits))
+        self._without_engine = self._device.allocated
+        self._needed: dict[EngineOptions, MemoryNeed] = {}
+
+    def needed(self, options: EngineOptions) -> MemoryNeed:
+        """What loading with these options would allocate."""
+        if options not in self._needed:
+            self._device.allocated = self._without_engine
+            Engine(self._device, self.model, self._weights, options, self._beside)
+            known = self._weight_bytes, self._kv_bytes(options)
+            self._needed[options] = MemoryNeed(*known, self._device.allocated - sum(known))
+        return self._needed[options]
+
+    def _kv_bytes(self, options: EngineOptions) -> int:
+        return kv_bytes_per_position(self.model, options.kv_dtype) * options.context
+
+    def fitting(self, options: EngineOptions, *, may_shrink: bool) -> EngineOptions:
+        """The options, with a smaller context if that is needed and allowed.
+
+        Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
+        """
+        gpu = self.gpu
+        assert gpu is not None
+        free = memory_info(gpu).free
+        what, of_page = _largest(self.model, options.kv_dtype)
+        binding = min(self.limits.max_binding, self.limits.max_buffer)
+        while True:
+            largest = -(-options.context // PAGE) * of_page
+            fits_binding = largest <= binding
+            least = self._weight_bytes + self._kv_bytes(options)  # to build no engine in vain
+            if fits_binding and (free is None or least <= free):
+                need = self.needed(options)
+                if free is None or need.total <= free:
+                    return options
+            if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
+                break
+            options = replace(options, context=options.context // 2)
+        if not fits_binding:
+            raise OutOfMemoryError(
+                f"A context of {options.context} positions needs {largest:,} bytes of {what}; one "
+                f"binding of {gpu.name} holds {binding:,}. "
+                f"Ask for at most {binding // of_page * PAGE} (--context)."
+            )
+        need = self.needed(options)
+        quantized = any(weight.stored.dtype in QUANTIZED for weight in self.plan.weights)
         raise OutOfMemoryError(
-            f"A context of {options.context} positions needs {largest:,} bytes of {what}; one "
-            f"binding of {adapter.name} holds {binding:,}. "
-            f"Ask for at most {binding // of_page * PAGE} (--context)."
+            f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
+            f"{need.kv_cache:,} of KV cache for {options.context} positions, {need.other:,} "
+            f"besides); {gpu.name} has {free:,} free. A smaller context (--context), "
+            f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
+            "device (--device) would help."
         )
-    quantized = any(weight.stored.dtype in QUANTIZED for weight in plan.weights)
-    raise OutOfMemoryError(
-        f"The model needs {need.total:,} bytes ({need.weights:,} of weights, {need.kv_cache:,} of "
-        f"KV cache for {options.context} positions, {need.other:,} besides); {adapter.name} has "
-        f"{free:,} free. A smaller context (--context), "
-        f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
-        "device (--device) would help."
-    )

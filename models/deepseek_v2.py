@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVShape
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
@@ -121,9 +123,7 @@ class DeepseekV2(MixtureOfExperts):
         yield WeightSpec(f"{name}.w_uk", w_uk, queries, unit=rank, heads=True)
         yield WeightSpec(f"{name}.w_uv", w_uv, results, unit=value, heads=True)
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         c, latent, w = self.config, self.config.latent, Scope(w, "self_attn")
         heads, rotary, rank = c.num_attention_heads, latent.qk_rope_head_dim, latent.kv_lora_rank
         assert rope is not None  # all layers have one
@@ -132,7 +132,7 @@ class DeepseekV2(MixtureOfExperts):
         q, k, v = ops.split(both, both.width - latent.key_dim, rotary, rank)
         if "q_b_proj" in w:
             q = ops.linear(ops.rmsnorm(q, w["q_a_norm"], _EPS), w["q_b_proj"])
-        q = layers.position_scaled(ops, q, c, cache)
+        q = layers.position_scaled(q, c, cache)
         q = ops.rope(q, rope, rotary + latent.qk_nope_head_dim)
         q = ops.head_linear(q, w["w_uk"], heads, keep=True)
         k, v = ops.rope(k, rope, rotary), ops.rmsnorm(v, w["kv_a_norm"], _EPS)

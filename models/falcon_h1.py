@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import Cache, StateShape
 from infer.models.blocks import layers, mamba2
 from infer.models.blocks.decoder import Decoder
@@ -118,18 +120,14 @@ class FalconH1(Decoder):
             yield whole.rows(range(start, end)).scale(factor)
             start = end
 
-    def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]
-    ) -> Value:
-        h = self.embed(ops, w)
+    def forward(self, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]) -> Value:
+        h = self.embed(w)
         for i in range(0, len(cache), 2):
             own = Scope(w, f"layers.{i // 2}")
-            h = self.layer(ops, h, own, ropes[i + 1], cache[i : i + 2], 0)
-        return self.logits(ops, h, w)
+            h = self.layer(h, own, ropes[i + 1], cache[i : i + 2], 0)
+        return self.logits(h, w)
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """What Mamba and attention make of the same."""
         factors, (state, keys_and_values) = self.config.branches, cache
         of_mamba, of_attention = (
@@ -137,11 +135,11 @@ class FalconH1(Decoder):
             for out in (factors.mamba_out, factors.attention_out)
         )
         scales = factors.mamba, factors.time_steps
-        y = mamba2.mamba2(ops, x, Scope(w, "mamba"), of_mamba, state, scales)
+        y = mamba2.mamba2(x, Scope(w, "mamba"), of_mamba, state, scales)
         own = Scope(w, "self_attn")
-        return y + layers.attention(ops, x, own, of_attention, rope, keys_and_values, window)
+        return y + layers.attention(x, own, of_attention, rope, keys_and_values, window)
 
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+    def mlp(self, x: Value, w: Weights) -> Value:
         """The gates' factor goes for what they are multiplied by too."""
         gate, out = self.config.branches.gate, self.config.branches.mlp_out
         both = ops.linear(x, w["gate_up_proj"], scale=gate)

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVShape
 from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
@@ -179,24 +181,22 @@ class Gemma4Text(MixtureOfExperts):
         made = _KEYS_AND_VALUES.match(key)
         return super().ignorable(key) or (made is not None and self.shares(int(made[1])))
 
-    def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]
-    ) -> Value:
+    def forward(self, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]) -> Value:
         c = self.config
-        h = self.embed(ops, w)
-        inputs = self.layer_inputs(ops, h, w) if c.hidden_size_per_layer_input else ()
+        h = self.embed(w)
+        inputs = self.layer_inputs(h, w) if c.hidden_size_per_layer_input else ()
         for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
             own = Scope(w, f"layers.{i}")
-            h = self.layer(ops, h, own, rope, layer_cache, c.windows[i])
+            h = self.layer(h, own, rope, layer_cache, c.windows[i])
             if inputs:
                 x = ops.linear(h, own["per_layer_input_gate"])
                 x = ops.activation(x, c.mlp.activation) * inputs[i]
                 x = ops.linear(x, own["per_layer_projection"], scale=0.5**0.5)
-                h = h + layers.norm(ops, x, own, "post_per_layer_input_norm", c)
+                h = h + layers.norm(x, own, "post_per_layer_input_norm", c)
             h = ops.scale(h, own["layer_scalar"])
-        return self.logits(ops, h, w)
+        return self.logits(h, w)
 
-    def layer_inputs(self, ops: Ops, h: Value, w: Weights) -> tuple[Value, ...]:
+    def layer_inputs(self, h: Value, w: Weights) -> tuple[Value, ...]:
         """What each layer is told of the tokens besides, times the square root of two."""
         c = self.config
         width = c.hidden_size_per_layer_input
@@ -205,23 +205,19 @@ class Gemma4Text(MixtureOfExperts):
         x = x + ops.embedding(w["embed_tokens_per_layer"], width**0.5)
         return ops.split(x, *[width] * c.num_hidden_layers)
 
-    def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def layer(self, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         def norm(x: Value, name: str) -> Value:
-            return layers.norm(ops, x, w, name, self.config)
+            return layers.norm(x, w, name, self.config)
 
-        x = self.mixer(ops, norm(h, "input_layernorm"), w, rope, cache, window)
+        x = self.mixer(norm(h, "input_layernorm"), w, rope, cache, window)
         h = h + norm(x, "post_attention_layernorm")
-        x = layers.mlp(ops, norm(h, "pre_feedforward_layernorm"), Scope(w, "mlp"), self.config)
+        x = layers.mlp(norm(h, "pre_feedforward_layernorm"), Scope(w, "mlp"), self.config)
         if self.config.experts is not None:
-            y = self.routed(ops, h, norm(h, "pre_feedforward_layernorm_2"), w)
+            y = self.routed(h, norm(h, "pre_feedforward_layernorm_2"), w)
             x = norm(x, "post_feedforward_layernorm_1") + norm(y, "post_feedforward_layernorm_2")
         return h + norm(x, "post_feedforward_layernorm")
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """Attention, to keys and values of its own if the projection has any."""
         c, w, d = self.config, Scope(w, "self_attn"), cache.head_dim
         assert rope is not None  # all layers have one
@@ -236,7 +232,7 @@ class Gemma4Text(MixtureOfExperts):
         y = ops.attention(q, k, v, cache, scale=1.0, window=window)
         return ops.linear(y, w["o_proj"])
 
-    def routed(self, ops: Ops, h: Value, x: Value, w: Weights) -> Value:
+    def routed(self, h: Value, x: Value, w: Weights) -> Value:
         """What the experts that h chooses make of x."""
         c = self.config
         r = ops.rmsnorm(h, w["router.scale"], c.norm.rms_norm_eps)
@@ -246,8 +242,8 @@ class Gemma4Text(MixtureOfExperts):
             normalize=True,
             expert_scales=w["router.per_expert_scale"],
         )
-        y = ops.expert_gate_up(x, routing, w["experts.gate_up_proj"], function=c.mlp.activation)
-        return ops.expert_down(y, routing, w["experts.down_proj"])
+        y = ops.expert_gate_up(x, w["experts.gate_up_proj"], routing, function=c.mlp.activation)
+        return ops.expert_down(y, w["experts.down_proj"], routing)
 
 
 def read_global_heads(raw: RawConfig, windows: Sequence[int], k_eq_v: bool) -> tuple[int, int]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights
@@ -96,5 +97,5 @@ class GPT2(Decoder):
         """Older checkpoints hold the causal mask too."""
         return super().ignorable(key) or key.endswith(self.masks)
 
-    def embed(self, ops: Ops, w: Weights) -> Value:
-        return super().embed(ops, w) + ops.position_embedding(w["embed_positions"])
+    def embed(self, w: Weights) -> Value:
+        return super().embed(w) + ops.position_embedding(w["embed_positions"])

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -74,11 +76,9 @@ class Lfm2(Decoder):
             for part, rows in (("in_proj", 3 * hidden), ("conv", hidden), ("out_proj", hidden)):
                 yield layers.stacked(f"{name}.{part}.bias", prefix, {f"{part}.bias": (rows,)})
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         if not isinstance(cache, LayerState):
-            return super().mixer(ops, x, w, rope, cache, window)
+            return super().mixer(x, w, rope, cache, window)
         w = Scope(w, "conv")
         x = ops.linear(x, w["in_proj"], w.get("in_proj.bias"))
         y = ops.short_conv(x, w["conv"], w.get("conv.bias"), cache, gated=True)

@@ -30,18 +30,20 @@ from infer.bench.measure import LEAST_PASS, kernel_label, place_step
 from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
 from infer.engine import Engine
-from infer.kernels.compiler.graph import Ops
-from infer.kernels.compiler.lowering import Lowering, StepKind
+from infer.kernels.compiler.fusion import rewrite
+from infer.kernels.compiler.graph import Graph
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import StepKind, Target
 from infer.kernels.compiler.tuning import ScanVariant, TileVariant, Tuning, VecShape
 from infer.kernels.errors import InferError, RequestError
-from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
 from infer.kernels.state.kv_cache import KV_DTYPES
-from infer.llm import DTYPES
+from infer.loading import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.loading.shapes import PUBLISHED, SHAPES
 
@@ -87,7 +89,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 PREFILL = ("matmul", "matmul_int8", "ssm_scan", "delta_rule")  # the others are decode's
 # Kernels that the rule of another is for as well, and those that finish the work of another.
-ALIKE = {"expert_matmul_vec": "matmul_vec"}
+ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
 
 
@@ -195,10 +197,12 @@ class ForcedTuning(Tuning):
 class ForcedLowering(Lowering):
     """Knows what variant each kernel is of."""
 
-    def __init__(self, *args: Any, tuning: ForcedTuning, **options: Any) -> None:
+    def __init__(
+        self, target: Target, graph: Graph, step: Buffer, output: Buffer, tuning: ForcedTuning
+    ) -> None:
         self.forced = tuning
         self.variants: dict[KernelSpec, Any] = {}
-        super().__init__(*args, tuning=tuning, **options)
+        super().__init__(target, graph, step, output)
 
     def emit(self, name: str, *args: Any, **options: Any) -> None:
         super().emit(name, *args, **options)
@@ -223,7 +227,7 @@ class Sweep:
         self.engine, self.kernel, self.only = engine, kernel, set(only)
         self.values = GRIDS[kernel] | (values or {})
         self.prefill = kernel in PREFILL
-        self.rows = engine.rows["prefill"] if self.prefill else 1
+        self.rows = engine.steps.rows["prefill"] if self.prefill else 1
         lowering = self._lower(None)
         rules = list(dict.fromkeys(lowering.variants.values()))
         if not rules:
@@ -232,7 +236,7 @@ class Sweep:
                 "--kernel."
             )
         place_step(engine, [0] * self.rows, 0)
-        plan = lowering.place(engine.arena)
+        plan = lowering.place(engine.steps.arena)
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
@@ -262,22 +266,15 @@ class Sweep:
     def _lower(self, variant: Any) -> ForcedLowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
-        ops = Ops()
-        output = engine.model.forward(ops, engine.weights, engine.ropes, engine.caches)
-        return ForcedLowering(
-            engine.device,
-            ops,
-            StepKind(self.rows, logits=1),
-            engine.step,
-            output=output,
-            output_buffer=engine.logits,
-            fuse=engine.options.fuse,
-            tuning=ForcedTuning(engine.device, self.kernel, variant),
-        )
+        graph = Graph(engine.model.forward(engine.weights, engine.steps.ropes, engine.steps.caches))
+        tuning = ForcedTuning(engine.device, self.kernel, variant)
+        target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
+        rewrite(graph, target, {})
+        return ForcedLowering(target, graph, engine.steps.step, engine.steps.logits, tuning)
 
     def _groups(self, lowering: ForcedLowering) -> list[Group]:
         """The dispatches of each shape in order, with those that finish their work."""
-        plan = lowering.place(self.engine.arena)
+        plan = lowering.place(self.engine.steps.arena)
         found: dict[str, list[Dispatch]] = {}
         calls: dict[str, int] = {}
         variants: dict[str, Any] = {}

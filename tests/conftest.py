@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,9 @@ from infer.kernels.gpu.device import Device, Settings
 # once or twice gain nothing. Drivers read this when they are loaded, here and in processes that
 # tests start.
 os.environ.setdefault("GALLIVM_PERF", "nopt")
+
+# A process in the background of a script ignores Ctrl-C, and so would what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LEAST = Settings(
     subgroups=False,
@@ -40,7 +44,7 @@ OF_A_DEVICE = {"device", "least_device", "own_device", "open_device"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test of a device every third case is of the default run, which mostly compiles, and
+    """Of each test of a device every sixth case is of the default run, which mostly compiles, and
     the others are of the full run; but of models all that are named there."""
     cases = Counter[tuple[object, str]]()
     for item in items:
@@ -48,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_a_device = not OF_A_DEVICE.isdisjoint(getattr(item, "fixturenames", ()))
         if of_a_device and not marked and item.path.name != "test_models.py":
             test = (item.parent, getattr(item, "originalname", item.name))
-            if cases[test] % 3:
+            if cases[test] % 6:
                 item.add_marker(pytest.mark.full)
             cases[test] += 1
 

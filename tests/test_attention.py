@@ -32,12 +32,14 @@ from infer.kernels.checks.check import exact_weight, int8_rows, kv_step, nearest
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.arena import Arena
-from infer.kernels.compiler.graph import Ops, Rope
-from infer.kernels.compiler.lowering import Lowering, StepKind
+from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.target import StepKind
 from infer.kernels.compiler.tuning import AttentionVariant, Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.state.step import HEADER, ROW, pack_step
 
@@ -407,8 +409,8 @@ def test_attention_that_goes_out_as_int8(
         forward = Forward(device, 1, tuning=attention_tuning(device, joined))
         layer = KVCache(device, [(4, head_dim)], 8, dtype="f32").layers[0]
         q, k = (forward.input(normal(rng, *v.shape)) for _ in range(2))
-        output = forward.ops.attention(q, k, forward.input(v), layer, scale=1.0)
-        y = forward.run(forward.ops.linear(output, to_gpu(device, weight, "q8")))
+        output = ops.attention(q, k, forward.input(v), layer, scale=1.0)
+        y = forward.run(ops.linear(output, to_gpu(device, weight, "q8")))
     assert nmse(y, reference.matmul(exact, weight)) <= INT8_LIMIT
 
 
@@ -428,7 +430,7 @@ def test_attention_with_gates(
     weight = exact_weight(rng, 40, 4 * d, "q8")  # in bf16 too
     with device.scope():
         forward = Forward(device, rows, tuning=attention_tuning(device, joined))
-        ops, layer = forward.ops, KVCache(device, [(2, d)], 16, dtype="f32").layers[0]
+        layer = KVCache(device, [(2, d)], 16, dtype="f32").layers[0]
         x = forward.input(np.concatenate(parts, axis=1))
         q, k, v, gates = ops.split(x, *(part.shape[1] for part in parts))
         y = ops.sigmoid_gate(ops.attention(q, k, v, layer, scale=0.25), gates)
@@ -465,20 +467,18 @@ def test_one_row_in_scattered_pages(
         layer = scattered(device, [7, position], keys, values, order).layers[0]
         packed = pack_step([0], position, sequence=1)
         packed[HEADER.itemsize :].view(ROW)["alive"] = alive
-        ops = Ops()
         widths = [part.shape[1] for part in (q, k, v)]
         parts = ops.split(ops.input(device.upload(to_rows(x, 1)), x.shape[1]), *widths)
         rope = Rope(device.upload(functions.rope_table(frequencies, 300)), d)
         turned = [ops.rope(part, rope, d) for part in parts[:2]]
         output = ops.attention(*turned, parts[2], layer, scale=0.25)
         buffer = device.upload(np.full(q.shape, np.nan, np.float32))
-        lowering = Lowering(
+        lowering = lower(
             device,
-            ops,
+            output,
             StepKind(1),
             device.upload(packed),
-            output=output,
-            output_buffer=buffer,
+            buffer,
             tuning=attention_tuning(device, joined),
         )
         before = [device.read(part) for part in (layer.keys, layer.values)]
@@ -487,7 +487,7 @@ def test_one_row_in_scattered_pages(
         y = from_rows(device.read(buffer), 1, q.shape[1])
         after = [device.read(part) for part in (layer.keys, layer.values)]
     names = [kernel.spec.name for kernel in lowering.kernels]
-    assert names == ["attention"] + ["attention_combine"] * (not joined)
+    assert names == ["attention_decode"] + ["attention_combine"] * (not joined)
     past = [
         np.concatenate([part[1, :position].reshape(position, n_kv_heads * d), own])
         for part, own in ((keys, k), (values, v))
@@ -539,22 +539,13 @@ def test_rows_of_several_sequences_in_scattered_pages(
         packed = pack_step([0] * 4, 0)
         rows = packed[HEADER.itemsize :].view(ROW)
         rows["sequence"], rows["position"], rows["alive"] = sequences, positions, alive
-        ops = Ops()
         inputs = [
             ops.input(device.upload(to_rows(part.reshape(4, -1), 4)), part.reshape(4, -1).shape[1])
             for part in (q, keys[sequences, positions], values[sequences, positions])
         ]
         output = ops.attention(*inputs, cache.layers[0], scale=0.25)
         buffer = device.upload(np.full(q.shape, np.nan, np.float32))
-        lowering = Lowering(
-            device,
-            ops,
-            StepKind(4),
-            device.upload(packed),
-            output=output,
-            output_buffer=buffer,
-            fuse=fuse,
-        )
+        lowering = lower(device, output, StepKind(4), device.upload(packed), buffer, fuse=fuse)
         plan = lowering.place(Arena(device))
         run(device, [*plan.body, *plan.head], 4, int(positions.max()) + 1)
         y = from_rows(device.read(buffer), 4, q.shape[1])
@@ -589,19 +580,13 @@ def test_latents_of_several_sequences_in_scattered_pages(
         packed = pack_step([0] * 3, 0)
         rows = packed[HEADER.itemsize :].view(ROW)
         rows["sequence"], rows["position"], rows["alive"] = sequences, positions, alive
-        ops = Ops()
         q, both = (ops.input(device.upload(to_rows(part, 3)), 48) for part in (x, x))
         k, v = ops.split(both, 16, 32)
         rope = Rope(device.upload(functions.rope_table(frequencies, 300)), 16)
         k, v = ops.rope(k, rope, 16), ops.rmsnorm(v, to_gpu(device, weight), EPS)
         output = ops.attention(q, k, v, layer, scale=1.0)
-        lowering = Lowering(
-            device,
-            ops,
-            StepKind(3),
-            device.upload(packed),
-            output=output,
-            output_buffer=device.buffer(4 * 3 * 48),
+        lowering = lower(
+            device, output, StepKind(3), device.upload(packed), device.buffer(4 * 3 * 48)
         )
         plan = lowering.place(Arena(device))
         run(device, [*plan.body, *plan.head], 3, 300)
@@ -624,7 +609,7 @@ def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) ->
         cache = scattered(device, [570], *known, order=np.array([2, 0, 1]))
         forward = Forward(device, 130)
         inputs = [forward.input(part) for part in (q, k[570:], v[570:])]
-        output = forward.ops.attention(*inputs, cache.layers[0], scale=0.2, window=400)
+        output = ops.attention(*inputs, cache.layers[0], scale=0.2, window=400)
         y = forward.run(output, position=570)
     assert nmse(y, reference.attention(q, k, v, 2, 0.2, 400)) <= LIMIT
 
@@ -632,6 +617,7 @@ def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) ->
 # Variants that the rules of tuning.py can choose, and others
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_attention(device: Device, rng: np.random.Generator, part: int) -> None:
     shapes = product((1, 2, 3, 4, 7, 8), (1, 2, 8), (64, 80, 128, 256))
@@ -650,6 +636,7 @@ def test_every_variant_of_attention(device: Device, rng: np.random.Generator, pa
         assert error <= LIMIT, (variant, group, d)
 
 
+@pytest.mark.full
 def test_every_variant_of_attention_that_joins(device: Device, rng: np.random.Generator) -> None:
     found: dict[tuple[AttentionVariant, int], AttentionVariant] = {}
     for tuning, group, d in product(rules(device), (1, 8), (16, 64, 80, 128, 256)):

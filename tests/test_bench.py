@@ -37,6 +37,7 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.ops import functional as ops
 from infer.models import build_model
 from infer.models.loading.config import RawConfig
 from infer.models.loading.plan import plan_random
@@ -242,7 +243,7 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
     with device.scope():
         weights = random_weights(device, list(model.weights()), "bf16", published=PUBLISHED[kind])
         forward = Forward(device, 64)
-        rows = forward.ops.embedding(weights["layers.0.mlp.down_proj"])
+        rows = ops.embedding(weights["layers.0.mlp.down_proj"])
         values = forward.run(rows, tokens=range(64))
         assert abs(values.mean()) < 0.01
         assert values.std() * 256**0.5 == pytest.approx(1, rel=0.4)
@@ -681,6 +682,7 @@ def test_sweep_times_every_variant_on_every_shape(
     assert all(f"{label}: 21 positions" in out for label in labels)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short")
 def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> None:
     splits = ["--workgroup", "64", "--heads", "1", "--batch", "2", "--splits", "4"]

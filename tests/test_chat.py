@@ -18,6 +18,7 @@ import pytest
 
 import infer.text.template
 from infer.kernels.errors import RequestError, TokenizerError
+from infer.text.folder_tokenizer import folder_tokenizer
 from infer.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data" / "text"
@@ -28,7 +29,7 @@ USER = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(DATA / "llama3")
+    return folder_tokenizer(DATA / "llama3")
 
 
 def arguments(args: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def arguments(args: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "case"), CHATS)
 def test_chats_are_those_of_transformers(kind: str, case: dict[str, Any]) -> None:
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     args = arguments(case["args"])
     assert tokenizer.render_chat(case["messages"], **args) == case["text"]
     assert tokenizer.encode_chat(case["messages"], **args) == case["ids"]
@@ -115,7 +116,7 @@ def text_or_error(render: Callable[[], str]) -> str | Exception:
 def test_random_chats_live(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(DATA / kind)
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     rng = random.Random(0)
     for _ in range(40):
         roles = ["user", "assistant"] * 3
@@ -139,7 +140,7 @@ def test_strftime_now_is_the_date_of_today(tokenizer: Tokenizer) -> None:
 
 def test_files_stand_above_tokenizer_config(tmp_path: Path) -> None:
     shutil.copy(DATA / "llama3" / "tokenizer.json", tmp_path)
-    assert not Tokenizer.from_folder(tmp_path).has_chat_template
+    assert not folder_tokenizer(tmp_path).has_chat_template
     steps = [
         ("tokenizer_config.json", '{"chat_template": "config"}'),
         ("chat_template.json", '{"chat_template": "json"}'),
@@ -147,14 +148,14 @@ def test_files_stand_above_tokenizer_config(tmp_path: Path) -> None:
     ]
     for name, text in steps:
         (tmp_path / name).write_text(text)
-        tokenizer = Tokenizer.from_folder(tmp_path)
+        tokenizer = folder_tokenizer(tmp_path)
         assert tokenizer.has_chat_template
         assert tokenizer.render_chat(USER) in text
     assert tokenizer.render_chat(USER) == "jinja"
 
 
 def test_names_of_templates() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "mistral")
+    tokenizer = folder_tokenizer(DATA / "mistral")
     assert sorted(tokenizer.templates) == ["default", "tool_use"]
     with pytest.raises(RequestError, match=r"'rag'.*default, tool_use"):
         tokenizer.render_chat(USER, template="rag")
@@ -162,7 +163,7 @@ def test_names_of_templates() -> None:
 
 
 def test_model_without_template() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "metaspace")
+    tokenizer = folder_tokenizer(DATA / "metaspace")
     assert not tokenizer.has_chat_template
     with pytest.raises(TokenizerError, match="no chat template"):
         tokenizer.encode_chat(USER)
@@ -173,7 +174,7 @@ def test_model_without_template() -> None:
 
 
 def test_error_of_a_template_is_its_own_message() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "gemma")
+    tokenizer = folder_tokenizer(DATA / "gemma")
     with pytest.raises(TokenizerError, match=r"roles must alternate user/assistant/user"):
         tokenizer.render_chat([*USER, *USER])
 
@@ -300,7 +301,7 @@ def test_templates_of_other_limits(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("kind", ["llama3", "chatml", "mistral", "gemma"])
 def test_long_chats_are_within_the_limits(kind: str) -> None:
     """Megabytes in one message, and in hundreds."""
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     for count, text in ((1, "long é " * 1_000_000), (501, "long é " * 2000)):
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": text.strip()} for i in range(count)]

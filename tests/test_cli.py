@@ -26,12 +26,14 @@ from typer.testing import CliRunner, Result
 
 import infer
 import infer.cli.report
+import infer.inspection
 import infer.llm
+import infer.loading
 import infer.memory
 from infer import LLM, SamplingParams
 from infer.cli.app import app
 from infer.cli.options import parse_bias, parse_template_arg
-from infer.cli.terminal import ProgressLine, TextWriter, note, size, visible, write
+from infer.cli.terminal import TextWriter, note, write
 from infer.hub import DEMO, resolve
 from infer.kernels.checks import check
 from infer.kernels.checks.check import CheckResult
@@ -39,6 +41,7 @@ from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
 from infer.kernels.gpu.device import Device
 from infer.models.loading.tensors import TensorInfo
+from infer.progress import ProgressLine, size, visible
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
@@ -340,7 +343,7 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.update(options, model=model)
         raise DeviceError("seen enough")
 
-    monkeypatch.setattr(infer.llm, "load", load)
+    monkeypatch.setattr(infer.loading, "load", load)
     flags = ("--device", "1", "--dtype", "f16", "--revision", "v2", "--offline")
     assert refused("run", "org/name", "-p", "x", *flags) == "error: seen enough"
     given = {"model": "org/name", "device": "1", "dtype": "f16", "revision": "v2", "offline": True}
@@ -582,7 +585,7 @@ def test_an_error_of_the_system_names_the_file(
     def load(*_: object, **__: object) -> None:
         (tmp_path / "none").read_text()
 
-    monkeypatch.setattr(infer.llm, "load", load)
+    monkeypatch.setattr(infer.loading, "load", load)
     expected = f"error: {tmp_path}/none: No such file or directory."
     assert refused("run", "demo", "x") == expected
     assert "Traceback" in invoke("run", "demo", "x", "--verbose").stderr
@@ -624,7 +627,7 @@ def test_progress_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_progress_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
-    monkeypatch.setattr("infer.cli.terminal.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("infer.progress.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
 
     def shown() -> str:
@@ -871,7 +874,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
 
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
-    for module in (infer.memory, infer.cli.report):
+    for module in (infer.memory, infer.inspection):
         monkeypatch.setattr(module, "memory_info", lambda adapter: MemoryInfo(free, free))
 
 
@@ -949,7 +952,7 @@ def test_info_opens_nothing_and_needs_nothing(
 
     monkeypatch.setattr(Device, "__init__", forbidden)
     monkeypatch.setattr(TensorInfo, "read_into", forbidden)
-    monkeypatch.setattr(infer.cli.report, "list_adapters", list)  # none
+    monkeypatch.setattr(infer.inspection, "list_adapters", list)  # none
     folder = reference_models.load(reference_models.cases()[0]).write_checkpoint(tmp_path / "model")
     got = json.loads(invoke("info", folder, "--json").stdout)
     assert got["adapter"] is None

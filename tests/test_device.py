@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cffi
@@ -31,6 +33,7 @@ from infer.kernels.gpu.adapters import (
     memory_info,
 )
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.multiprocessors import MEASURED, _amd, multiprocessors
 from infer.kernels.gpu.shader import KernelSpec, render_text
 from infer.kernels.gpu.tensor import allocate
 
@@ -205,6 +208,25 @@ def test_memory_of_a_software_adapter_is_the_hosts() -> None:
 
 
 # Limits and features
+
+
+def test_multiprocessors_are_found_or_those_of_the_measured_card(tmp_path: Path) -> None:
+    for kind in ("integrated", "discrete", "software"):
+        assert multiprocessors(fake(0, "a card that nobody knows", kind)) == MEASURED
+    cpu, gpu = tmp_path / "0", tmp_path / "1"
+    for node, simds in ((cpu, 0), (gpu, 192)):  # as a Radeon RX 7900 XTX has them
+        node.mkdir()
+        (node / "properties").write_text(f"cpu_cores_count 16\nsimd_count {simds}\nsimd_per_cu 2\n")
+    assert _amd(tmp_path) == 96
+    shutil.copytree(gpu, tmp_path / "2")
+    assert _amd(tmp_path) is None
+
+
+def test_multiprocessors_are_those_that_cuda_counts(device: Device) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA, to compare with")
+    assert device.multiprocessors == torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def test_settings_limit_the_device(device: Device, least_device: Device) -> None:

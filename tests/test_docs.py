@@ -17,7 +17,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import infer
-import infer.llm
+import infer.kept
 from infer.bench.report import BenchReport
 from infer.cli.app import app
 from infer.engine import Engine, EngineOptions
@@ -27,7 +27,7 @@ from infer.kernels.gpu.device import DryDevice, Limits
 from infer.kernels.gpu.tensor import allocate
 from infer.models import build_model
 from infer.models.loading.config import RawConfig
-from infer.text.tokenizer import Tokenizer
+from infer.text.folder_tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.demo
 
@@ -63,9 +63,9 @@ def blocks(document: str, language: str) -> list[tuple[str, str]]:
 def no_kept_model() -> Iterator[None]:
     """An example may leave the model that module-level generate keeps."""
     yield
-    if infer.llm._last is not None:
-        infer.llm._last.llm.close()
-        infer.llm._last = None
+    if infer.kept._last is not None:
+        infer.kept._last.llm.close()
+        infer.kept._last = None
 
 
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
@@ -80,6 +80,7 @@ def test_an_example_runs_and_prints_what_it_says(
         assert said in printed
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_the_forbidden_word_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (code for _, code in blocks("README.md", "python") if "without_rosa" in code)
@@ -139,7 +140,7 @@ def test_summaries_compute_their_instructions_once(
     assert [line.partition(":")[0] for line in lines] == [str(tmp_path / name) for name in "ab"]
     refused, last = printed.err.splitlines()
     assert refused.startswith(f"{tmp_path / 'long'}: The prompt has ")
-    tokens = len(Tokenizer.open(resolve(DEMO).path).encode(instructions["INSTRUCTIONS"]))
+    tokens = len(open_tokenizer(resolve(DEMO).path).encode(instructions["INSTRUCTIONS"]))
     reused, prompts = map(int, re.findall(r"\d+", last))
     assert tokens - 5 < reused < prompts - tokens
 
@@ -281,7 +282,7 @@ def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:
     layers = model.config.num_hidden_layers
     for column, kind in enumerate(("decode", "prefill")):
         layer = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
-        kernels = [k.spec.name for k in engine._lowered[kind, None].kernels if not k.head]
+        kernels = [k.spec.name for k in engine.steps.lowered[kind, None].kernels if not k.head]
         assert kernels == ["embedding", *layer * layers]
 
 

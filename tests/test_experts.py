@@ -37,6 +37,7 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping, allocate
+from infer.kernels.ops import functional as ops
 from infer.models import build_model, open_model
 from infer.models.loading import load as loading
 from infer.models.loading.checkpoint import SINGLE, Checkpoint
@@ -229,9 +230,9 @@ def test_experts_in_codes(device: Device, rng: np.random.Generator, dtype: str, 
     logits = logits_of(rng, rows, 5)
     with device.scope():
         forward = Forward(device, rows)
-        routing = forward.ops.route(forward.input(logits), 2, normalize=False)
+        routing = ops.route(forward.input(logits), 2, normalize=False)
         weight = codes.to_gpu(device)
-        y = forward.run(forward.ops.expert_gate_up(forward.input(x), routing, weight))
+        y = forward.run(ops.expert_gate_up(forward.input(x), weight, routing))
     ids, _ = reference.route(logits, 2, False)
     expected = reference.expert_gate_up(exact, ids, multiplied(codes, values).reshape(5, 64, 64))
     assert nmse(y, expected.reshape(rows, -1)) <= LIMIT
@@ -284,10 +285,9 @@ def test_shared_experts_are_the_last_of_a_stack(
     into, back = (exact_weight(rng, 42 * n, k, "bf16") for n, k in ((64, width), (width, inner)))
     with device.scope():
         forward = Forward(device, rows)
-        ops = forward.ops
         routing = ops.route(forward.input(logits), **own)
-        y = ops.expert_gate_up(forward.input(x), routing, to_gpu(device, into, "bf16"))
-        y = ops.expert_down(y, routing, to_gpu(device, back, "bf16"))
+        y = ops.expert_gate_up(forward.input(x), to_gpu(device, into, "bf16"), routing)
+        y = ops.expert_down(y, to_gpu(device, back, "bf16"), routing)
         result = forward.run(y)
     ids, weights = reference.route(logits, **own)
     expected = reference.expert_gate_up(x, ids, into.reshape(42, 64, -1))
@@ -329,7 +329,6 @@ def layer_error(
 
     def output(**own: Any) -> Array:
         forward = Forward(device, rows, plan_rows=plan_rows, **own)
-        ops = forward.ops
         w = {n: to_gpu(device, v, "f32" if n == "router" else dtype) for n, v in values.items()}
         first, second = (to_gpu(device, norm) for norm in norms)
         into, back = (to_gpu(device, b) if bias else None for b in biases)
@@ -341,8 +340,8 @@ def layer_error(
         own_route: dict[str, Any] = {"shared": stacked, "gated": logits.width > experts}
         own_route["correction"] = None if bias else to_gpu(device, corrections)
         routing = ops.route(logits, slots, normalize=True, sigmoid=not bias, **own_route)
-        y = ops.expert_gate_up(normed, routing, w["gate_up"], into)
-        y = ops.expert_down(y, routing, w["down"], back)
+        y = ops.expert_gate_up(normed, w["gate_up"], routing, into)
+        y = ops.expert_down(y, w["down"], routing, back)
         if shared and not stacked:
             beside = ops.linear(forward.input(x[:, ::-1]), w["shared"])
             y = (ops.sigmoid_gate(beside, *gate) if gate else beside) + y
@@ -524,7 +523,7 @@ def test_a_shared_expert_takes_no_kernels_of_its_own(case: str) -> None:
         dry.subgroups, dry.subgroup_size = True, 32
         weights = {w.name: allocate(dry, w.shape, "bf16", unit=w.spec.unit) for w in each.weights}
         engine = Engine(dry, model, weights, EngineOptions(context=128))
-        lowering = engine._lowered["decode", None]
+        lowering = engine.steps.lowered["decode", None]
         kernels.append(Counter(kernel.spec.name for kernel in lowering.kernels))
         moved.append(weight_bytes_per_token(engine))
     assert not any("shared_expert" in weight.name for weight in plan.joined().weights)

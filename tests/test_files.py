@@ -18,7 +18,7 @@ from infer.models.loading.checkpoint import INDEX, SINGLE
 from infer.models.loading.files import open_file, read_text
 from infer.models.loading.formats.gguf import Gguf
 from infer.models.loading.tensors import TensorInfo
-from infer.text.tokenizer import Tokenizer
+from infer.text.folder_tokenizer import open_tokenizer
 
 DEMO = Path(infer.__file__).parent / "demo"
 WHY = r"regular|No such device"  # which is a socket's
@@ -62,7 +62,7 @@ def odd_file(path: Path, kind: str) -> Iterator[None]:
 def read_model(folder: Path) -> None:
     path = resolve(str(folder)).path
     open_model(path)
-    Tokenizer.open(path)
+    open_tokenizer(path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such files there")

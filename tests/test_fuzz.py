@@ -27,7 +27,7 @@ from test_packing import Array, mlx_packed
 from infer.engine import EngineOptions
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Limits
-from infer.memory import default_context, memory_needed
+from infer.memory import MemoryCount, default_context
 from infer.models import open_model
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ from infer.models.loading.plan import plan_weights
 
 LLAMA = DATA / "llama"
 # How many of each container.
-cases = pytest.mark.parametrize("count", [5000, pytest.param(10_000, marks=pytest.mark.full)])
+cases = pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.full)])
 MEMORY = 64 << 20  # bytes that reading headers may take, which of these are a few thousand
 
 
@@ -229,7 +229,7 @@ def load_dry(path: Path) -> None:
         for length in (0, 1, 10**6):
             assert np.isfinite(rope_table(rope, 8, length)).all()
     context = min(default_context(model), 64)
-    memory_needed(model, plan, EngineOptions(context), Limits())
+    MemoryCount(model, plan, Limits()).needed(EngineOptions(context))
 
 
 @pytest.mark.filterwarnings("error")

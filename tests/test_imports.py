@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,43 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def dotted(path: Path) -> str:
+    """The name that a module is imported by."""
+    *folders, name = path.relative_to(ROOT).with_suffix("").parts
+    names = folders if name == "__init__" else [*folders, name]
+    return ".".join(names if names[0] == "infer" else ["infer", *names])
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Not even those in functions, and those for type checkers."""
+    paths = {dotted(path): path for folder in ALLOWED for path in modules(folder)}
+    graph = {module: set[str]() for module in paths}
+    for module, path in paths.items():
+        for name in imported(path):
+            found = name if name in paths else name.rpartition(".")[0]
+            if found in paths:
+                graph[module].add(found)
+    assert len(graph["infer.loading"]) > 10
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize(
+    ("top", "importers"),
+    [
+        ("infer.cli", ("infer.cli", "infer.__main__")),
+        ("infer.bench", ("infer.bench", "infer.cli")),
+    ],
+)
+def test_the_api_does_without_the_command_line(top: str, importers: tuple[str, ...]) -> None:
+    for path in modules("infer"):
+        for name in imported(path):
+            if f"{name}.".startswith(f"{top}."):
+                assert dotted(path).startswith(importers), f"{path} imports {name}"
+
+
 @pytest.mark.parametrize("folder", ALLOWED)
 def test_imports_go_one_way(folder: str) -> None:
     for path in modules(folder):
@@ -60,6 +98,25 @@ def test_imports_go_one_way(folder: str) -> None:
             else:
                 known = top in sys.stdlib_module_names or top in THIRD_PARTY[folder]
                 assert known, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("folder", ["models"])
+def test_no_import_circles(folder: str) -> None:
+    """Neither at once nor in functions nor for types."""
+    names = {
+        ".".join(("infer", *path.relative_to(ROOT).with_suffix("").parts)): path
+        for path in modules(folder)
+    }
+    needs = {
+        name: {
+            module
+            for full in imported(path)
+            for module in (full, full.rpartition(".")[0])
+            if module in names
+        }
+        for name, path in names.items()
+    }
+    list(TopologicalSorter(needs).static_order())  # raises CycleError
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -85,7 +142,8 @@ def test_importing_is_light(statement: str) -> None:
 
 
 def test_a_local_model_is_loaded_without_what_only_others_need() -> None:
-    assert not loaded_by("import infer.llm, infer.cli.report") & {"jinja2", "huggingface_hub"}
+    assert not loaded_by("import infer.loading") & {"jinja2", "huggingface_hub", "typer"}
+    assert not loaded_by("import infer.loading, infer.cli.report") & {"jinja2", "huggingface_hub"}
 
 
 @pytest.mark.parametrize("name", ["infer", "infer.kernels"])

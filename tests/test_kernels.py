@@ -43,6 +43,7 @@ from infer.kernels.gpu.plan import dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
+from infer.kernels.ops import functional as ops
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig
@@ -228,10 +229,10 @@ def test_a_plan_serves_fewer_rows(
     x, norm, weight = normal(rng, rows, 37), normal(rng, 37), normal(rng, 42, 37)
     with device.scope():
         forward = Forward(device, rows, plan_rows=plan_rows)
-        value = forward.ops.rmsnorm(forward.input(x), to_gpu(device, norm), EPS)
-        both = forward.ops.linear(value, to_gpu(device, weight, "bf16"))
-        gate, up = forward.ops.split(both, 21, 21)
-        y = forward.run(forward.ops.activation(gate, "silu") * up)
+        value = ops.rmsnorm(forward.input(x), to_gpu(device, norm), EPS)
+        both = ops.linear(value, to_gpu(device, weight, "bf16"))
+        gate, up = ops.split(both, 21, 21)
+        y = forward.run(ops.activation(gate, "silu") * up)
     both = reference.matmul(reference.rmsnorm(x, norm, EPS), rounded(weight, "bf16"))
     assert nmse(y, reference.silu(both[:, :21]) * both[:, 21:]) <= LIMIT
 
@@ -373,6 +374,7 @@ def test_both_kernels_of_quantized_weights_agree(
         assert nmse(y[few], z) <= INT8_LIMIT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "size", "rows"), [("q8", 700, 9), ("q4", 1100, 5)])
 def test_quantized_weights_larger_than_a_binding(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, dtype: str, size: int
@@ -398,7 +400,7 @@ def chain_error(
         first, second = (rounded(normal(rng, *shape), dtype) for shape in shapes)
     added, norm, behind = normal(rng, rows, n), normal(rng, n), normal(rng, n)
     forward = Forward(device, rows, **options)
-    ops, y = forward.ops, reference.matmul(exact, first)
+    y = reference.matmul(exact, first)
     value = ops.linear(forward.input(x), to_gpu(device, first, dtype))
     if kind in ("gated", "product"):
         gate, up = ops.split(value, n, n) if kind == "gated" else (value, forward.input(added))
@@ -467,7 +469,7 @@ def test_a_norm_before_projections_of_both_kinds(
     scale = 1 / np.sqrt(np.mean(y * y) + EPS)
     with device.scope():
         forward = Forward(device, 1)
-        ops, value = forward.ops, forward.input(x)
+        value = forward.input(x)
         value = value + ops.linear(value, to_gpu(device, first, "bf16"))
         normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
         outputs, expected = [], np.zeros((1, 64))
@@ -529,8 +531,8 @@ def test_heads_before_a_quantized_projection(
     second = exact_weight(rng, 40, 4 * n, "q8")
     with device.scope():
         forward = Forward(device, rows)
-        y = forward.ops.head_linear(forward.input(x), to_gpu(device, first), 4)
-        output = forward.ops.linear(y, to_gpu(device, second, "q8"))
+        y = ops.head_linear(forward.input(x), to_gpu(device, first), 4)
+        output = ops.linear(y, to_gpu(device, second, "q8"))
         kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
         assert ("quantize" in kernels) == ((rows, n) != (1, 48))
         y = forward.run(output)
@@ -805,6 +807,7 @@ thirds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator, part: int) -> None:
     widths = [8 << i for i in range(12)] + [100, 576, 896, 1536, 4864, 8960, 14336, 18944]
@@ -857,6 +860,7 @@ def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
             assert variant.workgroup % variant.team == 0, (lanes, variant)
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_matmul(device: Device, rng: np.random.Generator, part: int) -> None:
     variants = {
@@ -883,6 +887,7 @@ def test_workgroups_that_share_columns(open_device: OpenDevice, rng: np.random.G
         assert linear_error(device, rng, rows, shape, "f32", form, tuning=tuning) <= LIMIT
 
 
+@pytest.mark.full
 @thirds
 def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator, part: int) -> None:
     variants = {

@@ -24,13 +24,17 @@ import numpy as np
 import pytest
 import tokenizers
 import wgpu
+from marks import others_full
 from wgpu._async import GPUPromise
 
 import infer
+import infer.kept
 import infer.llm
+import infer.loading
 import infer.memory
+import infer.steps
 from infer import LLM
-from infer.engine import Engine, Timings
+from infer.engine import Engine, EngineOptions, Timings
 from infer.hub import DEMO, ResolvedModel, resolve
 from infer.kernels.gpu.adapters import MemoryInfo
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
@@ -70,9 +74,9 @@ def no_kept_model() -> Iterator[None]:
     """Module-level generate starts, and leaves, without a model."""
 
     def forget() -> None:
-        if infer.llm._last is not None:
-            infer.llm._last.llm.close()
-            infer.llm._last = None
+        if infer.kept._last is not None:
+            infer.kept._last.llm.close()
+            infer.kept._last = None
 
     forget()
     yield
@@ -372,6 +376,7 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
         assert len(texts) > 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_ends_and_suppressed_tokens_come_from_the_generation_config(
     llm: LLM, tmp_path: Path
@@ -708,7 +713,7 @@ if pid == 0:
         lambda: llm.logits("Once"),
         lambda: infer.load("demo"),
         lambda: list_adapters(),
-        lambda: llm.device.read(llm.engine.logits),
+        lambda: llm.device.read(llm.engine.steps.logits),
     ):
         try:
             call()
@@ -788,7 +793,7 @@ def test_a_thread_waits_for_the_stream_of_another(llm: LLM) -> None:
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[LLM] = []
-    monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
+    monkeypatch.setattr(infer.kept, "load", _recording(infer.load, loaded))
     assert infer.generate(DEMO, COUNT).text == COUNTED
     assert infer.generate(DEMO, COUNT, max_tokens=5, progress=False).completion_tokens == 5
     chunks = infer.stream(DEMO, COUNT)
@@ -811,11 +816,11 @@ def _recording(load: Callable[..., LLM], loaded: list[LLM]) -> Callable[..., LLM
 
 
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
-@pytest.mark.parametrize("end", ["read", "close", "drop"])
+@others_full("end", ["read", "close", "drop"], default=["close"])
 def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """While a second one is loaded, in another thread: until its answer is done."""
     loaded: list[LLM] = []
-    monkeypatch.setattr(infer.llm, "load", _recording(infer.llm.load, loaded))
+    monkeypatch.setattr(infer.kept, "load", _recording(infer.load, loaded))
     stream = infer.stream(DEMO, COUNT)
     first = next(stream).text
     in_a_thread(lambda: infer.generate(DEMO, COUNT, context=200))
@@ -833,6 +838,7 @@ def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end:
     assert len(loaded) == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 def test_two_threads_generate_with_two_models() -> None:
     """A second model is loaded and answers in the middle of the answer of the first."""
@@ -849,7 +855,7 @@ def test_two_threads_generate_with_two_models() -> None:
 
 @pytest.mark.usefixtures("no_kept_model")
 def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.llm, "load", forbidden)
+    monkeypatch.setattr(infer.kept, "load", forbidden)
     assert infer.generate(llm, COUNT).text == COUNTED
     with pytest.raises(infer.RequestError, match="go to load"):
         infer.generate(llm, COUNT, context=100)
@@ -858,6 +864,7 @@ def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPat
 # Quantised weights
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 @pytest.mark.usefixtures("no_kept_model")
 @pytest.mark.parametrize(("quantize", "divergence"), [("q8", 2e-4), ("q4", 1e-2)])
@@ -866,8 +873,8 @@ def test_a_quantised_model_answers_nearly_as_before(
 ) -> None:
     ids = llm.encode(llm.generate(STORY, max_tokens=50).text)
     assert infer.generate(DEMO, COUNT, quantize=quantize).text == COUNTED
-    assert infer.llm._last is not None
-    quantized = infer.llm._last.llm
+    assert infer.kept._last is not None
+    quantized = infer.kept._last.llm
     exact, got = (
         logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         for logits in (model.logits(ids).astype(np.float64) for model in (llm, quantized))
@@ -1025,10 +1032,10 @@ def test_loading_is_shown_to_who_sees_it(
         progress("weights", 1, 2)
 
     for name, stand_in in (("resolve", found), ("Device", lambda *_: None), ("_load", loaded)):
-        monkeypatch.setattr(infer.llm, name, stand_in)
+        monkeypatch.setattr(infer.loading, name, stand_in)
     monkeypatch.setattr(sys, "stderr", stream := kind())
     now = iter(range(100))
-    monkeypatch.setattr("infer.cli.terminal.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("infer.progress.time", SimpleNamespace(perf_counter=lambda: next(now)))
     infer.load(DEMO, progress=progress)
     for part in ("fetching: 75%", "reading weights: 50%", "\r"):
         assert (part in stream.getvalue()) == shown
@@ -1100,7 +1107,7 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
         return buffer(self, nbytes, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(infer.llm, "load_weights", forbidden)
+        patch.setattr(infer.loading, "load_weights", forbidden)
         patch.setattr(Device, "buffer", recording)
         needed = bytes_needed(patch, context=context)
         report_free(patch, needed - 1)
@@ -1115,6 +1122,7 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
         assert llm.memory_stats().allocated == needed
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_a_default_context_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = bytes_needed(monkeypatch, context=512)
@@ -1127,20 +1135,44 @@ def test_a_default_context_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch)
         infer.load(DEMO)
 
 
+def fitting(
+    model: Decoder, limits: Limits, llm: LLM, context: int, may_shrink: bool = False
+) -> EngineOptions:
+    """With the other options, and on the adapter, of an LLM."""
+    plan = plan_random(model.weights(), "f16")
+    count = infer.memory.MemoryCount(model, plan, limits, llm.device.adapter)
+    options = replace(llm.engine.options, context=context)
+    return count.fitting(options, may_shrink=may_shrink)
+
+
+def test_one_engine_is_built_to_find_a_context(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it finds the largest of those that are tried, by what each would take."""
+    built, init = [], infer.memory.Engine.__init__
+
+    def building(self: Engine, *arguments: Any) -> None:
+        built.append(arguments[3].context)
+        init(self, *arguments)
+
+    model, limits = llm.engine.model, llm.device.limits
+    count = infer.memory.MemoryCount(model, plan_random(model.weights(), "f16"), limits)
+    contexts = (512, 1 << 14, 1 << 16)
+    of = {c: count.needed(replace(llm.engine.options, context=c)).total for c in contexts}
+    monkeypatch.setattr(infer.memory.Engine, "__init__", building)
+    for context, needed in of.items():
+        report_free(monkeypatch, needed)
+        assert fitting(model, limits, llm, 1 << 18, may_shrink=True).context == context
+        assert built.pop() == context
+        assert not built or context == 512  # which is less than what else is needed
+        built.clear()
+
+
 def test_keys_that_no_binding_holds(llm: LLM) -> None:
     per_position = 2 * llm.config.num_key_value_heads * llm.config.head_dim
     most = 4 * PAGE
     # half a page beyond: caches are of whole pages
     small = replace(llm.device.limits, max_binding=(most + PAGE // 2) * per_position)
     with pytest.raises(infer.OutOfMemoryError, match=rf"Ask for at most {most} \(--context\)"):
-        infer.memory.fitting_options(
-            llm.engine.model,
-            plan_random(llm.engine.model.weights(), "f16"),
-            replace(llm.engine.options, context=most + 1),
-            small,
-            llm.device.adapter,
-            may_shrink=False,
-        )
+        fitting(llm.engine.model, small, llm, context=most + 1)
 
 
 def test_nothing_is_made_for_a_context_that_does_not_fit(
@@ -1150,21 +1182,14 @@ def test_nothing_is_made_for_a_context_that_does_not_fit(
     c = llm.config
     rope = replace(c.rope, kind="dynamic", scaling={"factor": 2.0}, rotary_dim=c.head_dim)
     model = Decoder(replace(c, rope=rope, num_key_value_heads=1))
-    monkeypatch.setattr(infer.engine, "rope_table", forbidden)
+    monkeypatch.setattr(infer.steps, "rope_table", forbidden)
     wide = Limits(max_binding=1 << 50, max_buffer=1 << 50)
     report_free(monkeypatch, 1 << 33)
     tracemalloc.start()
     try:
         for limits, message in ((wide, "free"), (Limits(), "bytes of rotary positions; one")):
             with pytest.raises(infer.OutOfMemoryError, match=message):
-                infer.memory.fitting_options(
-                    model,
-                    plan_random(model.weights(), "f16"),
-                    replace(llm.engine.options, context=2**31 - 1),
-                    limits,
-                    llm.device.adapter,
-                    may_shrink=False,
-                )
+                fitting(model, limits, llm, context=2**31 - 1)
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
@@ -1186,6 +1211,7 @@ def native_objects() -> dict[str, int]:
     return {kind: count["count"] for kind, count in counts.items() if kind != "total"}
 
 
+@pytest.mark.full
 def test_generations_leave_nothing_behind() -> None:
     before = native_objects()
     llm = infer.load(DEMO)

@@ -27,7 +27,7 @@ from test_gguf import Kind, converted
 from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
-import infer.llm
+import infer.kept
 from infer.bench import run as bench
 from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
@@ -38,7 +38,6 @@ from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
 from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.graph import LowRank
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -48,6 +47,8 @@ from infer.kernels.errors import (
 )
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.linear import LowRank
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
@@ -150,6 +151,7 @@ def test_the_first_files_of_gpt2_take_an_adapter(device: Device, tmp_path: Path)
         Reference.load("gpt2").assert_same(beside, "own")
 
 
+@pytest.mark.full
 def test_a_tensor_of_which_two_weights_are_made(device: Device, tmp_path: Path) -> None:
     """As of Mamba's in_proj, whose time steps are a weight of their own."""
     source, adapter, rng = MODELS / "falcon_h1", tmp_path / "adapter", np.random.default_rng(0)
@@ -300,14 +302,15 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> Non
             quantized = int8_rows(rng, rows, k)
             x, exact = (np.empty_like(part) for part in quantized)
             x[:, order], exact[:, order] = quantized
-        forward = Forward(device, rows)
-        forward.ops.changes = {weight: LowRank(to_gpu(device, a), to_gpu(device, b))}
-        y = forward.run(forward.input(h) + forward.ops.linear(forward.input(x), weight))
+        changes = {weight: LowRank(to_gpu(device, a), to_gpu(device, b))}
+        forward = Forward(device, rows, changes=changes)
+        y = forward.run(forward.input(h) + ops.linear(forward.input(x), weight))
     change = reference.matmul(reference.matmul(x, a), b)
     assert nmse(y, h + reference.matmul(exact, values) + change) <= 1e-10
     assert nmse(y, h + reference.matmul(exact, values)) > 1e-3
 
 
+@pytest.mark.full
 def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> None:
     """As one of floats that has these values, with the adapter merged."""
     floats = {k: read_rows(i) for k, i in Checkpoint.open(MODELS / "llama").tensors.items()}
@@ -383,6 +386,7 @@ def test_memory_is_counted_before(device: Device) -> None:
     assert dry.allocated == used > sum(pair.a.nbytes for pair in lora.pairs.values())
 
 
+@pytest.mark.full
 def test_a_shared_expert_that_is_changed_stays_alone(device: Device, tmp_path: Path) -> None:
     """In the first layer; in the second it is one of the experts."""
     folder, rng = MODELS / "qwen3_next", np.random.default_rng(0)
@@ -714,6 +718,7 @@ def expected(demo_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield llm.chat(PROMPT, max_tokens=16).text
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     flags = ("-p", PROMPT, "-n", 16, "--context", 256, "--quiet")
@@ -727,6 +732,7 @@ def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     assert "story, for 12 tensors" in invoke("info", DEMO, "--adapter", demo_adapter).stdout
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_a_benchmark_names_its_adapter(
     demo_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -775,6 +781,6 @@ def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     result = infer.generate(DEMO, messages, adapter=demo_adapter, context=256, max_tokens=16)
     assert result.text == expected
-    assert infer.llm._last is not None
-    infer.llm._last.llm.close()
-    infer.llm._last = None
+    assert infer.kept._last is not None
+    infer.kept._last.llm.close()
+    infer.kept._last = None

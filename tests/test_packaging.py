@@ -55,12 +55,18 @@ def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
     return done.stdout
 
 
-def copy_of_the_tree(folder: Path) -> Path:
-    """What a clone would hold, the links as links."""
+def copy_of_the_tree(folder: Path, links: str = "links") -> Path:
+    """What a clone would hold, the links as links; or as "files", which is what git makes of them
+    where it makes none (Windows); or "gone"."""
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     names = [line.strip("/") for line in ignored]
     keep = shutil.ignore_patterns(".git", *names)
-    return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=keep))
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=keep)
+    for link in LINKED if links != "links" else ():
+        (folder / link).unlink()
+        if links == "files":
+            (folder / link).write_text(f"../{FOLDERS[link]}")
+    return folder
 
 
 def test_there_are_kernels_and_a_model() -> None:
@@ -72,12 +78,23 @@ def test_there_are_kernels_and_a_model() -> None:
     assert {*wgsl, *python, "infer/py.typed", "infer/demo/model.safetensors"} <= WANTED.keys()
 
 
-def test_a_clone_runs_as_it_is() -> None:
-    code = "import infer.kernels, infer.models.llama; print(infer.__file__)"
-    assert run(sys.executable, "-c", code, PYTHONPATH=str(ROOT)) == f"{ROOT}/infer/__init__.py\n"
-    for link, folder in FOLDERS.items():
-        if link != folder and "/" not in folder:
-            assert (ROOT / link).readlink() == Path("..") / folder
+@pytest.mark.parametrize("links", ["links", "files", "gone"])
+def test_a_clone_runs_as_it_is(tmp_path: Path, links: str) -> None:
+    tree = copy_of_the_tree(tmp_path / "tree", links)
+    code = """if True:
+        import infer.cli.app, infer.kernels.gpu.shader, infer.models.llama
+        from infer.kernels.compiler import graph
+        print(infer.__file__, graph.__name__, graph is infer.kernels.compiler.graph)
+    """
+    printed = run(sys.executable, "-c", code, PYTHONPATH=str(tree))
+    assert printed == f"{tree}/infer/__init__.py infer.kernels.compiler.graph True\n"
+    run(sys.executable, tree / "scripts" / "make_tables.py", "--check")
+
+
+def test_links_lead_to_the_folders() -> None:
+    for link in LINKED:
+        place, target = ROOT / link, f"../{FOLDERS[link]}"
+        assert target == (str(place.readlink()) if place.is_symlink() else place.read_text())
 
 
 def test_version_is_the_same_everywhere() -> None:
@@ -197,6 +214,7 @@ def test_it_is_found_beside_a_clone_of_its_name(
     assert "infer.kernels.errors.UnsupportedError" in said
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_changes_in_the_tree_that_is_tested_count_at_once(
     installed_by: Callable[[str], Path],
@@ -206,3 +224,24 @@ def test_changes_in_the_tree_that_is_tested_count_at_once(
         (tree / folder / "added.py").write_text(f"NAME = {folder!r}\n")
         code = f"from {package.replace('/', '.')}.added import NAME; print(NAME)"
         assert run(tree / ".venv" / "bin" / "python", "-c", code) == f"{folder}\n"
+
+
+@pytest.mark.packaging
+@pytest.mark.parametrize("links", ["files", "gone"])
+def test_a_clone_without_links_installs(tmp_path: Path, links: str) -> None:
+    """As a copy, and as editable in both of setuptools' ways."""
+    tree = copy_of_the_tree(tmp_path / "tree", links)
+    programs = environment(tmp_path / "environment")
+    editable = ("--no-deps", "--editable", tree)
+    for arguments in (
+        (tree,),
+        ("--config-settings", "editable_mode=compat", *editable),
+        editable,
+    ):
+        install(programs, *arguments)
+        where = run(programs / "python", "-c", "import infer; print(infer.__file__)")
+        own = tree if "--editable" in arguments else programs.parent
+        assert Path(where.strip()).is_relative_to(own)
+        text = run(programs / "infer", "run", "demo", "--prompt", STORY, "--max-tokens", "16")
+        assert text.startswith(f"{STORY}, there was a ")
+    run(sys.executable, "-m", "pytest", "tests/test_imports.py", cwd=tree)

@@ -22,7 +22,8 @@ from safetensors.numpy import save_file
 from test_formats import CASES, DATA, KEY, opened, values_of
 from test_gguf import Kind, converted, write
 
-from infer.cli.report import inspect_model
+from infer.cli.report import ModelReport
+from infer.inspection import inspect_model
 from infer.kernels.checks import reference
 from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
@@ -32,6 +33,7 @@ from infer.kernels.gpu import upload
 from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.tensor import INTEGERS, GpuTensor
+from infer.kernels.ops import functional as ops
 from infer.models import open_model
 from infer.models.loading import packing
 from infer.models.loading.checkpoint import Checkpoint
@@ -95,7 +97,7 @@ def test_every_format_on_the_gpu(
         if weight.order is not None:
             order = device.read(weight.order, np.uint32)
         forward = Forward(device, rows)
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(rows)))
+        y = forward.run(ops.embedding(weight), tokens=list(range(rows)))
         assert nmse(y, expected[:, order]) <= 1e-14
     for n in (1, 40) if device.subgroups else (1,):  # many rows need none
         rng = np.random.default_rng(n)
@@ -107,7 +109,7 @@ def test_every_format_on_the_gpu(
         with device.scope():
             weight = loaded(device, DATA / case, shape_of(case))
             forward = Forward(device, n)
-            y = forward.run(forward.ops.linear(forward.input(x), weight))
+            y = forward.run(ops.linear(forward.input(x), weight))
         limit = NF4_LIMIT if weight.dtype == "nf4" else LIMIT
         assert nmse(y, reference.matmul(exact, expected)) <= limit
 
@@ -161,11 +163,11 @@ def test_blocks_and_stacks_of_them_keep_their_values(
             weight = load_weights(device, [own], checkpoint)["w"]
             assert weight.dtype == dtype
             forward = Forward(device, len(values))
-            y = forward.run(forward.ops.embedding(weight), tokens=list(range(len(values))))
+            y = forward.run(ops.embedding(weight), tokens=list(range(len(values))))
             assert nmse(y, exact) <= 1e-14
         x, exact = int8_rows(rng, 3, columns)
         forward = Forward(device, 3)
-        y = forward.run(forward.ops.linear(forward.input(x), weight))
+        y = forward.run(ops.linear(forward.input(x), weight))
     rounded = exact if dtype in INTEGERS else x
     assert nmse(y, reference.matmul(rounded, values)) <= LIMIT
 
@@ -202,7 +204,7 @@ def test_parts_may_have_different_orders(device: Device, tmp_path: Path) -> None
             assert weight.dtype == ("q4" if len(only) == 1 else "f32")
             if len(only) == 2:
                 forward = Forward(device, 2 * rows)
-                y = forward.run(forward.ops.embedding(weight), tokens=list(range(2 * rows)))
+                y = forward.run(ops.embedding(weight), tokens=list(range(2 * rows)))
                 np.testing.assert_array_equal(y, np.concatenate(values))
 
 
@@ -252,7 +254,7 @@ def test_parts_of_a_packed_source(
         weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))[name]
         assert weight.dtype == ("mxfp4" if name == "w" else "f32")
         forward = Forward(device, 48)
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(48)))
+        y = forward.run(ops.embedding(weight), tokens=list(range(48)))
     assert nmse(y, expected[np.concatenate([np.array(part) for part in parts])]) <= 1e-14
     assert sum(rows) == 48
 
@@ -268,7 +270,7 @@ def test_columns_of_a_packed_source(device: Device, case: str) -> None:
     with device.scope():
         weight = load_weights(device, [spec], checkpoint)["w"]
         forward = Forward(device, 2 * rows)
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(2 * rows)))
+        y = forward.run(ops.embedding(weight), tokens=list(range(2 * rows)))
     assert nmse(y, np.concatenate([expected[:, half:], expected[:, :half]])) <= 1e-14
     odd = case in ("compressed_fp8_block", "gptq_4bit_act_order", "gptq_4bit_zeros")
     assert stored(spec, checkpoint).packed == (not odd)
@@ -287,7 +289,7 @@ def test_rows_of_a_packed_source_that_become_columns(
         weight = load_weights(device, [spec], find_packed(checkpoint, found, [spec]))["w"]
         assert (weight.dtype, weight.shape) == ("f32", (2 * expected.shape[1], 14))
         forward = Forward(device, weight.shape[0])
-        y = forward.run(forward.ops.embedding(weight), tokens=list(range(weight.shape[0])))
+        y = forward.run(ops.embedding(weight), tokens=list(range(weight.shape[0])))
     assert nmse(y, np.concatenate([expected[part.start : part.stop].T for part in parts])) <= 1e-14
 
 
@@ -365,6 +367,7 @@ def test_a_quantised_model_answers_as_its_values_do(
     assert relative_error(expected, load("llama").logits) > 1e-3  # it was quantised
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scales", ["one", "two", "blocks"])
 def test_mistral_small_4_as_it_is_published(device: Device, scales: str, tmp_path: Path) -> None:
     """As a part of a model that sees, in E4M3: with a scale for each matrix, or two for an expert's
@@ -473,7 +476,7 @@ def test_gpt_oss_as_it_is_published(device: Device, tmp_path: Path) -> None:
             rows = weights[0][name].shape[0]
             forwards = [(Forward(device, rows), own[name]) for own in weights]
             expected, actual = (
-                forward.run(forward.ops.embedding(weight), tokens=range(rows))
+                forward.run(ops.embedding(weight), tokens=range(rows))
                 for forward, weight in forwards
             )
             assert np.array_equal(actual, expected)
@@ -790,7 +793,7 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
     assert {of.dtype for name, of in how.items() if ".experts." in name} == {"q4"}
     report = inspect_model(str(tmp_path))
     assert report.widened == len(routers) == 2
-    assert "2 widened" in report.text()
+    assert "2 widened" in ModelReport(report).text()
 
 
 def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
@@ -805,9 +808,9 @@ def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | quantized))
     save(tensors, tmp_path / "model.safetensors")
     report = inspect_model(str(tmp_path))
-    assert report.json()["ignored"] == ["activations", "the KV cache"]
-    assert "the files' way to quantise activations, the KV cache\n" in report.text()
-    assert "quantise" not in inspect_model(str(LLAMA)).text()
+    assert report.ignored == ["activations", "the KV cache"]
+    assert "the files' way to quantise activations, the KV cache\n" in ModelReport(report).text()
+    assert "quantise" not in ModelReport(inspect_model(str(LLAMA))).text()
 
 
 def save(tensors: dict[str, Array], file: Path) -> None:

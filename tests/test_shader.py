@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from marks import others_full
 
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.functions import validate
-from infer.kernels.compiler.graph import Ops, Rope
-from infer.kernels.compiler.lowering import Lowering, StepKind
+from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.target import StepKind
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.shader import (
@@ -31,6 +32,7 @@ from infer.kernels.gpu.shader import (
     render_text,
 )
 from infer.kernels.gpu.tensor import allocate
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.sampler import Sampler, SamplerChain
@@ -149,6 +151,7 @@ def test_the_first_branch_that_holds_is_taken(a: int, b: int, expected: str) -> 
         ("W != red", False),
         ("A + B == 5", True),
         ("A == 5   // not 6", True),
+        ("log2(A) == 2 and log2(A + 3) == 3", True),
     ],
 )
 def test_expressions_are_pythons(expression: str, holds: bool) -> None:
@@ -159,7 +162,18 @@ def test_expressions_are_pythons(expression: str, holds: bool) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["X", "A.real", "A()", "[A]", "A if A else 0", "0 < A < 9", "~A", "A **", "A @ 1"],
+    [
+        "X",
+        "A.real",
+        "A()",
+        "log2(A, 2)",
+        "[A]",
+        "A if A else 0",
+        "0 < A < 9",
+        "~A",
+        "A **",
+        "A @ 1",
+    ],
 )
 def test_nothing_else_is_evaluated(expression: str) -> None:
     message = error_of(f"// @param A u32\nA\n#if {expression}\n#endif", A=5)
@@ -379,7 +393,6 @@ def model_specs(
     plan = plan_random(model.weights(), "f32").joined()
     weights = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
     for kv_dtype, fuse, (rows, logits) in steps:
-        ops = Ops()
         caches: list[Cache] = []
         ropes = []
         for layer, (state, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
@@ -391,15 +404,9 @@ def model_specs(
                 caches += KVCache(dry, [c.kv_shape(layer)], 4096, dtype=kv_dtype).layers
             own = c.local_rope if c.local_rope and c.windows[layer] else c.rope
             ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
-        output = model.forward(ops, weights, ropes, caches)
-        lowering = Lowering(
-            dry,
-            ops,
-            StepKind(rows, logits),
-            dry.buffer(1),
-            output=output,
-            output_buffer=dry.buffer(1),
-            fuse=fuse,
+        output = model.forward(weights, ropes, caches)
+        lowering = lower(
+            dry, output, StepKind(rows, logits), dry.buffer(1), dry.buffer(1), fuse=fuse
         )
         yield from (kernel.spec for kernel in lowering.kernels)
 
@@ -412,6 +419,7 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
             yield from (item.pipeline.spec for item in sampler.dispatches(chain, gather))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("all_sizes", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) -> None:
     """Of kernels that differ in nothing but numbers, one stands for the others; and of the steps of
@@ -496,7 +504,7 @@ def test_too_much_workgroup_memory_is_refused(least_device: Device) -> None:
                 functions.route(least_device, logits, **options)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "q8", "iq4nl", "nf4"])
+@others_full("dtype", ["bf16", "q8", "iq4nl", "nf4"], default=["nf4"])
 def test_kernels_keep_to_the_limits_of_workgroups(dtype: str) -> None:
     """wgpu refuses too many invocations, but not too much memory: a driver may crash instead. Each
     model takes a third of the steps with each of three settings."""

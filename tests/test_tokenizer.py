@@ -21,6 +21,7 @@ import infer.text.tokenizer
 from infer.foreign import foreign
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.text.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
+from infer.text.folder_tokenizer import folder_tokenizer
 from infer.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data" / "text"
@@ -52,7 +53,7 @@ def check_stream(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_and_decode_are_those_of_transformers(kind: str) -> None:
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     for case in EXPECTED[kind]["encode"]:
         assert tokenizer.encode(case["text"], add_special_tokens=False) == case["bare_ids"]
         # The one difference: a text that brings its own BOS gets no second one.
@@ -68,7 +69,7 @@ def test_encode_and_decode_are_those_of_transformers(kind: str) -> None:
 def test_random_texts_and_ids_live(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(DATA / kind)
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     rng = random.Random(0)
     for _ in range(200):
         text = "".join(rng.choices("aehou  ,.\n'düñßé日🙂<s>|", k=rng.randrange(40)))
@@ -82,7 +83,7 @@ def test_random_texts_and_ids_live(kind: str) -> None:
 
 
 def test_bos_is_not_doubled() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    tokenizer = folder_tokenizer(DATA / "llama3")
     bos = tokenizer.bos_token_id
     assert bos is not None
     assert tokenizer.encode("Hi") == [bos, *tokenizer.encode("Hi", add_special_tokens=False)]
@@ -102,7 +103,7 @@ def test_bos_is_not_doubled() -> None:
     ],
 )
 def test_special_ids(kind: str, bos: int | None, eos: set[int]) -> None:
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     assert tokenizer.bos_token_id == bos
     assert tokenizer.eos_token_ids == eos
 
@@ -112,8 +113,8 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     backend.enable_truncation(3)
     backend.enable_padding(length=40)
     backend.save(str(tmp_path / "tokenizer.json"))
-    ids = Tokenizer.from_folder(tmp_path).encode("one two three four")
-    assert ids == Tokenizer.from_folder(DATA / "llama3").encode("one two three four")
+    ids = folder_tokenizer(tmp_path).encode("one two three four")
+    assert ids == folder_tokenizer(DATA / "llama3").encode("one two three four")
 
 
 @pytest.mark.parametrize(
@@ -152,19 +153,19 @@ def test_missing_and_damaged_files(
     tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     shutil.copy(DATA / "mistral" / "tokenizer.json", tmp_path)
-    Tokenizer.from_folder(tmp_path)
+    folder_tokenizer(tmp_path)
     if text is None:
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_text(text)
     with pytest.raises(TokenizerError, match=message):
-        Tokenizer.from_folder(tmp_path)
+        folder_tokenizer(tmp_path)
 
 
 def test_a_text_config_that_is_none(tmp_path: Path) -> None:
     shutil.copy(DATA / "mistral" / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text('{"text_config": [1], "eos_token_id": 4294967295}')
-    assert Tokenizer.from_folder(tmp_path).eos_token_ids == {2**32 - 1}
+    assert folder_tokenizer(tmp_path).eos_token_ids == {2**32 - 1}
 
 
 def spoilt(name: str) -> Backend:
@@ -261,7 +262,7 @@ def test_tokenizers_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_text_is_within_the_limits() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    tokenizer = folder_tokenizer(DATA / "llama3")
     line = "one two three four\n"
     part = tokenizer.encode(line, add_special_tokens=False)
     assert tokenizer.encode(line * 20_000, add_special_tokens=False) == part * 20_000
@@ -275,7 +276,7 @@ def test_the_end_of_the_program_is_no_error_of_the_tokenizer(wrong: type[BaseExc
 
 
 def test_what_cannot_be_decoded() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    tokenizer = folder_tokenizer(DATA / "llama3")
     wrong: list[Any] = [None, 3, "ab", [-1], [2**32], [10**5000], ["a"], [None], [1.5]]
     for ids in wrong:
         with pytest.raises(RequestError, match="Only token ids can be decoded"):
@@ -285,7 +286,7 @@ def test_what_cannot_be_decoded() -> None:
 @pytest.mark.parametrize("text", [None, 3, ["a"], b"a", "half a pair: \ud83d"])
 def test_prompts_that_are_not_text(text: Any) -> None:
     with pytest.raises(RequestError):
-        Tokenizer.from_folder(DATA / "llama3").encode(text)
+        folder_tokenizer(DATA / "llama3").encode(text)
 
 
 # Streaming
@@ -294,7 +295,7 @@ def test_prompts_that_are_not_text(text: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_stream_of_random_ids(kind: str, seed: int) -> None:
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     check_random_streams(tokenizer, seed, rounds=60)
 
 
@@ -310,7 +311,7 @@ def check_random_streams(tokenizer: Tokenizer, seed: int, rounds: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stream_of_text_shows_whole_characters_at_once(kind: str) -> None:
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     text = "It's Größe, 日本 🙂 👩‍👩‍👧 — naïve.  Two  spaces\n"
     for cut in range(0, len(text), 3):
         prompt = tokenizer.encode(text[:cut])
@@ -328,7 +329,7 @@ def test_stream_of_text_shows_whole_characters_at_once(kind: str) -> None:
 
 
 def test_first_space_of_the_output_is_kept() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "mistral")
+    tokenizer = folder_tokenizer(DATA / "mistral")
     the = tokenizer.encode("the", add_special_tokens=False)
     assert tokenizer.decode(the) == "the"
     assert "".join(stream(tokenizer, the, the)) == " the"
@@ -347,7 +348,7 @@ def test_first_space_is_kept_after_tokens_without_text() -> None:
 
 
 def test_byte_tokens_are_held_until_their_run_ends() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "mistral")
+    tokenizer = folder_tokenizer(DATA / "mistral")
     smile = tokenizer.encode("🙂", add_special_tokens=False)[-4:]
     assert tokenizer.byte_token_ids.issuperset(smile)
     (a,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
@@ -359,7 +360,7 @@ def test_byte_tokens_are_held_until_their_run_ends() -> None:
 
 
 def test_character_that_begins_in_the_prompt() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    tokenizer = folder_tokenizer(DATA / "llama3")
     smile = tokenizer.encode("🙂", add_special_tokens=False)
     assert len(smile) == 4
     for cut in range(1, 4):
@@ -368,7 +369,7 @@ def test_character_that_begins_in_the_prompt() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cost_per_token_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = Tokenizer.from_folder(DATA / kind)
+    tokenizer = folder_tokenizer(DATA / kind)
     decoded: list[int] = []
     decode = tokenizer.decode
 
@@ -392,7 +393,7 @@ def test_cost_per_token_is_bounded(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_stream_of_invalid_bytes_does_not_wait_for_its_end() -> None:
-    tokenizer = Tokenizer.from_folder(DATA / "llama3")
+    tokenizer = folder_tokenizer(DATA / "llama3")
     lead = tokenizer.encode("🙂", add_special_tokens=False)[0]
     pieces = stream(tokenizer, [], [lead] * 100)
     assert pieces == ["", *[REPLACEMENT] * 100]
@@ -402,7 +403,7 @@ def test_stream_of_invalid_bytes_does_not_wait_for_its_end() -> None:
 def test_stream_of_a_real_model() -> None:
     folders = Path(os.environ["INFER_TEST_MODELS"]).glob("*/tokenizer.json")
     for path in sorted(folders):
-        check_random_streams(Tokenizer.from_folder(path.parent), seed=0, rounds=100)
+        check_random_streams(folder_tokenizer(path.parent), seed=0, rounds=100)
 
 
 # Stop strings

@@ -31,9 +31,9 @@ from wgpu.backends.wgpu_native import lib_version_info
 import infer
 from infer.bench.measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
 from infer.bench.report import BenchReport
-from infer.cli.report import inspect_model
 from infer.engine import Engine, EngineOptions
 from infer.hub import resolve_adapter
+from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
 from infer.kernels.gpu.bandwidth import copy_bandwidth
@@ -41,8 +41,8 @@ from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import Progress as LoadProgress
-from infer.llm import DTYPES, load, weight_dtype
-from infer.memory import DEFAULT_CONTEXT, checked_context, fitting_options
+from infer.loading import DTYPES, load, weight_dtype
+from infer.memory import DEFAULT_CONTEXT, MemoryCount, checked_context
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import LoadPlan, plan_random
@@ -282,18 +282,14 @@ def _random(
     if format not in (None, *PUBLISHED):
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
-    adapter = choose_adapter(selector)
+    gpu = choose_adapter(selector)
     plan = plan_random(model.weights(), dtype, published).joined()
-    options = fitting_options(
-        model,
-        plan,
+    options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
         EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
-        Limits.of(adapter.limits),
-        adapter,
         may_shrink=context is None,
     )
     _check_positions(options.context, needed)
-    return _on_random(shape, model, plan, adapter, options)
+    return _on_random(shape, model, plan, gpu, options)
 
 
 @contextmanager
@@ -301,13 +297,13 @@ def _on_random(
     shape: str,
     model: Decoder,
     plan: LoadPlan,
-    adapter: AdapterInfo,
+    gpu: AdapterInfo,
     options: EngineOptions,
 ) -> Iterator[tuple[str, Engine]]:
-    with Device(adapter) as device:
+    with Device(gpu) as device:
         weights = random_weights(device, plan)
         engine = Engine(device, model, weights, options)
-        engine.compile()
+        engine.steps.compile()
         device.wait()
         yield shape, engine
 

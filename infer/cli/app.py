@@ -44,12 +44,8 @@ from infer.cli.options import (
 )
 from infer.cli.terminal import (
     INTERRUPTED,
-    ProgressLine,
     TextWriter,
-    columns,
-    discard,
     exit_codes,
-    is_terminal,
     never_fail_to_encode,
     note,
     of_system,
@@ -61,6 +57,7 @@ from infer.cli.terminal import (
     write_json,
 )
 from infer.kernels.errors import RequestError
+from infer.progress import ProgressLine, columns, discard, is_terminal
 
 if TYPE_CHECKING:
     from infer.llm import LLM, Result, Stream
@@ -283,7 +280,7 @@ def run(
         start_drivers()  # while all this is imported
 
         from infer.cli import report
-        from infer.llm import load
+        from infer.loading import load
         from infer.sampling import SamplingParams
 
         params = SamplingParams(
@@ -403,7 +400,8 @@ def info(
     a model from the hub is fetched first.
     """
     with exit_codes(verbose):
-        from infer.cli.report import inspect_model
+        from infer.cli.report import ModelReport
+        from infer.inspection import inspect_model
 
         with ProgressLine() as line:
             found = inspect_model(
@@ -418,7 +416,7 @@ def info(
                 offline=offline,
                 progress=line.loading,
             )
-        show(found, as_json)
+        show(ModelReport(found), as_json)
 
 
 @app.command(

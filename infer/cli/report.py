@@ -6,36 +6,20 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass
-from functools import partial
-from math import isnan, prod
-from pathlib import Path
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import wgpu
 
 import infer
-from infer.cli.terminal import size, visible
-from infer.engine import EngineOptions
-from infer.hub import resolve
-from infer.kernels.errors import OutOfMemoryError
+from infer.inspection import Inspection
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Device, Limits
-from infer.keywords import Progress
-from infer.llm import LLM, Result, open_adapters, weight_dtype
-from infer.memory import (
-    checked_context,
-    fitting_options,
-    kv_bytes_per_position,
-    memory_needed,
-)
-from infer.models import open_model
+from infer.llm import LLM, Result
 from infer.models.loading.checkpoint import listed
-from infer.models.loading.lora import Loras
-from infer.models.loading.packing import WIDENED
-from infer.models.loading.plan import plan_weights
+from infer.progress import size, visible
 from infer.sampling import SamplingParams
-from infer.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from infer.kernels.checks.check import CheckResult
@@ -198,151 +182,43 @@ def check_kernels(adapter: AdapterInfo, progress: Callable[[str], None]) -> Chec
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What a model is and what it needs at `context` positions; sizes in bytes.
+    """What a model is and what it needs."""
 
-    parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
-    of these are f32 though the files have them quantised: routers, and those whose parts have no
-    form in common. ignored: what the files quantise besides weights, in a way that is not used.
-    lora: the adapter that is always on. disk_bytes: all tensors of the checkpoint. fits: whether
-    the GPU has room now, None where that is unknown; `verdict` says why.
-    """
-
-    name: str
-    path: str
-    revision: str | None
-    architecture: str
-    part_of: str | None
-    parameters: int
-    dtypes: list[str]
-    widened: int
-    format: str | None
-    ignored: list[str]
-    lora: str | None
-    disk_bytes: int
-    max_context: int
-    context: int
-    kv_dtype: str
-    kv_bytes_per_token: int
-    weight_bytes: int
-    kv_cache_bytes: int
-    other_bytes: int
-    total_bytes: int
-    chat_template: bool
-    tokenizer: bool
-    adapter: dict[str, Any] | None
-    fits: bool | None
-    verdict: str
+    model: Inspection
 
     def json(self) -> dict[str, Any]:
-        return asdict(self)
+        adapter = self.model.adapter
+        return vars(self.model) | {"adapter": None if adapter is None else adapter_json(adapter)}
 
     def text(self) -> str:
-        chat = "with a chat template" if self.chat_template else "without a chat template"
-        bits = 8 * self.disk_bytes / self.parameters
-        widened = f", {self.widened} widened" if self.widened else ""
-        parts = f"; of {self.part_of} the text model alone" if self.part_of else ""
-        unused = f"the files' way to quantise {listed(self.ignored)}"
+        m = self.model
+        chat = "with a chat template" if m.chat_template else "without a chat template"
+        bits = 8 * m.disk_bytes / m.parameters
+        widened = f", {m.widened} widened" if m.widened else ""
+        parts = f"; of {m.part_of} the text model alone" if m.part_of else ""
+        unused = f"the files' way to quantise {listed(m.ignored)}"
         missing = "missing: the model cannot be run without tokenizer.json"
-        fits = {True: "yes", False: "no", None: "unknown"}[self.fits]
+        fits = {True: "yes", False: "no", None: "unknown"}[m.fits]
         return _table(
             {
-                "model": f"{self.name}, {self.architecture}{parts}",
-                "files": self.path,
-                "parameters": f"{self.parameters:,}",
-                "tokenizer": chat if self.tokenizer else missing,
-                "format": f"{self.format or 'floats'}, {bits:.2f} bits per weight",
-                **({"not used": unused} if self.ignored else {}),
-                **({} if self.lora is None else {"LoRA": self.lora}),
-                "weights": f"{size(self.weight_bytes)} in {', '.join(self.dtypes)}{widened} "
-                f"({size(self.disk_bytes)} on the disk)",
-                "KV cache": f"{size(self.kv_cache_bytes)} for {self.context:,} positions "
-                f"({self.kv_bytes_per_token:,} bytes per token in {self.kv_dtype})",
-                "besides": size(self.other_bytes),
-                "in all": size(self.total_bytes),
-                "context": f"{self.context:,} positions; the model goes up to {self.max_context:,}",
-                "adapter": self.adapter["name"] if self.adapter else "none",
-                "fits": f"{fits}: {self.verdict}",
+                "model": f"{m.name}, {m.architecture}{parts}",
+                "files": m.path,
+                "parameters": f"{m.parameters:,}",
+                "tokenizer": chat if m.tokenizer else missing,
+                "format": f"{m.format or 'floats'}, {bits:.2f} bits per weight",
+                **({"not used": unused} if m.ignored else {}),
+                **({} if m.lora is None else {"LoRA": m.lora}),
+                "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
+                f"({size(m.disk_bytes)} on the disk)",
+                "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} positions "
+                f"({m.kv_bytes_per_token:,} bytes per token in {m.kv_dtype})",
+                "besides": size(m.other_bytes),
+                "in all": size(m.total_bytes),
+                "context": f"{m.context:,} positions; the model goes up to {m.max_context:,}",
+                "adapter": m.adapter.name if m.adapter else "none",
+                "fits": f"{fits}: {m.verdict}",
             }
         )
-
-
-def inspect_model(
-    model: str,
-    *,
-    device: str | int | None = None,
-    context: int | None = None,
-    dtype: str | None = None,
-    quantize: str | None = None,
-    kv_dtype: str = "f16",
-    adapter: str | Path | None = None,
-    revision: str | None = None,
-    offline: bool = False,
-    progress: Progress | None = None,
-) -> ModelReport:
-    """What `infer.load` with the same arguments would need. Reads no weights, opens no device, and
-    works without one. progress: as for `load`, of a download.
-
-    Raises ModelError, DeviceError, TokenizerError, RequestError.
-    """
-    converted = weight_dtype(dtype, quantize)
-    fetched = partial(progress or (lambda *_: None), "download")
-    found = resolve(model, revision=revision, offline=offline, progress=fetched)
-    always, _ = open_adapters(adapter, None, offline, fetched)
-    opened, checkpoint = open_model(found.path)
-    plan = plan_weights(opened.weights(), checkpoint, converted, opened.ignorable)
-    loras = Loras.fit(opened, plan, always=always)
-    joined = plan.joined(loras.names)
-    options = EngineOptions(checked_context(opened, found.name, context), kv_dtype=kv_dtype)
-    gpu = choose_adapter(device) if device is not None or list_adapters() else None
-    limits = Limits() if gpu is None else Limits.of(gpu.limits)
-    fits: bool | None = None
-    if gpu is None:
-        verdict = "no adapter was found; counted for the least that WebGPU guarantees"
-    else:
-        try:
-            options = fitting_options(
-                opened, joined, options, limits, gpu, may_shrink=context is None, loras=loras
-            )
-        except OutOfMemoryError as error:
-            fits, verdict = False, str(error)
-        else:
-            free = memory_info(gpu).free
-            fits = None if free is None else True
-            verdict = (
-                "the platform does not tell how much memory is free"
-                if free is None
-                else f"{size(free)} are free"
-            )
-    need = memory_needed(opened, joined, options, limits, gpu, loras)
-    has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
-    tokenizer = Tokenizer.open(found.path) if has_tokenizer else None
-    return ModelReport(
-        name=found.name,
-        path=str(found.path),
-        revision=found.revision,
-        architecture=opened.config.model_type,
-        part_of=checkpoint.part_of,
-        parameters=sum(prod(weight.shape) for weight in plan.weights if weight.parts),
-        dtypes=sorted({w.stored.dtype for w in plan.weights if len(w.shape) > 1}),
-        widened=[weight.stored for weight in plan.weights].count(WIDENED),
-        format=checkpoint.format,
-        ignored=list(checkpoint.ignored),
-        lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
-        disk_bytes=checkpoint.nbytes,
-        max_context=opened.config.max_position_embeddings,
-        context=options.context,
-        kv_dtype=kv_dtype,
-        kv_bytes_per_token=kv_bytes_per_position(opened, kv_dtype),
-        weight_bytes=need.weights,
-        kv_cache_bytes=need.kv_cache,
-        other_bytes=need.other,
-        total_bytes=need.total,
-        chat_template=tokenizer is not None and tokenizer.has_chat_template,
-        tokenizer=tokenizer is not None,
-        adapter=None if gpu is None else adapter_json(gpu),
-        fits=fits,
-        verdict=verdict,
-    )
 
 
 # infer run

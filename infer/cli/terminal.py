@@ -1,4 +1,4 @@
-"""Between a command and its terminal: exit codes, standard input and output, a line of progress."""
+"""Between a command and its terminal: exit codes, standard input and output."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ import re
 import signal
 import sys
 import threading
-import time
 import traceback
 import unicodedata
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import typer
 
+from infer import progress
 from infer.kernels.errors import InferError, InferWarning, RequestError
+from infer.progress import columns, discard, is_terminal, visible, write_note
 
 # What a shell reports for a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
 INTERRUPTED, NOBODY_READS = 130, 141
-
-
-# Whether a line for standard error could not be written there.
-_note_lost = False
 
 
 @contextmanager
@@ -35,8 +32,7 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
     message and code 1, after Ctrl-C with 130, with 141 when nobody reads the output any more, and
     with 1 where all was well but a note was lost. verbose adds the traceback of an error; any other
     exception is a bug, and passes."""
-    global _note_lost
-    _note_lost = False
+    progress.note_lost = False
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # of a connection too, which must not end us
     try:
@@ -52,7 +48,7 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         note("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    if _note_lost:
+    if progress.note_lost:
         raise typer.Exit(1)
 
 
@@ -88,15 +84,6 @@ def never_fail_to_encode() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-
-
-def visible(text: str) -> str:
-    """Text that a terminal shows and does not obey: control characters but for line ends and tabs
-    as \\x1b and the like. What comes out of files or out of a model may hold any."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def write(text: str) -> None:
@@ -194,7 +181,7 @@ class TextWriter:
 def note(text: str) -> None:
     """A line on standard error, its control characters visible. Where it cannot be written, no
     answer is lost for it: `exit_codes` tells."""
-    _note(visible(text) + "\n")
+    write_note(visible(text) + "\n")
 
 
 @contextmanager
@@ -210,24 +197,6 @@ def warnings_as_notes(quiet: bool) -> Iterator[None]:
             )
         elif not quiet:
             note(f"note: {warning.message}")
-
-
-def _note(text: str) -> None:
-    global _note_lost
-    if sys.stderr is None:
-        return
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:
-        discard(sys.stderr.fileno())
-        _note_lost = True
-
-
-def discard(descriptor: int) -> None:
-    """From now on, whatever is written there is lost."""
-    # Python flushes at its exit too; what is still buffered must have somewhere to go.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 class Shown(Protocol):
@@ -276,91 +245,3 @@ def _of_bytes(text: bytes, what: str) -> str:
             f"{what} is not UTF-8: byte {text[error.start]:#04x} at {error.start}. Convert the "
             "text first, for example with iconv."
         ) from error
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} bytes"
-    for unit in ("KiB", "MiB"):
-        nbytes /= 1024
-        if nbytes < 1024:
-            return f"{nbytes:.1f} {unit}"
-    return f"{nbytes / 1024:,.1f} GiB"
-
-
-def columns(stream: TextIO) -> int:
-    """Of the terminal that the stream is."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
-
-
-def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person sees the stream (None: the program was started with it closed)."""
-    return stream is not None and stream.isatty()
-
-
-def _is_seen(stream: TextIO | None) -> bool:
-    """The same, and in a notebook, whose streams are ipykernel's and no terminals."""
-    return is_terminal(stream) or type(stream).__module__.partition(".")[0] == "ipykernel"
-
-
-class ProgressLine:
-    """A line on standard error that is written over, and gone in the end. shown=None: where a
-    person sees it, and nothing is written elsewhere."""
-
-    def __init__(self, shown: bool | None = None) -> None:
-        self.shown = _is_seen(sys.stderr) if shown is None else shown
-        self._begin = self._end = time.perf_counter()
-        self._next, self._width = 0.0, 0
-        self._read: float | None = None  # when the weights were
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.shown:
-            self._replace("")
-            self._replace("")
-
-    def show(self, line: str, now: bool = False) -> None:
-        """Replace the line, ten times a second at most but for what is to be shown now."""
-        if self.shown and (now or time.perf_counter() >= self._next):
-            self._next = time.perf_counter() + 0.1
-            self._replace(line)
-
-    @property
-    def waiting(self) -> float:
-        """Seconds since the weights were read."""
-        return 0.0 if self._read is None else time.perf_counter() - self._read
-
-    def loading(self, what: str, done: int, total: int) -> None:
-        """The progress of `infer.load`: bytes that are fetched, then bytes of weights, and how fast
-        they come; when they are there, the kernels that are compiled, and since when nothing else
-        is done."""
-        now = time.perf_counter()
-        if what == "download":
-            if total == 0:
-                self._begin = now
-            else:
-                self._show_bytes("fetching", done, total, now - self._begin)
-            self._end = now  # of fetching: the weights begin
-        elif what == "kernels":
-            if self._read is not None:
-                self.show(f"compiling kernels: {done} of {total}, {self.waiting:.1f} s")
-        elif done == total:
-            self._read = now
-            self.show("compiling kernels", now=True)
-        else:
-            self._show_bytes("reading weights", done, total, now - self._end)
-
-    def _show_bytes(self, what: str, done: int, total: int, seconds: float) -> None:
-        rate = size(done / max(seconds, 1e-9))
-        self.show(f"{what}: {done / total:.0%}, {size(done)} of {size(total)}, {rate}/s")
-
-    def _replace(self, line: str) -> None:
-        line = visible(line)[: columns(sys.stderr) - 1]
-        _note("\r" + line.ljust(self._width))  # what was longer is wiped out
-        self._width = len(line)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the files of a model folder say."""
+"""Text to token ids and back, within limits of size and time."""
 
 import base64
 import json
@@ -6,21 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from operator import index
-from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
 
-from infer.foreign import foreign, reason, shown, within
+from infer.foreign import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
-from infer.models.loading.files import open_file, read_text
-from infer.text.chat import choose_template, read_templates, render
+from infer.text.chat import choose_template, render
 
 T = TypeVar("T")
 
-_DAMAGED = "Fetch the model again."
-# No stop id lies beyond what the GPU holds.
-_MAX_ID = 2**32 - 1
+MAX_ID = 2**32 - 1  # what the GPU holds
 
 # The library cannot be interrupted, and needs some 30 bytes for each character on the way.
 SECONDS = 60.0  # to encode a text, and as many for each 600,000 characters of it
@@ -73,52 +69,6 @@ class Tokenizer:
         self.byte_token_ids = frozenset(
             i for i in byte_ids if i is not None and b'"ByteFallback"' in decoder
         )
-
-    @classmethod
-    def open(cls, path: Path) -> "Tokenizer":
-        """That of a model folder or a GGUF file. Raises TokenizerError."""
-        if not path.is_file():
-            return cls.from_folder(path)
-        from infer.models.loading.formats.gguf import Gguf
-        from infer.text.gguf_tokenizer import gguf_tokenizer
-
-        gguf = Gguf.open(path)
-        with foreign(f"The tokenizer of {path} cannot be read", hint=_DAMAGED):
-            return gguf_tokenizer(gguf)
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Read tokenizer.json, and what lies beside it about special tokens, ends and templates.
-
-        Raises:
-            TokenizerError: no tokenizer.json, or a file that cannot be read.
-        """
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise TokenizerError(
-                f"{folder} has no tokenizer.json, and a tokenizer.model or vocab.json alone is not "
-                "supported. transformers writes one: AutoTokenizer.from_pretrained(folder)"
-                ".save_pretrained(folder)."
-            )
-        with foreign(f"{path} cannot be read as a tokenizer", hint=_DAMAGED), open_file(path):
-            backend = tokenizers.Tokenizer.from_file(str(path))  # which would wait for a pipe
-        config = read_json(folder / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # else it tells all that the older file does
-            config |= read_json(folder / "special_tokens_map.json")
-        model_config = read_json(folder / "config.json")
-        with foreign(f"The tokenizer of {folder} cannot be read", hint=_DAMAGED):
-            special_tokens = _special_tokens(config)
-            _add_tokens(backend, config, special_tokens)
-            return cls(
-                backend,
-                special_tokens=special_tokens,
-                eos_token_ids=[
-                    *_eos_ids(read_json(folder / "generation_config.json")),
-                    *_eos_ids(model_config),
-                    *_eos_ids(model_config.get("text_config")),
-                ],
-                templates=read_templates(folder, config),
-            )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. A text that begins with BOS itself does not get a second one.
@@ -258,7 +208,7 @@ def _limited(call: Callable[[], T], length: int) -> T:
 
 def _are_ids(values: Any) -> bool:
     try:
-        return all(0 <= index(value) <= _MAX_ID for value in values)
+        return all(0 <= index(value) <= MAX_ID for value in values)
     except TypeError:
         return False
 
@@ -291,54 +241,3 @@ def _growth_of(step: Mapping[str, Any]) -> int:
             for piece in step["single"]
         )
     return 1
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} cannot be read: {reason(error)} {_DAMAGED}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} must hold a JSON object. Fetch the model again.")
-    return value
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens: the `..._token` entries, each text or an object with `content`."""
-    extra = config.get("extra_special_tokens")
-    named = {**config, **extra} if isinstance(extra, dict) else config
-    tokens = {}
-    for name, value in named.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens
-
-
-def _add_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """Add the tokens that tokenizer.json lacks, or has with other flags, as transformers does."""
-    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    try:
-        entries = {int(i): entry for i, entry in config.get("added_tokens_decoder", {}).items()}
-        listed = [tokenizers.AddedToken(**entries[i]) for i in sorted(entries)]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TokenizerError(
-            f"added_tokens_decoder of tokenizer_config.json is malformed: {error}."
-        ) from error
-    backend.add_tokens([token for token in listed if repr(token) not in present])
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [token for token in special_tokens.values() if token not in known]
-    backend.add_tokens([tokenizers.AddedToken(token, special=True) for token in missing])
-
-
-def _eos_ids(config: Any) -> list[int]:
-    value = config.get("eos_token_id") if isinstance(config, dict) else None
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int and 0 <= i <= _MAX_ID for i in ids):
-        raise TokenizerError(f"eos_token_id must be an id or a list of ids, not {shown(value)}.")
-    return ids

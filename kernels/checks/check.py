@@ -17,7 +17,7 @@ import numpy as np
 
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import Array, Codes, rounded
-from infer.kernels.compiler.lowering import MAX_VEC_ROWS
+from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.codes import NF4_PRODUCTS, TABLES
 from infer.kernels.gpu.device import Device

@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import Array, from_rows, to_rows
 from infer.kernels.compiler.arena import Arena
-from infer.kernels.compiler.graph import Ops, Value
-from infer.kernels.compiler.lowering import Lowering, StepKind, padded_rows
+from infer.kernels.compiler.compile import NO_CHANGES, lower
+from infer.kernels.compiler.graph import Input, Value
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import StepKind, padded_rows
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.record import run
+from infer.kernels.ops.linear import Changes
 from infer.kernels.state.step import pack_step, step_bytes
 
 P = ParamSpec("P")
@@ -40,11 +43,11 @@ class Options(TypedDict, total=False):
 
 
 class Forward:
-    """A forward traced by hand: make inputs, apply `ops` to them, `run` the result.
+    """A forward traced by hand: make inputs, apply operations to them, `run` the result.
 
     rows: of the activations. plan_rows: the most rows that its plan is made for, as an engine's
     plan serves steps of fewer rows; more than MAX_VEC_ROWS give the kernels of prefill.
-    logits_rows: the rows that `ops.logits_rows` takes.
+    logits_rows: the rows that `LogitsRows` takes. changes: what lies beside weights.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class Forward:
         fuse: bool = True,
         tuning: Tuning | None = None,
         timings: dict[str, float] | None = None,
+        changes: Changes = NO_CHANGES,
     ) -> None:
         self.device, self.rows = device, rows
         self.logits_rows, self.fuse = logits_rows, fuse
-        self.tuning, self.timings = tuning, timings
-        self.ops = Ops()
+        self.tuning, self.timings, self.changes = tuning, timings, changes
         logits = None if logits_rows is None else len(logits_rows)
         self.kind = StepKind(max(rows, plan_rows), logits)
 
@@ -70,7 +73,7 @@ class Forward:
         if values.ndim != 2 or values.shape[0] != self.rows or values.size == 0:
             raise ShaderError(f"an input must be [{self.rows}, width], not {list(values.shape)}")
         rows = to_rows(values, padded_rows(self.kind.rows))
-        return self.ops.input(self.device.upload(rows), values.shape[1])
+        return Input(self.device.upload(rows), values.shape[1])
 
     def lower(
         self, output: Value, *, position: int = 0, tokens: Ids | None = None
@@ -80,15 +83,15 @@ class Forward:
         step = self.device.buffer(step_bytes(self.kind.rows), label="step")
         self.device.write(step, pack_step(ids, position, logits_rows=self.logits_rows or ()))
         buffer = unwritten(self.device, padded_rows(self._rows(output)), output.width)
-        lowering = Lowering(
+        lowering = lower(
             self.device,
-            self.ops,
+            output,
             self.kind,
             step,
-            output=output,
-            output_buffer=buffer,
+            buffer,
             fuse=self.fuse,
             tuning=self.tuning,
+            changes=self.changes,
         )
         return lowering, buffer
 
@@ -111,8 +114,8 @@ class Forward:
         bound: list[Buffer] = []
         bindings = self.device.pipeline(kernel.spec).shader.bindings
         for binding, operand in zip(bindings, kernel.operands, strict=True):
-            if isinstance(operand, Value) and operand.op == "input":
-                operand = operand.attrs["buffer"]
+            if isinstance(operand, Input):
+                operand = operand.buffer
             bound.append(operand if isinstance(operand, Buffer) else buffers[binding.name])
         self._submit([dispatch(self.device, kernel.spec, bound, kernel.grid)], position)
 

@@ -30,13 +30,15 @@ from infer.kernels.checks.forward import (
     submit,
     unwritten,
 )
-from infer.kernels.compiler.graph import Rope, Value
-from infer.kernels.compiler.lowering import MAX_VEC_ROWS
+from infer.kernels.compiler.graph import Value
+from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.shader import Value as ParamValue
 from infer.kernels.gpu.shader import render_text
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVCache, KVShape, from_kv, to_kv
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.kernels.state.sampler import Sampler, SamplerChain
@@ -132,7 +134,7 @@ def embedding(
 ) -> Floats:
     """ids [rows] -> scale * weight[ids], [rows, width]; the weight is stored as `dtype`."""
     forward = Forward(device, len(ids), **options)
-    output = forward.ops.embedding(to_gpu(device, weight, dtype), scale)
+    output = ops.embedding(to_gpu(device, weight, dtype), scale)
     return forward.run(output, tokens=ids)
 
 
@@ -148,7 +150,7 @@ def position_embedding(
 ) -> Floats:
     """weight[position : position + rows], [rows, width]; the weight is stored as `dtype`."""
     forward = Forward(device, rows, **options)
-    output = forward.ops.position_embedding(to_gpu(device, weight, dtype))
+    output = ops.position_embedding(to_gpu(device, weight, dtype))
     return forward.run(output, position=position)
 
 
@@ -165,7 +167,7 @@ def rmsnorm(
     """x / sqrt(mean(x^2) + eps) * weight over each part of x as wide as the weight, or over each of
     `groups` equal parts of that."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps, groups))
+    return forward.run(ops.rmsnorm(forward.input(x), to_gpu(device, weight), eps, groups))
 
 
 @scoped_function
@@ -175,7 +177,7 @@ def gated_rmsnorm(
     """rmsnorm(x) * silu(gate), both [rows, n * width]; weight [width]."""
     forward = Forward(device, len(x), **options)
     inputs = forward.input(x), forward.input(gate)
-    return forward.run(forward.ops.gated_rmsnorm(*inputs, to_gpu(device, weight), eps))
+    return forward.run(ops.rmsnorm(inputs[0], to_gpu(device, weight), eps, gate=inputs[1]))
 
 
 @scoped_function
@@ -194,7 +196,7 @@ def layernorm(
     forward = Forward(device, len(x), **options)
     bias_gpu = None if bias is None else to_gpu(device, bias)
     weight_gpu = to_gpu(device, weight)
-    value = forward.ops.layernorm(forward.input(x), weight_gpu, bias_gpu, eps, groups)
+    value = ops.layernorm(forward.input(x), weight_gpu, bias_gpu, eps, groups)
     return forward.run(value)
 
 
@@ -202,42 +204,42 @@ def layernorm(
 def activation(
     device: Device, x: Array, function: str, *, gated: bool = False, **options: Unpack[Options]
 ) -> Floats:
-    """A function of `Ops.activation`; gated: x is [rows, 2 n], and the function of its left
+    """A function of `ops.activation`; gated: x is [rows, 2 n], and the function of its left
     half is multiplied by its right half."""
     forward = Forward(device, len(x), **options)
     value = forward.input(x)
     if not gated:
-        return forward.run(forward.ops.activation(value, function))
-    gate, up = forward.ops.split(value, value.width // 2, value.width // 2)
-    return forward.run(forward.ops.activation(gate, function) * up)
+        return forward.run(ops.activation(value, function))
+    gate, up = ops.split(value, value.width // 2, value.width // 2)
+    return forward.run(ops.activation(gate, function) * up)
 
 
 @scoped_function
 def softcap(device: Device, x: Array, cap: float, **options: Unpack[Options]) -> Floats:
     """cap * tanh(x / cap)."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.softcap(forward.input(x), cap))
+    return forward.run(ops.softcap(forward.input(x), cap))
 
 
 @scoped_function
 def clip(device: Device, x: Array, limit: float, **options: Unpack[Options]) -> Floats:
     """x, no further from zero than limit."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.clip(forward.input(x), limit))
+    return forward.run(ops.clip(forward.input(x), limit))
 
 
 @scoped_function
 def xielu(device: Device, x: Array, shape: Array, **options: Unpack[Options]) -> Floats:
     """xIELU of each value; shape [4]: alpha_p, alpha_n, beta, eps."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.xielu(forward.input(x), to_gpu(device, shape)))
+    return forward.run(ops.xielu(forward.input(x), to_gpu(device, shape)))
 
 
 @scoped_function
 def scale(device: Device, x: Array, factor: float, **options: Unpack[Options]) -> Floats:
     """x times a factor that lies on the GPU."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.scale(forward.input(x), to_gpu(device, np.array([factor]))))
+    return forward.run(ops.scale(forward.input(x), to_gpu(device, np.array([factor]))))
 
 
 @scoped_function
@@ -252,7 +254,7 @@ def position_scale(
 ) -> Floats:
     """x times 1 + beta log(1 + floor(position / interval)); row i is at position + i."""
     forward = Forward(device, len(x), **options)
-    value = forward.ops.position_scale(forward.input(x), beta, interval)
+    value = ops.position_scale(forward.input(x), beta, interval)
     return forward.run(value, position=position)
 
 
@@ -274,7 +276,7 @@ def elementwise_mul(device: Device, a: Array, b: Array, **options: Unpack[Option
 def take_rows(device: Device, x: Array, rows: Sequence[int], **options: Unpack[Options]) -> Floats:
     """x[rows], of which there are 1 to 8, as before the logits of a prompt's last token."""
     forward = Forward(device, len(x), logits_rows=rows, **options)
-    value = forward.ops.logits_rows(forward.input(x))
+    value = ops.logits_rows(forward.input(x))
     if forward.rows == 1:
         raise ShaderError("there is nothing to take from a single row")
     return forward.run(value)
@@ -341,7 +343,7 @@ def _linear(
     gated: bool,
     residual: Array | None,
 ) -> Value:
-    ops, device = forward.ops, forward.device
+    device = forward.device
     value = forward.input(x)
     if norm is not None:
         value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
@@ -376,8 +378,8 @@ def head_linear(
     own, value = to_gpu(device, weight, dtype), forward.input(x)
     if table is not None:
         rope = _rope(device, table, position + len(x), interleaved)
-        value = forward.ops.rope(value, rope, x.shape[1] // heads)
-    y = forward.ops.head_linear(value, own, heads, keep=keep)
+        value = ops.rope(value, rope, x.shape[1] // heads)
+    y = ops.head_linear(value, own, heads, keep=keep)
     return forward.run(y, position=position)
 
 
@@ -406,11 +408,11 @@ def route(
     first: their softmax over all experts, normalize: over those chosen; times scale. sigmoid: in
     place of softmax; epsilon: is added to what they are divided by. correction [experts] is added
     to the scores for the choice alone; the weights are multiplied by expert_scales [experts].
-    groups: as in `Ops.route`, and so are shared (slots in the result), shared_scale and gated
+    groups: as in `ops.route`, and so are shared (slots in the result), shared_scale and gated
     (logits [rows, experts + 1])."""
     forward = Forward(device, len(logits), **options)
     y = forward.run(
-        forward.ops.route(
+        ops.route(
             forward.input(logits),
             slots,
             normalize=normalize,
@@ -454,14 +456,14 @@ def expert_gate_up(
     for matmul or matmul_int8.
     """
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1 if tiled else 0, **options)
-    ops, inner = forward.ops, weight.shape[1] // (1 + gated)
+    inner = weight.shape[1] // (1 + gated)
     routing = ops.route(forward.input(logits), slots, normalize=False)
     value = forward.input(x)
     if norm is not None:
         value = ops.rmsnorm(value, to_gpu(device, norm[0]), norm[1])
     stored = to_gpu(device, weight.reshape(-1, weight.shape[2]), dtype, unit=weight.shape[1])
     added = _flat(device, bias)
-    y = forward.run(ops.expert_gate_up(value, routing, stored, added, function, gated=gated))
+    y = forward.run(ops.expert_gate_up(value, stored, routing, added, function, gated))
     return y.reshape(len(x), slots, -1)[..., :inner]
 
 
@@ -483,11 +485,11 @@ def expert_down(
     residual: [rows, width]; weight [experts, width, inner], stored as `dtype`; bias [experts,
     width]. The logits, slots and kernels are those of `route` and `expert_gate_up`."""
     forward = Forward(device, len(x), plan_rows=MAX_VEC_ROWS + 1 if tiled else 0, **options)
-    ops, (rows, slots, inner) = forward.ops, x.shape
+    rows, slots, inner = x.shape
     routing = ops.route(forward.input(logits), slots, normalize=normalize)
     value = forward.input(to_rows(x.reshape(-1, inner), rows * slots).reshape(rows, -1))
     stored = to_gpu(device, weight.reshape(-1, inner), dtype, unit=weight.shape[1])
-    y = ops.expert_down(value, routing, stored, _flat(device, bias))
+    y = ops.expert_down(value, stored, routing, _flat(device, bias))
     return forward.run(y if residual is None else forward.input(residual) + y)
 
 
@@ -499,7 +501,7 @@ def _flat(device: Device, bias: Array | None) -> GpuTensor | None:
 def sigmoid_gate(device: Device, x: Array, gate: Array, **options: Unpack[Options]) -> Floats:
     """x * sigmoid(gate); x [rows, width], gate [rows, 1] or as x."""
     forward = Forward(device, len(x), **options)
-    return forward.run(forward.ops.sigmoid_gate(forward.input(x), forward.input(gate)))
+    return forward.run(ops.sigmoid_gate(forward.input(x), forward.input(gate)))
 
 
 # Layers that keep a state
@@ -523,7 +525,7 @@ def short_conv(
     channels, taps = weight.shape
     own = _state(device, StateShape(channels, taps), [state])
     forward = Forward(device, len(x), **options)
-    y = forward.ops.short_conv(
+    y = ops.short_conv(
         forward.input(x),
         to_gpu(device, weight.reshape(-1)),
         None if bias is None else to_gpu(device, bias),
@@ -560,7 +562,7 @@ def delta_rule(
     x = np.concatenate([part.reshape(rows, -1) for part in (q, k, v)], axis=1)
     inputs = forward.input(x), forward.input(gates)
     vectors = to_gpu(device, a_log), to_gpu(device, dt_bias)
-    output = forward.ops.delta_rule(*inputs, *vectors, own)
+    output = ops.delta_rule(*inputs, *vectors, own)
     y = forward.run(output, position=0 if state is None else 1).reshape(v.shape)
     left = device.read(own.matrices, np.float32, heads * key_dim * value_dim)
     return y, left.reshape(heads, key_dim, value_dim)
@@ -595,11 +597,11 @@ def ssm_scan(
     forward = Forward(device, rows, **options)
     inputs = np.concatenate([part.reshape(rows, -1) for part in (x, b, c)], axis=1)
     values = forward.input(inputs), forward.input(z.reshape(rows, -1)), forward.input(dt)
-    output = forward.ops.ssm_scan(*values, to_gpu(device, heads.reshape(-1)), own, dt_limit)
+    output = ops.ssm_scan(*values, to_gpu(device, heads.reshape(-1)), own, dt_limit)
     if norm is not None:
-        output = forward.ops.rmsnorm(output, to_gpu(device, norm[0]), norm[1])
+        output = ops.rmsnorm(output, to_gpu(device, norm[0]), norm[1])
     if projection is not None:
-        output = forward.ops.linear(output, to_gpu(device, projection, dtype))
+        output = ops.linear(output, to_gpu(device, projection, dtype))
     y = forward.run(output, position=0 if state is None else 1)
     if projection is None:
         y = y.reshape(x.shape)
@@ -643,7 +645,7 @@ def rope(
     """
     forward = Forward(device, len(x), **options)
     rotary = _rope(device, table, position + len(x), interleaved)
-    return forward.run(forward.ops.rope(forward.input(x), rotary, head_dim), position=position)
+    return forward.run(ops.rope(forward.input(x), rotary, head_dim), position=position)
 
 
 def _rope(device: Device, table: Array, positions: int, interleaved: bool) -> Rope:
@@ -721,7 +723,7 @@ def _attend(
     before = (np.concatenate([k, v], axis=1)[:past],) * 2 if latent else (k[:past], v[:past])
     cache = _cache(forward.device, *before, n_kv_heads, kv_dtype, len(k), latent=latent)
     inputs = forward.input(q), forward.input(k[past:]), forward.input(v[past:])
-    output = forward.ops.attention(
+    output = ops.attention(
         *inputs,
         cache.layers[0],
         scale=scale,
@@ -815,7 +817,7 @@ def kv_write(
     cache = _cache(device, empty, empty, n_kv_heads, kv_dtype, position + len(k), latent=latent)
     forward = Forward(device, len(k), **_alone(options))
     inputs = forward.input(np.zeros(queries.shape)), forward.input(k), forward.input(v)
-    output = forward.ops.attention(*inputs, cache.layers[0], scale=1.0)
+    output = ops.attention(*inputs, cache.layers[0], scale=1.0)
     forward.run_alone("kv_write", output, position)
     return _cached(device, cache)
 
@@ -837,7 +839,7 @@ def latent_write(
     many of its values as the table turns are turned, and the others normed by the weight."""
     cache = _cache(device, x[:0], x[:0], 1, kv_dtype, position + len(x), latent=True)
     forward = Forward(device, len(x), **options)
-    ops, rope = forward.ops, _rope(device, table, position + len(x), interleaved)
+    rope = _rope(device, table, position + len(x), interleaved)
     k, v = ops.split(forward.input(x), rope.rotary_dim, x.shape[1] - rope.rotary_dim)
     k, v = ops.rope(k, rope, rope.rotary_dim), ops.rmsnorm(v, to_gpu(device, weight), eps)
     output = ops.attention(forward.input(np.zeros(x.shape)), k, v, cache.layers[0], scale=1.0)
@@ -930,7 +932,7 @@ def _turned_attention(
 ) -> Value:
     """Attention on a projection x of queries, and perhaps keys, and perhaps values; heads perhaps
     normed, those of queries and keys perhaps turned, before that or after."""
-    ops, layer = forward.ops, cache.layers[0]
+    layer = cache.layers[0]
     q_width, kv_width = n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
     parts = (x.shape[1] - q_width) // kv_width
     q, *kv = ops.split(forward.input(x), q_width, *[kv_width] * parts)
@@ -958,7 +960,7 @@ def _traced(
     layer = cache.layers[0]
     unused = np.zeros((len(q), layer.n_kv_heads * layer.head_dim))
     inputs = forward.input(q), forward.input(unused), forward.input(unused)
-    return forward.ops.attention(*inputs, layer, scale=scale, window=window, softcap=softcap)
+    return ops.attention(*inputs, layer, scale=scale, window=window, softcap=softcap)
 
 
 def _scores(device: Device, values: Array, fill: float, cache: KVCache) -> Buffer:

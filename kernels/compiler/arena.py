@@ -17,7 +17,7 @@ class Scratch:
     experts."""
 
     nbytes: int
-    routing: bool = False
+    is_routing: bool = False
 
 
 Operand = Value | Scratch | Buffer
@@ -78,12 +78,11 @@ def colour(
             if isinstance(operand, Buffer) or size is None:
                 continue
             seen.add(operand)
-            routing = operand.routing if isinstance(operand, Scratch) else operand.op == "route"
             slot = next((slot for slot in slots if slot.free_from < index), None)
-            if slot is None or routing:
+            if slot is None or operand.is_routing:
                 slot = Slot([], 0, 0)
                 slots.append(slot)
             slot.operands.append(operand)
             slot.nbytes = max(slot.nbytes, size)
-            slot.free_from = len(kernels) if routing else last_use[operand]
+            slot.free_from = len(kernels) if operand.is_routing else last_use[operand]
     return sorted(slots, key=lambda slot: -slot.nbytes)  # those of other plans are alike

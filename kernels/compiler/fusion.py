@@ -1,333 +1,459 @@
-"""Which ops of a traced forward share a kernel.
+"""Which operations share a kernel: rules that rewrite a graph, each with its condition.
 
-rmsnorm -> linear                     the norm goes into matmul_vec (decode)
-route -> experts                      the choice goes into their first projection (decode)
-linear -> + residual                  the sum goes into the projection
-a + b -> + residual                   each adds what came before it, if both are projections
-linear * sigmoid(gate) in such a sum  the gate goes into the projection (decode)
-rmsnorm -> + residual -> * factor     the sum and the product go into the norm
-linear -> activation                  into the projection
-activation(gate) * up                 into the gate/up projection, or one kernel
-activation(linear) * factors          the product goes into the projection (decode)
-norm, rope of q and k, cache write    rope_kv_write, or attention (decode)
-attention * sigmoid(gates)            the gates go into attention (decode)
-rope -> head_linear                   what it keeps is turned there
-rope, norm, write of a latent         latent_write, or head_linear of the queries (decode)
-activation -> norm or int8 -> linear  the kernel that makes the activation prepares it (decode)
+RULES lists them in the order in which they are tried, each on all operations from first to last.
+What a rule finds, it folds into one operation, which then stands where the last of them stood.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
 
-from infer.kernels.compiler.graph import Rope, Value
-from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.compiler.graph import Add, Graph, Mul, Slice, Value, source
+from infer.kernels.compiler.target import Target
+from infer.kernels.ops.attention import Attention, Heads, RopeKVWrite
+from infer.kernels.ops.elementwise import Activation, Scale, SigmoidGate
+from infer.kernels.ops.embedding import LogitsRows
+from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
+from infer.kernels.ops.latent import LatentKey, LatentWrite
+from infer.kernels.ops.linear import Changes, HeadLinear, Linear, Projection
+from infer.kernels.ops.norm import RMSNorm
+from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
+from infer.kernels.ops.rope import Rope, Rotate
 
-PROJECTIONS = ("linear", "expert_gate_up", "expert_down")  # of whole rows of their first input
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a projection reads an activation: after a norm, as int8; alone: nothing else reads it."""
-
-    norm: Value | None
-    int8: bool
-    alone: bool = False
-
-    @property
-    def keep(self) -> bool:
-        """Whether the activation itself is needed too: for its squares, or by another reader."""
-        return not (self.int8 and self.alone)
-
-    @property
-    def bindings(self) -> int:
-        """What the kernel that makes it binds: the activation, the form, the norm's weights."""
-        return self.keep + (2 if self.int8 else 1) + (self.norm is not None)
+Op = TypeVar("Op", bound=Value)
+Rule = Callable[[Graph, Target], None]
 
 
-class Fusion:
-    """The values that another op's kernel computes (`absorbed`), for steps of a few rows (vec) or
-    of many."""
+def each(graph: Graph, kind: type[Op]) -> Iterator[Op]:
+    """The operations of a kind, while rules change others."""
+    for value in list(graph.values):
+        if isinstance(value, kind) and value in graph:
+            yield value
 
-    def __init__(self, values: Sequence[Value], *, vec: bool) -> None:
-        self.vec = vec
-        self.absorbed: set[Value] = set()
-        self.consumers: dict[Value, list[Value]] = {value: [] for value in values}
-        for value in values:
-            for source in value.inputs:
-                self.consumers[source].append(value)
-        for value in values:
-            absorb = getattr(self, f"_absorb_{value.op}", None)
-            if absorb is not None:
-                absorb(value)
 
-    # What each op absorbs, or is absorbed by
+# What must be done, whether kernels are shared or not
 
-    def _absorb_rmsnorm(self, value: Value) -> None:
-        if self.vec and self._whole_row(value) and self._is_projected(value):
-            self.absorbed.add(value)
 
-    def _absorb_route(self, value: Value) -> None:
-        users, attrs = self.consumers[value], value.attrs
-        readers = [user.op for user in users]
-        alone = readers[:1] == ["expert_gate_up"] and set(readers[1:]) <= {"expert_down"}
-        plain = attrs["expert_scales"] is None and attrs["groups"] == (1, 1)
-        # Eight bindings have room for a correction or biases.
-        if self.vec and alone and plain and None in (attrs["correction"], users[0].attrs["bias"]):
-            self.absorbed.add(value)
+def add_changes(graph: Graph, changes: Changes) -> None:
+    """linear -> b a x + linear, where a change b a lies beside its weight."""
+    for linear in each(graph, Linear):
+        change = changes.get(linear.weight)
+        if change is None:
+            continue
+        # In this order, because the later projection is the one that takes the sum in.
+        low = Linear(linear.x, change.a)
+        high = Linear(low, change.b, scale=linear.scale)
+        own = Linear(linear.x, linear.weight, linear.bias, linear.scale)
+        for value in (own, low, high):
+            graph.insert(value, before=linear)
+        graph.replace(linear, Add(high, own))
 
-    def _absorb_add(self, value: Value) -> None:
-        one = self._residual_of(value) or self._norm_in(value)
-        both = self._sum_in(value)
-        if one is not None:
-            self.absorbed.add(one)
-        elif both is not None:
-            first = both.inputs[0]
-            self.absorbed.update((both, first, self._ungated(first)))
 
-    def _absorb_scale(self, value: Value) -> None:
-        (total,) = value.inputs
-        norms = (part.op == "rmsnorm" and part in self.absorbed for part in total.inputs)
-        if total.op == "add" and any(norms) and self.consumers[total] == [value]:
-            self.absorbed.add(total)
+def take_all_rows(graph: Graph, target: Target) -> None:
+    """logits_rows(x) -> x, where all rows get logits."""
+    if target.kind.logits is None or target.kind.rows == 1:
+        for rows in each(graph, LogitsRows):
+            graph.redirect(rows, rows.x)
 
-    def _absorb_activation(self, value: Value) -> None:
-        (source,) = value.inputs
-        if source.op == "linear" and self.consumers[source] == [value]:
-            self.absorbed.add(source)
 
-    def _absorb_mul(self, value: Value) -> None:
-        halves = self._gated(value)
-        if halves is not None:
-            self.absorbed.update(value.inputs)
-            if _is_whole(halves):
-                self.absorbed.add(halves)
-        elif self.vec and self._is_activated_alone(value.inputs[0], value):
-            self.absorbed.add(value.inputs[0])
+def size_tiles(graph: Graph, target: Target) -> None:
+    """Experts' tiles depend on the width of what they read."""
+    for gate_up in each(graph, ExpertGateUp):
+        graph.update(gate_up.routing, hidden=gate_up.x.width)
 
-    def _absorb_attention(self, value: Value) -> None:
-        if self.projection(value) is not None:
-            self.absorbed.update(self._turned(value))
-        elif self.latent(value) is not None:
-            self.absorbed.update(value.inputs[1:])
-            query = value.inputs[0]
-            if query.op == "head_linear" and self.consumers[query] == [value]:
-                self.absorbed.add(query)
 
-    def _absorb_sigmoid_gate(self, value: Value) -> None:
-        attention, gates = value.inputs
-        alone = self.consumers[attention] == [value] and gates.width == value.width
-        if self.vec and attention.op == "attention" and alone and _is_aligned(gates):
-            self.absorbed.add(attention)
+def quantize_inputs(graph: Graph, target: Target) -> None:
+    """x -> int8(x), for projections by weights of integers, unless x comes with it."""
+    made: dict[tuple[Value, Norm | None], Prepared] = {}
+    for projection in each(graph, Projection):
+        if not projection.int8 or projection.prepared is not None:
+            continue
+        key = projection.x, projection.norm
+        order = projection.weight.order
+        prepared = made.get(key) if order is None else None
+        if prepared is None:
+            prepared = _prepared(projection, target, int8=True)
+            graph.insert(prepared, before=projection)
+        if order is None:
+            made[key] = prepared
+        graph.update(projection, prepared=prepared)
 
-    def _absorb_head_linear(self, value: Value) -> None:
-        (source,) = value.inputs
-        if source.op == "rope" and self.consumers[source] == [value]:
-            whole = source.attrs["rope"].rotary_dim == value.attrs["kept"]
-            own = source.attrs["head_dim"] * value.attrs["heads"] == source.width
-            if whole and own:
-                self.absorbed.add(source)
 
-    # What they ask for
+def _prepared(
+    reader: Projection, target: Target, *, int8: bool, keep: bool = True, made: bool = False
+) -> Prepared:
+    """What a projection reads of its x."""
+    return Prepared(
+        reader.x,
+        reader.norm,
+        int8,
+        target.rows(reader),
+        order=reader.weight.order,
+        parts=reader.x_parts,
+        part=reader.weight.shape[1],
+        keep=keep,
+        made=made,
+    )
 
-    def _whole_row(self, norm: Value) -> bool:
-        whole = norm.attrs["weight"].shape[0] == norm.width and norm.attrs["groups"] == 1
-        return bool(whole and norm.inputs[0].op != "slice")
 
-    def _is_projected(self, value: Value) -> bool:
-        """Whether projections are all that reads it."""
-        users = self.consumers[value]
-        return bool(users) and all(user.op in PROJECTIONS for user in users)
+# Norms, sums and activations
 
-    def _residual_of(self, value: Value) -> Value | None:
-        """The projection whose result is only added to something: the later operand first."""
-        for linear, other in (value.inputs[::-1], value.inputs):
-            alone = self.consumers[linear] == [value] and other is not linear
-            if linear.op in ("linear", "expert_down") and alone:
-                return linear if other.op != "slice" and linear not in self.absorbed else None
+
+def norm_into_projections(graph: Graph, target: Target) -> None:
+    """rmsnorm -> projections: into all of them, if nothing else reads it (decode)."""
+    for norm in each(graph, RMSNorm):
+        users = graph.users(norm)
+        only = users and all(isinstance(user, Projection) and user.x is norm for user in users)
+        if not (target.kind.vec and norm.of_whole_rows and only):
+            continue
+        own = Norm(norm.weight, norm.eps, norm.of_logits)
+        for user in list(users):
+            graph.update(user, x=norm.x, norm=own)
+
+
+def choice_into_experts(graph: Graph, target: Target) -> None:
+    """route -> experts: into their first projection (decode). Eight bindings have room for a
+    correction or biases."""
+    for route in each(graph, Route):
+        first = next((u for u in graph.users(route) if isinstance(u, ExpertGateUp)), None)
+        others = [user for user in graph.users(route) if user is not first]
+        if first is None or not all(isinstance(user, ExpertDown) for user in others):
+            continue
+        plain = route.expert_scales is None and route.groups == (1, 1)
+        if target.kind.vec and plain and (route.correction is None or first.bias is None):
+            graph.update(route, made=True)
+            graph.update(first, chooses=True)
+
+
+def activation_into_linear(graph: Graph, target: Target) -> None:
+    """activation(linear) -> the projection."""
+    for act in each(graph, Activation):
+        if isinstance(act.x, Linear) and graph.is_read_by(act.x, act):
+            graph.replace(act, act.x, activation=act.function)
+
+
+def gate_into_projection(graph: Graph, target: Target) -> None:
+    """activation(gate) * up, the halves of one activation -> the projection that makes them, if one
+    kernel has every row of the weight; else one kernel for both."""
+    for product in each(graph, Mul):
+        act, up = product.a, product.b
+        if not (isinstance(act, Activation) and isinstance(up, Slice)):
+            continue
+        gate = act.x
+        if not isinstance(gate, Slice) or gate.x is not up.x:
+            continue
+        both = gate.x
+        halves = (gate.offset, up.offset) == (0, product.width)
+        alone = graph.is_read_by(gate, act) and graph.is_read_by(act, product)
+        if not (halves and alone and graph.is_read_by(up, product) and len(graph.users(both)) == 2):
+            continue
+        whole = isinstance(both, Linear) and both.scale == 1.0 and len(both.weight.shards) == 1
+        if whole:
+            fused = {"gated": True, "activation": act.function, "width": product.width}
+            graph.replace(product, both, **fused)
+        else:
+            graph.replace(product, act, gated=True)
+
+
+def factors_into_linear(graph: Graph, target: Target) -> None:
+    """activation(linear) * factors -> the projection (decode)."""
+    for product in each(graph, Mul):
+        linear = product.a
+        activated = isinstance(linear, Linear) and linear.activation != "none" and not linear.gated
+        if target.kind.vec and activated and graph.is_read_by(linear, product):
+            graph.replace(product, linear, factors=product.b)
+
+
+def residual_into_maker(graph: Graph, target: Target) -> None:
+    """linear + residual, or rmsnorm + residual -> the projection, or the norm. And
+    (linear [* sigmoid(gate)] + linear) + residual: each adds what came before it."""
+    for add in each(graph, Add):
+        for maker, other in ((add.b, add.a), (add.a, add.b)):  # the later one first
+            alone = graph.is_read_by(maker, add) and not isinstance(other, Slice)
+            if alone and _takes_residual(maker):
+                graph.replace(add, maker, residual=other)
+                break
+        else:
+            _residual_into_sum(graph, target, add)
+
+
+def _takes_residual(value: Value) -> bool:
+    if isinstance(value, Linear):
+        return value.is_plain
+    if isinstance(value, RMSNorm):
+        return value.of_whole_rows and value.residual is None
+    return isinstance(value, ExpertDown) and value.residual is None
+
+
+def _residual_into_sum(graph: Graph, target: Target, add: Add) -> None:
+    for both, other in ((add.b, add.a), (add.a, add.b)):
+        if not isinstance(both, Linear | ExpertDown | RMSNorm) or both.residual is None:
+            continue
+        if not graph.is_read_by(both, add) or isinstance(other, Slice):
+            continue
+        linear: Value = both.residual
+        reader: Value = both
+        gate: Value | None = None
+        if isinstance(linear, SigmoidGate) and linear.gate.width == 1 and target.kind.vec:
+            reader, gate, linear = linear, linear.gate, linear.x
+        if not isinstance(linear, Linear) or not linear.is_plain:
+            continue
+        alone = graph.is_read_by(linear, reader) and graph.is_read_by(both.residual, both)
+        if alone and (gate is None or linear.bias is None):
+            graph.update(linear, residual=other, gate=gate)
+            graph.replace(add, both, residual=linear)
+            graph.move(linear, before=both)
+            return
+
+
+def scale_into_norm(graph: Graph, target: Target) -> None:
+    """(rmsnorm + residual) * factor -> the norm."""
+    for scale in each(graph, Scale):
+        norm = scale.x
+        summed = isinstance(norm, RMSNorm) and norm.residual is not None
+        if summed and graph.is_read_by(norm, scale):
+            graph.replace(scale, norm, factor=scale.factor)
+
+
+# Attention
+
+
+def choose_attention(graph: Graph, target: Target) -> None:
+    """Tiles for many rows; for a few, a context that is split, where there are subgroups."""
+    for attention in each(graph, Attention):
+        if not target.kind.vec:
+            graph.update(attention, kernels="tiled")
+        elif attention.variant(target) is not None:
+            graph.update(attention, kernels="split")
+
+
+def heads_into_attention(graph: Graph, target: Target) -> None:
+    """Norms and rotation of q and k, and the cache write -> attention, of one row; of more rows,
+    each of which may attend to the key of another, rope_kv_write."""
+    for attention in each(graph, Attention):
+        found = _heads(graph, target, attention)
+        if found is None:
+            continue
+        projection, heads = found
+        variant, cache = attention.variant(target), attention.cache
+        split = attention.kernels == "split" and variant is not None
+        if split and variant and heads.fit_attention(cache, variant, target):
+            graph.update(attention, q=projection, k=None, v=None, heads=heads)
+        elif heads.fit_rope_kv_write(target):
+            query = RopeKVWrite(projection, heads, cache, attention.width)
+            graph.insert(query, before=attention)
+            graph.update(attention, q=query, k=None, v=None)
+
+
+def _heads(graph: Graph, target: Target, attention: Attention) -> tuple[Value, Heads] | None:
+    """The projection that attention takes apart: of q, k and v, of q and k, which is v too, or of q
+    alone; heads perhaps normed, or, in steps of a few rows, all of q and all of k; those of q and k
+    rotated. And what becomes of its heads."""
+    sources = [x for x in (attention.q, attention.k, attention.v) if x is not None]
+    chains = [_chain(x) for x in sources]
+    parts, norms, ropes = (list(items) for items in zip(*chains, strict=True))
+    steps = [step for x in sources for step in _steps(x)]
+    if not all(isinstance(part, Slice) and part.x is parts[0].x for part in parts):
         return None
+    q_width, offsets = parts[0].width, [part.offset for part in parts]
+    if offsets not in ([0], [0, q_width, q_width], [0, q_width, q_width + parts[-1].width]):
+        return None
+    normed = [norm is not None for norm in norms]
+    if normed[1:] not in ([], [normed[0], False], [normed[0], normed[0]]):
+        return None
+    if any(rope is not own for rope, own in zip(ropes[1:], (ropes[0], None), strict=False)):
+        return None
+    found = [norm for norm in norms if norm is not None]
+    if len({norm.eps for norm in found}) > 1 or any(norm.gate is not None for norm in found):
+        return None
+    rotate_first = {isinstance(x, RMSNorm) and isinstance(x.x, Rotate) for x in sources[:2]}
+    if len(rotate_first) > 1 or (len(parts) == 1 and not steps):
+        return None  # with q alone that is as it should be nothing is left to do
+    head_dim = attention.cache.head_dim
+    whole = norms[0] is not None and norms[0].weight.shape[0] > head_dim
+    if whole and (not target.kind.vec or any(norms[2:]) or rotate_first == {True}):
+        return None
+    for step in steps:
+        if isinstance(step, Rotate):
+            fits = step.head_dim == head_dim
+        else:
+            width = step.width if whole else head_dim
+            fits = step.weight.shape[0] == width and step.groups == 1
+        if not fits or len(graph.users(step)) != 1:
+            return None
+    heads = Heads(
+        ropes[0],
+        tuple(Norm(norm.weight, norm.eps) for norm in found),
+        rows_normed=whole,
+        own=len(parts) == 3,
+        v_is_k=len(parts) == 3 and parts[1] is parts[2],
+        rotate_first=rotate_first == {True},
+    )
+    return parts[0].x, heads
 
-    def _sum_in(self, value: Value) -> Value | None:
-        """The sum of two projections, of which the second has taken in the first (perhaps times a
-        sigmoid), that is only added to something."""
-        for both, other in (value.inputs[::-1], value.inputs):
-            if both.op != "add" or self.consumers[both] != [value] or other.op == "slice":
+
+def _steps(x: Value) -> list[Rotate | RMSNorm]:
+    """The norms and rotations between attention and the slices of its projection."""
+    found: list[Rotate | RMSNorm] = []
+    while isinstance(x, Rotate | RMSNorm):
+        found.append(x)
+        x = x.x
+    return found
+
+
+def _chain(x: Value) -> tuple[Value, RMSNorm | None, Rope | None]:
+    """What a head is before its norm and its rotation, in whatever order, and these."""
+    rope = norm = None
+    while (isinstance(x, Rotate) and not rope) or (isinstance(x, RMSNorm) and not norm):
+        if isinstance(x, Rotate):
+            rope = x.rope
+        elif isinstance(x, RMSNorm):
+            norm = x
+        x = x.x
+    return x, norm, rope
+
+
+def latent_into_writer(graph: Graph, target: Target) -> None:
+    """Rotation of a key, norm of a latent and their write -> latent_write; of one row, the
+    projection of the queries."""
+    for attention in each(graph, Attention):
+        found = _latent(graph, attention)
+        if found is None:
+            continue
+        latent, key = found
+        query = attention.q
+        if isinstance(query, HeadLinear) and graph.is_read_by(query, attention):
+            graph.move(query, before=attention)
+            if not query.is_tiled(target) and query.has_room(key, target):
+                graph.update(query, key=key, latent=latent)
+                graph.update(attention, k=None, v=None)
                 continue
-            first, second = both.inputs
-            linear = self._ungated(first)
-            alone = self.consumers[first] == [both] and linear not in self.absorbed
-            if linear.op == "linear" and alone and second in self.absorbed:
-                return both
+        writer = LatentWrite(latent, key)
+        graph.insert(writer, before=attention)
+        graph.update(attention, k=None, v=None, written=writer)
+
+
+def _latent(graph: Graph, attention: Attention) -> tuple[Value, LatentKey] | None:
+    """The key of a latent cache that is rotated, and the latent behind it, which is normed, as
+    columns side by side: the first of them."""
+    rotated, normed, cache = attention.k, attention.v, attention.cache
+    if not cache.shape.latent or not isinstance(rotated, Rotate):
         return None
-
-    def _norm_in(self, value: Value) -> Value | None:
-        """The norm of whole rows that is only added to something: the later operand first."""
-        for norm, other in (value.inputs[::-1], value.inputs):
-            alone = self.consumers[norm] == [value] and other.op != "slice"
-            if norm.op == "rmsnorm" and alone and self._whole_row(norm):
-                return norm
+    if not isinstance(normed, RMSNorm) or normed.gate is not None or normed.groups > 1:
         return None
-
-    def _ungated(self, value: Value) -> Value:
-        """The projection that `value` is, but for the sigmoid of one number for each row."""
-        if value.op != "sigmoid_gate" or value.inputs[1].width > 1 or not self.vec:
-            return value
-        linear = value.inputs[0]
-        alone = self.consumers[linear] == [value] and linear.attrs.get("bias") is None
-        return linear if alone else value
-
-    def _is_activated_alone(self, act: Value, value: Value) -> bool:
-        """Whether `act` is a projection and its activation, which only `value` reads."""
-        activated = act.op == "activation" and act.inputs[0] in self.absorbed
-        return activated and self.consumers[act] == [value]
-
-    def _gated(self, value: Value) -> Value | None:
-        """The activation whose halves are gate and up, when value is activation(gate) * up."""
-        act, up = value.inputs
-        if act.op != "activation" or up.op != "slice" or act.inputs[0].op != "slice":
-            return None
-        gate = act.inputs[0]
-        source = gate.inputs[0]
-        halves = (gate.attrs["offset"], up.attrs["offset"]) == (0, value.width)
-        alone = [self.consumers[v] for v in (gate, act, up)] == [[act], [value], [value]]
-        both = source is up.inputs[0] and self.consumers[source] == [gate, up]
-        return source if halves and alone and both else None
-
-    def next_form(self, value: Value) -> Form | None:
-        """The one form, if there is one, in which projections want to read an activation that is
-        made for them: int8, or multiplied by the weights of the norm that goes into them. Where
-        some read int8 and others not, as a router does, those read the activation itself."""
-        forms: set[Form] = set()
-        others = False
-        for user in self._readers(value):
-            is_norm = user.op == "rmsnorm" and user in self.absorbed and self._is_projected(user)
-            norm = user if is_norm else None
-            linears = self.consumers[user] if norm else [user]
-            int8 = {linear.op in PROJECTIONS and _integers(linear) for linear in linears}
-            if any(_ordered(linear) for linear in linears):
-                others = True
-                continue
-            if True in int8 or norm:
-                forms.add(Form(norm, True in int8))
-            others = others or len(int8) > 1 or not (norm or True in int8)
-        return replace(forms.pop(), alone=not others) if len(forms) == 1 else None
-
-    def _readers(self, value: Value) -> list[Value]:
-        """Its consumers; a choice of rows for the logits is none where there is one row."""
-        found: list[Value] = []
-        for user in self.consumers.get(value, []):  # none of what lowering has put in between
-            found += self.consumers[user] if user.op == "logits_rows" else [user]
-        return found
-
-    def projection(self, value: Value) -> Value | None:
-        """The projection that attention takes apart: of q, k and v, of q and k, which is v too, or
-        of q alone; heads perhaps normed, or, in steps of a few rows, all of q and all of k; those
-        of q and k turned."""
-        chains = [self.head_chain(source) for source in value.inputs]
-        parts, norms, ropes = (list(items) for items in zip(*chains, strict=True))
-        q: Value = parts[0]
-        turned = self._turned(value)
-        if any(part.op != "slice" or part.inputs[0] is not q.inputs[0] for part in parts):
-            return None
-        offsets = [part.attrs["offset"] for part in parts]
-        if offsets not in ([0], [0, q.width, q.width], [0, q.width, q.width + parts[-1].width]):
-            return None
-        normed = [norm is not None for norm in norms]
-        if normed[1:] not in ([], [normed[0], False], [normed[0], normed[0]]):
-            return None
-        if any(rope is not own for rope, own in zip(ropes[1:], (ropes[0], None), strict=False)):
-            return None
-        if len({norm.attrs["eps"] for norm in norms if norm}) > 1:
-            return None
-        if len({self.turns_first(source) for source in value.inputs[:2]}) > 1:
-            return None
-        if len(parts) == 1 and not turned:
-            return None  # nothing is left to do
-        whole = self.norms_rows(value)
-        if whole and (not self.vec or any(norms[2:]) or self.turns_first(value.inputs[0])):
-            return None
-        head_dim = value.attrs["cache"].head_dim
-        for step in turned:
-            if step.op == "rope":
-                fits = step.attrs["head_dim"] == head_dim
-            else:
-                width = step.width if whole else head_dim
-                fits = step.attrs["weight"].shape[0] == width and step.attrs["groups"] == 1
-            if not fits or len(self.consumers[step]) != 1:
-                return None
-        return q.inputs[0]
-
-    def latent(self, value: Value) -> Value | None:
-        """The key of a latent cache, that turns, and the latent behind it, which is normed, as
-        columns side by side: the first of them."""
-        if len(value.inputs) == 1 or not value.attrs["cache"].shape.latent:
-            return None
-        rope, norm = value.inputs[1:]
-        if rope.op != "rope" or norm.op != "rmsnorm" or len(norm.attrs["weight"].shape) != 1:
-            return None
-        if any(self.consumers[part] != [value] for part in (rope, norm)):
-            return None
-        k, v = rope.inputs[0], norm.inputs[0]
-        side_by_side = k.op == v.op == "slice" and k.inputs[0] is v.inputs[0]
-        if not side_by_side or k.attrs["offset"] + k.width != v.attrs["offset"]:
-            return None
-        whole = rope.attrs["rope"].rotary_dim == rope.attrs["head_dim"] == k.width
-        return k if whole and norm.attrs["weight"].shape == (v.width,) else None
-
-    @staticmethod
-    def _turned(value: Value) -> list[Value]:
-        """The norms and ropes between attention and the slices of its projection."""
-        found = []
-        for source in value.inputs:
-            while source.op in ("rope", "rmsnorm"):
-                found.append(source)
-                source = source.inputs[0]
-        return found
-
-    @staticmethod
-    def head_chain(value: Value) -> tuple[Value, Value | None, Rope | None]:
-        """What a head is before its norm and its turn, in whatever order, and these."""
-        rope = norm = None
-        while (value.op == "rope" and not rope) or (value.op == "rmsnorm" and not norm):
-            if value.op == "rope":
-                rope = value.attrs["rope"]
-            else:
-                norm = value
-            value = value.inputs[0]
-        return value, norm, rope
-
-    @staticmethod
-    def norms_rows(value: Value) -> bool:
-        """Whether the norm of queries, if they have one, is of more than a head."""
-        _, norm, _ = Fusion.head_chain(value.inputs[0])
-        return norm is not None and norm.attrs["weight"].shape[0] > value.attrs["cache"].head_dim
-
-    @staticmethod
-    def turns_first(value: Value) -> bool:
-        """Whether a head is turned and then normed."""
-        return value.op == "rmsnorm" and value.inputs[0].op == "rope"
+    if any(not graph.is_read_by(part, attention) for part in (rotated, normed)):
+        return None
+    k, v = rotated.x, normed.x
+    if not (isinstance(k, Slice) and isinstance(v, Slice) and k.x is v.x):
+        return None
+    whole = rotated.rope.rotary_dim == rotated.head_dim == k.width
+    if k.offset + k.width != v.offset or not whole or normed.weight.shape != (v.width,):
+        return None
+    _, x_stride, offset = source(k)
+    norm = Norm(normed.weight, normed.eps)
+    return k, LatentKey(rotated.rope, norm, cache, x_stride, offset)
 
 
-def _is_aligned(value: Value) -> bool:
-    """Whether it begins with a vector of four."""
-    while value.op == "slice":
-        if value.attrs["offset"] % 4:
-            return False
-        value = value.inputs[0]
-    return True
+def gates_into_attention(graph: Graph, target: Target) -> None:
+    """attention * sigmoid(gates) -> attention (decode)."""
+    for gated in each(graph, SigmoidGate):
+        attention, gates = gated.x, gated.gate
+        if not isinstance(attention, Attention) or attention.kernels != "split":
+            continue
+        aligned = gates.width == gated.width and source(gates)[2] % 4 == 0
+        if aligned and graph.is_read_by(attention, gated):
+            graph.replace(gated, attention, gates=gates)
 
 
-def _is_whole(source: Value) -> bool:
-    """Whether it is a projection whose kernel has every row of the weight, and scales none."""
-    linear = source.op == "linear" and source.attrs["scale"] == 1.0
-    return linear and len(source.attrs["weight"].shards) == 1
+def rope_into_head_linear(graph: Graph, target: Target) -> None:
+    """rope -> head_linear: it rotates what it keeps."""
+    for linear in each(graph, HeadLinear):
+        rotated = linear.x
+        if not isinstance(rotated, Rotate) or not graph.is_read_by(rotated, linear):
+            continue
+        own = rotated.head_dim * linear.heads == rotated.width
+        if rotated.rope.rotary_dim == linear.kept and own:
+            graph.update(linear, x=rotated.x, rope=rotated.rope)
 
 
-def _ordered(linear: Value) -> bool:
-    """Whether it wants the columns of its input in an order of its own."""
-    return linear.op == "linear" and linear.attrs["weight"].order is not None
+# What projections read, from the kernels before
 
 
-def _integers(linear: Value) -> bool:
-    return linear.attrs["weight"].dtype in INTEGERS
+def prepare_in_makers(graph: Graph, target: Target) -> None:
+    """x -> times the weights of the norm behind it, or int8(x): the kernel that makes x writes that
+    too, if projections want to read it so (decode)."""
+    for maker in each(graph, Maker):
+        form = _wanted(graph, maker) if target.kind.vec else None
+        if form is None or not maker.writes(form, target):
+            continue
+        users = [user for user in graph.users(maker) if isinstance(user, Projection)]
+        readers = [
+            user
+            for user in users
+            if user.x is maker and user.norm is form.norm and user.int8 == form.int8
+            if user.weight.order is None
+        ]
+        prepared = _prepared(readers[0], target, int8=form.int8, keep=form.keep, made=True)
+        graph.insert(prepared, before=maker)
+        for reader in readers:
+            graph.update(reader, prepared=prepared)
+        maker.prepares = prepared
+
+
+def _wanted(graph: Graph, x: Value) -> Form | None:
+    """The one form, if there is one, in which projections want to read x. Where some read int8 and
+    others not, as a router does, those read x itself."""
+    projections: dict[Norm | None, list[Projection]] = {}
+    others = False
+    for user in dict.fromkeys(graph.users(x)):
+        uses = [name for name, source in user.links() if source is x]
+        others = others or uses != ["x"]
+        if isinstance(user, Projection) and "x" in uses:
+            projections.setdefault(user.norm, []).append(user)
+        elif isinstance(user, LogitsRows) and any(
+            isinstance(reader, Projection) and (reader.norm is not None or reader.int8)
+            for reader in graph.users(user)
+        ):
+            return None  # they are copied first
+        else:
+            others = True
+    forms: list[Form] = []
+    for norm, readers in projections.items():
+        in_order = all(reader.weight.order is None for reader in readers)
+        if norm is not None and not in_order:
+            others = True
+            continue
+        int8 = {reader.int8 and reader.weight.order is None for reader in readers}
+        if norm is not None or True in int8:
+            forms.append(Form(norm, True in int8))
+        others = others or len(int8) > 1 or (norm is None and int8 == {False})
+    return replace(forms[0], alone=not others) if len(forms) == 1 else None
+
+
+RULES: tuple[Rule, ...] = (
+    norm_into_projections,
+    choice_into_experts,
+    gate_into_projection,
+    activation_into_linear,
+    factors_into_linear,
+    residual_into_maker,
+    scale_into_norm,
+    choose_attention,
+    heads_into_attention,
+    rope_into_head_linear,
+    latent_into_writer,
+    gates_into_attention,
+    prepare_in_makers,
+)
+
+
+def rewrite(graph: Graph, target: Target, changes: Changes) -> None:
+    """What lies beside weights, what every target needs, and, to fuse, RULES."""
+    add_changes(graph, changes)
+    take_all_rows(graph, target)
+    size_tiles(graph, target)
+    for rule in RULES if target.fuse else ():
+        rule(graph, target)
+    quantize_inputs(graph, target)

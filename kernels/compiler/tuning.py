@@ -261,8 +261,7 @@ class DeltaVariant(ScanVariant):
         return super().params | {"LOADERS": self.loaders, "SUBGROUPS": self.subgroups}
 
 
-_MULTIPROCESSORS = 132
-_THREADS = 1 << 18  # invocations that fill a large GPU
+_INVOCATIONS = 2048  # that a multiprocessor has at once
 _SMALL = 1 << 25  # values of a matrix
 _SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
 _NARROW_SOFTWARE = 256  # the same of a row, for attention and experts
@@ -279,11 +278,6 @@ Tile = TypeVar("Tile", bound=TileVariant)
 Scan = TypeVar("Scan", bound=ScanVariant)
 
 
-def _overflows(invocations: int) -> bool:
-    """Whether a large GPU needs a second round of workgroups for them, which is mostly empty."""
-    return _THREADS < invocations <= _THREADS * 3 // 2
-
-
 def power_of_two(value: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << max(0, value - 1).bit_length()
@@ -296,6 +290,13 @@ class Tuning:
         self.limits, self.software = device.limits, device.software
         self.subgroup_size = device.subgroup_size
         self.largest_subgroup = device.largest_subgroup
+        self.multiprocessors = device.multiprocessors
+        # A power of two of invocations that fill the GPU.
+        self.filling = power_of_two(self.multiprocessors * _INVOCATIONS + 1) // 2
+
+    def _overflows(self, invocations: int) -> bool:
+        """Whether they need a second round of workgroups, which is mostly empty."""
+        return self.filling < invocations <= self.filling * 3 // 2
 
     def workgroup(self, width: int) -> int:
         """Invocations for a kernel that reduces `width` values."""
@@ -335,12 +336,12 @@ class Tuning:
             return VecVariant(workgroup, team, max(1, 4 // shape.rows), 1)
         small = shape.gated and rows_of_weights * shape.k <= _SMALL
         if int8 or small or rows_of_weights <= _FEW:
-            team, outputs = max(1, _THREADS // rows_of_weights), 1
+            team, outputs = max(1, self.filling // rows_of_weights), 1
         else:
             team, outputs = blocks // 2, 1 if shape.gated else 2
         workgroup = min(256, most)
         team = min(workgroup, max(least, 1 << team.bit_length() >> 1))
-        if _overflows(rows_of_weights // outputs * team):
+        if self._overflows(rows_of_weights // outputs * team):
             team = max(least, team // 2)
         while team > max(least, blocks):
             team //= 2
@@ -358,7 +359,7 @@ class Tuning:
             block = BLOCK
         elif not shape.gated and shape.n > _FEW_PLAIN:
             workgroup, outputs, block = 512, 2, BLOCK
-        if _overflows(shape.n // block * workgroup):
+        if self._overflows(shape.n // block * workgroup):
             workgroup, outputs = workgroup // 2, 2 * outputs
         workgroup = min(workgroup * least // 32, most)  # the sweeps had subgroups of 32
         team = max(least, workgroup * outputs // block)
@@ -408,12 +409,12 @@ class Tuning:
     def _fastest(
         self, tiles: dict[Tile, float], rows: int, n: int, k: int, splits: bool, least_rounds: float
     ) -> Tile:
-        """Of tiles and their speeds where there are many. WebGPU does not say how many
-        multiprocessors there are: the tiles go in rounds of as many as a large GPU has."""
+        """Of tiles and their speeds where there are many, which go in rounds of one for each
+        multiprocessor."""
 
         def cost(tile: Tile) -> float:
             count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
-            rounds = max(least_rounds, -(-count // _MULTIPROCESSORS))
+            rounds = max(least_rounds, -(-count // self.multiprocessors))
             columns = k / tile.splits + _START
             time = rounds * tile.rows * tile.columns * columns / speeds[tile]
             return time + (_COMBINE + rows * n * (tile.splits + 1) / 4) * (tile.splits > 1)

@@ -24,6 +24,7 @@ from infer.kernels.errors import (
     ShaderError,
 )
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, choose_adapter, is_forked
+from infer.kernels.gpu.multiprocessors import multiprocessors
 from infer.kernels.gpu.shader import KernelSpec, Shader, render
 
 _USAGE = {
@@ -168,6 +169,7 @@ class Device:
         self.f16 = "shader-f16" in features
         self.timestamps = "timestamp-query" in features
         self.software = adapter.kind == "software"
+        self.multiprocessors = multiprocessors(adapter)
         self._lock = threading.RLock()
         self._buffers: set[Buffer] = set()
         self._pool: dict[tuple[int, str], list[Buffer]] = {}
@@ -530,6 +532,7 @@ class DryDevice(Device):
         self.limits, self.settings, self.closed = limits, Settings(), False
         self.subgroups, self.subgroup_size, self.largest_subgroup = True, 32, 32
         self.software = adapter is not None and adapter.kind == "software"
+        self.multiprocessors = multiprocessors(adapter)
         self.allocated = 0
 
     def buffer(self, nbytes: int, usage: str = "storage", label: str = "") -> Buffer:

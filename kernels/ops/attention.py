@@ -1,403 +1,359 @@
-"""The kernels of attention: rope and the cache write, then one of three forms.
+"""Attention: rotation and the cache write, then one of three forms.
 
 A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled.
 Without fusing, or without subgroups: attention_scores, softmax, weighted_sum. With one row,
-attention does rope and the cache write as well.
+attention_decode takes the place of rotation, the cache write and attention.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.fusion import Fusion
-from infer.kernels.compiler.graph import Rope, Value, stride
+from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import Target
 from infer.kernels.compiler.tuning import AttentionVariant, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import NOTHING, Size
 from infer.kernels.gpu.tensor import HALF, GpuTensor
+from infer.kernels.ops.latent import kv_params
+from infer.kernels.ops.prepared import Form, Maker, Norm
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
 
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
 
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What becomes of the heads of a projection of q, k and v: how queries and keys are rotated, if
+    they are, and the norms of queries, keys and values, if they have any. rows_normed: norms are of
+    whole rows of heads. own: there are keys and values; v_is_k: these are the keys as they are
+    projected. rotate_first: norms are of what was rotated."""
 
-def lower_attention(low: Lowering, value: Value, result: Value) -> None:
-    """Emit the kernels of the attention op `value`. result: the same, or what its gates make of
-    it."""
-    cache: LayerCache = value.attrs["cache"]
-    group = value.width // (cache.n_kv_heads * cache.head_dim)
-    common = {
-        **_kv_params(cache),
-        "WINDOW": value.attrs["window"],
-        "GROUP": group,
-        "SCALE": float(value.attrs["scale"]),
-        "SOFTCAP": float(value.attrs["softcap"]),
-    }
-    split = low.tuning.attention(group, cache.n_kv_heads, cache.head_dim) if low.fusion else None
-    projection = low.fusion.projection(value) if low.fusion else None
-    heads = _Heads.of(value, projection) if projection is not None else None
-    if heads is not None and split is not None and _turns_in_registers(low, cache, heads, split):
-        _attention_split(low, value, result, heads.projection, common, split, heads)
-        return
-    bindings = 5 + 2 * heads.own + len(heads.weights) if heads is not None else 0
-    if heads and heads.rope and low.device.limits.storage_buffers >= bindings:
-        query = _rope_kv_write(low, value, heads, heads.rope)
-    else:
-        if heads is not None:  # nothing turns, or too many bindings: one kernel after the other
-            _turn_apart(low, value)
-        query = value.inputs[0]
-        latent = low.fusion.latent(value) if low.fusion else None
-        if latent is not None:
-            key = LatentKey.of(low, value, latent)
-            if query not in low.absorbed or not low.head_linear(query, key):
-                _latent_write(low, value, key)
-        elif len(value.inputs) > 1:
-            _kv_write(low, value)
-    if low.fusion and not low.kind.vec:
-        _attention_tiled(low, value, query, common)
-    elif split is not None:
-        _attention_split(low, value, result, query, common, split)
-    else:
-        _attention_chain(low, value, query, common)
-        if result is not value:
-            low.sigmoid_gate(result)
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """A projection of q, k and v, and what becomes of its heads: how queries and keys turn, if they
-    do, and the weights of the norms of queries, keys and values, if they have any. rows_normed:
-    norms are of whole rows of heads. own: there are keys and values; v_is_k: these are the keys as
-    they are projected."""
-
-    projection: Value
     rope: Rope | None
-    weights: tuple[Buffer, ...]
-    eps: float
+    norms: tuple[Norm, ...]
     rows_normed: bool
     own: bool
     v_is_k: bool
-    turned_first: bool
-
-    @classmethod
-    def of(cls, value: Value, projection: Value) -> _Heads:
-        parts, norms, ropes = zip(*map(Fusion.head_chain, value.inputs), strict=True)
-        found = [norm for norm in norms if norm is not None]
-        return cls(
-            projection,
-            ropes[0],
-            tuple(norm.attrs["weight"].buffer for norm in found),
-            float(found[0].attrs["eps"]) if found else 0.0,
-            rows_normed=Fusion.norms_rows(value),
-            own=len(parts) == 3,
-            v_is_k=len(parts) == 3 and parts[1] is parts[2],
-            turned_first=Fusion.turns_first(value.inputs[0]),
-        )
+    rotate_first: bool
 
     @property
     def params(self) -> dict[str, Any]:
         return {
             "ROTARY_DIM": self.rope.rotary_dim if self.rope else 0,
             "INTERLEAVED": self.rope.interleaved if self.rope else False,
-            "NORM": bool(self.weights),
+            "NORM": bool(self.norms),
             "ROW_NORM": self.rows_normed,
-            "TURN_FIRST": self.turned_first,
+            "ROTATE_FIRST": self.rotate_first,
             "OWN": self.own,
-            "V_NORM": len(self.weights) == 3,
+            "V_NORM": len(self.norms) == 3,
             "V_IS_K": self.v_is_k,
-            "EPS": self.eps,
+            "EPS": float(self.norms[0].eps) if self.norms else 0.0,
         }
 
     @property
-    def operands(self) -> tuple[Buffer, ...]:
+    def weights(self) -> list[Buffer]:
+        return [norm.weight.buffer for norm in self.norms]
+
+    @property
+    def operands(self) -> list[Operand]:
         """The table, if there is one, and the norms."""
-        return ((self.rope.table,) if self.rope else ()) + self.weights
+        return [*([self.rope.table] if self.rope else []), *self.weights]
+
+    def fit_attention(self, cache: LayerCache, variant: AttentionVariant, target: Target) -> bool:
+        """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each
+        other's keys, groups of eight dimensions have their partners in one group, scales of int8
+        are written as the pairs that they are read as, and the bindings suffice."""
+        rotated = self.rope.rotary_dim if self.rope else 0
+        apart = rotated if self.rope and self.rope.interleaved else rotated // 2
+        pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
+        return (
+            target.kind.rows == 1
+            and apart % 8 == 0
+            and cache.head_dim % 8 == 0
+            and (pairs or not self.own)
+            and target.device.limits.storage_buffers >= 6 + len(self.operands)
+        )
+
+    def fit_rope_kv_write(self, target: Target) -> bool:
+        """Whether there is something to rotate, and bindings for it."""
+        bindings = 5 + 2 * self.own + len(self.norms)
+        return self.rope is not None and target.device.limits.storage_buffers >= bindings
 
 
-_UNTURNED = {
-    "ROTARY_DIM": 0,
-    "INTERLEAVED": False,
-    "NORM": False,
-    "ROW_NORM": False,
-    "EPS": 0.0,
-    "TURN_FIRST": False,
-    "OWN": False,
-    "V_NORM": False,
-    "V_IS_K": False,
-}
+@dataclass(eq=False, repr=False)
+class RopeKVWrite(Value):
+    """The queries of a projection x, normed and rotated; keys likewise and values go to the cache.
+    columns: of the queries."""
 
+    x: Value
+    heads: Heads
+    cache: LayerCache
+    columns: int
 
-def _turns_in_registers(
-    low: Lowering, cache: LayerCache, heads: _Heads, variant: AttentionVariant
-) -> bool:
-    """Whether attention can do the work of rope_kv_write: rows do not wait for each other's keys,
-    groups of eight dimensions have their partners in one group, scales of int8 are written as the
-    pairs that they are read as, and the bindings suffice."""
-    turned = heads.params["ROTARY_DIM"]
-    pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
-    return (
-        low.kind.rows == 1
-        and (turned if heads.params["INTERLEAVED"] else turned // 2) % 8 == 0
-        and cache.head_dim % 8 == 0
-        and (pairs or not heads.own)
-        and low.device.limits.storage_buffers >= 6 + len(heads.operands)
-    )
+    def checked_width(self) -> int:
+        return self.columns
 
-
-def _turn_apart(low: Lowering, value: Value) -> None:
-    """The norms and ropes of heads as kernels of their own."""
-    for source in value.inputs:
-        chain = []
-        while source in low.absorbed:
-            chain.append(source)
-            source = source.inputs[0]
-        for step in reversed(chain):
-            getattr(low, f"_lower_{step.op}")(step)
-
-
-def _rope_kv_write(low: Lowering, value: Value, heads: _Heads, rope: Rope) -> Value:
-    cache: LayerCache = value.attrs["cache"]
-    x, x_stride, _ = low.source(heads.projection)
-    query = Value(value.ops, "query", value.width)
-    operands: list[Operand] = [low.step, cache.pages, rope.table, x, query]
-    n_heads, kv = value.width // cache.head_dim, (cache.keys, cache.values) if heads.own else ()
-    workgroup = max(32, min(128, cache.head_dim // 2)) if cache.head_dim % 64 == 0 else 32
-    if heads.rows_normed:
-        workgroup = low.tuning.workgroup(value.width)
-    low.emit(
-        "rope_kv_write",
-        [*operands, *kv, *heads.weights],
-        low.row_grid(value, n_heads + len(kv) * cache.n_kv_heads),
-        {
-            **_kv_params(cache),
-            **heads.params,
-            "WG": workgroup,
-            "SUBGROUPS": low.device.subgroups,
-            "N_HEADS": n_heads,
-            "N_KV_HEADS": cache.n_kv_heads,
-            "X_STRIDE": x_stride,
-            "Y_STRIDE": stride(value.width),
-        },
-    )
-    return query
-
-
-def _kv_write(low: Lowering, value: Value) -> None:
-    cache: LayerCache = value.attrs["cache"]
-    (k, k_stride, k_offset), (v, v_stride, v_offset) = map(low.source, value.inputs[1:])
-    latent = cache.shape.latent
-    low.emit(
-        "kv_write",
-        (low.step, cache.pages, k, v, cache.keys, *([] if latent else [cache.values])),
-        low.row_grid(value, cache.n_kv_heads),
-        {
-            **_kv_params(cache),
-            "LATENT": latent,
-            "K_DIM": value.inputs[1].width // cache.n_kv_heads,
-            "K_STRIDE": k_stride,
-            "K_OFFSET": k_offset,
-            "V_STRIDE": v_stride,
-            "V_OFFSET": v_offset,
-        },
-    )
-
-
-@dataclass(frozen=True)
-class LatentKey:
-    """The key of a latent cache that turns, and the latent that is normed, as a kernel writes them
-    (latent.wgsl): how the key turns, what is bound behind its table, and parameters."""
-
-    rope: Rope
-    operands: tuple[Operand, ...]
-    params: dict[str, Any]
-
-    @classmethod
-    def of(cls, low: Lowering, value: Value, latent: Value) -> LatentKey:
-        cache: LayerCache = value.attrs["cache"]
-        norm = value.inputs[2]
-        x, x_stride, offset = low.source(latent)
-        pages = [cache.pages] if cache.paged else []
-        return cls(
-            value.inputs[1].attrs["rope"],
-            (x, norm.attrs["weight"].buffer, cache.keys, *pages),
+    def lower(self, low: Lowering) -> None:
+        cache, heads = self.cache, self.heads
+        assert heads.rope is not None
+        x, x_stride, _ = low.source(self.x)
+        n_heads, kv = self.width // cache.head_dim, (cache.keys, cache.values) if heads.own else ()
+        workgroup = max(32, min(128, cache.head_dim // 2)) if cache.head_dim % 64 == 0 else 32
+        if heads.rows_normed:
+            workgroup = low.tuning.workgroup(self.width)
+        low.emit(
+            "rope_kv_write",
+            [low.step, cache.pages, heads.rope.table, x, self, *kv, *heads.weights],
+            low.row_grid(self, n_heads + len(kv) * cache.n_kv_heads),
             {
-                **_kv_params(cache),
-                "EPS": float(norm.attrs["eps"]),
-                "LATENT_STRIDE": x_stride,
-                "LATENT_OFFSET": offset,
+                **kv_params(cache),
+                **heads.params,
+                "WG": workgroup,
+                "SUBGROUPS": low.device.subgroups,
+                "N_HEADS": n_heads,
+                "N_KV_HEADS": cache.n_kv_heads,
+                "X_STRIDE": x_stride,
+                "Y_STRIDE": stride(self.width),
+            },
+        )
+
+
+@dataclass(eq=False, repr=False)
+class Attention(Maker):
+    """k and v appended to the cache, then softmax(scale * q k^T) v over what each row sees: all
+    positions up to its own, or the last `window` of them. With a softcap, the scores go through
+    `Softcap` before softmax. Without k and v nothing is appended: another attention has done so.
+    sinks [heads]: logits that take part in softmax beside the scores, without a value (Xiao et al.
+    2023). In a latent cache k and v, side by side, are one key, and values are the keys
+    (DeepSeek-AI 2024).
+
+    Rules add: the kernels that compute it; written: what has written k and v; heads: q is the whole
+    projection, of which this makes q, k and v; gates: whose sigmoids multiply the result.
+    """
+
+    q: Value
+    k: Value | None
+    v: Value | None
+    cache: LayerCache
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: GpuTensor | None = None
+    kernels: Literal["chain", "split", "tiled"] = field(default="chain", kw_only=True)
+    written: Value | None = field(default=None, kw_only=True)
+    heads: Heads | None = field(default=None, kw_only=True)
+    gates: Value | None = field(default=None, kw_only=True)
+
+    def checked_width(self) -> int:
+        return self.q.width
+
+    @property
+    def n_heads(self) -> int:
+        return self.width // self.cache.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.width // (self.cache.n_kv_heads * self.cache.head_dim)
+
+    def variant(self, target: Target) -> AttentionVariant | None:
+        """Of `attention`; None without subgroups."""
+        return target.tuning.attention(self.group, self.cache.n_kv_heads, self.cache.head_dim)
+
+    def writes(self, form: Form, target: Target) -> bool:
+        bound = 2 + sum(item is not None for item in (self.sinks, self.gates))
+        only = form.norm is None and not form.keep
+        return self.kernels == "split" and only and form.fits(self, target, bound)
+
+    def lower(self, low: Lowering) -> None:
+        if self.k is not None and self.v is not None:
+            self._kv_write(low, self.k, self.v)
+        common = {
+            **kv_params(self.cache),
+            "WINDOW": self.window,
+            "GROUP": self.group,
+            "SCALE": float(self.scale),
+            "SOFTCAP": float(self.softcap),
+        }
+        if self.kernels == "tiled":
+            self._tiled(low, common)
+        elif self.kernels == "split":
+            self._split(low, common)
+        else:
+            self._chain(low, common)
+
+    def _kv_write(self, low: Lowering, k: Value, v: Value) -> None:
+        cache, latent = self.cache, self.cache.shape.latent
+        (keys, k_stride, k_offset), (values, v_stride, v_offset) = low.source(k), low.source(v)
+        written = [cache.keys, *([] if latent else [cache.values])]
+        low.emit(
+            "kv_write",
+            (low.step, cache.pages, keys, values, *written),
+            low.row_grid(self, cache.n_kv_heads),
+            {
+                **kv_params(cache),
+                "LATENT": latent,
+                "K_DIM": k.width // cache.n_kv_heads,
+                "K_STRIDE": k_stride,
+                "K_OFFSET": k_offset,
+                "V_STRIDE": v_stride,
+                "V_OFFSET": v_offset,
             },
         )
 
     @property
-    def storage(self) -> int:
-        """Bytes of workgroup memory, but for a sum's."""
-        return 8 * int(self.params["HEAD_DIM"])
+    def _sinks(self) -> list[Buffer]:
+        """The sinks' buffer, if there are any."""
+        return [] if self.sinks is None else [self.sinks.buffer]
 
-
-NO_KEY: dict[str, Any] = {
-    "KV": "f32",
-    "HEAD_DIM": 0,
-    "KV_HEADS": 0,
-    "PAGE": 0,
-    "PAGES_PER_SEQUENCE": 0,
-    "PAGED": False,
-    "SLOTS": 0,
-    "EPS": 0.0,
-    "LATENT_STRIDE": 0,
-    "LATENT_OFFSET": 0,
-}
-
-
-def _latent_write(low: Lowering, value: Value, key: LatentKey) -> None:
-    """The key from a projection into the cache."""
-    low.emit(
-        "latent_write",
-        (low.step, key.rope.table, *key.operands),
-        low.row_grid(value, 1),
-        {
-            **key.params,
-            "WG": low.tuning.workgroup(key.params["HEAD_DIM"]),
-            "SUBGROUPS": low.device.subgroups,
-            "ROTARY_DIM": key.rope.rotary_dim,
-            "INTERLEAVED": key.rope.interleaved,
-        },
-    )
-
-
-def _attention_chain(low: Lowering, value: Value, query: Value, common: dict[str, Any]) -> None:
-    """attention_scores, softmax, weighted_sum."""
-    cache: LayerCache = value.attrs["cache"]
-    q, q_stride, q_offset = low.source(query)
-    n_heads = value.width // cache.head_dim
-    scores_stride = cache.pages_per_sequence * PAGE
-    scores = Scratch(4 * low.kind.rows * n_heads * scores_stride)
-    probabilities = Scratch(scores.nbytes)
-    heads = low.row_grid(value, n_heads)
-    low.emit(
-        "attention_scores",
-        (low.step, cache.pages, q, cache.keys, scores),
-        lambda rows, kv_len: (-(-kv_len // 64), n_heads, rows),
-        common | {"Q_STRIDE": q_stride, "Q_OFFSET": q_offset, "SCORES_STRIDE": scores_stride},
-    )
-    low.emit(
-        "softmax",
-        (low.step, scores, probabilities, *_sinks(value)),
-        heads,
-        {
-            "WG": low.tuning.workgroup(1024),
-            "SUBGROUPS": low.device.subgroups,
-            "WINDOW": common["WINDOW"],
-            "STRIDE": scores_stride,
-            "SINKS": bool(_sinks(value)),
-        },
-    )
-    weighted = {name: common[name] for name in (*_kv_params(cache), "WINDOW", "GROUP")}
-    low.emit(
-        "weighted_sum",
-        (low.step, cache.pages, probabilities, cache.values, value),
-        heads,
-        weighted
-        | {
-            "SCORES_STRIDE": scores_stride,
-            "Y_STRIDE": stride(value.width),
-            "LANES": low.tuning.lanes(cache.head_dim),
-        },
-    )
-
-
-def _attention_split(
-    low: Lowering,
-    value: Value,
-    result: Value,
-    source: Value,
-    common: dict[str, Any],
-    variant: AttentionVariant,
-    heads: _Heads | None = None,
-) -> None:
-    """attention and attention_combine; a short context is joined in attention itself. source: the
-    queries, or, with heads, the projection."""
-    cache: LayerCache = value.attrs["cache"]
-    x, x_stride, x_offset = low.source(source)
-    n_heads, sinks, window = value.width // cache.head_dim, _sinks(value), common["WINDOW"]
-    last: list[Operand] = [*sinks]
-    ungated = gated = {"GATED": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
-    if result is not value:
-        gates, gate_stride, gate_offset = low.source(result.inputs[1])
-        gated = {"GATED": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": gate_offset}
-        last.append(gates)
-    outputs: list[Operand] = [result]
-    form = low.next_form(result, low.device.limits.storage_buffers - 2 - len(last))
-    quantize = form is not None and form.norm is None and not form.keep
-    if form is not None and quantize:
-        outputs = low.prepare(result, form, low.kind.rows)
-    inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
-    turning = heads.operands if heads is not None else ()
-    params = (
-        common
-        | (heads.params if heads is not None else _UNTURNED)
-        | {
-            "ROPE": heads is not None,
-            "LATENT": cache.shape.latent,
-            "X_STRIDE": x_stride,
-            "X_OFFSET": x_offset,
-            "Y_STRIDE": stride(value.width),
-        }
-    )
-    joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
-    operands = [*inputs, *outputs, *turning, *last]
-    if len(operands) > low.device.limits.storage_buffers or (quantize and cache.head_dim % HALF):
-        joined = None
-    longest = joined.max_split if joined is not None else 0  # context that one split has room for
-    positions = cache.pages_per_sequence * PAGE
-    if joined is not None:
+    def _chain(self, low: Lowering, common: dict[str, Any]) -> None:
+        """attention_scores, softmax, weighted_sum."""
+        cache, n_heads = self.cache, self.n_heads
+        q, q_stride, q_offset = low.source(self.q)
+        scores_stride = cache.pages_per_sequence * PAGE
+        scores = Scratch(4 * low.kind.rows * n_heads * scores_stride)
+        probabilities = Scratch(scores.nbytes)
+        heads = low.row_grid(self, n_heads)
         low.emit(
-            "attention",
-            operands,
-            _Grid(joined, n_heads // joined.heads, window, 0, longest),
+            "attention_scores",
+            (low.step, cache.pages, q, cache.keys, scores),
+            lambda rows, kv_len: (-(-kv_len // 64), n_heads, rows),
+            common | {"Q_STRIDE": q_stride, "Q_OFFSET": q_offset, "SCORES_STRIDE": scores_stride},
+        )
+        low.emit(
+            "softmax",
+            (low.step, scores, probabilities, *self._sinks),
+            heads,
+            {
+                "WG": low.tuning.workgroup(1024),
+                "SUBGROUPS": low.device.subgroups,
+                "WINDOW": common["WINDOW"],
+                "STRIDE": scores_stride,
+                "SINKS": self.sinks is not None,
+            },
+        )
+        weighted = {name: common[name] for name in (*kv_params(cache), "WINDOW", "GROUP")}
+        low.emit(
+            "weighted_sum",
+            (low.step, cache.pages, probabilities, cache.values, self),
+            heads,
+            weighted
+            | {
+                "SCORES_STRIDE": scores_stride,
+                "Y_STRIDE": stride(self.width),
+                "LANES": low.tuning.lanes(cache.head_dim),
+            },
+        )
+
+    def _split(self, low: Lowering, common: dict[str, Any]) -> None:
+        """attention or, with heads, attention_decode, and attention_combine; a short context is
+        joined in the first itself."""
+        cache, heads, n_heads, window = self.cache, self.heads, self.n_heads, self.window
+        variant = self.variant(low)
+        assert variant is not None
+        x, x_stride, x_offset = low.source(self.q)
+        last: list[Operand] = [*self._sinks]
+        ungated = gated = {"GATED": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
+        if self.gates is not None:
+            gates, gate_stride, gate_offset = low.source(self.gates)
+            gated = {"GATED": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": gate_offset}
+            last.append(gates)
+        quantize = self.prepares is not None
+        outputs = [self] if self.prepares is None else self.prepares.operands
+        inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
+        kernel, own = "attention", list[Operand]()
+        if heads is not None:
+            kernel, own = "attention_decode", heads.operands
+        params = (
+            common
+            | (heads.params if heads is not None else {"LATENT": cache.shape.latent})
+            | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(self.width)}
+        )
+        joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
+        operands = [*inputs, *outputs, *last, *own]
+        if len(operands) > low.device.limits.storage_buffers or (
+            quantize and cache.head_dim % HALF
+        ):
+            joined = None
+        longest = (
+            joined.max_split if joined is not None else 0
+        )  # context that one split has room for
+        positions = cache.pages_per_sequence * PAGE
+        if joined is not None:
+            low.emit(
+                kernel,
+                operands,
+                _Grid(joined, n_heads // joined.heads, window, 0, longest),
+                params
+                | _split_params(cache, joined, window, 2)
+                | _variant_params(low, joined)
+                | {"JOINED": True, "QUANTIZE": quantize, "SINKS": self.sinks is not None}
+                | gated,
+                moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
+            )
+        if min(positions, window or positions) <= longest:
+            return
+        count = variant.count(positions)
+        at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
+        stored = -(-count // at_once) * at_once
+        split = _split_params(cache, variant, window, stored)
+        partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
+        low.emit(
+            kernel,
+            [*inputs, partial, *own],
+            _Grid(variant, n_heads // variant.heads, window, longest + 1),
             params
-            | _split_params(cache, joined, window, 2)
-            | _variant_params(low, joined)
-            | {"JOINED": True, "QUANTIZE": quantize, "SINKS": bool(sinks)}
-            | gated,
+            | split
+            | _variant_params(low, variant)
+            | {"JOINED": False, "QUANTIZE": False, "SINKS": False}
+            | ungated,
             moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
         )
-    if min(positions, window or positions) <= longest:
-        return
-    count = variant.count(positions)
-    at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
-    stored = -(-count // at_once) * at_once
-    split = _split_params(cache, variant, window, stored)
-    partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
-    low.emit(
-        "attention",
-        [*inputs, partial, *turning],
-        _Grid(variant, n_heads // variant.heads, window, longest + 1),
-        params
-        | split
-        | _variant_params(low, variant)
-        | {"JOINED": False, "QUANTIZE": False, "SINKS": False}
-        | ungated,
-        moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
-    )
-    low.emit(
-        "attention_combine",
-        (low.step, partial, *outputs, *last),
-        _Grid(-(-value.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
-        split
-        | gated
-        | {
-            "WG": _COMBINE_WORKGROUP,
-            "N_HEADS": n_heads,
-            "AT_ONCE": at_once,
-            "Y_STRIDE": stride(value.width),
-            "QUANTIZE": quantize,
-            "SINKS": bool(sinks),
-        },
-    )
+        low.emit(
+            "attention_combine",
+            (low.step, partial, *outputs, *last),
+            _Grid(-(-self.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
+            split
+            | gated
+            | {
+                "WG": _COMBINE_WORKGROUP,
+                "N_HEADS": n_heads,
+                "AT_ONCE": at_once,
+                "Y_STRIDE": stride(self.width),
+                "QUANTIZE": quantize,
+                "SINKS": self.sinks is not None,
+            },
+        )
+
+    def _tiled(self, low: Lowering, common: dict[str, Any]) -> None:
+        cache, n_heads = self.cache, self.n_heads
+        q, q_stride, q_offset = low.source(self.q)
+        variant = low.tuning.attention_tiled(cache.head_dim, n_heads)
+        low.emit(
+            "attention_tiled",
+            (low.step, cache.pages, q, cache.keys, cache.values, self, *self._sinks),
+            lambda rows, kv_len: (n_heads, -(-rows // variant.rows), 1),
+            common
+            | {
+                "Q_STRIDE": q_stride,
+                "Q_OFFSET": q_offset,
+                "Y_STRIDE": stride(self.width),
+                "M_SIZE": variant.m_size,
+                "N_SIZE": variant.n_size,
+                "M_TILE": variant.m_tile,
+                "N_TILE": variant.n_tile,
+                "DEPTH": variant.depth,
+                "V_DEPTH": variant.v_depth(cache.head_dim),
+                "DOUBLE": variant.double,
+                "SINKS": self.sinks is not None,
+                "SOFTWARE": low.device.software,
+            },
+            flops=lambda rows, kv_len: 2 * rows * self.width * (2 * kv_len - rows),
+        )
 
 
 @dataclass(frozen=True)
@@ -438,7 +394,7 @@ def _split_params(
 
 
 def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:
-    """The variant, and how its scores are dealt out to the lanes (see attention.wgsl)."""
+    """The variant, of attention_lanes.wgsl."""
     lanes, storage = low.tuning.subgroup_size, low.device.limits.workgroup_storage
     merged = variant.merged(storage, lanes)
     if not merged:
@@ -446,69 +402,14 @@ def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:
             f"{variant} needs {variant.storage(1, lanes)} bytes of workgroup memory; "
             f"{storage} are allowed. Take fewer invocations."
         )
-    scores = variant.batch * power_of_two(variant.heads)
-    kept = max(1, scores // variant.cluster)
-    kept_heads = max(1, kept // variant.batch)
     return {
         "WG": variant.workgroup,
         "HEADS": variant.heads,
         "CLUSTER": variant.cluster,
-        "CLUSTER_BITS": variant.cluster.bit_length() - 1,
         "PER_LANE": variant.per_lane,
         "BATCH": variant.batch,
-        "SCORES": scores,
-        "KEPT": kept,
-        "FOLDS": (scores // kept).bit_length() - 1,
-        "KEPT_HEADS": kept_heads,
-        "HEAD_BITS": (variant.batch * kept_heads // kept).bit_length() - 1,
         "SUBGROUPS": max(1, variant.workgroup // lanes),
         "MERGED": merged,
-    }
-
-
-def _attention_tiled(low: Lowering, value: Value, query: Value, common: dict[str, Any]) -> None:
-    cache: LayerCache = value.attrs["cache"]
-    q, q_stride, q_offset = low.source(query)
-    n_heads = value.width // cache.head_dim
-    variant = low.tuning.attention_tiled(cache.head_dim, n_heads)
-    low.emit(
-        "attention_tiled",
-        (low.step, cache.pages, q, cache.keys, cache.values, value, *_sinks(value)),
-        lambda rows, kv_len: (n_heads, -(-rows // variant.rows), 1),
-        common
-        | {
-            "Q_STRIDE": q_stride,
-            "Q_OFFSET": q_offset,
-            "Y_STRIDE": stride(value.width),
-            "M_SIZE": variant.m_size,
-            "N_SIZE": variant.n_size,
-            "M_TILE": variant.m_tile,
-            "N_TILE": variant.n_tile,
-            "DEPTH": variant.depth,
-            "V_DEPTH": variant.v_depth(cache.head_dim),
-            "DOUBLE": variant.double,
-            "SINKS": bool(_sinks(value)),
-            "SOFTWARE": low.device.software,
-        },
-        flops=lambda rows, kv_len: 2 * rows * value.width * (2 * kv_len - rows),
-    )
-
-
-def _sinks(value: Value) -> list[Buffer]:
-    """The sinks' buffer, if there are any."""
-    sinks: GpuTensor | None = value.attrs["sinks"]
-    return [] if sinks is None else [sinks.buffer]
-
-
-def _kv_params(cache: LayerCache) -> dict[str, Any]:
-    return {
-        "KV": cache.dtype,
-        "HEAD_DIM": cache.head_dim,
-        "KV_HEADS": cache.n_kv_heads,
-        "PAGE": PAGE,
-        "PAGES_PER_SEQUENCE": cache.pages_per_sequence,
-        "PAGED": cache.paged,
-        "SLOTS": cache.slots,
     }
 
 

@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts: routing, and projections by the experts that were chosen.
+"""A mixture of experts: routing, and projections by the experts that were chosen.
 
 A few rows: expert_matmul_vec, with workgroups for each row and slot, which choose the experts as
 well. Many rows: route, expert_sort gives rows to experts, tile by tile, matmul or matmul_int8 goes
@@ -8,260 +8,151 @@ outcome, and surplus workgroups leave early.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.fusion import Form
 from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import Target
 from infer.kernels.compiler.tuning import TileVariant, VecShape
 from infer.kernels.gpu.plan import Count
 from infer.kernels.gpu.tensor import BLOCK, INTEGERS, GpuTensor, Shard
-
-if TYPE_CHECKING:
-    from infer.kernels.compiler.lowering import Lowering
-
-
-def lower_route(low: Lowering, value: Value) -> None:
-    """Emit the kernel of the route op `value`, and in prefill the one that sorts rows by expert."""
-    params = _routing(value) | {"SUBGROUPS": low.device.subgroups}
-    own: list[GpuTensor | None] = [value.attrs["correction"], value.attrs["expert_scales"]]
-    added: list[Operand] = [vector.buffer for vector in own if vector is not None]
-    low.emit(
-        "route",
-        (low.source(value.inputs[0])[0], value, *added),
-        low.row_grid(value, 1),
-        params | {"WG": low.tuning.workgroup(4 * params["EXPERTS"])} | _choice(low, value),
-    )
-    if low.kind.vec:
-        return
-    tile = _tile(low, value, "f32").rows
-    tiles = _tiles(value, tile, low.kind.rows)
-    low.tiles[value] = [Scratch(4 * tiles, routing=True), Scratch(4 * tiles * tile, routing=True)]
-    low.emit(
-        "expert_sort",
-        (low.step, value, *low.tiles[value]),
-        (value.attrs["experts"], 1, 1),
-        params | {"WG": low.tuning.workgroup(1024), "TILE": tile, "TILES": tiles},
-    )
+from infer.kernels.ops.linear import Projection, multiplied, whole_rows
+from infer.kernels.ops.prepared import Form
 
 
-def lower_gate_up(low: Lowering, value: Value) -> None:
-    """Emit the kernels of the expert_gate_up op `value`."""
-    inputs, of_norm = low.projected(value)
-    if not low.kind.vec:
-        _matmul(low, value, inputs, value, x_slots=value.inputs[1].attrs["slots"])
-        return
-    routing = value.inputs[1]
-    choice = _choice(low, routing) if routing in low.absorbed else _CHOSEN_BEFORE
-    params = {"COMBINE": False} | of_norm | choice
-    outputs = value.attrs["outputs"]
-    form = low.fusion.next_form(value) if low.fusion else None
-    bindings = len(inputs) + len(_bias(value)) + 4 + params["CORRECTION"]
-    fits = form is not None and form.bindings + bindings <= low.device.limits.storage_buffers
-    if not (form and form.int8 and fits and outputs % BLOCK == 0 and low.tuning.subgroup_size):
-        form = None
-    _matmul_vec(low, value, inputs, [], value, form, params)
+@dataclass(eq=False, repr=False)
+class Route(Value):
+    """The experts of each row: those with the `slots` largest logits, and their softmax over all
+    experts; normalize: over those chosen. Rows are ids, best first, then weights, times scale.
 
+    sigmoid: scores are sigmoids and not a softmax; epsilon: is added to what they are divided by.
+    correction [experts]: is added to the scores for the choice, and not for the weights
+    (DeepSeek-AI 2024). expert_scales [experts]: the weights are multiplied by them. groups: that
+    many of equal size, and how many of them the choice is limited to: those whose best expert, or
+    with a correction whose best two together, have the largest score. shared: so many experts
+    behind those come last in all rows, with the weight shared_scale; gated: times the sigmoid of
+    one more logit, the last.
 
-def lower_down(low: Lowering, value: Value, result: Value, residual: Value | None = None) -> None:
-    """Emit the kernels of the expert_down op `value`; the result may have a residual added."""
-    weight: GpuTensor = value.attrs["weight"]
-    routing = value.inputs[1]
-    inputs: list[Operand] = [value.inputs[0]]
-    if weight.dtype in INTEGERS:
-        inputs = _slots_int8(low, value.inputs[0], routing, weight.shape[1])
-    added: list[Operand] = [] if residual is None else [low.source(residual)[0]]
-    if low.kind.vec:
-        summed = bool(added) or len(weight.shards) > 1
-        bindings = len(weight.shards[0].buffers) + len(inputs) + len(_bias(value)) + 1 + summed
-        form = low.next_form(result, low.device.limits.storage_buffers - bindings)
-        if form and form.int8 and not low.tuning.subgroup_size:
-            form = None
-        params = {"COMBINE": True, "NORM": False, "SCALED": False, "EPS": 0.0} | _CHOSEN_BEFORE
-        _matmul_vec(low, value, inputs, added, result, form, params)
-        return
-    parts = Scratch(4 * low.kind.rows * routing.attrs["slots"] * stride(result.width))
-    _matmul(low, value, inputs, parts, x_slots=1)
-    low.emit(
-        "expert_sum",
-        (routing, parts, result, *added),
-        low.row_grid(result, -(-result.width // 64)),
-        _routing(routing)
-        | {"WIDTH": result.width, "STRIDE": stride(result.width), "RESIDUAL": bool(added)},
-        moved=lambda rows, kv_len: 4 * rows * result.width * (routing.attrs["slots"] + 1),
-    )
+    Rules add: hidden: the width of what the experts read, which decides their tiles. made: the
+    kernel of their first projection does all this.
+    """
 
+    logits: Value
+    slots: int
+    normalize: bool = field(kw_only=True)
+    sigmoid: bool = field(default=False, kw_only=True)
+    correction: GpuTensor | None = field(default=None, kw_only=True)
+    expert_scales: GpuTensor | None = field(default=None, kw_only=True)
+    scale: float = field(default=1.0, kw_only=True)
+    epsilon: float = field(default=0.0, kw_only=True)
+    groups: tuple[int, int] = field(default=(1, 1), kw_only=True)
+    shared: int = field(default=0, kw_only=True)
+    shared_scale: float = field(default=1.0, kw_only=True)
+    gated: bool = field(default=False, kw_only=True)
+    made: bool = field(default=False, kw_only=True)
+    hidden: int = field(default=0, kw_only=True)
+    tile_operands: list[Operand] = field(default_factory=list, init=False)
 
-def _slots_int8(low: Lowering, x: Value, routing: Value, width: int) -> list[Operand]:
-    """The int8 form of the experts' results x, made here unless x came with it."""
-    if (x, None, True) in low.prepared:
-        return low.prepared[x, None, True]
-    slots = routing.attrs["slots"]
-    operands = _slots_scratch(low, routing, width)
-    low.emit(
-        "quantize",
-        (x, *operands),
-        lambda rows, kv_len: (-(-width // (8 * BLOCK)), rows * slots, 1),
-        {"K": width, "X_STRIDE": stride(width), "NORM": False, "ORDER": False}
-        | {"SHARED": not low.kind.vec, "QUANTIZE": True},
-    )
-    return operands
+    is_routing = True
 
+    def checked_width(self) -> int:
+        (count, chosen), experts = self.groups, self.experts
+        if not 0 < chosen <= count or experts % count:
+            raise ValueError(f"{experts} experts cannot be chosen of {self.groups} groups")
+        if not 0 < self.slots <= experts // count * chosen:
+            raise ValueError(f"{self.slots} experts cannot be chosen of {experts}")
+        if self.epsilon and not (self.sigmoid and self.normalize):
+            raise ValueError("only sigmoids are divided by their sum and an epsilon")
+        if self.gated and not self.shared:
+            raise ValueError("there is no shared expert for the gate")
+        return 2 * self.all_slots
 
-def _slots_scratch(low: Lowering, routing: Value, width: int) -> list[Operand]:
-    blocks = low.kind.rows * routing.attrs["slots"] * -(-width // BLOCK)
-    return [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
+    @property
+    def experts(self) -> int:
+        """Those that are chosen from."""
+        return self.logits.width - self.gated
 
+    @property
+    def all_experts(self) -> int:
+        return self.experts + self.shared
 
-def _matmul_vec(
-    low: Lowering,
-    value: Value,
-    inputs: list[Operand],
-    added: list[Operand],
-    result: Value,
-    form: Form | None,
-    params: dict[str, Any],
-) -> None:
-    weight: GpuTensor = value.attrs["weight"]
-    routing, combine, gated = value.inputs[1], params["COMBINE"], value.attrs["gated"]
-    slots, n, k = routing.attrs["slots"], value.attrs["outputs"], weight.shape[1]
-    variant = low.tuning.matmul_vec(
-        VecShape(
-            k * slots if combine else k,
-            n if combine else n * slots,
-            1,
-            weight.dtype,
-            gated=gated,
-            quantize=form is not None and form.int8,
-        )
-    )
-    bias = _bias(value)
-    keep = form is None or form.keep
-    outputs: list[Operand] = [result] if keep else []
-    if form is not None and combine:
-        outputs += low.prepare(result, form, low.kind.rows)
-    elif form is not None:
-        outputs += low.prepared.setdefault((result, None, True), _slots_scratch(low, routing, n))
-    next_norm = form.norm if form else None
-    if next_norm is not None:
-        outputs.append(next_norm.attrs["weight"].buffer)
-    first: Operand = routing
-    if params["ROUTE"]:
-        first = low.source(routing.inputs[0])[0]
-        outputs.append(routing)
-        correction: GpuTensor | None = routing.attrs["correction"]
-        outputs += [] if correction is None else [correction.buffer]
-    x = -(-n // variant.per_workgroup)
-    y = 1 if combine else slots
-    for shard in weight.shards:
-        weights, *rest = low.multiplied(shard, inputs)
-        # A sum over several shards goes from one to the next as a residual.
-        partial = combine and shard is not weight.shards[-1]
-        written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
+    @property
+    def all_slots(self) -> int:
+        """Experts of a row."""
+        return self.slots + self.shared
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Those of routing.wgsl."""
+        return {
+            "EXPERTS": self.experts,
+            "SLOTS": self.slots,
+            "SHARED": self.shared,
+            "ROUTING_STRIDE": stride(self.width),
+        }
+
+    def choice(self, low: Lowering) -> dict[str, Any]:
+        """The parameters of top_experts.wgsl."""
+        _, logits_stride, offset = low.source(self.logits)
+        return {
+            "ROUTE": True,
+            "NORMALIZE": self.normalize,
+            "SIGMOID": self.sigmoid,
+            "CORRECTION": self.correction is not None,
+            "EXPERT_SCALES": self.expert_scales is not None,
+            "ROUTE_SCALE": float(self.scale),
+            "ROUTE_EPS": float(self.epsilon),
+            "ROUTE_GROUPS": self.groups[0],
+            "CHOSEN_GROUPS": self.groups[1],
+            "SHARED_SCALE": float(self.shared_scale),
+            "SHARED_GATED": self.gated,
+            "LOGITS_STRIDE": logits_stride,
+            "LOGITS_OFFSET": offset,
+        }
+
+    def lower(self, low: Lowering) -> None:
+        if self.made:
+            return
+        params = self.params | {"SUBGROUPS": low.device.subgroups}
+        added = [v.buffer for v in (self.correction, self.expert_scales) if v is not None]
         low.emit(
-            "expert_matmul_vec",
-            [weights, first, *rest, *bias, *added, *written],
-            lambda rows, kv_len: (x, y * rows, 1),
-            params
-            | _routing(routing)
-            | _shard(shard, value)
-            | weight.grouping.params
-            | {
-                "WEIGHT": weight.dtype,
-                "K": k,
-                "N": n,
-                "Y_STRIDE": stride(n),
-                "WG": variant.workgroup,
-                "TEAM": variant.team,
-                "OUTPUTS": variant.outputs,
-                "UNROLL": variant.unroll,
-                "TABLE_COPIES": variant.copies,
-                "SUBGROUPS": low.device.subgroups,
-                "GATED": gated,
-                "BIAS": bool(bias),
-                "RESIDUAL": bool(added),
-                "ACTIVATION": value.attrs["function"],
-                "KEEP": partial or keep,
-                "QUANTIZE": form is not None and form.int8 and not partial,
-                "NEXT_NORM": next_norm is not None and not partial,
-            },
-            moved=_chosen(routing, shard.nbytes),
-            flops=_chosen(routing, 2 * shard.rows * k),
+            "route",
+            (low.source(self.logits)[0], self, *added),
+            low.row_grid(self, 1),
+            params | {"WG": low.tuning.workgroup(4 * self.experts)} | self.choice(low),
         )
-        if partial:
-            added = [*written]
-
-
-def _matmul(
-    low: Lowering, value: Value, inputs: list[Operand], result: Operand, x_slots: int
-) -> None:
-    weight: GpuTensor = value.attrs["weight"]
-    routing, gated = value.inputs[1], value.attrs["gated"]
-    n, k = value.attrs["outputs"], weight.shape[1]
-    tile = _tile(low, routing, weight.dtype)
-    x = -(-n * (1 + gated) // tile.columns)
-    for shard in weight.shards:
+        if low.kind.vec:
+            return
+        tile = self.tile(low, "f32").rows
+        tiles = self.tiles(tile, low.kind.rows)
+        self.tile_operands = [
+            Scratch(4 * tiles, is_routing=True),
+            Scratch(4 * tiles * tile, is_routing=True),
+        ]
         low.emit(
-            "matmul_int8" if weight.dtype in INTEGERS else "matmul",
-            [*low.multiplied(shard, inputs), result, *_bias(value), *low.tiles[routing]],
-            lambda rows, kv_len: (x, _tiles(routing, tile.rows, rows), 1),
-            tile.params
-            | low.whole_rows(weight)
-            | _shard(shard, value)
-            | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated}
-            | {"BIAS": bool(_bias(value)), "RESIDUAL": False, "START": 0, "SCALE": 1.0}
-            | {"SPLIT_ROWS": 0}
-            | {"ACTIVATION": value.attrs["function"]}
-            | weight.grouping.params
-            | {"WEIGHT": weight.dtype, "K": k, "N": n, "Y_STRIDE": stride(n)},
-            moved=shard.nbytes,
-            flops=_chosen(routing, 2 * shard.rows * k),
+            "expert_sort",
+            (low.step, self, *self.tile_operands),
+            (self.all_experts, 1, 1),
+            params | {"WG": low.tuning.workgroup(1024), "TILE": tile, "TILES": tiles},
         )
 
+    def tile(self, low: Lowering, dtype: str) -> TileVariant:
+        """The tile of prefill: its rows are the same for all of a layer's projections."""
+        rows = low.kind.rows * self.slots // self.experts
+        return low.tuning.expert_matmul(rows, self.hidden, dtype)
 
-def _bias(value: Value) -> list[Operand]:
-    """The buffer of all experts' biases, if there are any."""
-    bias: GpuTensor | None = value.attrs["bias"]
-    return [] if bias is None else [bias.buffer]
+    def tiles(self, tile: int, rows: int) -> int:
+        """The most tiles that the pairs of so many rows can need: an expert's last one may be
+        short."""
+        pairs = rows * self.all_slots
+        return min(pairs, (pairs + self.all_experts * (tile - 1)) // tile)
 
-
-def _shard(shard: Shard, value: Value) -> dict[str, Any]:
-    """Which experts a shard holds."""
-    rows = value.attrs["outputs"] * (1 + value.attrs["gated"])
-    return {"FIRST_EXPERT": shard.start // rows, "SHARD_EXPERTS": shard.rows // rows}
-
-
-def _routing(routing: Value) -> dict[str, Any]:
-    """The parameters of routing.wgsl."""
-    attrs = routing.attrs
-    shared = attrs["shared"]
-    return {
-        "EXPERTS": attrs["experts"] - shared,
-        "SLOTS": attrs["slots"] - shared,
-        "SHARED": shared,
-        "ROUTING_STRIDE": stride(routing.width),
-    }
-
-
-def _choice(low: Lowering, routing: Value) -> dict[str, Any]:
-    """The parameters of top_experts.wgsl."""
-    _, logits_stride, offset = low.source(routing.inputs[0])
-    attrs = routing.attrs
-    return {
-        "ROUTE": True,
-        "NORMALIZE": attrs["normalize"],
-        "SIGMOID": attrs["sigmoid"],
-        "CORRECTION": attrs["correction"] is not None,
-        "EXPERT_SCALES": attrs["expert_scales"] is not None,
-        "ROUTE_SCALE": float(attrs["scale"]),
-        "ROUTE_EPS": float(attrs["epsilon"]),
-        "ROUTE_GROUPS": attrs["groups"][0],
-        "CHOSEN_GROUPS": attrs["groups"][1],
-        "SHARED_SCALE": float(attrs["shared_scale"]),
-        "SHARED_GATED": attrs["gated"],
-        "LOGITS_STRIDE": logits_stride,
-        "LOGITS_OFFSET": offset,
-    }
+    def count(self, whole: int) -> Count:
+        """What all experts count, for those that the rows choose and share."""
+        experts, slots, shared, every = self.experts, self.slots, self.shared, self.all_experts
+        return lambda rows, kv_len: (min(rows * slots, experts) + shared) * whole // every
 
 
 _CHOSEN_BEFORE = {
@@ -281,24 +172,205 @@ _CHOSEN_BEFORE = {
 }
 
 
-def _tile(low: Lowering, routing: Value, dtype: str) -> TileVariant:
-    """The tile of prefill: its rows are the same for all of a layer's projections."""
-    chosen, logits = _routing(routing), routing.inputs[0]
-    while logits.inputs and logits.op != "linear":
-        logits = logits.inputs[0]
-    width = logits.inputs[0].width if logits.inputs else 0  # logits by hand: in tests
-    rows = low.kind.rows * chosen["SLOTS"] // chosen["EXPERTS"]
-    return low.tuning.expert_matmul(rows, width, dtype)
+@dataclass(eq=False, repr=False)
+class _Experts(Projection):
+    """A projection by the experts of each row."""
+
+    weight: GpuTensor
+    routing: Route
+    bias: GpuTensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Of an expert."""
+        rows, rest = divmod(self.weight.shape[0], self.parts * self.routing.all_experts)
+        if rest or any(shard.start % (self.parts * rows) for shard in self.weight.shards):
+            raise ValueError(f"a weight of {self.weight.shape} does not fit the experts")
+        return rows
+
+    @property
+    def parts(self) -> int:
+        """Matrices of an expert."""
+        return 1
+
+    @property
+    def biases(self) -> list[Operand]:
+        """The buffer of all experts' biases, if there are any."""
+        return [] if self.bias is None else [self.bias.buffer]
+
+    def lower_vec(
+        self,
+        low: Lowering,
+        inputs: list[Operand],
+        params: dict[str, Any],
+        function: str,
+        combine: bool,
+    ) -> None:
+        """expert_matmul_vec for each shard; combine: a row's experts are added up."""
+        weight, routing, form, gated = self.weight, self.routing, self.prepares, self.parts == 2
+        slots, n, k = routing.all_slots, self.outputs, weight.shape[1]
+        int8, keep = form is not None and form.int8, form is None or form.keep
+        variant = low.tuning.matmul_vec(
+            VecShape(
+                k * slots if combine else k,
+                n if combine else n * slots,
+                1,
+                weight.dtype,
+                gated=gated,
+                quantize=int8,
+            )
+        )
+        outputs = self.outputs_bound
+        first: Operand = routing
+        if params["ROUTE"]:
+            first = low.source(routing.logits)[0]
+            outputs += [routing]
+            outputs += [] if routing.correction is None else [routing.correction.buffer]
+        added = [] if self.residual is None else [low.source(self.residual)[0]]
+        x, y = -(-n // variant.per_workgroup), 1 if combine else slots
+        for shard in weight.shards:
+            weights, *rest = multiplied(shard, inputs)
+            # A sum over several shards goes from one to the next as a residual.
+            partial = combine and shard is not weight.shards[-1]
+            written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
+            low.emit(
+                "expert_matmul_vec",
+                [weights, first, *rest, *self.biases, *added, *written],
+                lambda rows, kv_len: (x, y * rows, 1),
+                params
+                | routing.params
+                | self._of_shard(shard)
+                | weight.grouping.params
+                | {
+                    "COMBINE": combine,
+                    "WEIGHT": weight.dtype,
+                    "K": k,
+                    "N": n,
+                    "Y_STRIDE": stride(n),
+                    "WG": variant.workgroup,
+                    "TEAM": variant.team,
+                    "OUTPUTS": variant.outputs,
+                    "UNROLL": variant.unroll,
+                    "TABLE_COPIES": variant.copies,
+                    "SUBGROUPS": low.device.subgroups,
+                    "GATED": gated,
+                    "BIAS": self.bias is not None,
+                    "RESIDUAL": bool(added),
+                    "ACTIVATION": function,
+                    "KEEP": partial or keep,
+                    "QUANTIZE": int8 and not partial,
+                    "NEXT_NORM": form is not None and form.norm is not None and not partial,
+                },
+                moved=routing.count(shard.nbytes),
+                flops=routing.count(2 * shard.rows * k),
+            )
+            if partial:
+                added = [*written]
+
+    def lower_tiles(
+        self, low: Lowering, inputs: list[Operand], result: Operand, function: str, x_slots: int
+    ) -> None:
+        """matmul or matmul_int8 over the tiles of rows by expert, for each shard."""
+        weight, routing, gated = self.weight, self.routing, self.parts == 2
+        n, k = self.outputs, weight.shape[1]
+        tile = routing.tile(low, weight.dtype)
+        x = -(-n * self.parts // tile.columns)
+        for shard in weight.shards:
+            low.emit(
+                "matmul_int8" if weight.dtype in INTEGERS else "matmul",
+                [*multiplied(shard, inputs), result, *self.biases, *routing.tile_operands],
+                lambda rows, kv_len: (x, routing.tiles(tile.rows, rows), 1),
+                tile.params
+                | whole_rows(low, weight)
+                | self._of_shard(shard)
+                | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated}
+                | {"BIAS": self.bias is not None, "RESIDUAL": False, "START": 0, "SCALE": 1.0}
+                | {"SPLIT_ROWS": 0, "ACTIVATION": function}
+                | weight.grouping.params
+                | {"WEIGHT": weight.dtype, "K": k, "N": n, "Y_STRIDE": stride(n)},
+                moved=shard.nbytes,
+                flops=routing.count(2 * shard.rows * k),
+            )
+
+    def _of_shard(self, shard: Shard) -> dict[str, Any]:
+        """Which experts a shard holds."""
+        rows = self.outputs * self.parts
+        return {"FIRST_EXPERT": shard.start // rows, "SHARD_EXPERTS": shard.rows // rows}
 
 
-def _tiles(routing: Value, tile: int, rows: int) -> int:
-    """The most tiles that the pairs of so many rows can need: an expert's last one may be short."""
-    pairs, experts = rows * routing.attrs["slots"], routing.attrs["experts"]
-    return int(min(pairs, (pairs + experts * (tile - 1)) // tile))
+@dataclass(eq=False, repr=False)
+class ExpertGateUp(_Experts):
+    """function(x gate^T) * (x up^T), or clamped_swiglu of both (activate.wgsl), by each of a row's
+    experts, one result after the other, each in stride(inner) values. weight [experts * 2 * inner,
+    width]: gate, then up, of each expert; bias [experts * 2 * inner] likewise. Not gated:
+    function(x up^T), and there are no gates in them.
+
+    Rules add: chooses: it also computes the routing.
+    """
+
+    function: str = "silu"
+    gated: bool = True
+    chooses: bool = field(default=False, kw_only=True)
+
+    def checked_width(self) -> int:
+        if self.weight.shape[1] != self.x.width:
+            raise ValueError(f"rows of {self.x.width} do not fit a weight of {self.weight.shape}")
+        return self.routing.all_slots * stride(self.outputs)
+
+    @property
+    def parts(self) -> int:
+        return 1 + self.gated
+
+    def writes(self, form: Form, target: Target) -> bool:
+        corrected = self.chooses and self.routing.correction is not None
+        bound = self.bound - len(self.weight.shards[0].buffers) + len(self.biases) + 4 + corrected
+        fits = form.bindings + bound <= target.device.limits.storage_buffers
+        whole = form.int8 and self.outputs % BLOCK == 0 and target.tuning.subgroup_size
+        return bool(target.kind.vec and fits and whole)
+
+    def lower(self, low: Lowering) -> None:
+        inputs, of_norm = self.read(low)
+        if low.kind.vec:
+            choice = self.routing.choice(low) if self.chooses else _CHOSEN_BEFORE
+            self.lower_vec(low, inputs, of_norm | choice, self.function, combine=False)
+        else:
+            self.lower_tiles(low, inputs, self, self.function, self.routing.all_slots)
 
 
-def _chosen(routing: Value, count: int) -> Count:
-    """What all experts count, for those that the rows choose and share."""
-    params, every = _routing(routing), routing.attrs["experts"]
-    experts, slots, shared = (params[name] for name in ("EXPERTS", "SLOTS", "SHARED"))
-    return lambda rows, kv_len: (min(rows * slots, experts) + shared) * count // every
+@dataclass(eq=False, repr=False)
+class ExpertDown(_Experts):
+    """What a row's experts make of their results x, each times its weight in the routing, added up
+    in the order of the ids; weight [experts * width, inner], bias [experts * width]."""
+
+    @property
+    def x_parts(self) -> int:
+        return self.routing.all_slots
+
+    def checked_width(self) -> int:
+        if self.routing.all_slots * stride(self.weight.shape[1]) != self.x.width:
+            raise ValueError(f"rows of {self.x.width} do not fit a weight of {self.weight.shape}")
+        return self.outputs
+
+    def writes(self, form: Form, target: Target) -> bool:
+        summed = self.residual is not None or len(self.weight.shards) > 1
+        bound = self.bound + len(self.biases) + 1 + summed
+        int8 = not form.int8 or target.tuning.subgroup_size
+        return bool(target.kind.vec and int8) and form.fits(self, target, bound)
+
+    def lower(self, low: Lowering) -> None:
+        inputs, of_norm = self.read(low)
+        routing = self.routing
+        if low.kind.vec:
+            self.lower_vec(low, inputs, of_norm | _CHOSEN_BEFORE, "none", combine=True)
+            return
+        parts = Scratch(4 * low.kind.rows * routing.all_slots * stride(self.width))
+        self.lower_tiles(low, inputs, parts, "none", 1)
+        added = [] if self.residual is None else [low.source(self.residual)[0]]
+        low.emit(
+            "expert_sum",
+            (routing, parts, self, *added),
+            low.row_grid(self, -(-self.width // 64)),
+            routing.params
+            | {"WIDTH": self.width, "STRIDE": stride(self.width), "RESIDUAL": bool(added)},
+            moved=lambda rows, kv_len: 4 * rows * self.width * (routing.all_slots + 1),
+        )

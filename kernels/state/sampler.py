@@ -8,7 +8,7 @@ What a step dispatches depends on what its rows ask for (SamplerChain):
     top-p          the same
     top-k + top-p  sample_prepare, 5 x sample_histogram, sample_draw, sample_commit
 
-All but the last work on blocks of 1024 tokens, and on all rows, side by side. Filters are exact: a
+All but the last work on tiles of 1024 tokens, and on all rows, side by side. Filters are exact: a
 radix selection over all 32 bits of the scores finds where top-k and then top-p cut, one digit per
 dispatch; every workgroup reads the last dispatch's histogram, so that no dispatch does that alone.
 Probability mass is summed in 32-bit fixed point, so results do not depend on the order of addition.
@@ -40,7 +40,7 @@ INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing abov
 IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
 
 FORBIDDEN = -1e30  # for a bias of -inf, which WGSL may not know: below every score, and a number
-BLOCK = 1024  # tokens of a workgroup, as in sampling.wgsl
+TILE = 1024  # tokens of a workgroup, as in sampling.wgsl
 ROW_BINS = 20480  # of sample_histograms.wgsl
 CUT = np.dtype(  # of sample_cut.wgsl
     [
@@ -103,7 +103,7 @@ class Sampler:
         self.device, self.vocab_size = device, vocab_size
         self.max_rows, self.sequences = max_rows, sequences
         self._stride = -(-vocab_size // 8) * 8
-        self._blocks = -(-vocab_size // BLOCK)
+        self._tiles = -(-vocab_size // TILE)
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
@@ -155,7 +155,7 @@ class Sampler:
         self._dispatches.clear()
 
     def _build(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
-        sizes: dict[str, Value] = {"BLOCKS": self._blocks, "VOCAB": self.vocab_size}
+        sizes: dict[str, Value] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
         gathers: dict[str, Value] = {"GATHER": gather, "SEQUENCES": self.sequences}
         gathers["SOFTWARE"] = self.device.software
         rows = min(MAX_LOGITS_ROWS, self.max_rows)
@@ -184,7 +184,7 @@ class Sampler:
         spec = KernelSpec.of(
             "sample_commit",
             **gathers,
-            BLOCKS=self._blocks,
+            TILES=self._tiles,
             STRIDE=self._stride,
             ROWS=rows if gather else 1,
             PENALTIES=chain.penalties,
@@ -193,7 +193,7 @@ class Sampler:
 
         self.device.pipelines(spec for spec, _ in kernels)
         # A prefill chunk has more rows than logits, nearly always those of one row.
-        grid: Grid = (self._blocks, rows, 1) if gather else lambda rows, _: (self._blocks, rows, 1)
+        grid: Grid = (self._tiles, rows, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
         last: Grid = (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1)
         result = []
         for spec, names in kernels:
@@ -215,9 +215,9 @@ class Sampler:
         if name not in self._buffers:
             per_row = {
                 "sampled": 4,
-                "bests": self._blocks * 8,
+                "bests": self._tiles * 8,
                 "z": self._stride * 4,
-                "stats": self._blocks * 8,
+                "stats": self._tiles * 8,
                 "histograms": ROW_BINS * 4,
                 "cuts": SLOTS * CUT.itemsize,
             }

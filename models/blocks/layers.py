@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Self
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, KVShape, LayerCache
 from infer.kernels.state.layer_state import StateShape
 from infer.models.loading.config import RawConfig, RopeConfig, shown
@@ -346,9 +348,7 @@ def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightS
         yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (config.hidden_size,)),))
 
 
-def norm(
-    ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig, groups: int = 1
-) -> Value:
+def norm(x: Value, w: Weights, name: str, config: DecoderConfig, groups: int = 1) -> Value:
     """The norm of that name over whole rows, or head by head; groups: of so many that have weights
     of their own."""
     if config.norm.layer_norm:
@@ -356,12 +356,10 @@ def norm(
     return ops.rmsnorm(x, w[name], config.norm.rms_norm_eps, groups)
 
 
-def qk_norms(
-    ops: Ops, q: Value, k: Value, w: Weights, config: DecoderConfig
-) -> tuple[Value, Value]:
+def qk_norms(q: Value, k: Value, w: Weights, config: DecoderConfig) -> tuple[Value, Value]:
     """The norms of queries and keys."""
     own = [x.width // config.head_dim if config.attention.own_qk_norms else 1 for x in (q, k)]
-    return norm(ops, q, w, "q_norm", config, own[0]), norm(ops, k, w, "k_norm", config, own[1])
+    return norm(q, w, "q_norm", config, own[0]), norm(k, w, "k_norm", config, own[1])
 
 
 def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> WeightSpec:
@@ -440,7 +438,6 @@ def last_first(source: Source, groups: int, last: int) -> Iterator[Source]:
 
 
 def attention(
-    ops: Ops,
     x: Value,
     w: Weights,
     config: DecoderConfig,
@@ -455,14 +452,14 @@ def attention(
     gate_width = [q_width] * own.gated_attention
     q, k, v, *gates = ops.split(qkv, q_width, kv_width, kv_width, *gate_width)
     if own.normed and not own.norm_after_rope:
-        q, k = qk_norms(ops, q, k, w, config)
+        q, k = qk_norms(q, k, w, config)
     if own.clip_qkv:
         q, k, v = (ops.clip(part, own.clip_qkv) for part in (q, k, v))
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
     if own.normed and own.norm_after_rope:
-        q, k = qk_norms(ops, q, k, w, config)
-    q = position_scaled(ops, q, config, cache)
+        q, k = qk_norms(q, k, w, config)
+    q = position_scaled(q, config, cache)
     scale = d**-0.5 if own.attention_multiplier is None else own.attention_multiplier
     cap = own.attn_logit_softcapping
     sinks = w.get("sinks")
@@ -472,7 +469,7 @@ def attention(
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
 
 
-def position_scaled(ops: Ops, q: Value, config: DecoderConfig, cache: LayerCache) -> Value:
+def position_scaled(q: Value, config: DecoderConfig, cache: LayerCache) -> Value:
     """Queries times what grows with their position, where the config says so."""
     scaling = config.attention.position_scaling
     if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
@@ -495,7 +492,7 @@ def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[Weigh
         yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
 
 
-def mlp(ops: Ops, x: Value, w: Weights, config: DecoderConfig) -> Value:
+def mlp(x: Value, w: Weights, config: DecoderConfig) -> Value:
     """A gated linear unit (Shazeer 2020): activation(gate) * up, projected back. Or, where it is
     not gated, activation(up)."""
     if config.mlp.gated:

@@ -7,8 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -43,12 +45,10 @@ class Mamba2(Decoder):
             return super().mixer_weights(layer, name, prefix)
         return weights(self.config, shape, f"{name}.mamba", f"{prefix}.mamba")
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         if not isinstance(cache, LayerState):
-            return super().mixer(ops, x, w, rope, cache, window)
-        return mamba2(ops, x, Scope(w, "mamba"), self.config, cache)
+            return super().mixer(x, w, rope, cache, window)
+        return mamba2(x, Scope(w, "mamba"), self.config, cache)
 
 
 def read_mamba(raw: RawConfig, mamba: Sequence[bool]) -> dict[str, Any]:
@@ -161,7 +161,6 @@ def weights(
 
 
 def mamba2(
-    ops: Ops,
     x: Value,
     w: Weights,
     config: DecoderConfig,

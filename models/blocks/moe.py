@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.experts import Route
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
@@ -105,11 +107,11 @@ class MixtureOfExperts(Decoder):
             return rows - idle * self.width
         return rows - idle * (1 + self.config.mlp.gated) * self.experts.inner
 
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+    def mlp(self, x: Value, w: Weights) -> Value:
         """The sum of what the chosen experts make of x, each times its weight, and the shared one,
         which may be the last of their stacks (LoadPlan.joined)."""
         if "router" not in w:
-            return super().mlp(ops, x, w)
+            return super().mlp(x, w)
         experts, c = self.experts, self.config
         both = ops.linear(x, w["router"])
         logits, *gates = ops.split(both, experts.count, *[1] * (both.width - experts.count))
@@ -127,17 +129,17 @@ class MixtureOfExperts(Decoder):
             shared_scale=c.residual_multiplier,
             gated=bool(stacked and gates),
         )
-        y = self.chosen(ops, x, routing, w)
+        y = self.chosen(x, routing, w)
         if experts.shared_inner and not stacked:
-            shared = layers.mlp(ops, x, Scope(w, "shared_expert"), c)
+            shared = layers.mlp(x, Scope(w, "shared_expert"), c)
             y = (ops.sigmoid_gate(shared, *gates) if gates else shared) + y
         return y
 
-    def chosen(self, ops: Ops, x: Value, routing: Value, w: Weights) -> Value:
+    def chosen(self, x: Value, routing: Route, w: Weights) -> Value:
         """The part of the chosen experts in that."""
         c, into = self.config, w[f"experts.{self.first_experts}"]
-        y = ops.expert_gate_up(x, routing, into, function=c.mlp.activation, gated=c.mlp.gated)
-        return ops.expert_down(y, routing, w["experts.down_proj"])
+        y = ops.expert_gate_up(x, into, routing, function=c.mlp.activation, gated=c.mlp.gated)
+        return ops.expert_down(y, w["experts.down_proj"], routing)
 
 
 def predicts_further(config: DecoderConfig, key: str) -> bool:

@@ -1,5 +1,7 @@
-// Attention of many rows (prefill): tiles of queries of one head against tiles of positions, with an
-// online softmax, so that the score matrix is never written (FlashAttention, Dao et al. 2022).
+// y = softmax(SCALE Q K^T) V for each head of many rows (prefill), over the positions that a row attends to; Q
+// and y are [rows][heads][HEAD_DIM], K and V the cache's [positions][KV heads][HEAD_DIM]. Tiles of queries of
+// one head go against tiles of positions, with an online softmax, so that the score matrix is never written
+// (FlashAttention, Dao et al. 2022).
 //
 // For each tile two products as in matmul.wgsl. S = Q K^T, in slices of DEPTH dimensions, leaves
 // M_TILE x N_TILE scores in the registers of an invocation. Their exponentials go through workgroup
@@ -15,6 +17,7 @@
 #include "attention_range.wgsl"
 #include "capped.wgsl"
 #include "rolled.wgsl"
+#include "z_curve.wgsl"
 // @param GROUP u32               query heads per KV head
 // @param SCALE f32
 // @param Q_STRIDE u32
@@ -172,11 +175,9 @@ fn main(
   let last_place = step.rows[last_row].position;
   let task = Task(first_row, last_row, id.x, last_place + 1u);
 
-  // Neighbouring invocations go along a Z curve, so that they share what they load.
-  let lane = tid % 32u;
-  let part = tid / 32u;  // of 4 by 8 invocations
-  let tx = part % (N_SIZE / 8u) * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
-  let ty = part / (N_SIZE / 8u) * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
+  let place = z_curve(tid);
+  let tx = place.x;
+  let ty = place.y;
 
 #for i in 0..M_TILE
   let position$i = step.rows[min(first_row + ty + $iu * M_SIZE, last_row)].position;

@@ -1,6 +1,12 @@
 // Two dimensions of keys or values as a cache stores them; for int8, a head in workgroup memory.
 #include "kv.wgsl"
 #include "int8.wgsl"
+// Caches are bound as array<KvWord>.
+#if KV == f32
+alias KvWord = vec2<f32>;
+#else
+alias KvWord = u32;
+#endif
 #if KV == q8
 var<workgroup> kept: array<vec2<f32>, HEAD_DIM / 2u>;  // pairs, as an invocation may have no more
 

@@ -1,5 +1,5 @@
-// Write the keys and values of the step's rows into the cache. LATENT: values are the keys, and a key is
-// k and v side by side.
+// keys[slot of a row] = k[row], values[slot of a row] = v[row], [KV heads][HEAD_DIM] each, through the type of
+// the cache. LATENT: values are the keys, and a key is k and v side by side.
 #include "step.wgsl"
 #include "kv_head.wgsl"
 // @param LATENT bool
@@ -12,17 +12,9 @@
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> k: array<f32>;
 @group(0) @binding(3) var<storage, read> v: array<f32>;
-#if KV == f32
-@group(0) @binding(4) var<storage, read_write> keys: array<vec2<f32>>;
-#else
-@group(0) @binding(4) var<storage, read_write> keys: array<u32>;
-#endif
+@group(0) @binding(4) var<storage, read_write> keys: array<KvWord>;
 #if not LATENT
-#if KV == f32
-@group(0) @binding(5) var<storage, read_write> values: array<vec2<f32>>;
-#else
-@group(0) @binding(5) var<storage, read_write> values: array<u32>;
-#endif
+@group(0) @binding(5) var<storage, read_write> values: array<KvWord>;
 #endif
 
 // grid (kv heads, rows)

@@ -1,10 +1,9 @@
-// The one key of a latent cache: ROTARY_DIM values that are turned, then the latent, which is normed.
-// Needs the bindings of turn.wgsl and step.wgsl, `latent: array<f32>`, where the values lie,
-// `latent_norm: array<f32>`, `pages: array<u32>` where PAGED, and `keys`: array<vec2<f32>> for f32, else
-// array<u32>.
+// The one key of a latent cache: ROTARY_DIM values that are rotated, then the latent, which is normed.
+// Needs the bindings of rotate_pair.wgsl and step.wgsl, `latent: array<f32>`, where the values lie,
+// `latent_norm: array<f32>`, `pages: array<u32>` where PAGED, and `keys: array<KvWord>` (kv_head.wgsl).
 #include "reduce.wgsl"
 #include "step.wgsl"
-#include "rotate.wgsl"
+#include "rotate_head.wgsl"
 #include "kv_head.wgsl"
 // @param EPS f32
 // @param LATENT_STRIDE u32

@@ -11,17 +11,37 @@ const PARTS = 1u;
 
 var<workgroup> partial: array<array<array<f32, PARTS>, VALUES>, TEAMS>;
 
+struct Team {  // of an invocation, which is
+  index: u32,
+  lane: u32,   // so many in the team,
+  part: u32,   // in so many of its subgroups,
+  parts: u32,  // of which there are so many
+}
+
+fn team_of(me: Invocation) -> Team {
+#if TEAM == WG and SUBGROUPS
+  return Team(0u, me.index, me.subgroup, me.n_subgroups);
+#elif TEAM == WG
+  return Team(0u, me.index, 0u, 1u);
+#else
+  // Teams are made of whole subgroups.
+  let parts = me.n_subgroups / TEAMS;
+  let part = me.subgroup % parts;
+  return Team(me.subgroup / parts, part * (WG / me.n_subgroups) + me.lane, part, parts);
+#endif
+}
+
 // Sum a value over the team, as far as it goes without waiting for the other subgroups.
-fn keep(team: u32, part: u32, value: u32, sum: f32, me: Invocation) {
+fn keep(team: Team, value: u32, sum: f32, me: Invocation) {
 #if SUBGROUPS
   let whole = subgroupAdd(sum);
   if (me.lane == 0u) {
-    partial[team][value][part] = whole;
+    partial[team.index][value][team.part] = whole;
   }
 #else
   let whole = workgroup_add(sum, me);
   if (me.index == 0u) {
-    partial[team][value][part] = whole;
+    partial[team.index][value][team.part] = whole;
   }
 #endif
 }

@@ -1,26 +1,26 @@
 // Projections of a few rows by the experts that each is routed to, built like matmul_vec.wgsl. W
 // holds the experts one below the other.
 //
-// Without COMBINE a workgroup has a row and one of its experts, and y[row][slot] = activate(W x), or,
-// GATED, its part of W is gate rows and then up rows, and y[row][slot] = gated(gate, up); with NORM x
-// is normed as in matmul_vec.wgsl.
+//   y[row][slot] = activate(x[row] W_e^T + bias_e)
+//   y[row] = sum of weight[row][slot] (x[row][slot] W_e^T + bias_e) over the slots + residual   with COMBINE
+//
+// where e is the expert of a slot, and W_e [N][K], or, GATED, [2 N][K] with gate rows and then up rows, and
+// gated(gate, up) in place of activate. With NORM x is normed as in matmul_vec.wgsl.
+// Without COMBINE a workgroup has a row and one of its experts; with it, all: one long dot product.
 // With ROUTE every workgroup chooses the experts by itself, and one of them writes what was chosen.
-// With COMBINE x has the rows [row][slot], and y[row] is the sum of W x over the slots, each times
-// the expert's weight: one long dot product. RESIDUAL is added to it.
-// BIAS: of each expert's rows, added to its part of W x.
-// NEXT_NORM, QUANTIZE and KEEP are those of matmul_vec.wgsl.
+// What goes out is said in next_input.wgsl.
 // A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
 #include "team_sums.wgsl"
-#include "block_float.wgsl"
-#include "block_int8.wgsl"
-#include "quantize_outputs.wgsl"
+#let X = 2
+#include "chunk_float.wgsl"
+#include "chunk_int8.wgsl"
 #include "routing.wgsl"
 #include "top_experts.wgsl"
 #include "activate.wgsl"
 // @param N u32                   outputs of an expert
 // @param Y_STRIDE u32            of a row, or of one of its slots
 // @param OUTPUTS u32             outputs per team
-// @param UNROLL u32              blocks in flight per row of W
+// @param UNROLL u32              chunks of columns in flight per row of W
 // @param EPS f32
 // @param FIRST_EXPERT u32        of this shard of W
 // @param SHARD_EXPERTS u32
@@ -37,53 +37,26 @@
 #else
 @group(0) @binding(1) var<storage, read> routing: array<f32>;
 #endif
-#if INTEGERS
-#let FIRST = 5
-@group(0) @binding(2) var<storage, read> x: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> scales: array<u32>;
-@group(0) @binding(4) var<storage, read> x_scales: array<vec2<f32>>;
-#else
-#let FIRST = 3 + CODES + NORM
-@group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;
-#if CODES
-@group(0) @binding(3) var<storage, read> scales: array<u32>;
-#endif
-#if SCALED
-@group(0) @binding($(3 + CODES)) var<storage, read> scaled_x: array<vec4<f32>>;
-#elif NORM
-@group(0) @binding($(3 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
-#endif
-#endif
 #if BIAS
-@group(0) @binding($(FIRST)) var<storage, read> bias: array<f32>;  // of all experts
+@group(0) @binding($(AFTER_X)) var<storage, read> bias: array<f32>;  // of all experts
 #endif
 #if RESIDUAL
-@group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
+@group(0) @binding($(AFTER_X + BIAS)) var<storage, read> residual: array<f32>;
 #endif
-#if KEEP
-@group(0) @binding($(FIRST + BIAS + RESIDUAL)) var<storage, read_write> y: array<f32>;
-#endif
-#let NEXT = FIRST + BIAS + RESIDUAL + KEEP
-#if QUANTIZE
-@group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
-#elif NEXT_NORM
-@group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
-#endif
-#if NEXT_NORM
-@group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
-#endif
+#let OUTPUT = AFTER_X + BIAS + RESIDUAL
+#include "next_input.wgsl"
+#let ROUTED = OUTPUT + KEEP + 2 * QUANTIZE
 #if ROUTE
-@group(0) @binding($(NEXT + 2 * QUANTIZE)) var<storage, read_write> routing: array<f32>;
+@group(0) @binding($(ROUTED)) var<storage, read_write> routing: array<f32>;
 #if CORRECTION
-@group(0) @binding($(NEXT + 2 * QUANTIZE + 1)) var<storage, read> correction: array<f32>;
+@group(0) @binding($(ROUTED + 1)) var<storage, read> correction: array<f32>;
 #endif
 #endif
 
 #let W_ROWS = OUTPUTS * (1 + GATED)
 #let ROWS_OF_X = 1 + COMBINE * (SLOTS + SHARED - 1)
 const VALUES = $(W_ROWS + NORM)u;      // sums per team
-const STEPS = BLOCKS * $(ROWS_OF_X)u;
+const STEPS = CHUNKS * $(ROWS_OF_X)u;
 
 #if QUANTIZE
 const FOURS = TEAMS * OUTPUTS / 4u;
@@ -105,23 +78,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   fill_table(me.index, WG);
 #endif
   let first = id.x * (TEAMS * OUTPUTS);
-#if TEAM == WG
-  let team = 0u;
-  let lane = me.index;
-#if SUBGROUPS
-  let part = me.subgroup;
-  let parts = me.n_subgroups;
-#else
-  let part = 0u;
-  let parts = 1u;
-#endif
-#else
-  // Teams are made of whole subgroups.
-  let parts = me.n_subgroups / TEAMS;
-  let team = me.subgroup / parts;
-  let part = me.subgroup % parts;
-  let lane = part * (WG / me.n_subgroups) + me.lane;
-#endif
+  let team = team_of(me);
 
   // One output for each of the first invocations: what is added to it is under way from the start.
   let n = first + me.index;
@@ -129,9 +86,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if RESIDUAL
   var own_residual = 0.0;
 #endif
-#if NEXT_NORM
   var own_norm = 0.0;
-#endif
   if (own_output) {
 #if RESIDUAL
     own_residual = residual[id.y * Y_STRIDE + n];
@@ -169,7 +124,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let expert_row = row_of(expert);
 #endif
 #for o in 0..OUTPUTS
-  let output$o = min(first + team * OUTPUTS + $ou, N - 1u);
+  let output$o = min(first + team.index * OUTPUTS + $ou, N - 1u);
 #if GATED
   let row$(2 * $o) = expert_row + output$o;
   let row$(2 * $o + 1) = expert_row + output$o + N;
@@ -184,21 +139,21 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   var squares = 0.0;
 #endif
 
-  for (var base = lane; base < STEPS; base += TEAM * UNROLL) {
+  for (var base = team.lane; base < STEPS; base += TEAM * UNROLL) {
 #for u in 0..UNROLL
 #if COMBINE
     let at$u = min(base + $uu * TEAM, STEPS - 1u);
-    let slot$u = at$u / BLOCKS;
-    let i$u = at$u % BLOCKS;
+    let slot$u = at$u / CHUNKS;
+    let i$u = at$u % CHUNKS;
     let expert$u = expert_of(id.y, slot$u);
     let expert_row$u = row_of(expert$u);
 #for o in 0..OUTPUTS
-    let w$o_$u = load_block(expert_row$u + output$o, i$u);
+    let w$o_$u = load_chunk(expert_row$u + output$o, i$u);
 #endfor
 #else
-    let i$u = min(base + $uu * TEAM, BLOCKS - 1u);
+    let i$u = min(base + $uu * TEAM, CHUNKS - 1u);
 #for r in 0..W_ROWS
-    let w$r_$u = load_block(row$r, i$u);
+    let w$r_$u = load_chunk(row$r, i$u);
 #endfor
 #endif
 #endfor
@@ -227,11 +182,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 
 #for r in 0..W_ROWS
-  keep(team, part, $ru, sum$r, me);
+  keep(team, $ru, sum$r, me);
 #endfor
 #if NORM
-  if (team == 0u) {
-    keep(team, part, $(W_ROWS)u, squares, me);
+  if (team.index == 0u) {
+    keep(team, $(W_ROWS)u, squares, me);
   }
 #endif
   workgroupBarrier();
@@ -240,28 +195,28 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     let owner = me.index / OUTPUTS;  // the team that has this output
     let place = me.index % OUTPUTS;
 #if NORM
-    let mean = total(0u, $(W_ROWS)u, parts) / f32(K);
+    let mean = total(0u, $(W_ROWS)u, team.parts) / f32(K);
     let scale = UNIT * inverseSqrt(mean + EPS);
 #else
     let scale = UNIT;
 #endif
 #if COMBINE
-    var value = scale * total(owner, place, parts);
+    var value = scale * total(owner, place, team.parts);
 #if BIAS
 #for s in 0..SLOTS + SHARED
     value += select(0.0, weight_of(id.y, $su), in_shard(expert_of(id.y, $su))) * own_bias$s;
 #endfor
 #endif
 #elif GATED
-    var gate = scale * total(owner, 2u * place, parts);
-    var up = scale * total(owner, 2u * place + 1u, parts);
+    var gate = scale * total(owner, 2u * place, team.parts);
+    var up = scale * total(owner, 2u * place + 1u, team.parts);
 #if BIAS
     gate += own_bias0;
     up += own_bias1;
 #endif
     var value = gated(gate, up);
 #else
-    var value = scale * total(owner, place, parts);
+    var value = scale * total(owner, place, team.parts);
 #if BIAS
     value += own_bias0;
 #endif
@@ -270,17 +225,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if RESIDUAL
     value += own_residual;
 #endif
-#if KEEP
-    y[id.y * Y_STRIDE + n] = value;
-#endif
-#if QUANTIZE
-    outputs[me.index] = value;
-#if NEXT_NORM
-    scaled_outputs[me.index] = value * own_norm;
-#endif
-#elif NEXT_NORM
-    next_x[id.y * Y_STRIDE + n] = value * own_norm;
-#endif
+    store_output(me.index, id.y * Y_STRIDE + n, value, own_norm);
   }
 #if QUANTIZE
 
@@ -290,7 +235,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #else
   if (me.index < FOURS && in_shard(expert)) {
 #endif
-    store_outputs(me.index, id.y, N / 32u, first / 16u);
+    quantize_outputs(me.index, id.y, N / 32u, first / 16u);
   }
 #endif
 #if ROUTE

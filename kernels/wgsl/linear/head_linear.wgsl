@@ -1,17 +1,16 @@
-// y = W_h x_h for each head h, where x_h is the last K of its X_HEAD values. KEPT of those before them go
-// in front of the result as they are or, with ROPE, turned: workgroups of their own do that. QUANTIZE: the
-// result goes out as int8. LATENT: one workgroup more writes a key that has nothing to do with these. For a
-// few rows; matmul.wgsl does many.
+// y_h = x_h W_h^T for each head h, where x_h is the last K of its X_HEAD values, and W_h [N][K]. KEPT of
+// those before them go in front of the result as they are or, with ROPE, rotated: workgroups of their
+// own do that. QUANTIZE: the result goes out as int8. LATENT: one workgroup more writes a key that has
+// nothing to do with these. For a few rows; matmul.wgsl does many.
 //
 // A workgroup has OUTPUTS outputs of a head, for ROWS rows, so that weights are read once for all of
 // these; TEAM invocations share an output.
 #include "step.wgsl"
 #include "weight_group.wgsl"
-#let NEXT_NORM = 0
-#include "quantize_outputs.wgsl"
+#include "quantize_block.wgsl"
 #include "reduce.wgsl"
 #if ROPE
-#include "turn.wgsl"
+#include "rotate_pair.wgsl"
 #endif
 #if LATENT
 #include "latent.wgsl"
@@ -35,23 +34,17 @@
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 #endif
 @group(0) @binding($(2 + SCALES_BOUND)) var<storage, read> x: array<f32>;
-#if QUANTIZE
-@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(4 + SCALES_BOUND)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
-#else
-@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
-#endif
+#let KEEP = not QUANTIZE
+#let NEXT_NORM = 0
+#let OUTPUT = 3 + SCALES_BOUND
+#include "next_input.wgsl"
 #if ROPE
 @group(0) @binding($(4 + SCALES_BOUND)) var<storage, read> table: array<vec2<f32>>;
 #endif
 #if LATENT
 @group(0) @binding($(5 + SCALES_BOUND)) var<storage, read> latent: array<f32>;
 @group(0) @binding($(6 + SCALES_BOUND)) var<storage, read> latent_norm: array<f32>;
-#if KV == f32
-@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<vec2<f32>>;
-#else
-@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<u32>;
-#endif
+@group(0) @binding($(7 + SCALES_BOUND)) var<storage, read_write> keys: array<KvWord>;
 #if PAGED
 @group(0) @binding($(8 + SCALES_BOUND)) var<storage, read> pages: array<u32>;
 #endif
@@ -91,7 +84,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
       if (row < step.n_rows) {
         let first = row * X_STRIDE + x_head;
 #if ROPE
-        let value = turned(d, x[first + d], x[first + partner(d)], step.rows[row].position);
+        let value = rotate_pair(d, x[first + d], x[first + partner(d)], step.rows[row].position);
 #else
         let value = x[first + d];
 #endif
@@ -140,18 +133,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #for j in 0..TEAM
     sum += partial[i * STRIDE + $ju];
 #endfor
-#if QUANTIZE
-    outputs[i] = sum;
-#else
-    if (row < step.n_rows && n < N) {
-      y[row * Y_STRIDE + y_head + KEPT + n] = sum;
+    if (QUANTIZE || (row < step.n_rows && n < N)) {
+      store_output(i, row * Y_STRIDE + y_head + KEPT + n, sum, 0.0);
     }
-#endif
   }
 #if QUANTIZE
   workgroupBarrier();
   if (tid < FOURS) {
-    store_outputs(tid, 0u, Y_STRIDE / 32u, (y_head + id.x * OUTPUTS) / 16u);
+    quantize_outputs(tid, 0u, Y_STRIDE / 32u, (y_head + id.x * OUTPUTS) / 16u);
   }
 #endif
 }

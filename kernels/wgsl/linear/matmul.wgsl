@@ -1,65 +1,30 @@
-// y = x W^T for many rows of x (prefill): tiles of x and W go through workgroup memory, and each
-// invocation keeps M_TILE x N_TILE products in registers. f32 arithmetic.
-//
-// GATED: W holds gate rows, then up rows, and y = gated(gate, up). Else y = x W^T, after BIAS is
-// added multiplied by SCALE, then activated where there is an ACTIVATION. RESIDUAL is added to y.
-// GROUPED: W holds experts one below the other, of N outputs each, and a tile has rows that are
-// routed to the same one; so does BIAS.
+// y = epilogue(x W^T) for many rows of x (prefill), in f32: x is [rows][K], W [N][K], or [2 N][K] with GATED,
+// and y [rows][N]. Tiles of x and W go through workgroup memory; matmul_tile.wgsl says what else W may hold.
 // X_HEAD, Y_HEAD: W holds heads one below the other, of N outputs each, and every head has columns of
 // its own of x and of y.
-// SPLITS workgroups share the columns of their rows: each writes its sums below those of the one
-// before, and matmul_combine.wgsl does the rest.
 //
 // Tiles are stored as loaded, [row][16 columns] in 16-byte elements with an odd row stride, so that
 // neither stores nor loads meet bank conflicts; the next tile is in flight while this one is used.
 #include "rolled.wgsl"
 #include "weight_group.wgsl"
-#include "activate.wgsl"
-#include "tile_rows.wgsl"
-// @param N u32                   outputs: rows of this shard of W, or half of them with GATED
-// @param START u32               the first output that this shard holds
+#let EPILOGUE = 3 + SCALES_BOUND
+#include "matmul_tile.wgsl"
 // @param X_STRIDE u32            this and the next two are multiples of 4
 // @param X_OFFSET u32
 // @param X_HEAD u32              columns of x from one head to the next; 0 where there are no heads
 // @param Y_HEAD u32              and of y
-// @param Y_STRIDE u32
-// @param SCALE f32
-// @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
-// @param N_SIZE u32              and along W's rows: a multiple of 8
-// @param M_TILE u32              rows per invocation, a multiple of N_SIZE / 4
-// @param N_TILE u32              rows of W per invocation, even with GATED
-// @param DOUBLE bool             two buffers of workgroup memory: one barrier per tile, not two
-// @param SPLITS u32
-// @param SPLIT_ROWS u32          rows that each split has in y
-// @param GATED bool
-// @param BIAS bool
-// @param RESIDUAL bool
+// M_TILE is a multiple of N_SIZE / 4.
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // rows up to a multiple of the tile
 #if SCALES_BOUND
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 #endif
 @group(0) @binding($(2 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
-#if BIAS
-@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read> bias: array<f32>;
-#endif
-#if RESIDUAL
-@group(0) @binding($(3 + SCALES_BOUND + BIAS)) var<storage, read> residual: array<f32>;
-#endif
-#if GROUPED
-@group(0) @binding($(3 + SCALES_BOUND + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
-@group(0) @binding($(4 + SCALES_BOUND + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
-#endif
 
 const EIGHTS = (K + 7u) / 8u;
-const SIZE = M_SIZE * N_SIZE;
-const ROWS = M_SIZE * M_TILE;
-const COLUMNS = N_SIZE * N_TILE;
-const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 5u;  // 16 columns are 4 elements, one more against bank conflicts
 const TILES = (EIGHTS + 1u) / 2u;
 const SPLIT_TILES = (TILES + SPLITS - 1u) / SPLITS;
-const BUFFERS = $(1 + DOUBLE)u;
 // What an invocation loads of each tile: elements of x, groups of W (where all have some).
 #let X_LOADS = (4 * M_TILE + N_SIZE - 1) / N_SIZE
 #let W_LOADS = (2 * N_TILE + M_SIZE - 1) / M_SIZE
@@ -75,15 +40,6 @@ fn masked(value: vec4<f32>, column: u32) -> vec4<f32> {
   return select(vec4<f32>(), value, column + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(K));
 }
 #endif
-
-// The row of W that is row r of the tile: with GATED, gate rows and then the same up rows.
-fn weight_row(first_output: u32, r: u32) -> u32 {
-#if GATED
-  return min(first_output + r % OUTPUTS, N - 1u) + min(r / OUTPUTS, 1u) * N;
-#else
-  return min(first_output + r, N - 1u);
-#endif
-}
 
 // The groups of eight columns of a tile; again the last one beyond it, where x is masked.
 fn group_of(tile: u32, eight: u32) -> u32 {
@@ -110,15 +66,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
   let own_row = head * N;
 #endif
-#if BIAS
   let first_bias = own_row + FIRST_EXPERT * N * $(1 + GATED)u;  // all shards share one
-#endif
 
-  // Neighbouring invocations go along a Z curve, so that they share what they load.
-  let lane = tid % 32u;
-  let part = tid / 32u;  // of 4 by 8 invocations
-  let tx = part % (N_SIZE / 8u) * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
-  let ty = part / (N_SIZE / 8u) * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
+  let place = z_curve(tid);
+  let tx = place.x;
+  let ty = place.y;
 
 #for i in 0..M_TILE
 #for j in 0..N_TILE
@@ -213,30 +165,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   if (first_output + tx + $ju * N_SIZE < N && is_written(y_row$i)) {
     let n = START + first_output + tx + $ju * N_SIZE;
     let out = (split * SPLIT_ROWS + y_row$i) * Y_STRIDE + head * Y_HEAD + n;
-#if GATED
-    var gate = c$i_$j;
-    var up = c$i_$($j + N_TILE / 2);
-#if BIAS
-    gate += bias[first_bias + n];
-    up += bias[first_bias + N + n];
-#endif
-    var value = gated(gate, up);
-#else
-    var value = c$i_$j;
-#if BIAS
-    value += bias[first_bias + n];
-#endif
-#if SCALE != 1
-    value *= SCALE;
-#endif
-#if ACTIVATION != none
-    value = activate(value);
-#endif
-#endif
-#if RESIDUAL
-    value += residual[out];
-#endif
-    y[out] = value;
+    y[out] = epilogue(c$i_$j, c$i_$($j + GATED * N_TILE / 2), first_bias + n, out);
   }
 #endfor
 #endfor

@@ -1,52 +1,27 @@
-// y = x W^T for many rows of x (prefill), both in int8: W is integers or codes of some, x was quantised
-// in the same blocks of 32 columns (quantize.wgsl with SHARED). Built like matmul.wgsl: tiles go through
-// workgroup memory, a block of columns at a time, and each invocation keeps M_TILE x N_TILE products.
+// y = epilogue(x W^T) for many rows of x (prefill), as matmul.wgsl, both in int8: W is integers or codes of
+// some, x was quantised in the same blocks of 32 columns (quantize.wgsl with SHARED). For each block
+//
+//   y[m][n] += x_scale[m] (w_scale[n] sum of x w + w_offset[n] sum of x)
+//
+// where a block may have a scale of W for each half. A block of columns goes through workgroup memory at
+// a time.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
 // workgroup memory, as the upper halves of bytes: 16 times what it means. nf4 becomes two planes of
-// int8, of which the second counts 256 times. GATED, BIAS, SCALE, ACTIVATION, RESIDUAL, GROUPED and
-// SPLITS are as in matmul.wgsl.
-#include "activate.wgsl"
+// int8, of which the second counts 256 times.
 #let COPIES = 1
 #include "integers.wgsl"
-#include "tile_rows.wgsl"
-// @param N u32                   outputs: rows of this shard of W, or half of them with GATED
-// @param START u32               the first output that this shard holds
-// @param Y_STRIDE u32
-// @param SCALE f32
-// @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
-// @param N_SIZE u32              and along W's rows: a multiple of 8
-// @param M_TILE u32              rows per invocation, N_SIZE at most
-// @param N_TILE u32              rows of W per invocation, M_SIZE at most; even with GATED
-// @param DOUBLE bool             two buffers of workgroup memory: one barrier per tile, not two
-// @param SPLITS u32
-// @param SPLIT_ROWS u32          rows that each split has in y
-// @param GATED bool
-// @param BIAS bool
-// @param RESIDUAL bool
+#let EPILOGUE = 5
+#include "matmul_tile.wgsl"
+// M_TILE is N_SIZE at most, and N_TILE M_SIZE.
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 @group(0) @binding(3) var<storage, read> x_scales: array<vec2<f32>>;
 @group(0) @binding(4) var<storage, read_write> y: array<f32>;
-#if BIAS
-@group(0) @binding(5) var<storage, read> bias: array<f32>;
-#endif
-#if RESIDUAL
-@group(0) @binding($(5 + BIAS)) var<storage, read> residual: array<f32>;
-#endif
-#if GROUPED
-@group(0) @binding($(5 + BIAS + RESIDUAL)) var<storage, read> tile_experts: array<u32>;
-@group(0) @binding($(6 + BIAS + RESIDUAL)) var<storage, read> tile_pairs: array<u32>;
-#endif
 
-const SIZE = M_SIZE * N_SIZE;
-const ROWS = M_SIZE * M_TILE;
-const COLUMNS = N_SIZE * N_TILE;
-const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const STRIDE = 3u;  // 32 columns are 2 elements, one more against bank conflicts
 const W_STRIDE = $(1 + 2 * PLANES)u;
-const BUFFERS = $(1 + DOUBLE)u;
 const SPLIT_BLOCKS = (BLOCKS + SPLITS - 1u) / SPLITS;
 #let UNITS = 1 + (WEIGHT == q8)
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
@@ -63,15 +38,6 @@ var<workgroup> w_scale_tile: array<f32, BUFFERS * COLUMNS * $(PARTS)u>;
 var<workgroup> w_scale_tile: array<vec2<f32>, BUFFERS * COLUMNS * $(PARTS)u>;  // and offsets
 var<workgroup> x_sum_tile: array<f32, BUFFERS * ROWS * 2u>;  // of the integers of both halves
 #endif
-
-// The row of W that is row r of the tile: with GATED, gate rows and then the same up rows.
-fn weight_row(first_output: u32, r: u32) -> u32 {
-#if GATED
-  return min(first_output + r % OUTPUTS, N - 1u) + min(r / OUTPUTS, 1u) * N;
-#else
-  return min(first_output + r, N - 1u);
-#endif
-}
 
 // The group of part p of a block.
 fn group_of(block: u32, p: u32) -> u32 {
@@ -98,15 +64,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
   let expert_row = 0u;
 #endif
-#if BIAS
   let first_bias = expert_row + FIRST_EXPERT * N * $(1 + GATED)u;  // all shards share one
-#endif
 
-  // Neighbouring invocations go along a Z curve, so that they share what they load.
-  let lane = tid % 32u;
-  let part = tid / 32u;  // of 4 by 8 invocations
-  let tx = part % (N_SIZE / 8u) * 8u + ((lane & 1u) | ((lane >> 1u) & 2u) | ((lane >> 2u) & 4u));
-  let ty = part / (N_SIZE / 8u) * 4u + (((lane >> 1u) & 1u) | ((lane >> 2u) & 2u));
+  let place = z_curve(tid);
+  let tx = place.x;
+  let ty = place.y;
 
 #for i in 0..M_TILE
 #for j in 0..N_TILE
@@ -306,30 +268,8 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   if (first_output + tx + $ju * N_SIZE < N && is_written(y_row$i)) {
     let n = START + first_output + tx + $ju * N_SIZE;
     let out = (id.z * SPLIT_ROWS + y_row$i) * Y_STRIDE + n;
-#if GATED
-    var gate = INT8_UNIT * c$i_$j;
-    var up = INT8_UNIT * c$i_$($j + N_TILE / 2);
-#if BIAS
-    gate += bias[first_bias + n];
-    up += bias[first_bias + N + n];
-#endif
-    var value = gated(gate, up);
-#else
-    var value = INT8_UNIT * c$i_$j;
-#if BIAS
-    value += bias[first_bias + n];
-#endif
-#if SCALE != 1
-    value *= SCALE;
-#endif
-#if ACTIVATION != none
-    value = activate(value);
-#endif
-#endif
-#if RESIDUAL
-    value += residual[out];
-#endif
-    y[out] = value;
+    let up = INT8_UNIT * c$i_$($j + GATED * N_TILE / 2);
+    y[out] = epilogue(INT8_UNIT * c$i_$j, up, first_bias + n, out);
   }
 #endfor
 #endfor

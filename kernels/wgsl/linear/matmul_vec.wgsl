@@ -1,87 +1,44 @@
-// y = x W^T for a few rows of x: each weight is loaded once. A workgroup consists of teams of TEAM
-// invocations; a team has OUTPUTS rows of W and spreads their columns over its invocations.
+// y = activated(x W^T + bias) factor + residual for a few rows of x [rows][K], where W is [N][K], or, GATED,
+// [2 N][K] with gate rows and then up rows (epilogue.wgsl). Each weight is loaded once: a workgroup consists
+// of teams of TEAM invocations; a team has OUTPUTS rows of W and spreads their columns over its invocations.
 //
-// NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
-// gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
-// rows, and y = gated(gate, up). Else y = x W^T, after BIAS is added multiplied by SCALE, then
-// activated where there is an ACTIVATION, or multiplied by the sigmoid of the row's gate with
-// SIGMOID_GATE. FACTORS: y is multiplied by other activations. RESIDUAL is added to it. What the next
-// projection wants to read goes out too: y times the weights of its norm (NEXT_NORM); or that, or y,
-// as int8, of which the workgroup's outputs are whole halves of blocks (QUANTIZE). KEEP: y itself is
-// needed.
+// NORM: x norm_weight / sqrt(mean(x^2) + EPS) is taken for x; the sum of squares is gathered on the way, so
+// the norm costs no kernel of its own. The factor is another activation for each output (FACTORS), the
+// sigmoid of the row's gate (SIGMOID_GATE), or 1. What goes out is said in next_input.wgsl.
 #include "team_sums.wgsl"
 #include "grid.wgsl"
-#include "activate.wgsl"
-#include "block_float.wgsl"
-#include "block_int8.wgsl"
-#include "quantize_outputs.wgsl"
+#let X = 1
+#include "chunk_float.wgsl"
+#include "chunk_int8.wgsl"
 #include "step.wgsl"
-// @param N u32                   outputs: rows of W, or half of them with GATED
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
-// @param SCALE f32
 // @param ROWS u32                rows of x that a workgroup takes
 // @param ROW_EACH bool           ROWS is one, and each row of x has workgroups of its own
 // @param OUTPUTS u32             outputs per team
-// @param UNROLL u32              blocks in flight per row of W
+// @param UNROLL u32              chunks of columns in flight per row of W
 // @param EPS f32
 // @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
-// @param BIAS bool
 // @param FACTORS bool
 // @param SIGMOID_GATE bool       not with FACTORS; their gates and factors are:
 // @param GATE_STRIDE u32
 // @param GATE_OFFSET u32
-// @param RESIDUAL bool
 // @param KEEP bool
 // @param QUANTIZE bool           where ROWS is one, and TEAMS * OUTPUTS a multiple of 16
 // @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
-#if INTEGERS
-#let STEP = 4
-@group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;
-@group(0) @binding(2) var<storage, read> scales: array<u32>;
-@group(0) @binding(3) var<storage, read> x_scales: array<vec2<f32>>;
-#else
-#let STEP = 2 + CODES + NORM
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
-#if CODES
-@group(0) @binding(2) var<storage, read> scales: array<u32>;
-#endif
-#if SCALED
-@group(0) @binding($(2 + CODES)) var<storage, read> scaled_x: array<vec4<f32>>;
-#elif NORM
-@group(0) @binding($(2 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
-#endif
-#endif
-#let FIRST = STEP + STOPS
+#let EPILOGUE = AFTER_X + STOPS
 #if STOPS
-@group(0) @binding($(STEP)) var<storage, read> step: Step;
+@group(0) @binding($(AFTER_X)) var<storage, read> step: Step;
 #endif
-#if BIAS
-@group(0) @binding($(FIRST)) var<storage, read> bias: array<f32>;
-#endif
-#if RESIDUAL
-@group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
-#endif
-#let OWN = FIRST + BIAS + RESIDUAL
+#include "epilogue.wgsl"
 #let GATES = SIGMOID_GATE or FACTORS
 #if GATES
-@group(0) @binding($(OWN)) var<storage, read> gates: array<f32>;
+@group(0) @binding($(EPILOGUE + BIAS + RESIDUAL)) var<storage, read> gates: array<f32>;
 #endif
-#if KEEP
-@group(0) @binding($(OWN + GATES)) var<storage, read_write> y: array<f32>;
-#endif
-#let NEXT = OWN + GATES + KEEP
-#if QUANTIZE
-@group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
-#elif NEXT_NORM
-@group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
-#endif
-#if NEXT_NORM
-@group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
-#endif
+#let OUTPUT = EPILOGUE + BIAS + RESIDUAL + GATES
+#include "next_input.wgsl"
 
 const W_ROWS = OUTPUTS * $(1 + GATED)u;           // rows of W per team
 const VALUES = ROWS * (W_ROWS + $(0 + NORM)u);    // sums per team
@@ -109,23 +66,7 @@ fn main(
 #if TABLE
   fill_table(me.index, WG);
 #endif
-#if TEAM == WG
-  let team = 0u;
-  let lane = me.index;
-#if SUBGROUPS
-  let part = me.subgroup;
-  let parts = me.n_subgroups;
-#else
-  let part = 0u;
-  let parts = 1u;
-#endif
-#else
-  // Teams are made of whole subgroups.
-  let parts = me.n_subgroups / TEAMS;
-  let team = me.subgroup / parts;
-  let part = me.subgroup % parts;
-  let lane = part * (WG / me.n_subgroups) + me.lane;
-#endif
+  let team = team_of(me);
 
   // One output for each of the first invocations: what is added to it is under way from the start.
   let out = me.index / (TEAMS * OUTPUTS);
@@ -147,9 +88,7 @@ fn main(
 #if GATES
   var own_gate = 0.0;
 #endif
-#if NEXT_NORM
   var own_norm = 0.0;
-#endif
   if (writes) {
 #if BIAS
     own_bias = bias[START + n];
@@ -171,7 +110,7 @@ fn main(
   }
 
 #for o in 0..OUTPUTS
-  let output$o = min(first + team * OUTPUTS + $ou, N - 1u);
+  let output$o = min(first + team.index * OUTPUTS + $ou, N - 1u);
 #if GATED
   let row$(2 * $o) = output$o;
   let row$(2 * $o + 1) = output$o + N;
@@ -188,16 +127,16 @@ fn main(
 #endif
 #endfor
 
-  for (var base = lane; base < BLOCKS; base += TEAM * UNROLL) {
+  for (var base = team.lane; base < CHUNKS; base += TEAM * UNROLL) {
 #for u in 0..UNROLL
-    let i$u = min(base + $uu * TEAM, BLOCKS - 1u);
+    let i$u = min(base + $uu * TEAM, CHUNKS - 1u);
 #for r in 0..OUTPUTS * (1 + GATED)
-    let w$r_$u = load_block(row$r, i$u);
+    let w$r_$u = load_chunk(row$r, i$u);
 #endfor
 #endfor
 #for u in 0..UNROLL
 #for m in 0..ROWS
-    let x$u_$m = load_activations(first_row + $mu, i$u, base + $uu * TEAM < BLOCKS);
+    let x$u_$m = load_activations(first_row + $mu, i$u, base + $uu * TEAM < CHUNKS);
 #endfor
 #endfor
 #for u in 0..UNROLL
@@ -214,11 +153,11 @@ fn main(
 
 #for m in 0..ROWS
 #for r in 0..OUTPUTS * (1 + GATED)
-  keep(team, part, $mu * W_ROWS + $ru, sum$m_$r, me);
+  keep(team, $mu * W_ROWS + $ru, sum$m_$r, me);
 #endfor
 #if NORM
-  if (team == 0u) {
-    keep(team, part, ROWS * W_ROWS + $mu, squares$m, me);
+  if (team.index == 0u) {
+    keep(team, ROWS * W_ROWS + $mu, squares$m, me);
   }
 #endif
 #endfor
@@ -228,30 +167,25 @@ fn main(
     let owner = me.index / OUTPUTS % TEAMS;  // the team that has this output
     let place = me.index % OUTPUTS;
 #if NORM
-    let mean = total(0u, ROWS * W_ROWS + out, parts) / f32(K);
+    let mean = total(0u, ROWS * W_ROWS + out, team.parts) / f32(K);
     let scale = UNIT * inverseSqrt(mean + EPS);
 #else
     let scale = UNIT;
 #endif
 #if GATED
-    var gate = scale * total(owner, out * W_ROWS + 2u * place, parts);
-    var up = scale * total(owner, out * W_ROWS + 2u * place + 1u, parts);
+    var gate = scale * total(owner, out * W_ROWS + 2u * place, team.parts);
+    var up = scale * total(owner, out * W_ROWS + 2u * place + 1u, team.parts);
 #if BIAS
     gate += own_bias;
     up += up_bias;
 #endif
-    var value = gated(gate, up);
+    var value = activated(gate, up);
 #else
-    var value = scale * total(owner, out * W_ROWS + place, parts);
+    var sum = scale * total(owner, out * W_ROWS + place, team.parts);
 #if BIAS
-    value += own_bias;
+    sum += own_bias;
 #endif
-#if SCALE != 1
-    value *= SCALE;
-#endif
-#if ACTIVATION != none
-    value = activate(value);
-#endif
+    var value = activated(sum, sum);
 #endif
 #if GATES
     value *= own_gate;
@@ -259,23 +193,13 @@ fn main(
 #if RESIDUAL
     value += own_residual;
 #endif
-#if KEEP
-    y[out_row * Y_STRIDE + START + n] = value;
-#endif
-#if QUANTIZE
-    outputs[me.index] = value;
-#if NEXT_NORM
-    scaled_outputs[me.index] = value * own_norm;
-#endif
-#elif NEXT_NORM
-    next_x[out_row * Y_STRIDE + START + n] = value * own_norm;
-#endif
+    store_output(me.index, out_row * Y_STRIDE + START + n, value, own_norm);
   }
 #if QUANTIZE
 
   workgroupBarrier();
   if (me.index < FOURS) {
-    store_outputs(me.index, first_row, Y_STRIDE / 32u, (START + first) / 16u);
+    quantize_outputs(me.index, first_row, Y_STRIDE / 32u, (START + first) / 16u);
   }
 #endif
 }

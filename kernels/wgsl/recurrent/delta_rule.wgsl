@@ -149,28 +149,17 @@ fn main(
   let part = tid / TILES;
 #endif
   let column = task.first_column + tile * TILE;
-  // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
-  let origin = (head * KEY_DIM + 4u * part) * VALUE_DIM + min(column, VALUE_DIM - TILE);
-#for j in 0..KEY_DIM / (4 * SPLIT)
-  var s$j = Block();
-#endfor
-  if (step.rows[0].position > 0u) {
-#for j in 0..KEY_DIM / (4 * SPLIT)
-#for i in 0..4
-    s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE];
-#endfor
-#endfor
-  }
+#include "scan_read_state.wgsl"
   var rows = load(task, 0u, tid);
   for (var first = 0u; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
     if (first + ROWS <= task.last_row) {
       rows = load(task, first + ROWS, tid);
     }
-    for (var block_row = 0u; block_row < ROWS; block_row += UNROLL) {
+    for (var base = 0u; base < ROWS; base += UNROLL) {
 #for u in 0..UNROLL
       {
-        let row = block_row + $uu;
+        let row = base + $uu;
         let own = factors[row];
         let value = values[row * TILES + tile];
         var of_key = Columns();
@@ -215,11 +204,5 @@ fn main(
 #endfor
     }
   }
-  if (column < VALUE_DIM) {
-#for j in 0..KEY_DIM / (4 * SPLIT)
-#for i in 0..4
-    state[(origin + ($ju * 4u * SPLIT + $iu) * VALUE_DIM) / TILE] = s$j[$i];
-#endfor
-#endfor
-  }
+#include "scan_write_state.wgsl"
 }

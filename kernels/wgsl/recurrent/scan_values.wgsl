@@ -1,6 +1,6 @@
 // What the two scans have in common: a workgroup has COLUMNS columns of a head's matrix, and in workgroup
 // memory the values of ROWS rows in these.
-#include "head_matrix.wgsl"
+#include "state_matrix.wgsl"
 // @param ROWS u32
 // @param COLUMNS u32    a multiple of 4
 // @param SPLIT u32      invocations that share TILE columns

@@ -7,12 +7,12 @@
 //
 // S stays in registers through all rows: SPLIT invocations share TILE columns. What ROWS rows need is
 // put into workgroup memory, while the loads of the next ROWS are in flight. Nobody needs C S but y, so
-// it is summed over the SPLIT once for all of these rows. NEXT_NORM, QUANTIZE and KEEP are those of
-// matmul_vec.wgsl.
+// it is summed over the SPLIT once for all of these rows. What goes out, of y
+// [rows][HEADS][HEAD_DIM], is said in next_input.wgsl.
 #include "step.wgsl"
 #include "softplus.wgsl"
+#let KEY_DIM = STATE_DIM
 #include "scan_values.wgsl"
-#include "quantize_outputs.wgsl"
 // @param GROUPS u32      neighbouring heads share B and C
 // @param HEADS u32
 // @param STATE_DIM u32   a multiple of 4 * SPLIT
@@ -35,19 +35,8 @@
 @group(0) @binding(3) var<storage, read> dt: array<f32>;               // [rows][HEADS]
 @group(0) @binding(4) var<storage, read> heads: array<f32>;            // [a_log, dt_bias, D][HEADS]
 @group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [HEADS][STATE_DIM][HEAD_DIM]
-#if KEEP
-@group(0) @binding(6) var<storage, read_write> y: array<f32>;          // [rows][HEADS][HEAD_DIM]
-#endif
-#let NEXT = 6 + KEEP
-#if QUANTIZE
-@group(0) @binding($(NEXT)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(NEXT + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
-#elif NEXT_NORM
-@group(0) @binding($(NEXT)) var<storage, read_write> next_x: array<f32>;
-#endif
-#if NEXT_NORM
-@group(0) @binding($(NEXT + 1 + QUANTIZE)) var<storage, read> next_norm: array<f32>;
-#endif
+#let OUTPUT = 6
+#include "next_input.wgsl"
 
 const VALUE_DIM = HEAD_DIM;
 const FIRST_VALUE = 0u;
@@ -118,18 +107,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let tile = tid % TILES;
   let part = tid / TILES;
   let column = task.first_column + tile * TILE;
-  // Of S the invocation has rows 4 (part + j SPLIT) to 4 (part + j SPLIT) + 3, for each j.
-  let origin = (head * STATE_DIM + 4u * part) * HEAD_DIM + min(column, HEAD_DIM - TILE);
-#for j in 0..STATE_DIM / (4 * SPLIT)
-  var s$j = Block();
-#endfor
-  if (step.rows[0].position > 0u) {
-#for j in 0..STATE_DIM / (4 * SPLIT)
-#for i in 0..4
-    s$j[$i] = state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE];
-#endfor
-#endfor
-  }
+#include "scan_read_state.wgsl"
   var rows = load(task, 0u, tid);
   for (var first = 0u; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
@@ -144,12 +122,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let value$l = values[min(i$l / TILE, ROWS * TILES - 1u)][i$l % TILE];
 #if NEXT_NORM
     let norm$l = next_norm[column_of(task, i$l)];
+#else
+    let norm$l = 0.0;
 #endif
 #endfor
-    for (var block_row = 0u; block_row < ROWS; block_row += UNROLL) {
+    for (var base = 0u; base < ROWS; base += UNROLL) {
 #for u in 0..UNROLL
       {
-        let row = block_row + $uu;
+        let row = base + $uu;
         let delta = steps[row].x;
         let decay = steps[row].y;
         let value = delta * values[row * TILES + tile];
@@ -176,32 +156,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       && task.first_column + i$l % COLUMNS < HEAD_DIM
     ) {
       sum$l = sum$l * gate$l / (1.0 + exp(-gate$l));
-#if KEEP
-      y[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l;
-#endif
-#if QUANTIZE
-      outputs[i$l] = sum$l;
-#if NEXT_NORM
-      scaled_outputs[i$l] = sum$l * norm$l;
-#endif
-#elif NEXT_NORM
-      next_x[row$l * Y_STRIDE + column_of(task, i$l)] = sum$l * norm$l;
-#endif
+      store_output(i$l, row$l * Y_STRIDE + column_of(task, i$l), sum$l, norm$l);
     }
 #endfor
   }
-  if (column < HEAD_DIM) {
-#for j in 0..STATE_DIM / (4 * SPLIT)
-#for i in 0..4
-    state[(origin + ($ju * 4u * SPLIT + $iu) * HEAD_DIM) / TILE] = s$j[$i];
-#endfor
-#endfor
-  }
+#include "scan_write_state.wgsl"
 #if QUANTIZE
 
   workgroupBarrier();
   if (tid < FOURS && task.first_column + 4u * tid < HEAD_DIM) {
-    store_outputs(tid, 0u, Y_STRIDE / 32u, (head * HEAD_DIM + task.first_column) / 16u);
+    quantize_outputs(tid, 0u, Y_STRIDE / 32u, (head * HEAD_DIM + task.first_column) / 16u);
   }
 #endif
 }

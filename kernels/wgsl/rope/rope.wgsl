@@ -1,7 +1,7 @@
-// The first HEAD_DIM values of each head of y = those of x, turned by their row's position (see
-// rotate.wgsl).
+// y = rotate(x, position of the row) for the first HEAD_DIM values of each head (rotate_head.wgsl): x is
+// [rows][heads][X_HEAD], y [rows][heads][Y_HEAD].
 #include "step.wgsl"
-#include "rotate.wgsl"
+#include "rotate_head.wgsl"
 // @param X_HEAD u32              from one head to the next
 // @param X_STRIDE u32
 // @param X_OFFSET u32

@@ -1,16 +1,19 @@
-// One kernel from a q, k, v projection to attention: query and key heads are normed (NORM) and
-// turned, or turned and then normed (TURN_FIRST); queries go to y, keys and values into the cache.
-// Values may be normed too (V_NORM), and be what keys are before that (V_IS_K). Without OWN there
-// are queries alone. ROW_NORM: the norms are of all queries and of all keys of a row, with weights for
-// each head.
+// One kernel from a q, k, v projection x [rows][query, key and value heads][HEAD_DIM] to attention:
+//
+//   y = rotate(norm(x_q));  key = rotate(norm(x_k));  value = x_v or norm(x_v)
+//   norm(x) = x / sqrt(mean(x^2) + EPS) w, with NORM
+//
+// Queries go to y, keys and values into the cache. ROTATE_FIRST: norm(rotate(x)). Values are normed with
+// V_NORM, and their x_v is x_k with V_IS_K. Without OWN there are queries alone. ROW_NORM: the norms are of
+// all queries and of all keys of a row, with weights for each head.
 #include "reduce.wgsl"
 #include "step.wgsl"
-#include "rotate.wgsl"
+#include "rotate_head.wgsl"
 #include "kv_head.wgsl"
 // @param N_HEADS u32
 // @param N_KV_HEADS u32
 // @param NORM bool
-// @param TURN_FIRST bool
+// @param ROTATE_FIRST bool
 // @param OWN bool
 // @param ROW_NORM bool           only with NORM, and without V_NORM
 // @param V_NORM bool             only with NORM
@@ -23,12 +26,9 @@
 @group(0) @binding(2) var<storage, read> table: array<vec2<f32>>;
 @group(0) @binding(3) var<storage, read> x: array<f32>;  // [rows][query, key and value heads]
 @group(0) @binding(4) var<storage, read_write> y: array<vec2<f32>>;
-#if OWN and KV == f32
-@group(0) @binding(5) var<storage, read_write> keys: array<vec2<f32>>;
-@group(0) @binding(6) var<storage, read_write> values: array<vec2<f32>>;
-#elif OWN
-@group(0) @binding(5) var<storage, read_write> keys: array<u32>;
-@group(0) @binding(6) var<storage, read_write> values: array<u32>;
+#if OWN
+@group(0) @binding(5) var<storage, read_write> keys: array<KvWord>;
+@group(0) @binding(6) var<storage, read_write> values: array<KvWord>;
 #endif
 #let NORMS = 5 + 2 * OWN
 #if NORM
@@ -73,7 +73,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     let scale = inverseSqrt(workgroup_add(squares, me) / f32(width) + EPS);
     for (var d = me.index; d < HEAD_DIM; d += WG) {
       let weight = norm_weight(weights + d, is_query, is_value);
-      head[d] *= scale * select(weight, 1.0, TURN_FIRST && !is_value);
+      head[d] *= scale * select(weight, 1.0, ROTATE_FIRST && !is_value);
     }
     workgroupBarrier();
   }
@@ -87,7 +87,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     var pair = vec2<f32>(head[d], head[d + 1u]);
     if (!is_value) {
       pair = vec2<f32>(rotated(d, row.position), rotated(d + 1u, row.position));
-#if NORM and TURN_FIRST
+#if NORM and ROTATE_FIRST
       let at = weights + d;
       pair *= vec2<f32>(norm_weight(at, is_query, false), norm_weight(at + 1u, is_query, false));
 #endif

@@ -1,13 +1,13 @@
-// Rotary position embedding of a group of eight dimensions in registers; rotate.wgsl does a head in
+// Rotary position embedding of a group of eight dimensions in registers; rotate_head.wgsl does a head in
 // workgroup memory. The partners of a group are another whole group (half-split: ROTARY_DIM / 2 is a
 // multiple of eight) or in the group itself (INTERLEAVED: ROTARY_DIM is). Needs the struct Group and,
-// where anything turns, the binding `table: array<vec4<f32>>`, [position][ROTARY_DIM / 2] of
+// where anything is rotated, the binding `table: array<vec4<f32>>`, [position][ROTARY_DIM / 2] of
 // (cos, sin), two of them in a vec4.
-// @param ROTARY_DIM u32          0: nothing turns
+// @param ROTARY_DIM u32          0: nothing is rotated
 // @param INTERLEAVED bool
-// @param TURN_FIRST bool         before the norm, whose weights then multiply what was turned
+// @param ROTATE_FIRST bool       before the norm, whose weights then multiply what was rotated
 // What a group and its partners are multiplied by. sin has its sign.
-struct Turn {
+struct Rotation {
   cos: Group,
   sin: Group,
 }
@@ -17,22 +17,22 @@ fn partner_of(group: u32) -> u32 {
 #if INTERLEAVED or ROTARY_DIM == 0
   return group;
 #else
-  let turned = select(group - ROTARY_DIM / 16u, group + ROTARY_DIM / 16u, group < ROTARY_DIM / 16u);
-  return select(group, turned, group < ROTARY_DIM / 8u);
+  let other = select(group - ROTARY_DIM / 16u, group + ROTARY_DIM / 16u, group < ROTARY_DIM / 16u);
+  return select(group, other, group < ROTARY_DIM / 8u);
 #endif
 }
 
-fn turn_of(group: u32, position: u32) -> Turn {
+fn rotation_of(group: u32, position: u32) -> Rotation {
   if (group >= ROTARY_DIM / 8u) {  // it stays
-    return Turn(Group(vec4<f32>(1.0), vec4<f32>(1.0)), Group());
+    return Rotation(Group(vec4<f32>(1.0), vec4<f32>(1.0)), Group());
   }
 #if ROTARY_DIM == 0
-  return Turn();
+  return Rotation();
 #elif INTERLEAVED
   let at = position * (ROTARY_DIM / 4u) + 2u * group;
   let t0 = table[at];
   let t1 = table[at + 1u];
-  return Turn(
+  return Rotation(
     Group(t0.xxzz, t1.xxzz),
     Group(vec4<f32>(-t0.y, t0.y, -t0.w, t0.w), vec4<f32>(-t1.y, t1.y, -t1.w, t1.w)),
   );
@@ -43,16 +43,16 @@ fn turn_of(group: u32, position: u32) -> Turn {
   let t2 = table[at + 2u];
   let t3 = table[at + 3u];
   let sign = select(1.0, -1.0, group < ROTARY_DIM / 16u);
-  return Turn(
+  return Rotation(
     Group(vec4<f32>(t0.xz, t1.xz), vec4<f32>(t2.xz, t3.xz)),
     Group(sign * vec4<f32>(t0.yw, t1.yw), sign * vec4<f32>(t2.yw, t3.yw)),
   );
 #endif
 }
 
-// A turn together with the weights of the norm before it, or after.
-fn weighted(turn: Turn, weight: Group, partner: Group) -> Turn {
-#if TURN_FIRST
+// A rotation together with the weights of the norm before it, or after.
+fn weighted(rotation: Rotation, weight: Group, partner: Group) -> Rotation {
+#if ROTATE_FIRST
   let low = weight.low;
   let high = weight.high;
 #elif INTERLEAVED
@@ -62,13 +62,13 @@ fn weighted(turn: Turn, weight: Group, partner: Group) -> Turn {
   let low = partner.low;
   let high = partner.high;
 #endif
-  return Turn(
-    Group(turn.cos.low * weight.low, turn.cos.high * weight.high),
-    Group(turn.sin.low * low, turn.sin.high * high),
+  return Rotation(
+    Group(rotation.cos.low * weight.low, rotation.cos.high * weight.high),
+    Group(rotation.sin.low * low, rotation.sin.high * high),
   );
 }
 
-fn turned(group: Group, partner: Group, turn: Turn) -> Group {
+fn rotate_group(group: Group, partner: Group, rotation: Rotation) -> Group {
 #if INTERLEAVED
   let low = group.low.yxwz;
   let high = group.high.yxwz;
@@ -77,7 +77,7 @@ fn turned(group: Group, partner: Group, turn: Turn) -> Group {
   let high = partner.high;
 #endif
   return Group(
-    group.low * turn.cos.low + low * turn.sin.low,
-    group.high * turn.cos.high + high * turn.sin.high,
+    group.low * rotation.cos.low + low * rotation.sin.low,
+    group.high * rotation.cos.high + high * rotation.sin.high,
   );
 }

@@ -1,6 +1,7 @@
-// The end of sampling: each row's token, and the row of the next step that embeds it.
+// sampled[row] = the token of the best of the row's tiles; and the row of the next step, which embeds it: its
+// position + 1, and alive where the token is valid, no stop id, and the end is not reached.
 // @param STRIDE u32     counts of a sequence: VOCAB rounded up to a multiple of 8
-// @param BLOCKS u32     blocks of a row
+// @param TILES u32      tiles of a row
 // @param ROWS u32       rows of a workgroup: with GATHER all of them, else 1
 // @param PENALTIES bool
 #include "sampling.wgsl"
@@ -8,7 +9,7 @@
 
 @group(0) @binding(0) var<storage, read_write> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> bests: array<vec2<u32>>;            // [row][BLOCKS]
+@group(0) @binding(2) var<storage, read> bests: array<vec2<u32>>;            // [row][TILES]
 @group(0) @binding(3) var<storage, read_write> counts: array<atomic<u32>>;   // [sequence][STRIDE]
 @group(0) @binding(4) var<storage, read_write> sampled: array<u32>;          // [row]
 
@@ -24,7 +25,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   for (var i = 0u; i < ROWS; i += 1u) {
     let row = id.x * ROWS + i;
     var best = vec2<u32>(0u, NOTHING);
-    for (var b = li; b < BLOCKS; b += WG_SIZE) { best = better(best, bests[row * BLOCKS + b]); }
+    for (var b = li; b < TILES; b += WG_SIZE) { best = better(best, bests[row * TILES + b]); }
     best = best_of_workgroup(li, best);
     if (li == 0u) { winners[i] = best; }
     if (row < n_rows) {

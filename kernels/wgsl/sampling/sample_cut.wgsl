@@ -1,12 +1,20 @@
 // Where top-k and top-p cut: a radix selection that takes one digit of the key per dispatch. Every
 // workgroup of a dispatch reads the histogram that the one before has filled and finds the same bin.
-// @param BLOCKS u32     blocks of a row
+// @param TILES u32      tiles of a row
 // @param SLOT u32       how many dispatches of this step found something before: 0 starts from stats
 // @param FIND_K u32     the digit of the top-k key to find now, 1 to 3 (0: none)
 // @param FIND_P u32     the digit of the top-p key to find next
 #include "sampling.wgsl"
 #include "sample_reduce.wgsl"
 #include "sample_histograms.wgsl"
+// @param VOCAB u32
+// @param STRIDE u32     values between two rows: VOCAB rounded up to 8
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> z: array<vec4<f32>>;                   // [row][STRIDE / 4]
+@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;               // [row][TILES]
+@group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;  // [row][ROW_BINS]
+@group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                // [row][SLOTS]
 
 const SLOTS: u32 = 6;
 
@@ -56,6 +64,13 @@ fn mass_of(score: f32, cut: Cut) -> u32 {
   return u32(exp(score - cut.maximum) * cut.unit + 0.5);
 }
 
+// Scores first .. first + 3 of a row.
+fn load_scores(row: u32, first: u32) -> vec4<f32> {
+  var scores = vec4<f32>(LOWEST);
+  if (first < STRIDE) { scores = z[(row * STRIDE + first) / 4u]; }
+  return scores;
+}
+
 // Read-only storage alone decides these, so control flow stays uniform.
 fn wants_top_k(sequence: u32) -> bool {
   let k = sampling[sequence].top_k;
@@ -70,8 +85,8 @@ fn wants_top_p(sequence: u32) -> bool {
 fn prefetch(li: u32, row: u32) {
 #if SLOT == 0
   own_stats = vec2<f32>(LOWEST, 0.0);
-  for (var b = li; b < BLOCKS; b += WG_SIZE) {
-    own_stats = join_stats(own_stats, stats[row * BLOCKS + b]);
+  for (var b = li; b < TILES; b += WG_SIZE) {
+    own_stats = join_stats(own_stats, stats[row * TILES + b]);
   }
 #else
   known = cuts[row * SLOTS + SLOT - 1u];

@@ -1,16 +1,9 @@
-// The draw of filtered sampling: each block's survivor with the largest score plus noise.
-// @param VOCAB u32
-// @param STRIDE u32
+// bests[row][tile] = the largest (z + Gumbel noise, token) of the tile's tokens that survive top-k, top-p and
+// min-p: the draw of filtered sampling.
 #include "sample_cut.wgsl"
 #include "sample_noise.wgsl"
 
-@group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> z: array<vec4<f32>>;                   // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;               // [row][BLOCKS]
-@group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;  // [row][ROW_BINS]
-@group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                // [row][SLOTS]
-@group(0) @binding(6) var<storage, read_write> bests: array<vec2<u32>>;         // [row][BLOCKS]
+@group(0) @binding(6) var<storage, read_write> bests: array<vec2<u32>>;  // [row][TILES]
 
 var<workgroup> tie: u32;
 
@@ -32,9 +25,9 @@ fn final_cut(li: u32, sequence: u32) -> Cut {
 
 // How many tokens with the cut's key have lower ids than the four of this invocation. Only rows
 // where equal scores straddle the cut of top-p ask.
-fn ties_before(li: u32, row: u32, block: u32, keys: vec4<u32>) -> u32 {
+fn ties_before(li: u32, row: u32, tile: u32, keys: vec4<u32>) -> u32 {
   var earlier = 0u;
-  for (var i = 4u * li; i < block * BLOCK; i += BLOCK) {
+  for (var i = 4u * li; i < tile * TILE; i += TILE) {
     earlier += count_of(tie, keys_of(z[(row * STRIDE + i) / 4u]));
   }
   let sums = sum_before(li, vec2<u32>(count_of(tie, keys), earlier));
@@ -52,9 +45,8 @@ fn keys_of(score4: vec4<f32>) -> vec4<u32> {
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   prefetch(li, id.y);
-  let first = id.x * BLOCK + 4u * li;
-  var score4 = vec4<f32>(LOWEST);
-  if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
+  let first = id.x * TILE + 4u * li;
+  let score4 = load_scores(id.y, first);
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
   if (step.rows[source].alive == 0u) { return; }
@@ -91,5 +83,5 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   }
 #endfor
   best = best_of_workgroup(li, best);
-  if (li == 0u) { bests[id.y * BLOCKS + id.x] = best; }
+  if (li == 0u) { bests[id.y * TILES + id.x] = best; }
 }

@@ -1,21 +1,12 @@
-// One level of a row's histograms: how many tokens, of what mass, have each value of the next digit.
-// @param VOCAB u32
-// @param STRIDE u32
+// histograms[row][digit of key(z)] += (1, mass of z) over the row's tokens that belong to this level.
 // @param LEVEL u32      which, see sample_histograms.wgsl
 #include "sample_cut.wgsl"
 
-@group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> z: array<vec4<f32>>;                       // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> stats: array<vec2<f32>>;                   // [row][BLOCKS]
-@group(0) @binding(4) var<storage, read_write> histograms: array<atomic<u32>>;      // [row][ROW_BINS]
-@group(0) @binding(5) var<storage, read_write> cuts: array<Cut>;                    // [row][SLOTS]
-
 #if LEVEL == 0
-// Of this block: the first digits of scores are few, so that all blocks would meet in memory. The
-// counts of places p and p + BINS / 2 share a word: a block has 1024 tokens.
-var<workgroup> block_counts: array<atomic<u32>, BINS / 2u>;
-var<workgroup> block_masses: array<atomic<u32>, BINS>;
+// Of this tile: the first digits of scores are few, so that all tiles would meet in memory. The
+// counts of places p and p + BINS / 2 share a word: a tile has 1024 tokens.
+var<workgroup> tile_counts: array<atomic<u32>, BINS / 2u>;
+var<workgroup> tile_masses: array<atomic<u32>, BINS>;
 #endif
 
 // Does the token belong to this level? What top-k removes would come last, but overflow the masses.
@@ -46,9 +37,8 @@ fn digit(key: u32) -> u32 {
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   prefetch(li, id.y);
-  let first = id.x * BLOCK + 4u * li;
-  var score4 = vec4<f32>(LOWEST);
-  if (first < STRIDE) { score4 = z[(id.y * STRIDE + first) / 4u]; }
+  let first = id.x * TILE + 4u * li;
+  let score4 = load_scores(id.y, first);
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
   if (step.rows[source].alive == 0u) { return; }
@@ -57,10 +47,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
 #if LEVEL == 0
   // WGSL promises zeros, but wgpu-native leaves workgroup memory as it was.
 #for i in 0..4
-  atomicStore(&block_counts[li + $iu * WG_SIZE], 0u);
+  atomicStore(&tile_counts[li + $iu * WG_SIZE], 0u);
 #endfor
 #for i in 0..8
-  atomicStore(&block_masses[li + $iu * WG_SIZE], 0u);
+  atomicStore(&tile_masses[li + $iu * WG_SIZE], 0u);
 #endfor
 #endif
   let cut = next_cut(li, sequence);
@@ -83,17 +73,17 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
       let key = key_of(score4[$c]);
       if (belongs(key, cut, top_k)) {
         let place = bin_place(digit(key));
-        atomicAdd(&block_counts[place % (BINS / 2u)], select(1u, 0x10000u, place >= BINS / 2u));
-        atomicAdd(&block_masses[place], mass_of(score4[$c], cut));
+        atomicAdd(&tile_counts[place % (BINS / 2u)], select(1u, 0x10000u, place >= BINS / 2u));
+        atomicAdd(&tile_masses[place], mass_of(score4[$c], cut));
       }
     }
 #endfor
   }
   workgroupBarrier();
 #for i in 0..4
-  let counts_$i = atomicLoad(&block_counts[li + $iu * WG_SIZE]);
-  let mass_$i = atomicLoad(&block_masses[li + $iu * WG_SIZE]);
-  let upper_$i = atomicLoad(&block_masses[li + $iu * WG_SIZE + BINS / 2u]);
+  let counts_$i = atomicLoad(&tile_counts[li + $iu * WG_SIZE]);
+  let mass_$i = atomicLoad(&tile_masses[li + $iu * WG_SIZE]);
+  let upper_$i = atomicLoad(&tile_masses[li + $iu * WG_SIZE + BINS / 2u]);
 #endfor
 #for i in 0..4
   add(base + li + $iu * WG_SIZE, counts_$i & 0xffffu, mass_$i);

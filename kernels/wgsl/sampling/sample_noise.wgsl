@@ -21,9 +21,9 @@ fn threefry(key: vec2<u32>, counter: vec2<u32>) -> vec2<u32> {
   return x;
 }
 
-fn threefry_round(x: vec2<u32>, turn: u32) -> vec2<u32> {
+fn threefry_round(x: vec2<u32>, bits: u32) -> vec2<u32> {
   let sum = x.x + x.y;
-  return vec2<u32>(sum, ((x.y << turn) | (x.y >> (32u - turn))) ^ sum);
+  return vec2<u32>(sum, ((x.y << bits) | (x.y >> (32u - bits))) ^ sum);
 }
 
 // Standard Gumbel noise: the token with the largest score + noise is a draw from softmax(scores).

@@ -3,6 +3,11 @@
 // @param STRIDE u32      values between two rows, or sequences: VOCAB rounded up to 8
 // @param PENALTIES bool
 // @param BIAS bool
+@group(0) @binding(0) var<storage, read> step: Step;
+@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
+@group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;  // [row][STRIDE / 4]
+@group(0) @binding(3) var<storage, read> counts: array<vec4<u32>>;  // [sequence][STRIDE / 4]
+@group(0) @binding(4) var<storage, read> biases: array<vec4<f32>>;  // [sequence][STRIDE / 4]
 
 // The scores of tokens first .. first + 3, and LOWEST for what is beyond the vocabulary.
 fn scores(row: u32, sequence: u32, first: u32) -> vec4<f32> {

@@ -1,24 +1,20 @@
-// Sampling without top-k, top-p and min-p: each block's best token, greedy or with Gumbel noise.
-// @param BLOCKS u32     blocks of a row
+// bests[row][tile] = the largest (score, token) of a tile, greedy or with Gumbel noise added to the score:
+// sampling without top-k, top-p and min-p.
+// @param TILES u32      tiles of a row
 // @param NOISE bool     false: every row is greedy
 #include "sampling.wgsl"
 #include "sample_reduce.wgsl"
 #include "sample_noise.wgsl"
 #include "sample_score.wgsl"
 
-@group(0) @binding(0) var<storage, read> step: Step;
-@group(0) @binding(1) var<storage, read> sampling: array<Sampling>;
-@group(0) @binding(2) var<storage, read> logits: array<vec4<f32>>;       // [row][STRIDE / 4]
-@group(0) @binding(3) var<storage, read> counts: array<vec4<u32>>;             // [sequence][STRIDE / 4]
-@group(0) @binding(4) var<storage, read> biases: array<vec4<f32>>;             // [sequence][STRIDE / 4]
-@group(0) @binding(5) var<storage, read_write> bests: array<vec2<u32>>;  // [row][BLOCKS]
+@group(0) @binding(5) var<storage, read_write> bests: array<vec2<u32>>;  // [row][TILES]
 
 @compute @workgroup_size(WG_SIZE)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) li: u32) {
   if (id.y >= n_sampled_rows()) { return; }
   let source = step_row(id.y);
   let sequence = sequence_of(source);
-  let first = id.x * BLOCK + 4u * li;
+  let first = id.x * TILE + 4u * li;
   let score4 = scores(id.y, sequence, first);  // under way while the row is read
   if (step.rows[source].alive == 0u) { return; }
 
@@ -36,5 +32,5 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   }
 #endfor
   best = best_of_workgroup(li, best);
-  if (li == 0u) { bests[id.y * BLOCKS + id.x] = best; }
+  if (li == 0u) { bests[id.y * TILES + id.x] = best; }
 }

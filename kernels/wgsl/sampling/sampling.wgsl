@@ -21,7 +21,7 @@ struct Sampling {
 }
 
 const WG_SIZE: u32 = 256;
-const BLOCK: u32 = 1024;  // tokens of a workgroup: four for each invocation
+const TILE: u32 = 1024;  // tokens of a workgroup: four for each invocation
 const LOWEST: f32 = -0x1.fffffep+127f;  // the score of what is no token: none wins with it
 const NOTHING: u32 = 0xffffffff;
 

@@ -1,6 +1,6 @@
-// Blocks of 32 columns in int8: weights that are integers, or codes of some, and activations that
-// quantize_block.wgsl wrote, with a scale for each half. A dot product of integers is exact, so only
-// the scales round.
+// Chunks of columns, which an invocation multiplies at once, in int8: blocks of 32 columns of weights that
+// are integers, or codes of some, and of activations that quantize_block.wgsl wrote, with a scale for each
+// half. A dot product of integers is exact, so only the scales round.
 //
 // q8 has two planes in a row, the first and the second half of every block; so have activations.
 // q4 and mxfp4 have the first half of a block in the low nibbles and the second in the high ones.
@@ -9,8 +9,16 @@
 // @param K u32                   columns of W
 // @param TABLE_COPIES u32        of what codes are looked up in, where there is such a table
 // @param WEIGHT f32|f16|bf16|q8|q6|q5|q4|e4m3|mxfp4|nf4|iq4nl
+// Needs `#let X`, the first of their bindings; AFTER_X is the one behind them.
 #if INTEGERS
-struct Block {
+#let AFTER_X = X + 3
+@group(0) @binding($(X)) var<storage, read> x: array<vec4<u32>>;
+@group(0) @binding($(X + 1)) var<storage, read> scales: array<u32>;
+@group(0) @binding($(X + 2)) var<storage, read> x_scales: array<vec2<f32>>;
+
+const CHUNKS = BLOCKS;  // of a row
+
+struct Chunk {
   integers: Integers,
   scale: vec2<f32>,  // and offset
 #if GROUP_SIZE == 16
@@ -34,11 +42,11 @@ const UNIT = 0.0625 * INT8_UNIT;
 const UNIT: f32 = INT8_UNIT;
 #endif
 
-fn load_block(row: u32, i: u32) -> Block {
+fn load_chunk(row: u32, i: u32) -> Chunk {
 #if GROUP_SIZE == 16
   let scale = scale_of(row, 2u * i);
   let high_scale = scale_of(row, min(2u * i + 1u, GROUPS - 1u));
-  return Block(load_integers(row, i), scale, high_scale);
+  return Chunk(load_integers(row, i), scale, high_scale);
 #else
 #if WEIGHT == mxfp4  // whose codes have the longer way; in the other order q8 is 4 % slower, this 2 %
   let integers = load_integers(row, i);
@@ -47,7 +55,7 @@ fn load_block(row: u32, i: u32) -> Block {
   let scale = scale_of(row, i / (GROUP_SIZE / 32u));
   let integers = load_integers(row, i);
 #endif
-  return Block(integers, scale);
+  return Chunk(integers, scale);
 #endif
 }
 
@@ -55,7 +63,7 @@ fn scale_of(row: u32, group: u32) -> vec2<f32> {
   return widen_scale(load_scale(row, group), group);
 }
 
-// Row m of x; not valid: beyond the last block.
+// Row m of x; not valid: beyond the last chunk.
 fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
   let first = m * 2u * BLOCKS + i;
   let low = x[first];
@@ -74,7 +82,7 @@ fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
   );
 }
 
-fn multiply(w: Block, a: Activations) -> f32 {
+fn multiply(w: Chunk, a: Activations) -> f32 {
 #if WEIGHT == mxfp4
   let more = rest(w.integers);
   let low = dot16(low_nibbles(w.integers), a.low) + dot16(low_nibbles(more), a.low);

@@ -1,5 +1,5 @@
-// Blocks of columns in f32: weights that are floats, eight columns, or codes of floats, 16 of them;
-// activations as they are.
+// Chunks of columns, which an invocation multiplies at once, in f32: eight columns of weights that are
+// floats, or 16 of codes of floats; activations as they are.
 //
 // NORM: activations are multiplied by the norm's weights, and their squares are passed on. SCALED:
 // the kernel that made x has multiplied it already, because weights of a norm that come from far
@@ -8,16 +8,28 @@
 // @param K u32                   columns of W
 // @param NORM bool
 // @param SCALED bool
+// Needs `#let X`, the first of their bindings; AFTER_X is the one behind them.
 #if not INTEGERS
 #include "weight.wgsl"
-#let EIGHTS = 1 + CODES  // of a block
+#let AFTER_X = X + 1 + CODES + NORM
+@group(0) @binding($(X)) var<storage, read> x: array<vec4<f32>>;
 #if CODES
-struct Block {
+@group(0) @binding($(X + 1)) var<storage, read> scales: array<u32>;
+#endif
+#if SCALED
+@group(0) @binding($(X + 1 + CODES)) var<storage, read> scaled_x: array<vec4<f32>>;
+#elif NORM
+@group(0) @binding($(X + 1 + CODES)) var<storage, read> norm_weight: array<vec4<f32>>;
+#endif
+
+#let EIGHTS = 1 + CODES  // of a chunk
+#if CODES
+struct Chunk {
   codes: vec4<u32>,
   scale: f32,
 }
 #else
-alias Block = Packed8;
+alias Chunk = Packed8;
 #endif
 
 struct Activations {
@@ -28,24 +40,24 @@ struct Activations {
   squares: f32,
 }
 
-const BLOCKS = (K + $(8 * EIGHTS - 1)u) / $(8 * EIGHTS)u;  // of a row
+const CHUNKS = (K + $(8 * EIGHTS - 1)u) / $(8 * EIGHTS)u;  // of a row
 #if CODES
 const UNIT = CODE;  // what multiply's results are multiples of
 #else
 const UNIT = 1.0;
 #endif
 
-fn load_block(row: u32, i: u32) -> Block {
+fn load_chunk(row: u32, i: u32) -> Chunk {
 #if CODES
   let group = i * 16u / GROUP_SIZE;
   let scale = load_scale(row, group);  // asked for first: the other order is 4 % slower
-  return Block(weight[row * BLOCKS + i], widen_scale(scale, group).x);
+  return Chunk(weight[row * CHUNKS + i], widen_scale(scale, group).x);
 #else
-  return load8(row * BLOCKS + i);
+  return load8(row * CHUNKS + i);
 #endif
 }
 
-// Row m of x; not valid: beyond the last block.
+// Row m of x; not valid: beyond the last chunk.
 fn load_activations(m: u32, i: u32, valid: bool) -> Activations {
 #for e in 0..EIGHTS
   let eight$e = $(EIGHTS)u * i + $eu;
@@ -97,7 +109,7 @@ fn masked(value: vec4<f32>, column: u32, valid: bool) -> vec4<f32> {
 #endif
 }
 
-fn multiply(w: Block, a: Activations) -> f32 {
+fn multiply(w: Chunk, a: Activations) -> f32 {
 #if not CODES
   return dot(low4(w), a.low0) + dot(high4(w), a.high0);
 #else

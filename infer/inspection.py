@@ -1,0 +1,138 @@
+"""What a model is, what it needs and whether that fits, without loading it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+from infer.engine import EngineOptions
+from infer.hub import resolve
+from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
+from infer.kernels.gpu.device import Limits
+from infer.keywords import Progress
+from infer.loading import open_adapters, weight_dtype
+from infer.memory import MemoryCount, checked_context, kv_bytes_per_position
+from infer.models import open_model
+from infer.models.loading.lora import Loras
+from infer.models.loading.packing import WIDENED
+from infer.models.loading.plan import plan_weights
+from infer.progress import size
+from infer.text.folder_tokenizer import open_tokenizer
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model is and what it needs at `context` positions; sizes in bytes.
+
+    parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
+    of these are f32 though the files have them quantised: routers, and those whose parts have no
+    form in common. ignored: what the files quantise besides weights, in a way that is not used.
+    lora: the adapter that is always on. disk_bytes: all tensors of the checkpoint. fits: whether
+    the GPU has room now, None where that is unknown; `verdict` says why.
+    """
+
+    name: str
+    path: str
+    revision: str | None
+    architecture: str
+    part_of: str | None
+    parameters: int
+    dtypes: list[str]
+    widened: int
+    format: str | None
+    ignored: list[str]
+    lora: str | None
+    disk_bytes: int
+    max_context: int
+    context: int
+    kv_dtype: str
+    kv_bytes_per_token: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    other_bytes: int
+    total_bytes: int
+    chat_template: bool
+    tokenizer: bool
+    adapter: AdapterInfo | None
+    fits: bool | None
+    verdict: str
+
+
+def inspect_model(
+    model: str,
+    *,
+    device: str | int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    kv_dtype: str = "f16",
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+) -> Inspection:
+    """What `infer.load` with the same arguments would need. Reads no weights, opens no device, and
+    works without one. progress: as for `load`, of a download.
+
+    Raises ModelError, DeviceError, TokenizerError, RequestError.
+    """
+    converted = weight_dtype(dtype, quantize)
+    fetched = partial(progress or (lambda *_: None), "download")
+    found = resolve(model, revision=revision, offline=offline, progress=fetched)
+    always, _ = open_adapters(adapter, None, offline, fetched)
+    opened, checkpoint = open_model(found.path)
+    plan = plan_weights(opened.weights(), checkpoint, converted, opened.ignorable)
+    loras = Loras.fit(opened, plan, always=always)
+    options = EngineOptions(checked_context(opened, found.name, context), kv_dtype=kv_dtype)
+    gpu = choose_adapter(device) if device is not None or list_adapters() else None
+    limits = Limits() if gpu is None else Limits.of(gpu.limits)
+    count = MemoryCount(opened, plan.joined(loras.names), limits, gpu, loras)
+    fits: bool | None = None
+    if gpu is None:
+        verdict = "no adapter was found; counted for the least that WebGPU guarantees"
+    else:
+        try:
+            options = count.fitting(options, may_shrink=context is None)
+        except OutOfMemoryError as error:
+            fits, verdict = False, str(error)
+        else:
+            free = memory_info(gpu).free
+            fits = None if free is None else True
+            verdict = (
+                "the platform does not tell how much memory is free"
+                if free is None
+                else f"{size(free)} are free"
+            )
+    need = count.needed(options)
+    has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
+    tokenizer = open_tokenizer(found.path) if has_tokenizer else None
+    return Inspection(
+        name=found.name,
+        path=str(found.path),
+        revision=found.revision,
+        architecture=opened.config.model_type,
+        part_of=checkpoint.part_of,
+        parameters=sum(prod(weight.shape) for weight in plan.weights if weight.parts),
+        dtypes=sorted({w.stored.dtype for w in plan.weights if len(w.shape) > 1}),
+        widened=[weight.stored for weight in plan.weights].count(WIDENED),
+        format=checkpoint.format,
+        ignored=list(checkpoint.ignored),
+        lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
+        disk_bytes=checkpoint.nbytes,
+        max_context=opened.config.max_position_embeddings,
+        context=options.context,
+        kv_dtype=kv_dtype,
+        kv_bytes_per_token=kv_bytes_per_position(opened, kv_dtype),
+        weight_bytes=need.weights,
+        kv_cache_bytes=need.kv_cache,
+        other_bytes=need.other,
+        total_bytes=need.total,
+        chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        tokenizer=tokenizer is not None,
+        adapter=gpu,
+        fits=fits,
+        verdict=verdict,
+    )

@@ -1,0 +1,284 @@
+"""From a name to a loaded model."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Never
+
+from infer.engine import Engine, EngineOptions
+from infer.foreign import shown
+from infer.generation_config import notes, sampling_defaults
+from infer.hub import ResolvedModel, resolve, resolve_adapter
+from infer.kernels.errors import InferWarning, RequestError, UnsupportedError
+from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
+from infer.kernels.gpu.device import Device, Settings, enough_threads
+from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
+from infer.kernels.state.kv_cache import KV_DTYPES
+from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
+from infer.llm import LLM
+from infer.memory import MemoryCount, checked_context
+from infer.models import open_model
+from infer.models.loading.load import load_weights
+from infer.models.loading.lora import Lora, Loras
+from infer.models.loading.plan import plan_weights
+from infer.progress import ProgressLine
+from infer.text.folder_tokenizer import open_tokenizer, read_json
+
+DTYPES = ("f32", "f16", "bf16")
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str | int | None = None,
+    context: int | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    kv_dtype: str = "f16",
+    adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: bool | Progress | None = None,
+    settings: Settings | None = None,
+    engine: Mapping[str, Any] | None = None,
+    **unknown: Never,
+) -> LLM:
+    """Load a model onto a GPU.
+
+    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct") or its URL, one of the GGUF models there
+    ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
+    device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
+    context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
+    or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
+    keeps them as they are. quantize: "q8" or "q4" instead, to quantise them to 8 or 4 bits.
+    kv_dtype: "f16", "f32" or "q8" (8 bits and a scale for 32 values).
+    adapter: a LoRA adapter of the model (a folder or a hub id) that is always on: merged into the
+    weights, before `quantize` if that is given, or applied beside those that the files have
+    quantised. adapters: several by names of your own, applied beside the weights; none is on but
+    the one that a call names (`generate(..., adapter=name)`).
+    revision, offline: see `infer.hub.resolve`.
+    progress: whether a line on standard error shows how far it is; None: where a person sees it,
+    in a terminal or a notebook. Or a function, called with "download", bytes that came and bytes
+    of all files that were begun; with "weights", bytes read and bytes in all; and meanwhile and
+    afterwards with "kernels", how many are compiled and how many there are.
+    engine: other fields of EngineOptions.
+
+    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
+    InferWarning of what the model's generation_config.json asks for and is not implemented.
+    """
+    check_names(unknown, LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
+    if not (engine is None or isinstance(engine, Mapping)) or not all(
+        isinstance(name, str) for name in engine or ()
+    ):
+        raise RequestError(
+            'engine must be a dictionary of options, such as {"fuse": False}, '
+            f"not {shown(engine)}."
+        )
+    check_names(engine or (), _ENGINE_NAMES, LOAD_NAMES, "load()")
+    converted = weight_dtype(dtype, quantize)
+    _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+    with ProgressLine(False if callable(progress) else progress) as line:
+        report = progress if callable(progress) else line.loading
+        fetched = partial(report, "download")
+        resolved = resolve(str(model), revision=revision, offline=offline, progress=fetched)
+        always, named = open_adapters(adapter, adapters, offline, fetched)
+        return _load(
+            resolved,
+            choose_adapter(device),
+            settings,
+            context,
+            converted,
+            kv_dtype,
+            always,
+            named,
+            report,
+            engine or {},
+        )
+
+
+_ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)
+
+
+def open_adapters(
+    adapter: str | Path | None,
+    adapters: Mapping[str, str | Path] | None,
+    offline: bool,
+    progress: Callable[[int, int], None],
+) -> tuple[Lora | None, dict[str, Lora]]:
+    """The adapter that is always on, and those that are chosen by name. Raises ModelError, and
+    RequestError where both are given."""
+    if adapter is not None and adapters:
+        raise RequestError(
+            "Give either one adapter that is always on (adapter) or several by name (adapters)."
+        )
+
+    if not isinstance(adapters or {}, Mapping) or not all(
+        isinstance(name, str) and name for name in adapters or ()
+    ):
+        raise RequestError(
+            'Give adapters as a dictionary, such as {"sql": "org/sql-lora"}: names of adapters, '
+            "none of them empty, and their folders or hub ids."
+        )
+
+    def opened(place: str | Path) -> Lora:
+        found = resolve_adapter(str(place), offline=offline, progress=progress)
+        return Lora.open(found.path, found.name)
+
+    named = {name: opened(place) for name, place in (adapters or {}).items()}
+    return None if adapter is None else opened(adapter), named
+
+
+def _load(
+    resolved: ResolvedModel,
+    gpu: AdapterInfo,
+    settings: Settings | None,
+    context: int | None,
+    dtype: str | None,
+    kv_dtype: str,
+    always: Lora | None,
+    named: Mapping[str, Lora],
+    progress: Progress,
+    engine_options: Mapping[str, Any],
+) -> LLM:
+    path = resolved.path
+    model, checkpoint = open_model(path)
+    tokenizer = open_tokenizer(path)
+    generation_config = read_json(path / "generation_config.json")
+    defaults = sampling_defaults(generation_config, model.config.vocab_size)
+    for text in notes(generation_config):
+        warnings.warn(text, InferWarning, stacklevel=3)
+    plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
+    positions = checked_context(model, resolved.name, context)
+    loras = Loras.fit(model, plan, always=always, named=named)
+    plan = plan.joined(loras.names)
+
+    def fill(device: Device, progress: Progress) -> LLM:
+        options = MemoryCount(model, plan, device.limits, device.adapter, loras).fitting(
+            EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
+            may_shrink=context is None,
+        )
+        started: list[tuple[Engine, Future[None]]] = []
+
+        def allocated(weights: dict[str, GpuTensor]) -> None:
+            beside = loras.allocate(device, weights)
+            engine = Engine(device, model, weights, options, beside)
+            with enough_threads():
+                started.append(
+                    (engine, thread.submit(engine.steps.compile, partial(progress, "kernels")))
+                )
+            loras.fill(device, weights, beside)
+
+        # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                load_weights(
+                    device,
+                    plan,
+                    changes=loras.merged,
+                    allocated=allocated,
+                    progress=partial(progress, "weights"),
+                )
+            except BaseException:
+                device.stop()  # compiling
+                raise
+        ((engine, compiled),) = started
+        compiled.result()
+        return LLM(resolved.name, engine, tokenizer, defaults)
+
+    return _Thread(lambda: Device(gpu, settings), fill).result(progress)
+
+
+class _Thread:
+    """A device being opened and filled in a thread of its own. What signals raise, as Ctrl-C does,
+    comes in the main thread between any two instructions; what it cut in half there would be lost
+    with its memory and its threads."""
+
+    def __init__(
+        self,
+        open_device: Callable[[], Device],
+        fill: Callable[[Device, Progress], LLM],
+    ) -> None:
+        self._open, self._fill = open_device, fill
+        self._reports = SimpleQueue[tuple[str, int, int] | None]()  # of progress; None: the end
+        self._device: Device | None = None
+        self._cancelled = False
+        self._llm: LLM | None = None
+        self._error: BaseException | None = None
+
+    def result(self, progress: Progress) -> LLM:
+        """The LLM. `progress` is called in this thread. Whatever is raised closes the device."""
+        thread = threading.Thread(target=self._run, name="load")
+        try:
+            with enough_threads():
+                thread.start()
+            while (report := self._next_report()) is not None:
+                progress(*report)
+            thread.join()
+            if self._error is not None:
+                raise self._error
+            assert self._llm is not None
+            return self._llm
+        except BaseException:
+            self._cancelled = True
+            if self._device is not None:
+                self._device.stop()
+            if thread.is_alive():
+                thread.join()
+            if self._llm is not None:
+                self._llm.close()
+            raise
+        finally:
+            self._error = None  # whose traceback holds this object
+
+    def _next_report(self) -> tuple[str, int, int] | None:
+        while True:
+            with suppress(Empty):
+                return self._reports.get(timeout=0.5)  # without one, Ctrl-C waits on Windows
+
+    def _run(self) -> None:
+        try:
+            self._llm = self._opened_and_filled()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._reports.put(None)
+
+    def _opened_and_filled(self) -> LLM:
+        device = self._device = self._open()
+        try:
+            if self._cancelled:
+                device.stop()
+            llm = self._fill(device, lambda *report: self._reports.put(report))
+            device.check_open()
+            return llm
+        except BaseException:
+            device.close()
+            raise
+
+
+def weight_dtype(dtype: str | None, quantize: str | None) -> str | None:
+    """What matrices are converted or quantised to; None: nothing. Raises UnsupportedError for a
+    word that is neither, and RequestError where both are given."""
+    _check_choice("dtype", dtype, (None, *DTYPES))
+    _check_choice("quantize", quantize, (None, *QUANTIZED))
+    if dtype is not None and quantize is not None:
+        raise RequestError(
+            f"Weights are either converted (dtype {dtype}) or quantised (quantize {quantize}). "
+            "Give one of the two."
+        )
+    return dtype or quantize
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        shown = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise UnsupportedError(f"{name} must be one of {shown}, not {value!r}.")

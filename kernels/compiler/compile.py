@@ -1,0 +1,35 @@
+"""From the output of a forward pass to the kernels of a kind of step."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from infer.kernels.compiler.fusion import rewrite
+from infer.kernels.compiler.graph import Graph, Value
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import StepKind, Target
+from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.ops.linear import Changes
+
+NO_CHANGES: Changes = MappingProxyType({})
+
+
+def lower(
+    device: Device,
+    output: Value,
+    kind: StepKind,
+    step: Buffer,
+    output_buffer: Buffer,
+    *,
+    fuse: bool = True,
+    tuning: Tuning | None = None,
+    changes: Changes = NO_CHANGES,
+) -> Lowering:
+    """The kernels that make `output`, in `output_buffer`, in such a step on the device; step: the
+    buffer of its rows. changes: what lies beside weights. fuse=False gives each operation kernels
+    of its own."""
+    graph = Graph(output)
+    target = Target(device, kind, tuning or Tuning(device), fuse)
+    rewrite(graph, target, changes)
+    return Lowering(target, graph, step, output_buffer)

@@ -1,0 +1,77 @@
+"""What a graph is compiled for: a device, a kind of step, and the rules for kernels' variants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer.kernels.compiler.graph import Value
+from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.plan import Count, Grid, linear_grid
+
+MAX_VEC_ROWS = 8
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """A kind of step: at most `rows` rows, of which `logits` get logits (None: all of them).
+
+    Up to MAX_VEC_ROWS rows go through matmul_vec, more through matmul.
+    """
+
+    rows: int
+    logits: int | None = None
+
+    @property
+    def vec(self) -> bool:
+        return self.rows <= MAX_VEC_ROWS
+
+
+@dataclass
+class Target:
+    """A kind of step on a device. fuse: whether operations may share kernels."""
+
+    device: Device
+    kind: StepKind
+    tuning: Tuning
+    fuse: bool
+
+    def rows(self, value: Value) -> int:
+        """Rows of an activation in this kind of step, at most."""
+        if value.of_logits and self.kind.logits is not None:
+            return self.kind.logits
+        return self.kind.rows
+
+    def row_grid(self, value: Value, x: int) -> Grid:
+        """x workgroups for each row."""
+        if value.of_logits and self.kind.logits is not None:
+            return (x, self.kind.logits, 1)
+        return lambda rows, kv_len: (x, rows, 1)
+
+    def vec_grid(self, value: Value, count: int, row_each: bool) -> Grid:
+        """`count` workgroups, or for each row so many."""
+        x, y, _ = linear_grid(count, self.device.limits.max_workgroups)
+        if not row_each:
+            return (x, y, 1)
+        if value.of_logits and self.kind.logits is not None:
+            return (x, y, self.kind.logits)
+        return lambda rows, kv_len: (x, y, rows)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that the buffer of an activation has: matmul reads and writes whole tiles."""
+    return rows if rows <= MAX_VEC_ROWS else -(-rows // 128) * 128
+
+
+def tile_grid(x: int, rows_per_tile: int, z: int = 1) -> Grid:
+    return lambda rows, kv_len: (x, -(-rows // rows_per_tile), z)
+
+
+def per_row(count: int) -> Count:
+    """A count that grows with the rows."""
+    return lambda rows, kv_len: count * rows
+
+
+def constant(count: int) -> Count:
+    """A count that does not depend on the step."""
+    return lambda rows, kv_len: count

@@ -1,0 +1,78 @@
+"""From the rows of a step to activations, and to those that get logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.gpu.tensor import GpuTensor
+
+
+@dataclass(eq=False, repr=False)
+class Embedding(Value):
+    """The rows of `weight` [vocab, width] for the step's tokens, times scale."""
+
+    weight: GpuTensor
+    scale: float = 1.0
+
+    def checked_width(self) -> int:
+        return self.weight.shape[1]
+
+    def lower(self, low: Lowering) -> None:
+        _lower(low, self, self.weight, self.scale, by_position=False)
+
+
+@dataclass(eq=False, repr=False)
+class PositionEmbedding(Value):
+    """The rows of `weight` [positions, width] for the step's positions."""
+
+    weight: GpuTensor
+
+    def checked_width(self) -> int:
+        return self.weight.shape[1]
+
+    def lower(self, low: Lowering) -> None:
+        _lower(low, self, self.weight, 1.0, by_position=True)
+
+
+def _lower(
+    low: Lowering, value: Value, weight: GpuTensor, scale: float, *, by_position: bool
+) -> None:
+    groups = stride(value.width) // 8
+    for shard in weight.shards:
+        low.emit(
+            "embedding",
+            (low.step, *shard.buffers, value),
+            low.row_grid(value, -(-groups // 64)),
+            {
+                "K": value.width,
+                "WEIGHT": weight.dtype,
+                **weight.grouping.params,
+                "START": shard.start,
+                "SHARD_ROWS": shard.rows,
+                "SCALE": float(scale),
+                "BY_POSITION": by_position,
+            },
+        )
+
+
+@dataclass(eq=False, repr=False)
+class LogitsRows(Value):
+    """The rows of x that get logits."""
+
+    x: Value
+
+    def checked_width(self) -> int:
+        self.of_logits = True
+        return self.x.width
+
+    def lower(self, low: Lowering) -> None:
+        x, x_stride, _ = low.source(self.x)
+        assert low.kind.logits is not None
+        low.emit(
+            "take_rows",
+            (low.step, x, self),
+            (-(-x_stride // 64), low.kind.logits, 1),
+            {"STRIDE": x_stride},
+        )

@@ -1,0 +1,127 @@
+"""Activations as projections want to read them: made by the kernel before, or by one of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infer.kernels.compiler.arena import Operand, Scratch
+from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import MAX_VEC_ROWS, Target, padded_rows
+from infer.kernels.gpu.device import Buffer
+from infer.kernels.gpu.tensor import BLOCK, GpuTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The norm of whole rows that goes into projections: its weights are multiplied into what they
+    read, and the mean square is applied to what comes out. of_logits: of the logits' rows."""
+
+    weight: GpuTensor
+    eps: float
+    of_logits: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """How projections read an activation: after a norm, as int8; alone: nothing else reads it."""
+
+    norm: Norm | None
+    int8: bool
+    alone: bool = False
+
+    @property
+    def keep(self) -> bool:
+        """Whether the activation itself is needed too: for its squares, or by another reader."""
+        return not (self.int8 and self.alone)
+
+    @property
+    def bindings(self) -> int:
+        """What the kernel that makes it binds: the activation, the form, the norm's weights."""
+        return self.keep + (2 if self.int8 else 1) + (self.norm is not None)
+
+    def fits(self, maker: Value, target: Target, bound: int) -> bool:
+        """Whether a kernel that binds so many buffers besides can write it."""
+        if self.bindings + bound > target.device.limits.storage_buffers:
+            return False
+        if self.norm is not None and self.norm.of_logits and target.kind.rows > 1:
+            return False  # the logits' rows are copied first
+        return not self.int8 or (target.kind.rows == 1 and maker.width % BLOCK == 0)
+
+
+@dataclass(eq=False, repr=False)
+class Prepared(Value):
+    """x in a form: its values times the norm's weights, f32; or, as int8, integers, and the scale
+    and the sum of squares of every half of a block of 32. order: of its columns, u32 [width].
+
+    rows: of x, at most. parts: side by side in x, each a row of its own (results of experts).
+    keep: whether x itself is needed too. made: the kernel that makes x makes this too.
+    """
+
+    x: Value
+    norm: Norm | None
+    int8: bool
+    rows: int
+    order: Buffer | None = None
+    parts: int = 1
+    part: int = 0
+    keep: bool = True
+    made: bool = False
+    operands: list[Operand] = field(init=False)
+
+    def checked_width(self) -> int:
+        self.part = self.part or self.x.width
+        rows = padded_rows(self.rows) if self.parts == 1 else self.rows * self.parts
+        blocks = -(-self.part // BLOCK) * rows
+        int8: list[Operand] = [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
+        floats: list[Operand] = [Scratch(4 * self.rows * stride(self.part))]
+        self.operands = int8 if self.int8 else floats
+        return self.x.width
+
+    @property
+    def written(self) -> list[Operand]:
+        """What the kernel that makes x binds for it."""
+        return [*self.operands, *([] if self.norm is None else [self.norm.weight.buffer])]
+
+    def lower(self, low: Lowering) -> None:
+        if self.made:
+            return
+        x = low.source(self.x)[0]
+        order = [] if self.order is None else [self.order]
+        groups, parts = -(-self.part // (8 * BLOCK)), self.parts
+        low.emit(
+            "quantize",
+            (x, *self.written, *order),
+            low.row_grid(self, groups)
+            if parts == 1
+            else lambda rows, kv_len: (groups, rows * parts, 1),
+            {
+                "K": self.part,
+                "X_STRIDE": stride(self.part),
+                "NORM": self.norm is not None,
+                "ORDER": self.order is not None,
+                "SHARED": self.rows > MAX_VEC_ROWS,
+                "QUANTIZE": True,
+            },
+        )
+
+
+@dataclass(eq=False, repr=False)
+class Maker(Value):
+    """An operation whose kernel can also write its result as projections want to read it.
+
+    Rules add: prepares: that form.
+    """
+
+    prepares: Prepared | None = field(default=None, kw_only=True)
+
+    def writes(self, form: Form, target: Target) -> bool:
+        """Whether it can write that form."""
+        raise NotImplementedError
+
+    @property
+    def outputs_bound(self) -> list[Operand]:
+        """What its kernel binds for its result."""
+        if self.prepares is None:
+            return [self]
+        return [*([self] if self.prepares.keep else []), *self.prepares.written]
