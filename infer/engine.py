@@ -12,14 +12,12 @@ prompt, or starts anew.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -28,32 +26,24 @@ from numpy.typing import NDArray
 
 from infer.foreign import shown
 from infer.kernels.compiler.arena import Arena
-from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.graph import Graph, stride
-from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.graph import stride
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
-from infer.kernels.errors import DeviceError, ModelError, RequestError, UnsupportedError
+from infer.kernels.errors import DeviceError, ModelError, RequestError
 from infer.kernels.gpu.adapters import is_forked
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.plan import DispatchPlan
 from infer.kernels.gpu.record import PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
-from infer.kernels.ops import functional as ops
-from infer.kernels.ops.linear import Changes, Linear
-from infer.kernels.ops.rope import Rope
-from infer.kernels.state.kv_cache import PAGE, KVCache
-from infer.kernels.state.layer_state import Cache, LayerState, copies
+from infer.kernels.ops.linear import Changes
+from infer.kernels.state.layer_state import LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
-from infer.kernels.state.step import NO_TOKEN, pack_step, step_bytes
+from infer.kernels.state.step import NO_TOKEN, pack_step
 from infer.models.blocks.decoder import Decoder
-from infer.models.blocks.rope import rope_table, same_until, table_bytes, table_length
-from infer.models.loading.config import RopeConfig
+from infer.models.blocks.rope import rope_table, same_until, table_length
+from infer.pace import Pace
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
+from infer.steps import Steps
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded
-SUBMISSION_SECONDS = 0.1  # of prefill at most: a display on the same GPU must get its turn
-FIRST_ROWS = 64  # of prefill, while it is not known how fast the adapter is
-SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
 _NOTHING = Recording([])
 
 
@@ -131,114 +121,43 @@ class Engine:
         """adapters: by name what lies beside the weights; None: what does when none is asked for.
         Allocates everything but the weights and these. Raises OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
+        self.context, self.vocab_size = options.context, model.config.vocab_size
         self.adapters: dict[str | None, Changes] = {None: {}, **adapters}
-        self._adapter: str | None = None  # what the keys and values in the cache are of
-        c = model.config
-        self.context, self.vocab_size = options.context, c.vocab_size
-        self.cache = KVCache(device, c.kv_shapes, options.context, dtype=options.kv_dtype)
-        keys_and_values = iter(self.cache.layers)
-        self.caches: list[Cache] = []  # of each layer
-        for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
-            if shape is not None:
-                self.caches.append(LayerState.new(device, shape, layer))
-            else:
-                own = source == layer
-                self.caches.append(next(keys_and_values) if own else self.caches[source])
-        self.states = [cache for cache in self.caches if isinstance(cache, LayerState)]
-        self.rope = self._upload(c.rope)
-        local = self.rope if c.local_rope is None else self._upload(c.local_rope)
-        self.ropes = [
-            (local if window else self.rope) if turns else None
-            for window, turns in zip(c.windows, c.rope_layers, strict=True)
-        ]
-        self._table_length = 0
-        self.step = device.buffer(step_bytes(max(self._chunk(), MAX_VEC_ROWS)), label="step")
-        self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
-        self.sampler = Sampler(device, c.vocab_size, self.logits, self.step)
-        self.arena = Arena(device)
-        self.rows = {"prefill": self._chunk()}
-        if self._chunk() > SHORT_ROWS and not device.software:
-            self.rows["short prefill"] = SHORT_ROWS
-        self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
-        self._lowered = {
-            (kind, adapter): self._lower(StepKind(rows, logits=1), self.logits, adapter)
-            for kind, rows in self.rows.items()
-            for adapter in self.adapters
-        }
-        sizes = [lowering.sizes for lowering in self._lowered.values()]
-        self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
-        self._plans: dict[tuple[str, str | None], DispatchPlan] = {}
+        self.steps = Steps(
+            device,
+            model,
+            weights,
+            self.adapters,
+            context=options.context,
+            kv_dtype=options.kv_dtype,
+            prefill_chunk=options.prefill_chunk,
+            fuse=options.fuse,
+        )
+        self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
+        self.sampler = Sampler(device, self.vocab_size, self.steps.logits, self.steps.step)
+        self.pace = Pace(model.config.num_hidden_layers)
         self._recordings: dict[tuple[str, str | None, bool, SamplerChain | None], Recording] = {}
         self._staging = self._new_staging()
         self._in_flight: deque[_InFlight] = deque()
-        self._row_seconds = 0.0  # of prefill, as it went last; 0: not known
         self._reads = 0
-        self.tokens: list[int] = []  # those whose keys and values are in the cache
+        # What the cache holds: keys and values of these tokens, of this adapter, rotated by the
+        # table for prompts of this length.
+        self.tokens: list[int] = []
+        self._adapter: str | None = None
+        self._table_length = 0
         self._token = -1  # the last that was read
         # Positions that the states hold, or held when they were saved. Steps that nobody has read,
         # as after an interrupt, may have made it more than there are tokens.
         self._held = self._saved = 0
         self.timings = Timings()
 
-    def _chunk(self) -> int:
-        """Rows of a prefill step: within the options and what one binding holds."""
-        c = self.model.config
-        inputs = c.num_hidden_layers * c.hidden_size_per_layer_input
-        widest = max(2 * c.intermediate_size * (1 + c.double_wide_mlp), c.hidden_size, inputs)
-        if not self.options.fuse:  # the score matrix is written, for whole pages
-            positions = -(-self.context // PAGE) * PAGE
-            widest = max(widest, c.num_attention_heads * positions)
-        if c.experts is not None:  # each of a row's experts makes a row of its own
-            slots = c.experts.per_token + c.experts.shared_inner // c.experts.inner
-            widest = max(widest, slots * stride(max(c.experts.inner, c.hidden_size)))
-        # Queries of latents are wider than what they are made of.
-        widest = max(widest, c.num_attention_heads * c.head_dim)
-        # In front of a convolution there are gates as well.
-        widest = max([widest, *(3 * state.channels for state in c.states if state is not None)])
-        rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
-        return max(16, min(self.options.prefill_chunk, rows, self.context))
-
-    def _upload(self, rope: RopeConfig) -> Rope:
-        nbytes = table_bytes(rope, self.context)
-        table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
-        return Rope(table, rope.rotary_dim, rope.interleaved)
-
     def _new_staging(self) -> list[tuple[Buffer, Buffer]]:
         """For each step in flight where its id goes, and its logits."""
-        device, nbytes = self.device, self.logits.nbytes
+        device, nbytes = self.device, self.steps.logits.nbytes
         return [
             (device.buffer(16, "read", "ids"), device.buffer(nbytes, "read", "logits"))
             for _ in range(self.options.ahead)
         ]
-
-    def _lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
-        changes = self.adapters[adapter]
-        output = self.model.forward(ops, self.weights, self.ropes, self.caches)
-        linears = (value for value in Graph(output).values if isinstance(value, Linear))
-        projections = {linear.weight for linear in linears}
-        names = [n for n, w in self.weights.items() if w in changes and w not in projections]
-        if names:
-            raise UnsupportedError(
-                f"An adapter changes {', '.join(names[:10])}, which is no projection of its own. "
-                "Merge the adapter into the model, and load what that gives."
-            )
-        return lower(
-            self.device,
-            output,
-            kind,
-            self.step,
-            logits,
-            fuse=self.options.fuse,
-            changes=changes,
-        )
-
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile, in threads, what every generation needs, so that none has to wait for it.
-        `progress` gets how many kernels are done, and how many there are."""
-        specs = (kernel.spec for lowering in self._lowered.values() for kernel in lowering.kernels)
-        self.device.pipelines(specs, progress)
-        for kind, adapter in self._lowered:
-            self._plan(kind, adapter)
 
     def warm_up(
         self,
@@ -247,8 +166,8 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Have compiled beforehand what a generation from a prompt of that length would compile
-        on its way: the sampler, and on a software adapter, whose driver puts a kernel off until it
-        first runs, all the rest. params: `resolved`. progress: as for `compile`."""
+        on its way: the sampler, and where the CPU computes, whose driver puts a kernel off until it
+        first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
         last = min(prompt_tokens, MAX_VEC_ROWS) if self.states else 0  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
         kinds = dict.fromkeys(kind for part in parts for *_, kind in self.chunks(part))
@@ -267,13 +186,6 @@ class Engine:
     def queue(self) -> StepQueue:
         """What steps are submitted to."""
         return (RawQueue if self.options.raw else PublicQueue)(self.device)
-
-    def _plan(self, kind: str, adapter: str | None) -> DispatchPlan:
-        """Made, and compiled where it is not yet, when it is first needed."""
-        key = kind, adapter
-        if key not in self._plans:
-            self._plans[key] = self._lowered[key].place(self.arena)
-        return self._plans[key]
 
     # Generating
 
@@ -353,8 +265,8 @@ class Engine:
                 now = time.perf_counter()
                 if self.timings.prefill_seconds == 0.0:
                     self.timings.prefill_seconds = now - begin
-                    if self.timings.prefilled_tokens > MAX_VEC_ROWS and not self._row_seconds:
-                        self._row_seconds = (now - begin) / self.timings.prefilled_tokens
+                    if self.timings.prefilled_tokens > MAX_VEC_ROWS and not self.pace.known:
+                        self.pace.row_seconds = (now - begin) / self.timings.prefilled_tokens
                 else:
                     self.timings.decode_seconds = now - begin - self.timings.prefill_seconds
                     self.timings.decoded_tokens += 1
@@ -371,7 +283,7 @@ class Engine:
         sample: Callable[[Sequence[int], int], Iterator[Step]],
     ) -> Iterator[Step]:
         """`limit` steps of `sample(ids, limit)`, which begins again with all tokens so far when
-        the sequence grows beyond a length at which all positions turn otherwise."""
+        the sequence grows beyond a length at which all positions are rotated otherwise."""
         ids = list(prompt_ids)
         while limit:
             part = int(min(limit, same_until(self.model.config.rope, len(ids)) + 1 - len(ids)))
@@ -412,7 +324,7 @@ class Engine:
 
     def _prefill(self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool) -> None:
         """Bring the cache to `ids` and submit the head after the last of them."""
-        self._turn_for(len(ids))
+        self._rotate_for(len(ids))
         reused = self._reuse(ids[:-1])
         if not self.timings.prefilled_tokens:  # this is the prompt
             self.timings.reused_tokens, self.timings.prefilled_tokens = reused, len(ids) - reused
@@ -445,12 +357,12 @@ class Engine:
         self.queue.submit(_NOTHING, 0, 0, copies(self.states, back=False))
         self._saved = self._held
 
-    def _turn_for(self, prompt_length: int) -> None:
+    def _rotate_for(self, prompt_length: int) -> None:
         """The rope table of a prompt of that length; the cache only serves the table it had."""
         rope = self.model.config.rope
         length = table_length(rope, prompt_length)
         if length != self._table_length:
-            self.device.write(self.rope.table, rope_table(rope, self.context, length))
+            self.device.write(self.steps.rope.table, rope_table(rope, self.context, length))
             self._table_length, self.tokens = length, []
 
     def _extend(
@@ -463,18 +375,19 @@ class Engine:
         """Append ids to the cache, in steps of the kinds that fit, and submit the head (and, with
         a chain, the sampler) after the last, unless there is another `_extend` to come."""
         before: Any = None
-        since, known = time.perf_counter(), self._row_seconds > 0.0
+        since, known = time.perf_counter(), self.pace.known
         for start, count, kind in self.chunks(len(ids)):
             last = head and start + count == len(ids)
             rows = (count - 1,) if last else ()
             position = len(self.tokens)
             part = ids[start : start + count]
-            self.device.write(self.step, pack_step(part, position, logits_rows=rows))
+            self.device.write(self.steps.step, pack_step(part, position, logits_rows=rows))
             recording = self.recording(kind, last, chain if last else None)
             if before is not None and known:  # one step ahead is enough to keep the GPU busy
                 since = self._measure(before, since)
             self._held = position + count
-            *first, rest = recording.parts(self._submissions(count))
+            pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
+            *first, rest = recording.parts(pieces)
             for piece in first:
                 self.queue.submit(piece, count, position + count, ())
             submission = self._submit(rest, count, position + count, with_logits, read=last)
@@ -488,36 +401,23 @@ class Engine:
         submission, rows = before
         self.queue.wait(submission)
         now = time.perf_counter()
-        self._row_seconds = (now - since) / rows
+        self.pace.row_seconds = (now - since) / rows
         return now
-
-    def _submissions(self, rows: int) -> int:
-        """Into how many submissions a step is cut, so that none takes too long."""
-        layers = self.model.config.num_hidden_layers
-        if rows <= MAX_VEC_ROWS:
-            return 1
-        if self._row_seconds == 0.0:
-            return layers
-        return min(layers, math.ceil(rows * self._row_seconds / SUBMISSION_SECONDS))
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids: each of the kind for the
-        fewest rows that has room. They have so many that a layer is done in SUBMISSION_SECONDS, or
-        16."""
-        start = 0
+        fewest rows that has room."""
+        start, kinds = 0, self.steps.rows
         while start < length:
-            most = FIRST_ROWS
-            if self._row_seconds > 0.0:  # which a step may have found out
-                seconds = self._row_seconds / self.model.config.num_hidden_layers
-                most = max(16, int(SUBMISSION_SECONDS / seconds) // 16 * 16)
-            rows = min(length - start, most, self.rows["prefill"])
-            yield start, rows, next(kind for kind, n in reversed(self.rows.items()) if n >= rows)
+            most = self.pace.rows  # which the last step may have found out
+            rows = min(length - start, most, kinds["prefill"])
+            yield start, rows, next(kind for kind, n in reversed(kinds.items()) if n >= rows)
             start += rows
 
     def recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
         key = (kind, self._adapter, head, chain)
         if key not in self._recordings:
-            plan = self._plan(kind, self._adapter)
+            plan = self.steps.plan(kind, self._adapter)
             dispatches = [*plan.body, *plan.head] if head else [*plan.body]
             if chain is not None:
                 dispatches += self.sampler.dispatches(chain, gather=kind != "decode")
@@ -533,7 +433,7 @@ class Engine:
         self._reads += 1
         read_back = [(self.sampler.sampled, ids, 4)]
         if with_logits:
-            read_back.append((self.logits, logits, 4 * self.vocab_size))
+            read_back.append((self.steps.logits, logits, 4 * self.vocab_size))
         self._held = kv_len
         submission = self.queue.submit(recording, rows, kv_len, read_back)
         self._in_flight.append(_InFlight(submission, kv_len, ids, logits if with_logits else None))
@@ -580,20 +480,20 @@ class Engine:
         reused, because a position in it has no logits any more."""
         self.check_prompt(ids, room=0)
         self._use(adapter)
-        self._turn_for(len(ids))
+        self._rotate_for(len(ids))
         row = 4 * stride(self.vocab_size)
         # Of more than a few rows, matmul writes whole tiles.
         whole = self.device.limits.max_binding >= 128 * row
-        rows = min(self.rows["prefill"], 128 if whole else MAX_VEC_ROWS)
+        rows = min(self.steps.rows["prefill"], 128 if whole else MAX_VEC_ROWS)
         with self.device.scope():
             logits = self.device.buffer(padded_rows(rows) * row, label="logits of all rows")
-            plan = self._lower(StepKind(rows), logits, adapter).place(Arena(self.device))
+            plan = self.steps.lower(StepKind(rows), logits, adapter).place(Arena(self.device))
             recording = Recording((*plan.body, *plan.head))
             self.tokens.clear()
             self._saved = 0
             for start in range(0, len(ids), rows):
                 part = ids[start : start + rows]
-                self.device.write(self.step, pack_step(part, start))
+                self.device.write(self.steps.step, pack_step(part, start))
                 self._held = start + len(part)
                 self.queue.submit(recording, len(part), start + len(part), ())
                 self.tokens.extend(part)

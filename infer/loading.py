@@ -139,7 +139,7 @@ def open_adapters(
 
 def _load(
     resolved: ResolvedModel,
-    adapter: AdapterInfo,
+    gpu: AdapterInfo,
     settings: Settings | None,
     context: int | None,
     dtype: str | None,
@@ -173,7 +173,7 @@ def _load(
             engine = Engine(device, model, weights, options, beside)
             with enough_threads():
                 started.append(
-                    (engine, thread.submit(engine.compile, partial(progress, "kernels")))
+                    (engine, thread.submit(engine.steps.compile, partial(progress, "kernels")))
                 )
             loras.fill(device, weights, beside)
 
@@ -194,7 +194,7 @@ def _load(
         compiled.result()
         return LLM(resolved.name, engine, tokenizer, defaults)
 
-    return _Thread(lambda: Device(adapter, settings), fill).result(progress)
+    return _Thread(lambda: Device(gpu, settings), fill).result(progress)
 
 
 class _Thread:

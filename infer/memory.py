@@ -77,11 +77,11 @@ class MemoryCount:
         model: Decoder,
         plan: LoadPlan,
         limits: Limits,
-        adapter: AdapterInfo | None = None,
+        gpu: AdapterInfo | None = None,
         loras: Loras = NO_LORAS,
     ) -> None:
-        self.model, self.plan, self.limits, self.adapter = model, plan, limits, adapter
-        self._device = DryDevice(limits, adapter)
+        self.model, self.plan, self.limits, self.gpu = model, plan, limits, gpu
+        self._device = DryDevice(limits, gpu)
         self._weights = {weight.name: weight.allocate(self._device) for weight in plan.weights}
         self._beside = loras.allocate(self._device, self._weights)
         self._weight_bytes = self._device.allocated
@@ -108,9 +108,9 @@ class MemoryCount:
 
         Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
         """
-        adapter = self.adapter
-        assert adapter is not None
-        free = memory_info(adapter).free
+        gpu = self.gpu
+        assert gpu is not None
+        free = memory_info(gpu).free
         what, of_page = _largest(self.model, options.kv_dtype)
         binding = min(self.limits.max_binding, self.limits.max_buffer)
         while True:
@@ -127,7 +127,7 @@ class MemoryCount:
         if not fits_binding:
             raise OutOfMemoryError(
                 f"A context of {options.context} positions needs {largest:,} bytes of {what}; one "
-                f"binding of {adapter.name} holds {binding:,}. "
+                f"binding of {gpu.name} holds {binding:,}. "
                 f"Ask for at most {binding // of_page * PAGE} (--context)."
             )
         need = self.needed(options)
@@ -135,7 +135,7 @@ class MemoryCount:
         raise OutOfMemoryError(
             f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
             f"{need.kv_cache:,} of KV cache for {options.context} positions, {need.other:,} "
-            f"besides); {adapter.name} has {free:,} free. A smaller context (--context), "
+            f"besides); {gpu.name} has {free:,} free. A smaller context (--context), "
             f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
             "device (--device) would help."
         )

@@ -142,7 +142,7 @@ def open_model(path: Path) -> tuple[Decoder, Checkpoint]:
     from infer.models.loading.formats import find_format, find_packed
     from infer.models.loading.formats.gguf import Gguf
     from infer.models.loading.formats.gguf_config import gguf_checkpoint, gguf_config
-    from infer.models.loading.formats.mlx import turned, unstacked
+    from infer.models.loading.formats.mlx import unstacked, untransposed
 
     if path.is_file():
         gguf = Gguf.open(path)
@@ -150,7 +150,7 @@ def open_model(path: Path) -> tuple[Decoder, Checkpoint]:
         checkpoint = gguf_checkpoint(gguf, raw)
     else:
         raw = RawConfig.open(path)
-        checkpoint = unstacked(turned(Checkpoint.open(path)))
+        checkpoint = unstacked(untransposed(Checkpoint.open(path)))
         if raw.get("model_type", "", str) in MULTIMODAL:
             raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw, path)

@@ -79,7 +79,7 @@ class Afmoe(MixtureOfExperts, Glm4):
         c = self.config
         shape = (c.num_attention_heads * c.head_dim, c.hidden_size)
         gate = Source(f"{prefix}.self_attn.gate_proj.weight", shape)
-        plain = replace(c, gated_attention=False)
+        plain = c.changed(gated_attention=False)
         own, key = f"{name}.self_attn", f"{prefix}.self_attn"
         for spec in layers.attention_weights(plain, own, key):
             qkv = spec.name.endswith("qkv_proj")

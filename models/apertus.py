@@ -4,9 +4,9 @@ gate."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights
@@ -48,13 +48,13 @@ class Apertus(Decoder):
             qk_norm=True,
             gated=False,
         )
-        return replace(config, activation="xielu")
+        return config.changed(activation="xielu")
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         yield from super().mlp_weights(layer, name, prefix)
         shape = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
         yield layers.stacked(f"{name}.xielu", f"{prefix}.mlp.act_fn", shape)
 
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+    def mlp(self, x: Value, w: Weights) -> Value:
         up = ops.linear(x, w["up_proj"])
         return ops.linear(ops.xielu(up, w["xielu"]), w["down_proj"])

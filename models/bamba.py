@@ -1,5 +1,5 @@
 """Bamba (IBM, Princeton, CMU and UIUC 2024): Llama with Mamba 2 in most layers; half of each head
-turns in the others."""
+is rotated in the others."""
 
 from __future__ import annotations
 

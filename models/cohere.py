@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -40,9 +41,9 @@ class Cohere(Decoder):
         return read_cohere(raw, theta=5e5)
 
     def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
         c = self.config
-        x = layers.norm(ops, h, w, "input_layernorm", c)
-        h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
-        return h + layers.mlp(ops, x, Scope(w, "mlp"), c)
+        x = layers.norm(h, w, "input_layernorm", c)
+        h = h + layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
+        return h + layers.mlp(x, Scope(w, "mlp"), c)

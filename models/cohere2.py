@@ -16,5 +16,5 @@ class Cohere2(Cohere):
         window = raw.size("sliding_window", 4096)
         pattern = raw.size("sliding_window_pattern", 4)
         windows = layer_windows(raw, window, lambda layer: (layer + 1) % pattern != 0)
-        turned = [size > 0 for size in windows]
-        return read_cohere(raw, theta=1e4, windows=windows, rope_layers=turned)
+        rotated = [size > 0 for size in windows]
+        return read_cohere(raw, theta=1e4, windows=windows, rope_layers=rotated)

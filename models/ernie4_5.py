@@ -8,7 +8,7 @@ from infer.models.loading.config import RawConfig
 
 
 class Ernie45(Decoder):
-    """Neighbouring dimensions turn together."""
+    """Neighbouring dimensions are rotated together."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

@@ -26,7 +26,7 @@ class Ernie45Moe(MixtureOfExperts):
         )
         experts = _experts(raw)
         config = Ernie45.read_config(raw)
-        return replace(config, experts=experts, head_bias=config.mlp_bias)
+        return replace(config, experts=experts, head_bias=config.mlp.mlp_bias)
 
     def correction_weight(self, name: str, key: str) -> WeightSpec:
         return WeightSpec(name, (Source(key, (1, self.experts.count)).values(),))

@@ -24,7 +24,7 @@ def read_exaone(raw: RawConfig, **own: Any) -> DecoderConfig:
     given = raw.values.get("layer_types") is not None  # then the pattern may be a word
     pattern = 4 if given else raw.size("sliding_window_pattern", 4)
     windows = layer_windows(raw, window, lambda layer: (layer + 1) % pattern != 0)
-    turned = [window is None or size > 0 for size in windows]
+    rotated = [window is None or size > 0 for size in windows]
     return DecoderConfig.read(
-        raw, windows=windows, rope_layers=turned, eps=1e-5, qk_norm=True, **own
+        raw, windows=windows, rope_layers=rotated, eps=1e-5, qk_norm=True, **own
     )

@@ -9,15 +9,17 @@ differ by is in the taps of the convolution behind.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import Cache, StateShape
 from infer.models.blocks import layers, mamba2
 from infer.models.blocks.decoder import Decoder
-from infer.models.blocks.layers import BranchesConfig, DecoderConfig, Scope, Weights
+from infer.models.blocks.layers import DecoderConfig, Scope, Weights
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -39,9 +41,31 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class BranchesConfig:
+    """Mamba beside attention (Falcon-H1): whether Mamba has a norm behind it, and factors: of what
+    it projects into, its time steps, x, B and C besides, what it and attention add; of the MLP's
+    gates, and what that adds."""
+
+    normed: bool
+    mamba: float
+    time_steps: float
+    convolved: tuple[float, float, float]
+    mamba_out: float
+    attention_out: float
+    gate: float
+    mlp_out: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconH1Config(DecoderConfig):
+    branches: BranchesConfig
+
+
 class FalconH1(Decoder):
     """Mamba may have a norm behind it."""
 
+    config: FalconH1Config
     folded_by_mlx = True
 
     @classmethod
@@ -60,7 +84,7 @@ class FalconH1(Decoder):
         n_layers, state = raw.size("num_hidden_layers"), _read_state(raw)
         head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
         into = raw.factor("attention_in_multiplier")
-        return DecoderConfig.read(
+        return FalconH1Config.read(
             raw.with_values(num_hidden_layers=2 * n_layers),
             states=[state, None] * n_layers,
             rope_layers=[False, True] * n_layers,
@@ -73,11 +97,6 @@ class FalconH1(Decoder):
             branches=_read_branches(raw, into, normed),
         )
 
-    @property
-    def branches(self) -> BranchesConfig:
-        assert self.config.branches is not None  # read_config has read it
-        return self.config.branches
-
     def weights(self) -> Iterator[WeightSpec]:
         """Those of Llama, and of each layer's Mamba."""
         n_layers, state = self.config.num_hidden_layers // 2, self.config.states[0]
@@ -89,47 +108,43 @@ class FalconH1(Decoder):
             for spec in mamba2.weights(self.config, state, name, prefix):
                 if spec.name.endswith(".conv1d"):
                     yield replace(spec, sources=tuple(self._taps(spec.sources[0], state)))
-                elif self.branches.normed or not spec.name.endswith(".norm"):
+                elif self.config.branches.normed or not spec.name.endswith(".norm"):
                     yield spec
 
     def _taps(self, whole: Source, state: StateShape) -> Iterator[Source]:
         """Those of x, B and C, each with its factor."""
         widths = (state.heads * state.value_dim, *[state.key_heads * state.key_dim] * 2)
         start = 0
-        for width, factor in zip(widths, self.branches.convolved, strict=True):
+        for width, factor in zip(widths, self.config.branches.convolved, strict=True):
             end = start + width * state.taps
             yield whole.rows(range(start, end)).scale(factor)
             start = end
 
-    def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]
-    ) -> Value:
-        h = self.embed(ops, w)
+    def forward(self, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]) -> Value:
+        h = self.embed(w)
         for i in range(0, len(cache), 2):
             own = Scope(w, f"layers.{i // 2}")
-            h = self.layer(ops, h, own, ropes[i + 1], cache[i : i + 2], 0)
-        return self.logits(ops, h, w)
+            h = self.layer(h, own, ropes[i + 1], cache[i : i + 2], 0)
+        return self.logits(h, w)
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """What Mamba and attention make of the same."""
-        factors, (state, keys_and_values) = self.branches, cache
+        factors, (state, keys_and_values) = self.config.branches, cache
         of_mamba, of_attention = (
             replace(self.config, residual_multiplier=out)
             for out in (factors.mamba_out, factors.attention_out)
         )
         scales = factors.mamba, factors.time_steps
-        y = mamba2.mamba2(ops, x, Scope(w, "mamba"), of_mamba, state, scales)
+        y = mamba2.mamba2(x, Scope(w, "mamba"), of_mamba, state, scales)
         own = Scope(w, "self_attn")
-        return y + layers.attention(ops, x, own, of_attention, rope, keys_and_values, window)
+        return y + layers.attention(x, own, of_attention, rope, keys_and_values, window)
 
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+    def mlp(self, x: Value, w: Weights) -> Value:
         """The gates' factor goes for what they are multiplied by too."""
-        gate, out = self.branches.gate, self.branches.mlp_out
+        gate, out = self.config.branches.gate, self.config.branches.mlp_out
         both = ops.linear(x, w["gate_up_proj"], scale=gate)
         gates, up = ops.split(both, both.width // 2, both.width // 2)
-        y = ops.activation(gates, self.config.activation) * up
+        y = ops.activation(gates, self.config.mlp.activation) * up
         return ops.linear(y, w["down_proj"], scale=out / gate)
 
 

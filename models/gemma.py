@@ -34,7 +34,7 @@ class Gemma(Decoder):
             embedding_multiplier=raw.size("hidden_size") ** 0.5,
         )
         # The first files say gelu, and mean what its authors call so.
-        return replace(config, activation="gelu_tanh") if config.activation == "gelu" else config
+        return config.changed(activation="gelu_tanh") if config.mlp.activation == "gelu" else config
 
     def weights(self) -> Iterator[WeightSpec]:
         for spec in super().weights():

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -75,12 +76,12 @@ class Gemma2(Decoder):
             yield replace(spec, added=1.0) if spec.name.endswith("norm") else spec
 
     def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
         c = self.config
-        x = layers.norm(ops, h, w, "input_layernorm", c)
-        y = layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
-        h = h + layers.norm(ops, y, w, "post_attention_layernorm", c)
-        x = layers.norm(ops, h, w, "pre_feedforward_layernorm", c)
-        y = layers.mlp(ops, x, Scope(w, "mlp"), c)
-        return h + layers.norm(ops, y, w, "post_feedforward_layernorm", c)
+        x = layers.norm(h, w, "input_layernorm", c)
+        y = layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
+        h = h + layers.norm(y, w, "post_attention_layernorm", c)
+        x = layers.norm(h, w, "pre_feedforward_layernorm", c)
+        y = layers.mlp(x, Scope(w, "mlp"), c)
+        return h + layers.norm(y, w, "post_feedforward_layernorm", c)

@@ -24,7 +24,7 @@ _DEFAULTS = {
 
 
 class Gemma3Text(Gemma2):
-    """q and k are normed head by head before they are turned."""
+    """q and k are normed head by head before they are rotated."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
+from infer.kernels.state.kv_cache import KVShape
 from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights, layer_windows
@@ -53,7 +56,32 @@ _EXPERT_NORMS = (
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(DecoderConfig):
+    """global_heads: KV heads and head_dim of layers without a window, and global_k_eq_v: their
+    values are the projection of keys. The last num_kv_shared_layers have no keys and values of
+    their own, and with double_wide_mlp another MLP. hidden_size_per_layer_input: of an embedding
+    for each layer, or 0."""
+
+    global_heads: tuple[int, int]
+    global_k_eq_v: bool
+    num_kv_shared_layers: int
+    double_wide_mlp: bool
+    hidden_size_per_layer_input: int
+
+    def kv_shape(self, layer: int) -> KVShape:
+        return super().kv_shape(layer) if self.windows[layer] else KVShape(*self.global_heads)
+
+    @property
+    def kv_sources(self) -> list[int]:
+        """Layers share those of the last that does not and is of their kind."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {window > 0: layer for layer, window in enumerate(self.windows[:own])}
+        return [*range(own), *(last[window > 0] for window in self.windows[own:])]
+
+
 class Gemma4Text(MixtureOfExperts):
+    config: Gemma4Config
     norms = Gemma2.norms
 
     @classmethod
@@ -70,7 +98,7 @@ class Gemma4Text(MixtureOfExperts):
         windows = layer_windows(raw, raw.size("sliding_window"), lambda i: (i + 1) % 6 != 0)
         windows[-1] = 0
         heads = read_global_heads(raw, windows, k_eq_v)
-        return DecoderConfig.read(
+        return Gemma4Config.read(
             raw,
             windows=windows,
             rope=raw.rope(heads[1], default_partial=1.0, layer_type="full_attention"),
@@ -153,74 +181,68 @@ class Gemma4Text(MixtureOfExperts):
         made = _KEYS_AND_VALUES.match(key)
         return super().ignorable(key) or (made is not None and self.shares(int(made[1])))
 
-    def forward(
-        self, ops: Ops, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]
-    ) -> Value:
+    def forward(self, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]) -> Value:
         c = self.config
-        h = self.embed(ops, w)
-        inputs = self.layer_inputs(ops, h, w) if c.hidden_size_per_layer_input else ()
+        h = self.embed(w)
+        inputs = self.layer_inputs(h, w) if c.hidden_size_per_layer_input else ()
         for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
             own = Scope(w, f"layers.{i}")
-            h = self.layer(ops, h, own, rope, layer_cache, c.windows[i])
+            h = self.layer(h, own, rope, layer_cache, c.windows[i])
             if inputs:
                 x = ops.linear(h, own["per_layer_input_gate"])
-                x = ops.activation(x, c.activation) * inputs[i]
+                x = ops.activation(x, c.mlp.activation) * inputs[i]
                 x = ops.linear(x, own["per_layer_projection"], scale=0.5**0.5)
-                h = h + layers.norm(ops, x, own, "post_per_layer_input_norm", c)
+                h = h + layers.norm(x, own, "post_per_layer_input_norm", c)
             h = ops.scale(h, own["layer_scalar"])
-        return self.logits(ops, h, w)
+        return self.logits(h, w)
 
-    def layer_inputs(self, ops: Ops, h: Value, w: Weights) -> tuple[Value, ...]:
+    def layer_inputs(self, h: Value, w: Weights) -> tuple[Value, ...]:
         """What each layer is told of the tokens besides, times the square root of two."""
         c = self.config
         width = c.hidden_size_per_layer_input
         x = ops.linear(h, w["per_layer_model_projection"], scale=c.hidden_size**-0.5)
-        x = ops.rmsnorm(x, w["per_layer_projection_norm"], c.rms_norm_eps)
+        x = ops.rmsnorm(x, w["per_layer_projection_norm"], c.norm.rms_norm_eps)
         x = x + ops.embedding(w["embed_tokens_per_layer"], width**0.5)
         return ops.split(x, *[width] * c.num_hidden_layers)
 
-    def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def layer(self, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         def norm(x: Value, name: str) -> Value:
-            return layers.norm(ops, x, w, name, self.config)
+            return layers.norm(x, w, name, self.config)
 
-        x = self.mixer(ops, norm(h, "input_layernorm"), w, rope, cache, window)
+        x = self.mixer(norm(h, "input_layernorm"), w, rope, cache, window)
         h = h + norm(x, "post_attention_layernorm")
-        x = layers.mlp(ops, norm(h, "pre_feedforward_layernorm"), Scope(w, "mlp"), self.config)
+        x = layers.mlp(norm(h, "pre_feedforward_layernorm"), Scope(w, "mlp"), self.config)
         if self.config.experts is not None:
-            y = self.routed(ops, h, norm(h, "pre_feedforward_layernorm_2"), w)
+            y = self.routed(h, norm(h, "pre_feedforward_layernorm_2"), w)
             x = norm(x, "post_feedforward_layernorm_1") + norm(y, "post_feedforward_layernorm_2")
         return h + norm(x, "post_feedforward_layernorm")
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """Attention, to keys and values of its own if the projection has any."""
         c, w, d = self.config, Scope(w, "self_attn"), cache.head_dim
-        assert rope is not None  # all layers turn
+        assert rope is not None  # all layers have one
         qkv = ops.linear(x, w["qkv_proj"])
         q_width, kv_width = c.num_attention_heads * d, cache.n_kv_heads * d
         q, *kv = ops.split(qkv, q_width, *[kv_width] * ((qkv.width - q_width) // kv_width))
-        q = ops.rope(ops.rmsnorm(q, w["q_norm"], c.rms_norm_eps), rope, d)
+        q = ops.rope(ops.rmsnorm(q, w["q_norm"], c.norm.rms_norm_eps), rope, d)
         k = v = None
         if kv:
-            k = ops.rope(ops.rmsnorm(kv[0], w["k_norm"], c.rms_norm_eps), rope, d)
-            v = ops.rmsnorm(kv[-1], w["v_norm"], c.rms_norm_eps)
+            k = ops.rope(ops.rmsnorm(kv[0], w["k_norm"], c.norm.rms_norm_eps), rope, d)
+            v = ops.rmsnorm(kv[-1], w["v_norm"], c.norm.rms_norm_eps)
         y = ops.attention(q, k, v, cache, scale=1.0, window=window)
         return ops.linear(y, w["o_proj"])
 
-    def routed(self, ops: Ops, h: Value, x: Value, w: Weights) -> Value:
+    def routed(self, h: Value, x: Value, w: Weights) -> Value:
         """What the experts that h chooses make of x."""
         c = self.config
-        r = ops.rmsnorm(h, w["router.scale"], c.rms_norm_eps)
+        r = ops.rmsnorm(h, w["router.scale"], c.norm.rms_norm_eps)
         routing = ops.route(
             ops.linear(r, w["router"], scale=c.hidden_size**-0.5),
             self.experts.per_token,
             normalize=True,
             expert_scales=w["router.per_expert_scale"],
         )
-        y = ops.expert_gate_up(x, w["experts.gate_up_proj"], routing, function=c.activation)
+        y = ops.expert_gate_up(x, w["experts.gate_up_proj"], routing, function=c.mlp.activation)
         return ops.expert_down(y, w["experts.down_proj"], routing)
 
 

@@ -1,4 +1,4 @@
-"""GLM-4 (GLM team 2024): Llama with biases on q, k and v, and half of each head turned."""
+"""GLM-4 (GLM team 2024): Llama with biases on q, k and v, and half of each head rotated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from infer.models.loading.config import RawConfig
 
 
 class Glm(Decoder):
-    """Neighbouring dimensions turn together; gate and up are one tensor."""
+    """Neighbouring dimensions are rotated together; gate and up are one tensor."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

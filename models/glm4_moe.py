@@ -8,7 +8,7 @@ from infer.models.loading.config import RawConfig
 
 
 class Glm4Moe(MixtureOfExperts):
-    """Half of each head turns, in some models after a norm."""
+    """Half of each head is rotated, in some models after a norm."""
 
     shared = "shared_experts"
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights
@@ -45,7 +46,7 @@ def read_gpt2(raw: RawConfig, kv_heads: int | None = None, **own: Any) -> Decode
     raw = raw.with_defaults(activation_function="gelu_new", n_positions=1024)
     inner = raw.size("n_inner", 4 * raw.size("n_embd"))
     values = {ours: raw.get(theirs) for theirs, ours in _KEYS.items()}
-    unread = {"head_dim": None, "rope_parameters": None, "rope_scaling": None}  # nothing turns
+    unread = {"head_dim": None, "rope_parameters": None, "rope_scaling": None}  # nothing is rotated
     scaled = raw.get("scale_attn_weights", True, bool)
     return DecoderConfig.read(
         raw.with_values(**values | unread, intermediate_size=inner, num_key_value_heads=kv_heads),
@@ -96,5 +97,5 @@ class GPT2(Decoder):
         """Older checkpoints hold the causal mask too."""
         return super().ignorable(key) or key.endswith(self.masks)
 
-    def embed(self, ops: Ops, w: Weights) -> Value:
-        return super().embed(ops, w) + ops.position_embedding(w["embed_positions"])
+    def embed(self, w: Weights) -> Value:
+        return super().embed(w) + ops.position_embedding(w["embed_positions"])

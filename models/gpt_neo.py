@@ -3,8 +3,6 @@ and attention scores that are not scaled."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from infer.kernels.errors import UnsupportedError
 from infer.models.blocks.layers import DecoderConfig
 from infer.models.gpt2 import GPT2, read_gpt2
@@ -41,8 +39,7 @@ class GPTNeo(GPT2):
             raw.with_values(**{own: raw.get(key, None) for key, own in _KEYS.items()})
         )
         kinds = _read_kinds(raw, config.num_hidden_layers)
-        return replace(
-            config,
+        return config.changed(
             windows=tuple(window if kind == "local" else 0 for kind in kinds),
             attention_multiplier=1.0,
             fused_qkv=False,

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -85,10 +86,10 @@ class GPTNeoX(Decoder):
         return super().ignorable(key) or tied or key.endswith(buffers)
 
     def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
         c = self.config
-        x = layers.norm(ops, h, w, "input_layernorm", c)
-        y = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
-        x = layers.norm(ops, h if c.parallel else y, w, "post_attention_layernorm", c)
-        return y + layers.mlp(ops, x, Scope(w, "mlp"), c)
+        x = layers.norm(h, w, "input_layernorm", c)
+        y = h + layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
+        x = layers.norm(h if c.parallel else y, w, "post_attention_layernorm", c)
+        return y + layers.mlp(x, Scope(w, "mlp"), c)

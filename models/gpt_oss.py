@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, Weights, layer_windows
 from infer.models.blocks.moe import MixtureOfExperts, read_experts
@@ -79,7 +80,7 @@ class GptOss(MixtureOfExperts):
             others = tuple(Source(f"{module}.bias", one[:1]) for module in apart)
             yield WeightSpec(f"{own}.bias", biases, others)
 
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+    def mlp(self, x: Value, w: Weights) -> Value:
         logits = ops.linear(x, w["router"], w["router.bias"])
         routing = ops.route(logits, self.experts.per_token, normalize=True)
         into, back = "experts.gate_up_proj", "experts.down_proj"

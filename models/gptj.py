@@ -4,7 +4,6 @@ and MLP side by side."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig
@@ -27,7 +26,7 @@ _NAMES = {
 
 
 class GPTJ(Cohere):
-    """Neighbouring dimensions turn together; the MLP and the output have biases."""
+    """Neighbouring dimensions are rotated together; the MLP and the output have biases."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -39,8 +38,7 @@ class GPTJ(Cohere):
             raw.expect(key, None)
         config = read_gpt2(raw, head_bias=True)
         part = raw.size("rotary_dim", 64) / config.head_dim
-        return replace(
-            config,
+        return config.changed(
             rope=raw.rope(config.head_dim, default_partial=part, interleaved=True),
             rope_layers=(True,) * raw.size("n_layer"),
             fused_qkv=False,

@@ -28,7 +28,7 @@ class GraniteSwa(Granite):
 
 
 def _ropes(raw: RawConfig, windows: list[int]) -> dict[str, Any]:
-    """The ropes of the layers without a window and of those with one, and which layers turn.
+    """The ropes of the layers without a window and of those with one, and which layers have one.
     Raises UnsupportedError."""
     head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
     rope = raw.rope(head_dim)

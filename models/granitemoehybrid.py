@@ -33,14 +33,14 @@ class GraniteMoeHybrid(mamba2.Mamba2, GraniteMoe):
         types = raw.items("layer_types", ["mamba"] * n_layers, kind=str)
         kinds = mamba2.read_kinds(raw, types, mamba2.KINDS, "layer_types")
         mamba = [kind == "mamba" for kind in kinds]
-        turns = raw.get("position_embedding_type", None) == "rope"
+        rotates = raw.get("position_embedding_type", None) == "rope"
         shared = raw.size("shared_intermediate_size")
         experts = None
         if raw.get("num_local_experts", raw.get("num_experts", 0, int), int):
             experts = replace(read_granite_experts(raw), shared_inner=shared, gated=False)
         return read_granite(
             raw.with_values(intermediate_size=shared),
-            rope_layers=[turns and not has_state for has_state in mamba],
+            rope_layers=[rotates and not has_state for has_state in mamba],
             fused_gate_up=True,
             experts=experts,
             **mamba2.read_mamba(raw, mamba),
@@ -49,7 +49,7 @@ class GraniteMoeHybrid(mamba2.Mamba2, GraniteMoe):
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         shared = name if self.config.experts is None else f"{name}.shared_expert"
         specs = layers.mlp_weights(self.config, shared, f"{prefix}.mlp")
-        apart = layers.mlp_weights(replace(self.config, fused_gate_up=False), name, f"{prefix}.mlp")
+        apart = layers.mlp_weights(self.config.changed(fused_gate_up=False), name, f"{prefix}.mlp")
         for spec, of_mlx in zip(layers.renamed(specs, _NAMES), apart, strict=True):
             yield replace(spec, others=of_mlx.sources)
         if self.config.experts is not None:

@@ -8,7 +8,7 @@ from infer.models.loading.config import RawConfig
 
 
 class HunyuanDense(Decoder):
-    """q and k are normed head by head after they were turned."""
+    """q and k are normed head by head after they were rotated."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

@@ -4,10 +4,12 @@ attention."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -37,8 +39,15 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Config(DecoderConfig):
+    conv_bias: bool  # of the convolution, and of the projections around it
+
+
 class Lfm2(Decoder):
     """The attention of Qwen3, in some layers."""
+
+    config: Lfm2Config
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -67,11 +76,9 @@ class Lfm2(Decoder):
             for part, rows in (("in_proj", 3 * hidden), ("conv", hidden), ("out_proj", hidden)):
                 yield layers.stacked(f"{name}.{part}.bias", prefix, {f"{part}.bias": (rows,)})
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         if not isinstance(cache, LayerState):
-            return super().mixer(ops, x, w, rope, cache, window)
+            return super().mixer(x, w, rope, cache, window)
         w = Scope(w, "conv")
         x = ops.linear(x, w["in_proj"], w.get("in_proj.bias"))
         y = ops.short_conv(x, w["conv"], w.get("conv.bias"), cache, gated=True)
@@ -88,7 +95,7 @@ def read_lfm2(raw: RawConfig, convolves: Sequence[bool], **own: Any) -> DecoderC
     raw = with_older(raw, "tie_embedding", "tie_word_embeddings")
     raw = raw.with_values(hidden_act="silu")  # whatever a config says
     shape = StateShape(raw.size("hidden_size"), layers.conv_taps(raw, "conv_L_cache", 3))
-    return DecoderConfig.read(
+    return Lfm2Config.read(
         raw,
         states=[shape if conv else None for conv in convolves],
         rope_layers=[not conv for conv in convolves],

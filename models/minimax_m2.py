@@ -27,7 +27,7 @@ _ONE_KIND = {
 
 
 class MiniMaxM2(Mixtral):
-    """The first rotary_dim dimensions of each head turn."""
+    """The first rotary_dim dimensions of each head are rotated."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
 from infer.models.mistral import Mistral
@@ -35,7 +33,7 @@ class Ministral3(Mistral):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw, scaling = read_position_scaling(raw.with_defaults(**_DEFAULTS))
-        return replace(super().read_config(raw), position_scaling=scaling)
+        return super().read_config(raw).changed(position_scaling=scaling)
 
 
 def read_position_scaling(raw: RawConfig) -> tuple[RawConfig, tuple[float, int]]:

@@ -33,16 +33,16 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Mistral4(DeepseekV2):
-    """partial_rotary_factor is what part of a whole head turns."""
+    """partial_rotary_factor is what part of a whole head is rotated."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw, scaling = read_position_scaling(raw.with_defaults(**_DEFAULTS))
         raw.expect("n_group", 1)
-        turned, still = raw.size("qk_rope_head_dim"), raw.size("qk_nope_head_dim")
+        rotary, rest = raw.size("qk_rope_head_dim"), raw.size("qk_nope_head_dim")
         rope = raw.section("rope_parameters")
-        rope.expect("partial_rotary_factor", turned / (turned + still))
-        known = rope.values | {"partial_rotary_factor": 1.0}  # read_latent means what turns
+        rope.expect("partial_rotary_factor", rotary / (rotary + rest))
+        known = rope.values | {"partial_rotary_factor": 1.0}  # read_latent means what is rotated
         experts = read_sigmoid_experts(raw, dense=0, normalize=True)
         return read_latent(
             raw.with_values(rope_parameters=known),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.graph import Value
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights
@@ -18,7 +18,7 @@ _DEFAULTS = {"final_logit_softcapping": 15.0, "hidden_act": "relu2"}
 
 
 class NanoChat(Decoder):
-    """Embeddings are normed too; q and k head by head, after they have been turned backwards."""
+    """Embeddings are normed too; q and k head by head, after they are rotated backwards."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -40,5 +40,5 @@ class NanoChat(Decoder):
         names = {"mlp.up_proj.": "mlp.fc1.", "mlp.down_proj.": "mlp.fc2."}
         return layers.renamed(super().weights(), names)
 
-    def embed(self, ops: Ops, w: Weights) -> Value:
-        return layers.norm(ops, super().embed(ops, w), w, "norm", self.config)
+    def embed(self, w: Weights) -> Value:
+        return layers.norm(super().embed(w), w, "norm", self.config)

@@ -1,5 +1,5 @@
 """Nemotron-4 (Parmar et al. 2024) and Minitron (Muralidharan et al. 2024): Llama with layer norms,
-an MLP of squared relu without a gate, and half of each head turned."""
+an MLP of squared relu without a gate, and half of each head rotated."""
 
 from __future__ import annotations
 

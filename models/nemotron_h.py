@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.experts import Route
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import NOTHING, LayerState
 from infer.models.blocks import layers, mamba2
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
@@ -130,28 +133,26 @@ class NemotronH(MixtureOfExperts):
         for part, shape in (("fc1", (latent, hidden)), ("fc2", (hidden, latent))):
             own, place = f"{name}.{part}_latent_proj", f"{prefix}.mixer.{part}_latent_proj"
             yield layers.stacked(own, place, {"weight": shape})
-            if c.mlp_bias:
+            if c.mlp.mlp_bias:
                 yield layers.stacked(f"{own}.bias", place, {"bias": shape[:1]})
 
-    def chosen(self, ops: Ops, x: Value, routing: Value, w: Weights) -> Value:
+    def chosen(self, x: Value, routing: Route, w: Weights) -> Value:
         if not self.experts.latent:
-            return super().chosen(ops, x, routing, w)
+            return super().chosen(x, routing, w)
         x = ops.linear(x, w["fc1_latent_proj"], w.get("fc1_latent_proj.bias"))
-        y = super().chosen(ops, x, routing, w)
+        y = super().chosen(x, routing, w)
         return ops.linear(y, w["fc2_latent_proj"], w.get("fc2_latent_proj.bias"))
 
     def ignorable(self, key: str) -> bool:
         return super().ignorable(key) or key.startswith("mtp.")
 
-    def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
-        x = layers.norm(ops, h, w, "norm", self.config)
+    def layer(self, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
+        x = layers.norm(h, w, "norm", self.config)
         if not isinstance(cache, LayerState):
-            return h + self.mixer(ops, x, w, rope, cache, window)
+            return h + self.mixer(x, w, rope, cache, window)
         if cache.shape == NOTHING:
-            return h + self.mlp(ops, x, Scope(w, "mlp"))
-        return h + mamba2.mamba2(ops, x, Scope(w, "mamba"), self.config, cache)
+            return h + self.mlp(x, Scope(w, "mlp"))
+        return h + mamba2.mamba2(x, Scope(w, "mamba"), self.config, cache)
 
 
 def _read_kinds(raw: RawConfig) -> list[str]:

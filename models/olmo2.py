@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -21,10 +23,10 @@ class Olmo2(Decoder):
         return DecoderConfig.read(raw, eps=1e-5, qkv_bias=bias, output_bias=bias, wide_qk_norm=True)
 
     def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
         c = self.config
-        y = layers.attention(ops, h, Scope(w, "self_attn"), c, rope, cache, window)
-        h = h + ops.rmsnorm(y, w["post_attention_layernorm"], c.rms_norm_eps)
-        y = self.mlp(ops, h, Scope(w, "mlp"))
-        return h + ops.rmsnorm(y, w["post_feedforward_layernorm"], c.rms_norm_eps)
+        y = layers.attention(h, Scope(w, "self_attn"), c, rope, cache, window)
+        h = h + ops.rmsnorm(y, w["post_attention_layernorm"], c.norm.rms_norm_eps)
+        y = self.mlp(h, Scope(w, "mlp"))
+        return h + ops.rmsnorm(y, w["post_feedforward_layernorm"], c.norm.rms_norm_eps)

@@ -21,7 +21,7 @@ _NAMES = {
 
 
 class Persimmon(GPTNeoX):
-    """q and k are normed head by head before they are turned."""
+    """q and k are normed head by head before they are rotated."""
 
     names = _NAMES
 

@@ -9,7 +9,7 @@ from infer.models.qwen2 import qwen_windows
 
 
 class Qwen3(Decoder):
-    """q and k are normed head by head before they are turned."""
+    """q and k are normed head by head before they are rotated."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

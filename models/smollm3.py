@@ -9,19 +9,19 @@ from infer.models.loading.config import RawConfig, shown
 
 
 class SmolLM3(Decoder):
-    """In some layers, by default every fourth, queries and keys do not turn (NoPE: Kazemnejad et
-    al. 2023)."""
+    """In some layers, by default every fourth, queries and keys are not rotated (NoPE:
+    Kazemnejad et al. 2023)."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(max_position_embeddings=32768, num_key_value_heads=4)
-        turned = rope_layers(raw)
+        rotated = rope_layers(raw)
         window, bias = raw.size("sliding_window", None), raw.get("attention_bias", False, bool)
         used = raw.get("use_sliding_window", False, bool)
         return DecoderConfig.read(
             raw,
-            windows=layer_windows(raw, window if used else None, lambda layer: not turned[layer]),
-            rope_layers=turned,
+            windows=layer_windows(raw, window if used else None, lambda layer: not rotated[layer]),
+            rope_layers=rotated,
             tied=True,
             theta=2e6,
             qkv_bias=bias,
@@ -31,13 +31,13 @@ class SmolLM3(Decoder):
 
 
 def rope_layers(raw: RawConfig) -> list[bool]:
-    """Which layers turn. no_rope_layers says so, in spite of its name."""
+    """Which layers rotate them. no_rope_layers says so, in spite of its name."""
     layers, interval = raw.size("num_hidden_layers"), raw.size("no_rope_layer_interval", 4)
     default = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    turned = raw.items("no_rope_layers", default, kind=int)
-    if len(turned) < layers or any(value not in (0, 1) for value in turned):
+    rotated = raw.items("no_rope_layers", default, kind=int)
+    if len(rotated) < layers or any(value not in (0, 1) for value in rotated):
         raise UnsupportedError(
             f"{raw.place}: no_rope_layers must be 1 (with rope) or 0 for each of {layers} layers; "
-            f"it is {shown(turned)}."
+            f"it is {shown(rotated)}."
         )
-    return [bool(value) for value in turned[:layers]]
+    return [bool(value) for value in rotated[:layers]]

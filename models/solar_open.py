@@ -1,4 +1,4 @@
-"""Solar Open (Upstage 2025): GLM-4.5 with experts in every layer, and all of each head turned."""
+"""Solar Open (Upstage 2025): GLM-4.5 with experts in every layer, and all of each head rotated."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ In the 12B model each head of queries and keys has a norm of its own."""
 
 from __future__ import annotations
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -37,11 +38,11 @@ class StableLm(Decoder):
         )
 
     def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
+        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
     ) -> Value:
         c = self.config
-        x = layers.norm(ops, h, w, "input_layernorm", c)
-        h = h + layers.attention(ops, x, Scope(w, "self_attn"), c, rope, cache, window)
+        x = layers.norm(h, w, "input_layernorm", c)
+        h = h + layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
         if not c.parallel:
-            x = layers.norm(ops, h, w, "post_attention_layernorm", c)
-        return h + layers.mlp(ops, x, Scope(w, "mlp"), c)
+            x = layers.norm(h, w, "post_attention_layernorm", c)
+        return h + layers.mlp(x, Scope(w, "mlp"), c)

@@ -42,7 +42,6 @@ from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
-from infer.kernels.ops import functional as ops
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.loading import DTYPES
 from infer.memory import DEFAULT_CONTEXT
@@ -228,7 +227,7 @@ class Sweep:
         self.engine, self.kernel, self.only = engine, kernel, set(only)
         self.values = GRIDS[kernel] | (values or {})
         self.prefill = kernel in PREFILL
-        self.rows = engine.rows["prefill"] if self.prefill else 1
+        self.rows = engine.steps.rows["prefill"] if self.prefill else 1
         lowering = self._lower(None)
         rules = list(dict.fromkeys(lowering.variants.values()))
         if not rules:
@@ -237,7 +236,7 @@ class Sweep:
                 "--kernel."
             )
         place_step(engine, [0] * self.rows, 0)
-        plan = lowering.place(engine.arena)
+        plan = lowering.place(engine.steps.arena)
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
@@ -267,15 +266,15 @@ class Sweep:
     def _lower(self, variant: Any) -> ForcedLowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
-        graph = Graph(engine.model.forward(ops, engine.weights, engine.ropes, engine.caches))
+        graph = Graph(engine.model.forward(engine.weights, engine.steps.ropes, engine.steps.caches))
         tuning = ForcedTuning(engine.device, self.kernel, variant)
         target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
         rewrite(graph, target, {})
-        return ForcedLowering(target, graph, engine.step, engine.logits, tuning)
+        return ForcedLowering(target, graph, engine.steps.step, engine.steps.logits, tuning)
 
     def _groups(self, lowering: ForcedLowering) -> list[Group]:
         """The dispatches of each shape in order, with those that finish their work."""
-        plan = lowering.place(self.engine.arena)
+        plan = lowering.place(self.engine.steps.arena)
         found: dict[str, list[Dispatch]] = {}
         calls: dict[str, int] = {}
         variants: dict[str, Any] = {}

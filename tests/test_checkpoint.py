@@ -276,7 +276,7 @@ def test_parts_of_a_source(device: Device, tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize("target", [None, "f32", "q4"])
 @pytest.mark.parametrize("shape", [(3, 10, 24), (1, 20000, 256)])
-def test_matrices_that_lie_transposed(
+def test_transposed_matrices(
     device: Device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,29 +289,29 @@ def test_matrices_that_lie_transposed(
     read_into = TensorInfo.read_into
 
     def counted(info: TensorInfo, view: memoryview, start: int = 0) -> None:
-        sizes.append(len(view) if info.name == "lying" else 0)
+        sizes.append(len(view) if info.name == "transposed" else 0)
         read_into(info, view, start)
 
     monkeypatch.setattr(TensorInfo, "read_into", counted)
     monkeypatch.setattr(upload, "MAX_THREADS", 1)
     count, rows, columns = shape
-    lying = some((count, columns, rows), "bf16")
+    transposed = some((count, columns, rows), "bf16")
     parts = [range(i * rows + way, (i + 1) * rows, 2) for i in range(count) for way in (0, 1)]
     order = np.concatenate([np.array(part) for part in parts])
-    wanted = lying.swapaxes(1, 2).reshape(-1, columns)[order]
-    write(tmp_path / SINGLE, {"lying": ("BF16", lying), "wanted": ("BF16", wanted)})
-    sources = tuple(Source("lying", shape, transposed=True).rows(part) for part in parts)
-    specs = [WeightSpec("lying", sources), weight("wanted", shape=wanted.shape)]
+    wanted = transposed.swapaxes(1, 2).reshape(-1, columns)[order]
+    write(tmp_path / SINGLE, {"transposed": ("BF16", transposed), "wanted": ("BF16", wanted)})
+    sources = tuple(Source("transposed", shape, transposed=True).rows(part) for part in parts)
+    specs = [WeightSpec("transposed", sources), weight("wanted", shape=wanted.shape)]
     with device.scope():
         weights = load_weights(device, specs, Checkpoint.open(tmp_path), dtype=target)
-        for a, b in zip(*(weights[name].buffers for name in ("lying", "wanted")), strict=True):
+        for a, b in zip(*(weights[name].buffers for name in ("transposed", "wanted")), strict=True):
             np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
-    assert sum(sizes) == lying.nbytes
+    assert sum(sizes) == transposed.nbytes
 
 
 @pytest.mark.parametrize("target", [None, "f32", "q4"])
 def test_rows_that_become_columns(device: Device, tmp_path: Path, target: str | None) -> None:
-    """Two parts of a matrix, each turned, as W_UK of each head lies in DeepSeek's kv_b_proj."""
+    """Two parts of a matrix, each transposed, as W_UK of each head lies in DeepSeek's kv_b_proj."""
     whole, parts = some((100, 70), "bf16"), (range(1, 37), range(50, 86))
     wanted = np.concatenate([whole[part.start : part.stop].T for part in parts])
     write(tmp_path / SINGLE, {"whole": ("BF16", whole), "wanted": ("BF16", wanted)})

@@ -250,7 +250,7 @@ def test_time_steps_have_a_limit_or_not() -> None:
     values = json.loads((DATA / "granitemoehybrid_mamba" / CONFIG_FILES["published"]).read_text())
     for given in (None, [0.0, math.inf], [0.1, 1]):
         raw = RawConfig(values | {"time_step_limit": given})
-        assert build_model(raw).config.time_step_limit == tuple(given or (0.0, math.inf))
+        assert build_model(raw).config.mamba.time_step_limit == tuple(given or (0.0, math.inf))
     config = build_model(RawConfig(values | {"layer_types": None, "mamba_d_head": "auto"})).config
     assert [state and (state.heads, state.value_dim) for state in config.states] == [(8, 16)] * 2
 
@@ -563,5 +563,5 @@ def test_published_models_with_latents(
     find_format(raw)
     model = build_model(raw)
     assert sum(math.prod(spec.shape) for spec in model.weights()) == parameters
-    assert model.config.attention_multiplier == pytest.approx(scale * 192**-0.5)
+    assert model.config.attention.attention_multiplier == pytest.approx(scale * 192**-0.5)
     assert kv_bytes_per_position(model, "f16") == values["num_hidden_layers"] * 576 * 2

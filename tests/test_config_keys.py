@@ -37,7 +37,7 @@ POSITIONS, LONG = 40, 1000
 Config = dict[str, Any]
 
 
-def turned(rope: RopeConfig | None) -> Any:
+def rotated(rope: RopeConfig | None) -> Any:
     """All that a rope says, however it says it."""
     if rope is None:
         return None
@@ -53,7 +53,7 @@ def meaning(config: Config) -> Config | str:
         return str(error)
     found = {field.name: getattr(model.config, field.name) for field in fields(model.config)}
     for name in ("rope", "local_rope"):
-        found[name] = turned(found[name]) if any(model.config.rope_layers) else None
+        found[name] = rotated(found[name]) if any(model.config.rope_layers) else None
     if config["model_type"] in MULTIMODAL:
         del found["tie_word_embeddings"]  # their tensors say so
     return found | {"model": type(model)}

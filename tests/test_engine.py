@@ -14,7 +14,7 @@ import pytest
 from conftest import OpenDevice
 from engines import Answer, answer, build_engine, scores
 from numpy.typing import NDArray
-from reference_models import load, relative_error
+from reference_models import DATA, load, relative_error
 from wgpu.backends.wgpu_native import ffi, lib
 
 from infer.engine import Engine, EngineOptions
@@ -27,6 +27,8 @@ from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import allocate
 from infer.kernels.state.step import NO_TOKEN
 from infer.models import build_model
+from infer.models.blocks.decoder import Decoder
+from infer.models.loading.config import RawConfig
 from infer.models.loading.shapes import shape_config
 from infer.sampling import SamplingParams
 
@@ -106,10 +108,10 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
         before = device.n_pipelines
         engine.recording("decode", True, None)
         first = device.n_pipelines
-        engine.compile()
+        engine.steps.compile()
         compiled = device.n_pipelines
         assert before < first < compiled
-        for kind in engine.rows:
+        for kind in engine.steps.rows:
             engine.recording(kind, True, None)
         assert device.n_pipelines == compiled
 
@@ -196,7 +198,7 @@ def test_an_abandoned_generation_leaves_a_good_cache(build: Build, left: int) ->
 def test_what_lies_beyond_the_cache_is_never_read(build: Build) -> None:
     engine, prompt_ids = build("llama", context=600), prompt_of("llama")
     expected = answer(engine, prompt_ids, STEPS)
-    for layer in engine.cache.layers:
+    for layer in engine.steps.cache.layers:
         for buffer in (layer.keys, layer.values):
             engine.device.write(buffer, np.full(buffer.nbytes // 4, np.nan, np.float32))
     engine.tokens.clear()
@@ -231,7 +233,7 @@ def test_a_row_that_has_stopped_stays_so(build: Build) -> None:
 
 
 def cache_bytes(engine: Engine) -> list[bytes]:
-    return [engine.device.read(buffer, np.uint8).tobytes() for buffer in engine.cache.buffers]
+    return [engine.device.read(buffer, np.uint8).tobytes() for buffer in engine.steps.cache.buffers]
 
 
 def test_the_context_is_used_to_its_end(build: Build) -> None:
@@ -469,7 +471,7 @@ def test_a_generation_creates_nothing(
     build: Build, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once its kernels have been compiled, from the prompt on: neither on the GPU nor for it."""
-    monkeypatch.setattr("infer.engine.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
+    monkeypatch.setattr("infer.pace.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
     engine, prompt_ids = build("qwen3", prefill_chunk=16), prompt_of("qwen3")
     engine.queue = RawQueue(engine.device)
     for _ in range(2):
@@ -549,7 +551,7 @@ def test_prompts_of_any_length_have_steps_of_their_size(
     ids = [i % engine.vocab_size for i in range(7, 307)]
     expected = [answer(engine, ids[:length], 3) for length in lengths]
     monkeypatch.setattr(own_device, "software", False)
-    monkeypatch.setattr("infer.engine.FIRST_ROWS", 512)
+    monkeypatch.setattr("infer.pace.FIRST_ROWS", 512)
     engine = build("llama", context=502)
     kinds = [[kind for _, _, kind in engine.chunks(length)] for length in (1, 8, *lengths)]
     assert kinds == [[kind] for kind in ("decode", "few", *["short prefill"] * 2, *["prefill"] * 2)]
@@ -558,18 +560,35 @@ def test_prompts_of_any_length_have_steps_of_their_size(
         assert_same(answer(engine, ids[:length], 3), answered)
 
 
-def test_no_activation_is_larger_than_a_binding() -> None:
-    """By the least limits a layer of OLMo's gate and up is in shards, of which one is small."""
-    device, model = DryDevice(Limits()), build_model(shape_config("olmo-3-7b"))
+def largest_activation(device: DryDevice, model: Decoder, context: int) -> tuple[int, int]:
+    """Its bytes, and the rows of a prefill step."""
     weights = {
         spec.name: allocate(
             device, spec.shape, "bf16" if len(spec.shape) > 1 else "f32", spec.name, unit=spec.unit
         )
         for spec in model.weights()
     }
-    engine = Engine(device, model, weights, EngineOptions(context=1024))
-    largest = max(slot.nbytes for slot in engine.arena.slots)
+    steps = Engine(device, model, weights, EngineOptions(context)).steps
+    return max(slot.nbytes for slot in steps.arena.slots), steps.rows["prefill"]
+
+
+def test_no_activation_is_larger_than_a_binding() -> None:
+    """By the least limits a layer of OLMo's gate and up is in shards, of which one is small."""
+    device, model = DryDevice(Limits()), build_model(shape_config("olmo-3-7b"))
+    largest, rows = largest_activation(device, model, 1024)
+    assert rows == 512
     assert largest <= device.limits.max_binding
+
+
+# The widest is a projection of queries, keys and values; gates and what is convolved with them; the
+# results of a row's experts; gate and up of twice the width; queries of latents.
+@pytest.mark.parametrize("case", ["llama_f32", "nemotron_h", "qwen3_moe", "gemma4", "deepseek_v3"])
+def test_a_prefill_step_has_as_many_rows_as_a_binding_holds(case: str) -> None:
+    model = build_model(RawConfig.open(DATA / case))
+    device = DryDevice(Limits(max_binding=1 << 18))
+    largest, rows = largest_activation(device, model, 1024)
+    assert 16 < rows < 512
+    assert largest <= device.limits.max_binding <= largest * (rows + 128) // rows
 
 
 def test_long_steps_are_cut_into_short_submissions(

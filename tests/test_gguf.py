@@ -35,6 +35,7 @@ from infer.kernels.gpu.device import Device
 from infer.models import build_model, open_model
 from infer.models.blocks.multimodal import text_config, text_tensors
 from infer.models.blocks.rope import rope_table
+from infer.models.deepseek_v2 import LatentDecoderConfig
 from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats import find_format, find_packed
@@ -43,7 +44,7 @@ from infer.models.loading.formats.gguf import Gguf
 from infer.models.loading.formats.gguf_blocks import BLOCKS, GgufBlocks
 from infer.models.loading.formats.gguf_config import gguf_checkpoint, gguf_config
 from infer.models.loading.formats.gguf_conversions import CONVERSIONS
-from infer.models.loading.formats.packed import read_flat, read_rows
+from infer.models.loading.formats.packed import Packed, read_flat, read_rows
 from infer.models.loading.packing import stored_packed
 from infer.models.loading.plan import plan_weights
 from infer.models.loading.tensors import TensorInfo
@@ -237,7 +238,7 @@ def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
 # Models
 
 
-def turned(array: Array, heads: int) -> Array:
+def permuted(array: Array, heads: int) -> Array:
     """As the converter turns rows of q and k for llama.cpp (LlamaModel.permute)."""
     return (
         array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
@@ -458,11 +459,11 @@ def add_latent(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
     own = writer.kv_data[0]
     for key in ("head_count_kv", "key_length", "value_length"):
         own.pop(f"{writer.arch}.attention.{key}")
-    turned, rank = raw["qk_rope_head_dim"], raw["kv_lora_rank"]
-    key_length, value_length = raw["qk_nope_head_dim"] + turned, raw["v_head_dim"]
+    rotary, rank = raw["qk_rope_head_dim"], raw["kv_lora_rank"]
+    key_length, value_length = raw["qk_nope_head_dim"] + rotary, raw["v_head_dim"]
     first = raw["model_type"] == "deepseek_v3"
     writer.add_head_count_kv(raw["num_attention_heads"] if first else 1)
-    writer.add_key_length(key_length if first else rank + turned)
+    writer.add_key_length(key_length if first else rank + rotary)
     writer.add_value_length(value_length if first else rank)
     if not first:
         writer.add_key_length_mla(key_length)
@@ -579,7 +580,7 @@ ADD: dict[str, Add] = {
 
 # Models that also see, and whose text models are converted.
 SEEING = ("gemma4",)
-# Those whose rows of q and k are turned.
+# Those whose rows of q and k are permuted.
 TURNED = (
     "arcee",
     "granite",
@@ -662,9 +663,9 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
         array = value
         if kind in TURNED:
             if ".q_proj." in key:
-                array = turned(array, heads)
+                array = permuted(array, heads)
             if ".k_proj." in key:
-                array = turned(array, kv_heads)
+                array = permuted(array, kv_heads)
         if kind in ADDING and key.endswith("norm.weight"):
             array = array + (not key.endswith("linear_attn.norm.weight"))
         if kind == "gemma4_text" and not key.endswith(".weight"):
@@ -698,8 +699,8 @@ def by_llama_cpp(name: str, tensors: Mapping[str, Array]) -> dict[str, Array]:
         if kind == "gpt2" and ".c_" in key:
             array = np.ascontiguousarray(array.T)
         if ".kv_b_proj." in key and kind == "deepseek_v2":
+            assert isinstance(config, LatentDecoderConfig)
             latent = config.latent
-            assert latent is not None
             both = array.reshape(heads, -1, array.shape[1])
             parts_of = np.split(both, [latent.qk_nope_head_dim], axis=1)
             made[key.replace("kv_b_proj", "k_b_proj")] = parts_of[0].swapaxes(1, 2).copy()
@@ -782,10 +783,10 @@ def converted(
         writer.add_value_length(config.head_dim)
         writer.add_rope_dimension_count(config.rope.rotary_dim)
         writer.add_rope_freq_base(config.rope.theta)
-        if config.layer_norm:
-            writer.add_layer_norm_eps(config.rms_norm_eps)
+        if config.norm.layer_norm:
+            writer.add_layer_norm_eps(config.norm.rms_norm_eps)
         else:
-            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+            writer.add_layer_norm_rms_eps(config.norm.rms_norm_eps)
         writer.add_vocab_size(config.vocab_size)
         if config.rope.kind in ("linear", "yarn"):
             writer.add_rope_scaling_type(library.RopeScalingType(config.rope.kind))
@@ -1061,24 +1062,25 @@ def test_gate_and_up_of_gpt_oss_are_those_that_alternate(tmp_path: Path, kind: K
     gguf = converted(tmp_path / "m.gguf", "gpt_oss", kind=kind, dtype=np.float32)
     model, checkpoint = open_model(gguf.file)
     hub = Checkpoint.open(DATA / "models" / "gpt_oss").tensors
-    specs = [spec for spec in model.weights() if ".experts." in spec.name]
-    assert len(specs) == 2 * 4
-    for spec in specs:
+    plan = plan_weights(model.weights(), checkpoint, ignorable=model.ignorable)
+    weights = [weight for weight in plan.weights if ".experts." in weight.name]
+    assert len(weights) == 2 * 4
+    for weight in weights:
         found = []
-        for key in (source.key for source in spec.found(checkpoint)):
-            matrix = checkpoint.packed.get(key)
-            assert (matrix is None) == (kind is None or key.endswith(".bias"))
-            if matrix is None:
-                found.append(read_rows(checkpoint.tensors[key]))
+        for part in weight.parts:
+            packed = isinstance(part.tensor, Packed)
+            assert packed == (kind is not None and not part.source.key.endswith(".bias"))
+            if isinstance(part.tensor, Packed):
+                found.append(part.tensor.read(0, part.tensor.shape[0]).dequantize())
             else:
-                found.append(matrix.read(0, matrix.shape[0]).dequantize())
-        (key,) = {source.key for source in spec.sources}
+                found.append(read_rows(part.tensor))
+        (key,) = {source.key for source in weight.spec.sources}
         wanted = read_rows(hub[key])
         wanted = wanted if key.endswith("_bias") else wanted.swapaxes(1, 2)
         if "gate_up" in key:
             by_pair = wanted.reshape(len(wanted), -1, 2, *wanted.shape[2:])
             wanted = by_pair.swapaxes(1, 2).reshape(wanted.shape)
-        wanted = wanted.reshape(spec.shape)
+        wanted = wanted.reshape(weight.shape)
         if kind is not None and wanted.ndim > 1:
             wanted = library.dequantize(library.quantize(wanted, kind), kind)
         np.testing.assert_array_equal(np.concatenate(found), wanted)
@@ -1125,11 +1127,11 @@ def test_gpt_oss_in_mxfp4_has_the_weights_of_the_hub(device: Device, tmp_path: P
                 np.testing.assert_array_equal(device.read(a, np.uint32), device.read(b, np.uint32))
 
 
-def test_turned_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
+def test_permuted_rows_of_blocks_are_read_as_on_the_hub(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     q = library.quantize(rng.standard_normal((64, 64), np.float32), Kind.Q8_0)
     k = library.quantize(rng.standard_normal((32, 64), np.float32), Kind.Q5_1)
-    tensors = {"blk.0.attn_q.weight": turned(q, 4), "blk.0.attn_k.weight": turned(k, 2)}
+    tensors = {"blk.0.attn_q.weight": permuted(q, 4), "blk.0.attn_k.weight": permuted(k, 2)}
     kinds = {"blk.0.attn_q.weight": Kind.Q8_0, "blk.0.attn_k.weight": Kind.Q5_1}
     gguf = write(tmp_path / "m.gguf", tensors, kinds)
     config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2})
@@ -1161,7 +1163,7 @@ def test_a_tensor_of_q_k_and_v_is_taken_apart(tmp_path: Path) -> None:
         part: rng.standard_normal((rows, 8), np.float32)
         for part, rows in (("q", 16), ("k", 8), ("v", 8))
     }
-    whole = np.concatenate([turned(parts["q"], 4), turned(parts["k"], 2), parts["v"]])
+    whole = np.concatenate([permuted(parts["q"], 4), permuted(parts["k"], 2), parts["v"]])
     tensors = {"blk.0.attn_qkv.weight": whole, "blk.0.attn_qkv.bias": whole[:, 0].copy()}
     gguf = write(tmp_path / "m.gguf", tensors)
     config = RawConfig({"num_attention_heads": 4, "num_key_value_heads": 2})

@@ -32,6 +32,7 @@ import infer.kept
 import infer.llm
 import infer.loading
 import infer.memory
+import infer.steps
 from infer import LLM
 from infer.engine import Engine, EngineOptions, Timings
 from infer.hub import DEMO, ResolvedModel, resolve
@@ -712,7 +713,7 @@ if pid == 0:
         lambda: llm.logits("Once"),
         lambda: infer.load("demo"),
         lambda: list_adapters(),
-        lambda: llm.device.read(llm.engine.logits),
+        lambda: llm.device.read(llm.engine.steps.logits),
     ):
         try:
             call()
@@ -1181,7 +1182,7 @@ def test_nothing_is_made_for_a_context_that_does_not_fit(
     c = llm.config
     rope = replace(c.rope, kind="dynamic", scaling={"factor": 2.0}, rotary_dim=c.head_dim)
     model = Decoder(replace(c, rope=rope, num_key_value_heads=1))
-    monkeypatch.setattr(infer.engine, "rope_table", forbidden)
+    monkeypatch.setattr(infer.steps, "rope_table", forbidden)
     wide = Limits(max_binding=1 << 50, max_buffer=1 << 50)
     report_free(monkeypatch, 1 << 33)
     tracemalloc.start()

@@ -91,7 +91,7 @@ def test_agrees_over_pages_and_chunks(device: Device, case: str, tmp_path: Path)
     with device.scope():
         folder = load(case).write_checkpoint(tmp_path / case)
         engine = build_engine(device, folder, context=len(prompt_ids) + len(greedy_ids))
-        engine._row_seconds = 1e-9  # as if the first steps had been so fast
+        engine.pace.row_seconds = 1e-9  # as if the first steps had been so fast
         assert [rows for _, rows, _ in engine.chunks(len(prompt_ids))] == [512, 512, 176]
         assert engine.context > 4 * PAGE
         greedy = answer(engine, prompt_ids, len(greedy_ids))
@@ -135,10 +135,11 @@ def test_the_first_files_of_gpt2_have_other_names() -> None:
         for name in ("bias", "masked_bias")
     }
     first = replace(checkpoint, tensors=old | mask)
-    plan_weights(list(model.weights()), first, ignorable=model.ignorable)
-    for spec in model.weights():
-        new, own = (file.tensors[s.key] for file in (checkpoint, first) for s in spec.found(file))
-        assert own is new
+    plans = [
+        plan_weights(model.weights(), c, ignorable=model.ignorable) for c in (checkpoint, first)
+    ]
+    for new, own in zip(*(plan.weights for plan in plans), strict=True):
+        assert [part.tensor for part in own.parts] == [part.tensor for part in new.parts]
 
 
 def test_factors_that_mlx_has_multiplied_weights_by_are_refused(tmp_path: Path) -> None:
@@ -184,9 +185,9 @@ def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
     is a window, and of 32 where there is none. Files have weights for them all the same."""
     with device.scope():
         engine = build_engine(device, load("gemma4").write_checkpoint(tmp_path / "gemma4"))
-        first, second, *others = engine.caches
+        first, second, *others = engine.steps.caches
         assert others == [first, second]
-        assert engine.cache.nbytes - engine.cache.layers[0].pages.nbytes == 256 * 768
+        assert engine.steps.cache.nbytes - engine.steps.cache.layers[0].pages.nbytes == 256 * 768
         assert kv_bytes_per_position(engine.model, "f32") == 2 * 4 * (2 * 16 + 2 * 32) == 768
     keys = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(4)]
     assert [engine.model.ignorable(key) for key in keys] == [False, False, True, True]
@@ -222,8 +223,8 @@ def test_a_latent_is_cached_once(device: Device, tmp_path: Path) -> None:
     with device.scope():
         folder = load("deepseek_v2").write_checkpoint(tmp_path / "deepseek")
         engine = build_engine(device, folder, kv_dtype="f16")
-        layers = engine.cache.layers
-        assert engine.cache.nbytes - engine.cache.layers[0].pages.nbytes == 256 * 192
+        layers = engine.steps.cache.layers
+        assert engine.steps.cache.nbytes - engine.steps.cache.layers[0].pages.nbytes == 256 * 192
         assert [layer.keys.nbytes for layer in layers] == 2 * [256 * 96]
         assert kv_bytes_per_position(engine.model, "f16") == 2 * 2 * (32 + 16) == 192
 

@@ -638,7 +638,7 @@ LIKE_LLAMA = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
 
 
 def as_mlx(name: str) -> dict[str, Array]:
-    """The tensors of a stored model in f32, named, turned and completed as mlx-lm does it."""
+    """The tensors of a stored model in f32, named, transposed and completed as mlx-lm does it."""
     made = {}
     for key, values in stacked(name, lambda x: {"weight": x}).items():
         if ".visual." in key:

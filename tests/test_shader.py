@@ -32,7 +32,6 @@ from infer.kernels.gpu.shader import (
     render_text,
 )
 from infer.kernels.gpu.tensor import allocate
-from infer.kernels.ops import functional as ops
 from infer.kernels.ops.experts import check as experts_check
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
@@ -153,6 +152,7 @@ def test_the_first_branch_that_holds_is_taken(a: int, b: int, expected: str) -> 
         ("W != red", False),
         ("A + B == 5", True),
         ("A == 5   // not 6", True),
+        ("log2(A) == 2 and log2(A + 3) == 3", True),
     ],
 )
 def test_expressions_are_pythons(expression: str, holds: bool) -> None:
@@ -163,7 +163,18 @@ def test_expressions_are_pythons(expression: str, holds: bool) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["X", "A.real", "A()", "[A]", "A if A else 0", "0 < A < 9", "~A", "A **", "A @ 1"],
+    [
+        "X",
+        "A.real",
+        "A()",
+        "log2(A, 2)",
+        "[A]",
+        "A if A else 0",
+        "0 < A < 9",
+        "~A",
+        "A **",
+        "A @ 1",
+    ],
 )
 def test_nothing_else_is_evaluated(expression: str) -> None:
     message = error_of(f"// @param A u32\nA\n#if {expression}\n#endif", A=5)
@@ -394,7 +405,7 @@ def model_specs(
                 caches += KVCache(dry, [c.kv_shape(layer)], 4096, dtype=kv_dtype).layers
             own = c.local_rope if c.local_rope and c.windows[layer] else c.rope
             ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
-        output = model.forward(ops, weights, ropes, caches)
+        output = model.forward(weights, ropes, caches)
         lowering = lower(
             dry, output, StepKind(rows, logits), dry.buffer(1), dry.buffer(1), fuse=fuse
         )

@@ -327,7 +327,7 @@ class EngineBench:
 
     def _time(self, passes: Sequence[Sequence[Dispatch]], rows: int, kv_len: int) -> list[float]:
         """Seconds of each pass on the GPU, with what is now in the step buffer."""
-        device, step = self.engine.device, self.engine.step
+        device, step = self.engine.device, self.engine.steps.step
         repeats = 3 if device.software else 20 if rows == 1 else 5
         with device.scope():
             saved = device.upload(device.read(step, np.uint32))
@@ -354,7 +354,7 @@ def place_step(
         stop_ids=(),
     )
     engine.sampler.begin(0, record[0], ids, params.logit_bias)
-    engine.device.write(engine.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
+    engine.device.write(engine.steps.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
     engine.tokens.clear()
 
 

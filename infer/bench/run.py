@@ -282,14 +282,14 @@ def _random(
     if format not in (None, *PUBLISHED):
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
-    adapter = choose_adapter(selector)
+    gpu = choose_adapter(selector)
     plan = plan_random(model.weights(), dtype, published).joined()
-    options = MemoryCount(model, plan, Limits.of(adapter.limits), adapter).fitting(
+    options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
         EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
         may_shrink=context is None,
     )
     _check_positions(options.context, needed)
-    return _on_random(shape, model, plan, adapter, options)
+    return _on_random(shape, model, plan, gpu, options)
 
 
 @contextmanager
@@ -297,13 +297,13 @@ def _on_random(
     shape: str,
     model: Decoder,
     plan: LoadPlan,
-    adapter: AdapterInfo,
+    gpu: AdapterInfo,
     options: EngineOptions,
 ) -> Iterator[tuple[str, Engine]]:
-    with Device(adapter) as device:
+    with Device(gpu) as device:
         weights = random_weights(device, plan)
         engine = Engine(device, model, weights, options)
-        engine.compile()
+        engine.steps.compile()
         device.wait()
         yield shape, engine
 

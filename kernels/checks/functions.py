@@ -36,6 +36,7 @@ from infer.kernels.gpu.shader import Value as ParamValue
 from infer.kernels.gpu.shader import render_text
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops import functional
+from infer.kernels.ops.rope.check import rope_table as rope_table
 
 
 def profile(

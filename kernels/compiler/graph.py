@@ -262,19 +262,3 @@ def _reachable(output: Value) -> Iterable[Value]:
             found.add(value)
             missing += value.inputs
     return found
-
-
-# TODO lead: until models are converted
-Ops = Any
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Rope":
-        from infer.kernels.ops.rope import Rope
-
-        return Rope
-    if name in ("LowRank", "Changes"):
-        from infer.kernels.ops import linear
-
-        return getattr(linear, name)
-    raise AttributeError(name)

@@ -6,7 +6,7 @@ A kernel file is WGSL plus:
     #include "name.wgsl"                       another file's text, with its parameters
     #if EXPR / #elif EXPR / #else / #endif     EXPR over parameters: Python's operators and words
     #for i in A..B / #endfor                   the lines between, once for each i with $i replaced
-    #let NAME = EXPR                           a parameter more, from here on
+    #let NAME = EXPR                           a parameter more, from here on; log2 rounds down
     $(EXPR)                                    its value
     #enable f16                                a WGSL extension, moved to the top
 
@@ -414,6 +414,9 @@ def _function(node: ast.expr) -> Expression:
             parts = [_function(arg) for arg in args]
             choose = max if name == "max" else min
             return lambda params: choose(part(params) for part in parts)
+        case ast.Call(func=ast.Name(id="log2"), args=[arg], keywords=[]):
+            number = _function(arg)
+            return lambda params: number(params).bit_length() - 1
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             part = _function(operand)
             return lambda params: not part(params)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
@@ -50,17 +52,15 @@ class Decoder:
         """Of attention, or of what a layer has instead."""
         return layers.attention_weights(self.config, f"{name}.self_attn", f"{prefix}.self_attn")
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """Attention, or what a layer has instead."""
-        return layers.attention(ops, x, Scope(w, "self_attn"), self.config, rope, cache, window)
+        return layers.attention(x, Scope(w, "self_attn"), self.config, rope, cache, window)
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         return layers.mlp_weights(self.config, name, f"{prefix}.mlp")
 
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
-        return layers.mlp(ops, x, w, self.config)
+    def mlp(self, x: Value, w: Weights) -> Value:
+        return layers.mlp(x, w, self.config)
 
     def active(self, name: str, rows: int) -> int:
         """Of so many rows of a matrix, those that one token multiplies with."""
@@ -73,7 +73,6 @@ class Decoder:
 
     def forward(
         self,
-        ops: Ops,
         w: Weights,
         ropes: Sequence[Rope | None],
         cache: Sequence[Cache],
@@ -81,30 +80,28 @@ class Decoder:
         """The logits [rows, vocab_size] of the step's rows that get them. ropes, cache: of each
         layer."""
         c = self.config
-        h = self.embed(ops, w)
+        h = self.embed(w)
         for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            h = self.layer(ops, h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
-        return self.logits(ops, h, w)
+            h = self.layer(h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
+        return self.logits(h, w)
 
-    def embed(self, ops: Ops, w: Weights) -> Value:
+    def embed(self, w: Weights) -> Value:
         """The activations [rows, hidden_size] of the step's tokens."""
         return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
 
-    def logits(self, ops: Ops, h: Value, w: Weights) -> Value:
+    def logits(self, h: Value, w: Weights) -> Value:
         """What the activations behind the last layer say of the next token."""
         c = self.config
-        h = layers.norm(ops, ops.logits_rows(h), w, "norm", c)
+        h = layers.norm(ops.logits_rows(h), w, "norm", c)
         head = w["embed_tokens" if c.tie_word_embeddings else "lm_head"]
         logits = ops.linear(h, head, w.get("lm_head.bias"), 1 / c.logits_scaling)
         cap = c.final_logit_softcapping
         return ops.softcap(logits, cap) if cap else logits
 
-    def layer(
-        self, ops: Ops, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def layer(self, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """What a layer makes of the activations h [rows, hidden_size]."""
         before_mixer, before_mlp = self.norms
-        x = layers.norm(ops, h, w, before_mixer, self.config)
-        h = h + self.mixer(ops, x, w, rope, cache, window)
-        x = layers.norm(ops, h, w, before_mlp, self.config)
-        return h + self.mlp(ops, x, Scope(w, "mlp"))
+        x = layers.norm(h, w, before_mixer, self.config)
+        h = h + self.mixer(x, w, rope, cache, window)
+        x = layers.norm(h, w, before_mlp, self.config)
+        return h + self.mlp(x, Scope(w, "mlp"))

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -104,15 +106,13 @@ class GatedDeltaNet(Decoder):
         for part in "ba":
             yield Source(f"{prefix}.in_proj_{part}.weight", (shape.heads, self.config.hidden_size))
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         if not isinstance(cache, LayerState):
-            return super().mixer(ops, x, w, rope, cache, window)
+            return super().mixer(x, w, rope, cache, window)
         w, c, shape = Scope(w, "linear_attn"), self.config, cache.shape
         qkvz, gates = ops.linear(x, w["in_proj"]), ops.linear(x, w["gates"])
         qkv, z = ops.split(qkvz, shape.channels, shape.heads * shape.value_dim)
-        qkv = ops.short_conv(qkv, w["conv1d"], None, cache, activation=c.activation)
+        qkv = ops.short_conv(qkv, w["conv1d"], None, cache, activation=c.mlp.activation)
         y = ops.delta_rule(qkv, gates, w["A_log"], w["dt_bias"], cache)
-        y = ops.rmsnorm(y, w["norm"], c.rms_norm_eps, gate=z)
+        y = ops.rmsnorm(y, w["norm"], c.norm.rms_norm_eps, gate=z)
         return ops.linear(y, w["out_proj"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import Any
+from typing import Any, Self
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, KVShape, LayerCache
 from infer.kernels.state.layer_state import StateShape
 from infer.models.loading.config import RawConfig, RopeConfig, shown
@@ -42,48 +44,70 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
-class LatentConfig:
-    """Multi-head latent attention (DeepSeek-AI 2024), with Hugging Face's field names: the ranks of
-    what queries (None: of nothing) and keys and values are made of, and the parts of a head: of a
-    query and key without and with rope, and of a value."""
+class AttentionConfig:
+    """Of the layers with attention. gated_attention: their result is multiplied by the sigmoid of a
+    part of the projection of queries."""
 
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False  # on each head of q and k
+    wide_qk_norm: bool = False  # on all of q and all of k
+    own_qk_norms: bool = False  # on each head, with weights of its own
+    norm_after_rope: bool = False
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
+    fused_qkv: bool = False  # one tensor in the checkpoint
+    gated_attention: bool = False
+    attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
+    attn_logit_softcapping: float = 0.0
+    clip_qkv: float = 0.0  # queries, keys and values go no further from zero
+    position_scaling: tuple[float, int] | None = None  # of queries: `Ops.position_scale`
+    sinks: bool = False  # a logit of each head beside its scores
 
     @property
-    def key_dim(self) -> int:
-        """Of what is cached: the key that all heads turn, and the latent."""
-        return self.qk_rope_head_dim + self.kv_lora_rank
+    def normed(self) -> bool:
+        """Whether queries and keys are."""
+        return self.qk_norm or self.wide_qk_norm or self.own_qk_norms
 
 
 @dataclass(frozen=True)
-class BranchesConfig:
-    """Mamba beside attention (Falcon-H1): whether Mamba has a norm behind it, and factors: of what
-    it projects into, its time steps, x, B and C besides, what it and attention add; of the MLP's
-    gates, and what that adds."""
+class MLPConfig:
+    """activation: a function of `Ops.activation`."""
 
-    normed: bool
-    mamba: float
-    time_steps: float
-    convolved: tuple[float, float, float]
-    mamba_out: float
-    attention_out: float
-    gate: float
-    mlp_out: float
+    activation: str = "silu"
+    gated: bool = True
+    mlp_bias: bool = False
+    fused_gate_up: bool = False  # one tensor in the checkpoint
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """rms_norm_eps is that of the norms, whatever they are."""
+
+    rms_norm_eps: float = 1e-6
+    layer_norm: bool = False  # instead of RMS norms
+    norm_bias: bool = False
+    norm_weight: bool = True
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    conv_bias: bool = False
+    mamba_proj_bias: bool = False  # of the projections around it
+    time_step_limit: tuple[float, float] = (0.0, inf)
+
+
+_PARTS = {"attention": AttentionConfig, "mlp": MLPConfig, "norm": NormConfig, "mamba": MambaConfig}
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """config.json of a decoder-only transformer, with Hugging Face's field names.
+    """config.json of a decoder-only transformer, with Hugging Face's field names; what one family
+    alone has is in a subclass of its own.
 
     windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
-    queries and keys turn; states what a layer keeps instead of keys and values, which may be
+    queries and keys are rotated; states what a layer keeps instead of keys and values, which may be
     NOTHING, and None where it has these. What follows them is off, or 1, where a model does not say
     otherwise.
-    rms_norm_eps is that of the norms, whatever they are; activation a function of `Ops.activation`.
     """
 
     model_type: str
@@ -94,74 +118,57 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope: RopeConfig
     windows: tuple[int, ...]
     rope_layers: tuple[bool, ...]
     states: tuple[StateShape | None, ...]
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    head_bias: bool = False  # of the logits
-    qk_norm: bool = False  # on each head of q and k
-    wide_qk_norm: bool = False  # on all of q and all of k
-    own_qk_norms: bool = False  # on each head, with weights of its own
-    norm_after_rope: bool = False
-    norm_names: tuple[str, str] = ("q_norm", "k_norm")  # in the checkpoint
-    fused_qkv: bool = False  # one tensor in the checkpoint
-    fused_gate_up: bool = False
+    local_rope: RopeConfig | None = None  # of the layers with a window, where they have their own
+    attention: AttentionConfig = AttentionConfig()
+    mlp: MLPConfig = MLPConfig()
+    norm: NormConfig = NormConfig()
+    experts: ExpertsConfig | None = None
+    mamba: MambaConfig = MambaConfig()
+    parallel: bool = False  # attention and MLP of a layer read the same
     embedding_multiplier: float = 1.0
-    attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0  # what they are divided by
-    attn_logit_softcapping: float = 0.0
     final_logit_softcapping: float = 0.0
-    local_rope: RopeConfig | None = None  # of the layers with a window, where they have their own
-    layer_norm: bool = False  # instead of RMS norms
-    norm_bias: bool = False
-    norm_weight: bool = True
-    clip_qkv: float = 0.0  # queries, keys and values go no further from zero
-    position_scaling: tuple[float, int] | None = None  # of queries: `Ops.position_scale`
-    activation: str = "silu"
-    gated: bool = True  # the MLP
-    parallel: bool = False  # attention and MLP of a layer read the same
-    sinks: bool = False  # of attention: a logit of each head beside its scores
-    experts: ExpertsConfig | None = None
-    conv_bias: bool = False  # of a short convolution and, in LFM2, the projections around it
-    mamba_proj_bias: bool = False  # of the projections around Mamba
-    time_step_limit: tuple[float, float] = (0.0, inf)  # of Mamba
-    branches: BranchesConfig | None = None  # of Mamba and attention side by side
-    gated_attention: bool = False  # its result, by a part of the projection of queries
-    global_heads: tuple[int, int] | None = None  # KV heads and head_dim of layers without a window
-    global_k_eq_v: bool = False  # values are the projection of keys in layers without a window
-    latent: LatentConfig | None = None  # of multi-head latent attention
-    num_kv_shared_layers: int = 0  # the last ones, which have no keys and values of their own
-    double_wide_mlp: bool = False  # of these layers
-    hidden_size_per_layer_input: int = 0  # of an embedding for each layer
+    head_bias: bool = False  # of the logits
 
     def kv_shape(self, layer: int) -> KVShape:
         """The KV heads of a layer and their head_dim."""
-        if self.latent:
-            return KVShape(1, self.latent.key_dim, latent=True)
-        if self.global_heads and not self.windows[layer]:
-            return KVShape(*self.global_heads)
         return KVShape(self.num_key_value_heads, self.head_dim)
 
     @property
     def kv_sources(self) -> list[int]:
         """For each layer the one whose keys and values it attends to: itself, or, where it shares
-        them, the last that does not and is of its kind."""
-        own = self.num_hidden_layers - self.num_kv_shared_layers
-        last = {window > 0: layer for layer, window in enumerate(self.windows[:own])}
-        return [*range(own), *(last[window > 0] for window in self.windows[own:])]
+        them, another."""
+        return [*range(self.num_hidden_layers)]
 
     @property
     def kv_shapes(self) -> list[KVShape]:
         """`kv_shape` of each layer that has keys and values of its own."""
-        own = range(self.num_hidden_layers - self.num_kv_shared_layers)
-        return [self.kv_shape(layer) for layer in own if self.states[layer] is None]
+        layers = zip(self.kv_sources, self.states, strict=True)
+        own = [i for i, (source, state) in enumerate(layers) if source == i and state is None]
+        return [self.kv_shape(layer) for layer in own]
+
+    @classmethod
+    def _of_parts(cls, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """The fields of each part, taken from among `own`."""
+        known = {field.name for field in fields(cls)}
+        names = {
+            part: {field.name for field in fields(config)} & own.keys() - known
+            for part, config in _PARTS.items()
+        }
+        return {part: {name: own.pop(name) for name in found} for part, found in names.items()}
+
+    def changed(self, **own: Any) -> Self:
+        """The same with other fields, those of its parts too."""
+        of_parts = self._of_parts(own).items()
+        parts = {part: replace(getattr(self, part), **values) for part, values in of_parts}
+        return replace(self, **parts, **own)
 
     @classmethod
     def read(
@@ -180,17 +187,20 @@ class DecoderConfig:
         eps_key: str = "rms_norm_eps",
         activation_key: str = "hidden_act",
         **own: Any,
-    ) -> DecoderConfig:
+    ) -> Self:
         """The keys that all of them have, two of them by the family's name for them; the model says
-        the rest: fields of its own, whether rope is interleaved or what it is altogether, and what
-        tie_word_embeddings, rms_norm_eps, rope_theta and partial_rotary_factor are by default.
-        Raises UnsupportedError.
+        the rest: other fields, those of its parts too, whether rope is interleaved or what it is
+        altogether, and what tie_word_embeddings, rms_norm_eps, rope_theta and partial_rotary_factor
+        are by default. Raises UnsupportedError.
         """
         hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
         layers = raw.size("num_hidden_layers")
         kv_heads = raw.size("num_key_value_heads", heads)
         head_dim = raw.size("head_dim", hidden // heads)
         check_heads(raw, heads, kv_heads, head_dim)
+        own["rms_norm_eps"] = raw.factor(eps_key, eps, (0.0, 1.0))
+        own["activation"] = read_activation(raw, activation_key)
+        of_parts = cls._of_parts(own).items()
         config = cls(
             model_type=raw.get("model_type"),
             vocab_size=raw.size("vocab_size"),
@@ -200,14 +210,13 @@ class DecoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.factor(eps_key, eps, (0.0, 1.0)),
             max_position_embeddings=raw.size("max_position_embeddings", 2048, least=2),
             tie_word_embeddings=raw.get("tie_word_embeddings", tied, bool),
             rope=rope or raw.rope(head_dim, theta, partial, interleaved),
             windows=tuple(windows) if windows is not None else (0,) * layers,
             rope_layers=tuple(rope_layers) if rope_layers is not None else (True,) * layers,
             states=tuple(states) if states is not None else (None,) * layers,
-            activation=read_activation(raw, activation_key),
+            **{part: _PARTS[part](**values) for part, values in of_parts},
             **own,
         )
         raw.done()
@@ -331,30 +340,26 @@ def renamed(specs: Iterable[WeightSpec], names: Mapping[str, str]) -> Iterator[W
 
 def norm_weights(config: DecoderConfig, name: str, key: str) -> Iterator[WeightSpec]:
     """The weights of a norm over whole rows, and its bias where the config has one."""
-    if not config.norm_weight:
+    if not config.norm.norm_weight:
         yield WeightSpec(name, (), ones=config.hidden_size)
         return
     yield WeightSpec(name, (Source(f"{key}.weight", (config.hidden_size,)),))
-    if config.norm_bias:
+    if config.norm.norm_bias:
         yield WeightSpec(f"{name}.bias", (Source(f"{key}.bias", (config.hidden_size,)),))
 
 
-def norm(
-    ops: Ops, x: Value, w: Weights, name: str, config: DecoderConfig, groups: int = 1
-) -> Value:
+def norm(x: Value, w: Weights, name: str, config: DecoderConfig, groups: int = 1) -> Value:
     """The norm of that name over whole rows, or head by head; groups: of so many that have weights
     of their own."""
-    if config.layer_norm:
-        return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.rms_norm_eps, groups)
-    return ops.rmsnorm(x, w[name], config.rms_norm_eps, groups)
+    if config.norm.layer_norm:
+        return ops.layernorm(x, w[name], w.get(f"{name}.bias"), config.norm.rms_norm_eps, groups)
+    return ops.rmsnorm(x, w[name], config.norm.rms_norm_eps, groups)
 
 
-def qk_norms(
-    ops: Ops, q: Value, k: Value, w: Weights, config: DecoderConfig
-) -> tuple[Value, Value]:
+def qk_norms(q: Value, k: Value, w: Weights, config: DecoderConfig) -> tuple[Value, Value]:
     """The norms of queries and keys."""
-    own = [x.width // config.head_dim if config.own_qk_norms else 1 for x in (q, k)]
-    return norm(ops, q, w, "q_norm", config, own[0]), norm(ops, k, w, "k_norm", config, own[1])
+    own = [x.width // config.head_dim if config.attention.own_qk_norms else 1 for x in (q, k)]
+    return norm(q, w, "q_norm", config, own[0]), norm(k, w, "k_norm", config, own[1])
 
 
 def stacked(name: str, prefix: str, parts: Mapping[str, tuple[int, ...]]) -> WeightSpec:
@@ -370,37 +375,37 @@ def conv_weight(name: str, key: str, shape: StateShape) -> WeightSpec:
 
 def attention_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
     """qkv_proj, o_proj, and their biases, norms and sinks where the config has them."""
-    hidden, d = config.hidden_size, config.head_dim
+    hidden, d, own = config.hidden_size, config.head_dim, config.attention
     heads = {
         "q": config.num_attention_heads * d,
         "k": config.num_key_value_heads * d,
         "v": config.num_key_value_heads * d,
     }
     weights = {f"{part}_proj.weight": (rows, hidden) for part, rows in heads.items()}
-    if config.fused_qkv:
+    if own.fused_qkv:
         weights = {"qkv_proj.weight": (sum(heads.values()), hidden)}
     qkv = [stacked(f"{name}.qkv_proj", prefix, weights)]
-    if config.qkv_bias:
+    if own.qkv_bias:
         biases = {key.replace("weight", "bias"): shape[:1] for key, shape in weights.items()}
         qkv.append(stacked(f"{name}.qkv_proj.bias", prefix, biases))
-    yield from (_gate_last(spec, d) for spec in qkv) if config.gated_attention else qkv
+    yield from (_gate_last(spec, d) for spec in qkv) if own.gated_attention else qkv
     yield stacked(f"{name}.o_proj", prefix, {"o_proj.weight": (hidden, heads["q"])})
-    if config.output_bias:
+    if own.output_bias:
         yield stacked(f"{name}.o_proj.bias", prefix, {"o_proj.bias": (hidden,)})
-    if config.own_qk_norms:
-        for part, norm in zip("qk", config.norm_names, strict=True):
+    if own.own_qk_norms:
+        for part, norm in zip("qk", own.norm_names, strict=True):
             shapes = {f"{norm}.norms.{head}.weight": (d,) for head in range(heads[part] // d)}
             yield stacked(f"{name}.{part}_norm", prefix, shapes)
-    elif config.qk_norm or config.wide_qk_norm:
-        for part, norm in zip("qk", config.norm_names, strict=True):
-            width, own = heads[part] if config.wide_qk_norm else d, f"{name}.{part}_norm"
-            if config.norm_weight:
-                yield stacked(own, prefix, {f"{norm}.weight": (width,)})
-                if config.norm_bias:
-                    yield stacked(f"{own}.bias", prefix, {f"{norm}.bias": (width,)})
+    elif own.qk_norm or own.wide_qk_norm:
+        for part, norm in zip("qk", own.norm_names, strict=True):
+            width, normed = heads[part] if own.wide_qk_norm else d, f"{name}.{part}_norm"
+            if config.norm.norm_weight:
+                yield stacked(normed, prefix, {f"{norm}.weight": (width,)})
+                if config.norm.norm_bias:
+                    yield stacked(f"{normed}.bias", prefix, {f"{norm}.bias": (width,)})
             else:
-                yield WeightSpec(own, (), ones=width)
-    if config.sinks:
+                yield WeightSpec(normed, (), ones=width)
+    if own.sinks:
         yield stacked(f"{name}.sinks", prefix, {"sinks": (config.num_attention_heads,)})
 
 
@@ -433,7 +438,6 @@ def last_first(source: Source, groups: int, last: int) -> Iterator[Source]:
 
 
 def attention(
-    ops: Ops,
     x: Value,
     w: Weights,
     config: DecoderConfig,
@@ -442,23 +446,22 @@ def attention(
     window: int,
 ) -> Value:
     """Grouped-query attention, with rotary positions where there is a rope."""
-    d = config.head_dim
+    own, d = config.attention, config.head_dim
     q_width, kv_width = config.num_attention_heads * d, config.num_key_value_heads * d
     qkv = ops.linear(x, w["qkv_proj"], w.get("qkv_proj.bias"))
-    gate_width = [q_width] * config.gated_attention
+    gate_width = [q_width] * own.gated_attention
     q, k, v, *gates = ops.split(qkv, q_width, kv_width, kv_width, *gate_width)
-    normed = config.qk_norm or config.wide_qk_norm or config.own_qk_norms
-    if normed and not config.norm_after_rope:
-        q, k = qk_norms(ops, q, k, w, config)
-    if config.clip_qkv:
-        q, k, v = (ops.clip(part, config.clip_qkv) for part in (q, k, v))
+    if own.normed and not own.norm_after_rope:
+        q, k = qk_norms(q, k, w, config)
+    if own.clip_qkv:
+        q, k, v = (ops.clip(part, own.clip_qkv) for part in (q, k, v))
     if rope is not None:
         q, k = ops.rope(q, rope, d), ops.rope(k, rope, d)
-    if normed and config.norm_after_rope:
-        q, k = qk_norms(ops, q, k, w, config)
-    q = position_scaled(ops, q, config, cache)
-    scale = d**-0.5 if config.attention_multiplier is None else config.attention_multiplier
-    cap = config.attn_logit_softcapping
+    if own.normed and own.norm_after_rope:
+        q, k = qk_norms(q, k, w, config)
+    q = position_scaled(q, config, cache)
+    scale = d**-0.5 if own.attention_multiplier is None else own.attention_multiplier
+    cap = own.attn_logit_softcapping
     sinks = w.get("sinks")
     y = ops.attention(q, k, v, cache, scale=scale, window=window, softcap=cap, sinks=sinks)
     for gate in gates:
@@ -466,9 +469,9 @@ def attention(
     return ops.linear(y, w["o_proj"], w.get("o_proj.bias"), config.residual_multiplier)
 
 
-def position_scaled(ops: Ops, q: Value, config: DecoderConfig, cache: LayerCache) -> Value:
+def position_scaled(q: Value, config: DecoderConfig, cache: LayerCache) -> Value:
     """Queries times what grows with their position, where the config says so."""
-    scaling = config.position_scaling
+    scaling = config.attention.position_scaling
     if scaling and cache.pages_per_sequence * PAGE > scaling[1]:  # by 1 up to there
         q = ops.position_scale(q, *scaling)
     return q
@@ -477,26 +480,26 @@ def position_scaled(ops: Ops, q: Value, config: DecoderConfig, cache: LayerCache
 def mlp_weights(config: DecoderConfig, name: str, prefix: str) -> Iterator[WeightSpec]:
     """gate_up_proj, or up_proj where it is not gated, down_proj, and their biases."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    first, parts = ("gate_up_proj", ("gate", "up")) if config.gated else ("up_proj", ("up",))
+    first, parts = ("gate_up_proj", ("gate", "up")) if config.mlp.gated else ("up_proj", ("up",))
     shapes = {f"{part}_proj.weight": (inner, hidden) for part in parts}
-    if config.fused_gate_up:
+    if config.mlp.fused_gate_up:
         shapes = {"gate_up_proj.weight": (2 * inner, hidden)}
     yield stacked(f"{name}.{first}", prefix, shapes)
     yield stacked(f"{name}.down_proj", prefix, {"down_proj.weight": (hidden, inner)})
-    if config.mlp_bias:
+    if config.mlp.mlp_bias:
         biases = {f"{part}_proj.bias": (inner,) for part in parts}
         yield stacked(f"{name}.{first}.bias", prefix, biases)
         yield stacked(f"{name}.down_proj.bias", prefix, {"down_proj.bias": (hidden,)})
 
 
-def mlp(ops: Ops, x: Value, w: Weights, config: DecoderConfig) -> Value:
+def mlp(x: Value, w: Weights, config: DecoderConfig) -> Value:
     """A gated linear unit (Shazeer 2020): activation(gate) * up, projected back. Or, where it is
     not gated, activation(up)."""
-    if config.gated:
+    if config.mlp.gated:
         both = ops.linear(x, w["gate_up_proj"], w.get("gate_up_proj.bias"))
         gate, up = ops.split(both, both.width // 2, both.width // 2)
-        y = ops.activation(gate, config.activation) * up
+        y = ops.activation(gate, config.mlp.activation) * up
     else:
         up = ops.linear(x, w["up_proj"], w.get("up_proj.bias"))
-        y = ops.activation(up, config.activation)
+        y = ops.activation(up, config.mlp.activation)
     return ops.linear(y, w["down_proj"], w.get("down_proj.bias"), config.residual_multiplier)

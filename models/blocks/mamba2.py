@@ -7,8 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infer.kernels.compiler.graph import Ops, Rope, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
@@ -43,12 +45,10 @@ class Mamba2(Decoder):
             return super().mixer_weights(layer, name, prefix)
         return weights(self.config, shape, f"{name}.mamba", f"{prefix}.mamba")
 
-    def mixer(
-        self, ops: Ops, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int
-    ) -> Value:
+    def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         if not isinstance(cache, LayerState):
-            return super().mixer(ops, x, w, rope, cache, window)
-        return mamba2(ops, x, Scope(w, "mamba"), self.config, cache)
+            return super().mixer(x, w, rope, cache, window)
+        return mamba2(x, Scope(w, "mamba"), self.config, cache)
 
 
 def read_mamba(raw: RawConfig, mamba: Sequence[bool]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def weights(
     first = values + shape.channels
     rows = first + shape.heads
     sizes: dict[str, tuple[int, ...]] = {"weight": (rows, hidden)}
-    if config.mamba_proj_bias:
+    if config.mamba.mamba_proj_bias:
         sizes["bias"] = (rows,)
     for part, size in sizes.items():
         whole = Source(f"{prefix}.in_proj.{part}", size)
@@ -150,18 +150,17 @@ def weights(
         yield WeightSpec(f"{name}.in_proj{suffix}", (whole.rows(range(first)),))
         yield WeightSpec(f"{name}.gates{suffix}", (whole.rows(range(first, rows)),))
     yield layers.conv_weight(f"{name}.conv1d", f"{prefix}.conv1d.weight", shape)
-    if config.conv_bias:
+    if config.mamba.conv_bias:
         yield layers.stacked(f"{name}.conv1d.bias", prefix, {"conv1d.bias": (shape.channels,)})
     own = dict.fromkeys(("A_log", "dt_bias", "D"), (shape.heads,))
     yield layers.stacked(f"{name}.heads", prefix, own)
     yield layers.stacked(f"{name}.norm", prefix, {"norm.weight": (values,)})
     yield layers.stacked(f"{name}.out_proj", prefix, {"out_proj.weight": (hidden, values)})
-    if config.mamba_proj_bias:
+    if config.mamba.mamba_proj_bias:
         yield layers.stacked(f"{name}.out_proj.bias", prefix, {"out_proj.bias": (hidden,)})
 
 
 def mamba2(
-    ops: Ops,
     x: Value,
     w: Weights,
     config: DecoderConfig,
@@ -175,7 +174,7 @@ def mamba2(
     dt = ops.linear(x, w["gates"], w.get("gates.bias"), dt_scale)
     z, xbc = ops.split(zxbc, shape.heads * shape.value_dim, shape.channels)
     xbc = ops.short_conv(xbc, w["conv1d"], w.get("conv1d.bias"), state, activation="silu")
-    y = ops.ssm_scan(xbc, z, dt, w["heads"], state, config.time_step_limit)
+    y = ops.ssm_scan(xbc, z, dt, w["heads"], state, config.mamba.time_step_limit)
     if "norm" in w:
-        y = ops.rmsnorm(y, w["norm"], config.rms_norm_eps, groups=shape.key_heads)
+        y = ops.rmsnorm(y, w["norm"], config.norm.rms_norm_eps, groups=shape.key_heads)
     return ops.linear(y, w["out_proj"], w.get("out_proj.bias"), config.residual_multiplier)

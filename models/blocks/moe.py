@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.compiler.graph import Ops, Value
+from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.ops import functional as ops
+from infer.kernels.ops.experts import Route
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
@@ -38,7 +40,7 @@ class MixtureOfExperts(Decoder):
     @property
     def first_experts(self) -> str:
         """The experts' first matrices."""
-        return "gate_up_proj" if self.config.gated else "up_proj"
+        return "gate_up_proj" if self.config.mlp.gated else "up_proj"
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         """router, experts.gate_up_proj, or up_proj where they are not gated, experts.down_proj, one
@@ -70,7 +72,7 @@ class MixtureOfExperts(Decoder):
         """experts.gate_up_proj or up_proj, and experts.down_proj, of a tensor for each matrix of an
         expert, or, under `fused`, of two for all experts."""
         experts, width = self.experts, self.width
-        first, parts = self.first_experts, (self.gate, self.up) if self.config.gated else (self.up,)
+        parts = (self.gate, self.up) if self.config.mlp.gated else (self.up,)
         into, back = (experts.inner, width), (width, experts.inner)
         gate_up, down = (
             tuple(
@@ -82,7 +84,7 @@ class MixtureOfExperts(Decoder):
         )
         both = (experts.count, len(parts) * experts.inner, width)
         for part, sources, shape in (
-            (first, gate_up, both),
+            (self.first_experts, gate_up, both),
             ("down_proj", down, (experts.count, *back)),
         ):
             key, rows = f"{fused}.experts.{part}", shape[1]
@@ -103,13 +105,13 @@ class MixtureOfExperts(Decoder):
         idle = self.experts.count - self.experts.per_token
         if name.endswith(".down_proj"):
             return rows - idle * self.width
-        return rows - idle * (1 + self.config.gated) * self.experts.inner
+        return rows - idle * (1 + self.config.mlp.gated) * self.experts.inner
 
-    def mlp(self, ops: Ops, x: Value, w: Weights) -> Value:
+    def mlp(self, x: Value, w: Weights) -> Value:
         """The sum of what the chosen experts make of x, each times its weight, and the shared one,
         which may be the last of their stacks (LoadPlan.joined)."""
         if "router" not in w:
-            return super().mlp(ops, x, w)
+            return super().mlp(x, w)
         experts, c = self.experts, self.config
         both = ops.linear(x, w["router"])
         logits, *gates = ops.split(both, experts.count, *[1] * (both.width - experts.count))
@@ -127,16 +129,16 @@ class MixtureOfExperts(Decoder):
             shared_scale=c.residual_multiplier,
             gated=bool(stacked and gates),
         )
-        y = self.chosen(ops, x, routing, w)
+        y = self.chosen(x, routing, w)
         if experts.shared_inner and not stacked:
-            shared = layers.mlp(ops, x, Scope(w, "shared_expert"), c)
+            shared = layers.mlp(x, Scope(w, "shared_expert"), c)
             y = (ops.sigmoid_gate(shared, *gates) if gates else shared) + y
         return y
 
-    def chosen(self, ops: Ops, x: Value, routing: Value, w: Weights) -> Value:
+    def chosen(self, x: Value, routing: Route, w: Weights) -> Value:
         """The part of the chosen experts in that."""
         c, into = self.config, w[f"experts.{self.first_experts}"]
-        y = ops.expert_gate_up(x, into, routing, function=c.activation, gated=c.gated)
+        y = ops.expert_gate_up(x, into, routing, function=c.mlp.activation, gated=c.mlp.gated)
         return ops.expert_down(y, w["experts.down_proj"], routing)
 
 

@@ -21,7 +21,7 @@ def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.
     """(cos, sin) of every position and pair: [positions, rotary_dim / 2, 2].
 
     Two kinds depend on the length of the sequence. "longrope" has one table up to
-    original_max_position_embeddings and another beyond. "dynamic" turns a prompt with the
+    original_max_position_embeddings and another beyond. "dynamic" rotates a prompt with the
     frequencies for its length, and a position after it with those for the sequence up to itself.
     """
     frequencies, attention_factor = _frequencies(rope, length)
@@ -62,8 +62,8 @@ def table_length(rope: RopeConfig, prompt_length: int) -> int:
 
 
 def same_until(rope: RopeConfig, length: int) -> float:
-    """The length up to which a sequence that grows from `length` keeps what its positions turn by.
-    Beyond it all of them turn otherwise, and keys must be computed anew."""
+    """The length up to which a sequence that grows from `length` keeps its rotations. Beyond it
+    all of them rotate otherwise, and keys must be computed anew."""
     own = _original(rope) if rope.kind == "longrope" else 0.0
     return own if length <= own else math.inf
 
@@ -101,7 +101,7 @@ def _ntk_alpha(rope: RopeConfig) -> NDArray[np.float32]:
 
 
 def _proportional(rope: RopeConfig) -> NDArray[np.float32]:
-    """Gemma 4: some of a head's pairs turn, with the wavelengths that they have if all do."""
+    """Gemma 4: some of a head's pairs rotate, with the wavelengths that they have if all do."""
     frequencies = _default(rope) / F32(rope.scaling.get("factor", 1.0))
     frequencies[int(rope.scaling["partial_rotary_factor"] * rope.rotary_dim // 2) :] = 0.0
     return frequencies

@@ -125,7 +125,7 @@ _DEPTH = 32  # of a config.json at most: nothing that compares or shows values r
 _FLOAT = 3.4e38  # at most: kernels compute in f32
 _FACTOR = (1e-6, 1e6)  # so that no product of several leaves f32
 _PARTIAL = (1e-6, 1.0)
-_THETA = (1.001, 1e30)  # by powers of one nothing would turn slower than anything else
+_THETA = (1.001, 1e30)  # by powers of one nothing would rotate slower than anything else
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
@@ -156,8 +156,8 @@ def shown(value: Any) -> str:
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding: kind is one of _ROPE_KINDS; scaling holds its own keys as config.json names
-    them, all of them checked. interleaved: neighbouring dimensions turn together; backwards: all
-    turn the other way."""
+    them, all of them checked. interleaved: neighbouring dimensions are rotated together; backwards:
+    all are rotated the other way."""
 
     theta: float
     rotary_dim: int
@@ -318,8 +318,8 @@ class RawConfig:
     ) -> RopeConfig:
         """Rotary embedding: rope_parameters (transformers 5), perhaps those of a layer_type, or, by
         the names that the family has for them, theta, partial factor and scaling. Without a
-        default_partial whole heads turn, and no config may say otherwise: transformers would not
-        read it. All that tables are made of is checked here."""
+        default_partial whole heads are rotated, and no config may say otherwise: transformers
+        would not read it. All that tables are made of is checked here."""
         own, scaling = self.section("rope_parameters"), RawConfig({})
         if scaling_key:
             scaling = self.section(scaling_key)
@@ -352,7 +352,7 @@ class RawConfig:
         needed, others = _ROPE_KINDS[kind]
         own._refuse_others(needed | others | _ROPE_OF_ALL, f" for type {kind!r}")
         values: dict[str, Any] = {}
-        if kind == "proportional":  # all of a head turns, the rest of it by nothing
+        if kind == "proportional":  # all of a head is rotated, the rest of it by nothing
             values["partial_rotary_factor"], partial = partial, 1.0
         rotary_dim = int(head_dim * partial)
         least = 4 if kind in ("dynamic", "ntk_alpha") else 2  # these divide by two less

@@ -221,6 +221,7 @@ def _values(part: Part, rows: range, columns: range) -> NDArray[Any]:
     tensor, span = part.tensor, rows.step * part.width
     if isinstance(tensor, Packed):
         return tensor.take(rows).dequantize()[:, columns.start : columns.stop]
+    assert columns.step == 1
     values = np.empty((len(rows), span), _STORAGE[tensor.dtype])
     found = values.reshape(-1)[: values.size - span + len(columns)]
     first = rows.start * part.width + columns.start

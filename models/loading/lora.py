@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import from_bf16, to_bf16, write
-from infer.kernels.compiler.graph import Changes, LowRank
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.tensor import ITEMSIZE, GpuTensor, allocate
+from infer.kernels.ops.linear import Changes, LowRank
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.multimodal import text_tensors
 from infer.models.loading.checkpoint import (

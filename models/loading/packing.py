@@ -142,6 +142,7 @@ class PackedRows:
     memory of blocks and then of scales. A row is unpacked once, in any thread."""
 
     def __init__(self, matrix: Packed, rows: range, columns: range, stored: Stored) -> None:
+        assert columns.step == 1
         self._rows, self._columns, self._stored = rows, columns, stored
         self._matrix = self._files = matrix
         self._stride = row_bytes(len(columns), stored.dtype)

@@ -124,7 +124,7 @@ def _as_experts(shared: PlannedWeight, width: int, inner: int) -> PlannedWeight:
 def _stacked(stack: PlannedWeight, last: PlannedWeight, experts: int) -> PlannedWeight | None:
     """A weight of experts with so many more below; None where these do not lie as the others."""
     parts = stack.parts + last.parts
-    how = stored(stack.spec, parts) if stack.stored.packed else stack.stored
+    how = stored(stack.spec, parts) if parts and stack.stored.packed else stack.stored
     hows = (stack.stored, last.stored, how)
     alike = len({(each.dtype, each.grouping, each.packed) for each in hows}) == 1
     fits = last.shape == (experts * stack.spec.unit, stack.shape[1])
@@ -258,8 +258,8 @@ def stored(spec: WeightSpec, parts: Sequence[Part], dtype: str | None = None) ->
             len(view.across) == matrix.shape[1] or matrix.divides(len(view.across))
             for matrix, view in packed
         )
-        turned = any(view.transposed for _, view in packed)
-        if len(packed) < len(parts) or spec.name.endswith(_ROUTER) or turned or not whole:
+        transposed = any(view.transposed for _, view in packed)
+        if len(packed) < len(parts) or spec.name.endswith(_ROUTER) or transposed or not whole:
             return WIDENED
         how = stored_packed([matrix for matrix, _ in packed], spec.name)
         return WIDENED if spec.heads and how.order is not None else how

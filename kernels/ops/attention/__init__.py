@@ -394,7 +394,7 @@ def _split_params(
 
 
 def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:
-    """The variant, and how its scores are dealt out to the lanes (attention_lanes.wgsl)."""
+    """The variant, of attention_lanes.wgsl."""
     lanes, storage = low.tuning.subgroup_size, low.device.limits.workgroup_storage
     merged = variant.merged(storage, lanes)
     if not merged:
@@ -402,21 +402,12 @@ def _variant_params(low: Lowering, variant: AttentionVariant) -> dict[str, Any]:
             f"{variant} needs {variant.storage(1, lanes)} bytes of workgroup memory; "
             f"{storage} are allowed. Take fewer invocations."
         )
-    scores = variant.batch * power_of_two(variant.heads)
-    kept = max(1, scores // variant.cluster)
-    kept_heads = max(1, kept // variant.batch)
     return {
         "WG": variant.workgroup,
         "HEADS": variant.heads,
         "CLUSTER": variant.cluster,
-        "CLUSTER_BITS": variant.cluster.bit_length() - 1,
         "PER_LANE": variant.per_lane,
         "BATCH": variant.batch,
-        "SCORES": scores,
-        "KEPT": kept,
-        "FOLDS": (scores // kept).bit_length() - 1,
-        "KEPT_HEADS": kept_heads,
-        "HEAD_BITS": (variant.batch * kept_heads // kept).bit_length() - 1,
         "SUBGROUPS": max(1, variant.workgroup // lanes),
         "MERGED": merged,
     }

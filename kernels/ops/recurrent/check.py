@@ -203,6 +203,11 @@ def cases() -> Iterator[Case]:
     yield Case("ssm_scan", "1 row, as int8 behind a norm", _ssm_scan_int8)
 
 
+def _joined(y: Array, left: Array) -> Array:
+    """A result and a state, as the values of both."""
+    return np.concatenate([y.ravel(), left.ravel()])
+
+
 def _short_conv(bench: Bench, rows: int, goes_on: bool, gated: bool) -> Outcome:
     weight, state = bench.random(67, 4), bench.random(3, 67) if goes_on else None
     if not gated:
@@ -210,12 +215,12 @@ def _short_conv(bench: Bench, rows: int, goes_on: bool, gated: bool) -> Outcome:
         options: dict[str, Any] = {"bias": bias, "activation": "silu", "state": state}
         y, left = run_short_conv(bench, x, weight, **options)
         expected, expected_left = short_conv(x, weight, bias, state)
-        return np.concatenate([y, left]), np.concatenate([silu(expected), expected_left])
+        return _joined(y, left), _joined(silu(expected), expected_left)
     x = bench.random(rows, 3 * 67)
     y, left = run_short_conv(bench, x, weight, gated=True, state=state)
     before, after, value = np.split(x.astype(np.float64), 3, axis=1)
     expected, expected_left = short_conv(before * value, weight, None, state)
-    return np.concatenate([y, left]), np.concatenate([after * expected, expected_left])
+    return _joined(y, left), _joined(after * expected, expected_left)
 
 
 def _delta_rule(bench: Bench, rows: int, goes_on: bool) -> Outcome:
@@ -224,27 +229,17 @@ def _delta_rule(bench: Bench, rows: int, goes_on: bool) -> Outcome:
     state = bench.random(4, 24, 36) if goes_on else None
     y, left = run_delta_rule(bench, q, k, v, *own, state=state)
     expected, expected_left = delta_rule(q, k, v, *own, state)
-    return (
-        np.concatenate([y.ravel(), left.ravel()]),
-        np.concatenate([expected.ravel(), expected_left.ravel()]),
-    )
+    return _joined(y, left), _joined(expected, expected_left)
 
 
 def _ssm_scan(bench: Bench, rows: int, goes_on: bool) -> Outcome:
-    b, c, x, z = (
-        bench.random(rows, 2, 24),
-        bench.random(rows, 2, 24),
-        bench.random(rows, 4, 36),
-        bench.random(rows, 4, 36),
-    )
+    b, c = bench.random(rows, 2, 24), bench.random(rows, 2, 24)
+    x, z = bench.random(rows, 4, 36), bench.random(rows, 4, 36)
     own = x, b, c, z, bench.random(rows, 4), bench.random(3, 4) - 1
     state = bench.random(4, 24, 36) if goes_on else None
     y, left = run_ssm_scan(bench, *own, state=state)
     expected, expected_left = ssm_scan(*own, state=state)
-    return (
-        np.concatenate([y.ravel(), left.ravel()]),
-        np.concatenate([expected.ravel(), expected_left.ravel()]),
-    )
+    return _joined(y, left), _joined(expected, expected_left)
 
 
 def _ssm_scan_int8(bench: Bench) -> Outcome:
@@ -258,7 +253,4 @@ def _ssm_scan_int8(bench: Bench) -> Outcome:
     (values, expected_left), (rounded_values, _) = (ssm_scan(part, *own) for part in (x, exact))
     scale = 1 / np.sqrt(np.mean(values**2) + EPS)
     expected = matmul(scale * rounded_values.reshape(1, -1) * norm, weight)
-    return (
-        np.concatenate([y.ravel(), left.ravel()]),
-        np.concatenate([expected.ravel(), expected_left.ravel()]),
-    )
+    return _joined(y, left), _joined(expected, expected_left)

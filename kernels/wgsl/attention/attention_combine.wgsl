@@ -1,7 +1,9 @@
-// The splits of attention joined: a sum weighted by 2^(max of the split - max of all).
+// y = sum of 2^(most_s - most) o_s / sum of 2^(most_s - most) sum_s over the splits s of a row's context, where
+// most is the largest most_s: what attention.wgsl has left of each row and head (attention_split.wgsl),
+// joined. y is [rows][N_HEADS][HEAD_DIM]; QUANTIZE: it goes out as int8.
 //
 // One chain of loads: the first AT_ONCE splits are read, with what is left there from other steps,
-// while the row's position is, which says how many there are. QUANTIZE: the result goes out as int8.
+// while the row's position is, which says how many there are.
 // SINKS: a logit of each head that takes part in softmax, with no value (Xiao et al. 2023; gpt-oss).
 // GATED: every value of the result is multiplied by the sigmoid of a gate of its own.
 #include "step.wgsl"

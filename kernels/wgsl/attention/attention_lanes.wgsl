@@ -4,11 +4,11 @@
 // CLUSTER neighbouring lanes of a subgroup share a position, and each of them has eight of its
 // dimensions (PER_LANE times). Clusters go through positions of their own, without a barrier.
 //
-// So of every score a lane has a part. For BATCH positions and HEADS heads these are SCORES parts,
-// numbered head by head. They are added up and dealt out in one go: in each step a lane sends half of
-// them away and gets the other half of the sums, until it has KEPT whole scores. So it takes one
-// exponential for each, and what the others need of it (the weight of a position, the new scale of a
-// head) they get by a shuffle.
+// So of every score a lane has a part. For BATCH positions and HEADS heads (rounded up to a power of
+// two) these are SCORES parts, numbered head by head. They are added up and dealt out in one go: in
+// each step a lane sends half of them away and gets the other half of the sums, until it has KEPT
+// whole scores. So it takes one exponential for each, and what the others need of it (the weight of a
+// position, the new scale of a head) they get by a shuffle.
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "kv_read_values.wgsl"
@@ -17,16 +17,10 @@
 #include "capped.wgsl"
 // @param WG u32
 // @param CLUSTER u32             lanes per position: a power of two, at most a subgroup
-// @param CLUSTER_BITS u32        its logarithm
 // @param PER_LANE u32            groups of eight dimensions per lane
 // @param BATCH u32               positions that a cluster loads at once
 // @param HEADS u32               query heads per workgroup
 // @param GROUP u32               query heads per KV head
-// @param SCORES u32              BATCH times HEADS, which is rounded up to a power of two
-// @param KEPT u32                scores that a lane ends up with: SCORES / CLUSTER, at least one
-// @param FOLDS u32               steps to them: the logarithm of SCORES / KEPT
-// @param KEPT_HEADS u32          heads that these belong to
-// @param HEAD_BITS u32           the logarithm of the lanes that share a head's scores
 // @param SUBGROUPS u32           subgroups of a workgroup, at most
 // @param MERGED u32              heads for which workgroup memory has room at once
 // @param SCALE f32
@@ -36,13 +30,21 @@
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> x: array<vec4<f32>>;
 
+#let SCORES = BATCH * (1 << log2(2 * HEADS - 1))
+#let KEPT = max(1, SCORES / CLUSTER)
+#let KEPT_HEADS = max(1, KEPT / BATCH)  // that a lane has scores of
+#let FOLDS = log2(SCORES / KEPT)  // steps to whole scores
+#let CLUSTER_BITS = log2(CLUSTER)
+#let HEAD_BITS = log2(BATCH * KEPT_HEADS / KEPT)  // of the number of lanes that share a head's scores
+
 struct Group {  // eight dimensions of a head
   low: vec4<f32>,
   high: vec4<f32>,
 }
 
 const CLUSTERS = WG / CLUSTER;
-const COPIES = CLUSTER * KEPT / SCORES;  // lanes that have the same scores
+const KEPT = $(KEPT)u;
+const COPIES = CLUSTER * KEPT / $(SCORES)u;  // lanes that have the same scores
 const GROUPS = HEAD_DIM / 8u;  // groups of eight dimensions in a head
 const LOWEST = -3.0e38;
 const LOG2_E = 1.44269504;  // the GPU's exponential is of base two

@@ -1,5 +1,5 @@
-// scores[row][head][position] = SCALE * q . k, perhaps capped, for every position that the row attends
-// to.
+// scores[row][head][position] = SCALE q k, perhaps capped, for every position that the row attends to: q is
+// [rows][heads][HEAD_DIM], k the cache's [positions][KV heads][HEAD_DIM].
 #include "step.wgsl"
 #include "kv_read_keys.wgsl"
 #include "attention_range.wgsl"

@@ -1,5 +1,7 @@
-// Attention of many rows (prefill): tiles of queries of one head against tiles of positions, with an
-// online softmax, so that the score matrix is never written (FlashAttention, Dao et al. 2022).
+// y = softmax(SCALE Q K^T) V for each head of many rows (prefill), over the positions that a row attends to; Q
+// and y are [rows][heads][HEAD_DIM], K and V the cache's [positions][KV heads][HEAD_DIM]. Tiles of queries of
+// one head go against tiles of positions, with an online softmax, so that the score matrix is never written
+// (FlashAttention, Dao et al. 2022).
 //
 // For each tile two products as in matmul.wgsl. S = Q K^T, in slices of DEPTH dimensions, leaves
 // M_TILE x N_TILE scores in the registers of an invocation. Their exponentials go through workgroup

@@ -1,5 +1,5 @@
-// Write the keys and values of the step's rows into the cache. LATENT: values are the keys, and a key is
-// k and v side by side.
+// keys[slot of a row] = k[row], values[slot of a row] = v[row], [KV heads][HEAD_DIM] each, through the type of
+// the cache. LATENT: values are the keys, and a key is k and v side by side.
 #include "step.wgsl"
 #include "kv_head.wgsl"
 // @param LATENT bool

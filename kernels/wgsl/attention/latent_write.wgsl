@@ -1,4 +1,4 @@
-// The step's keys of a latent cache.
+// keys[slot of a row] = (rotate(k), norm(latent)) of each row of a step: HEAD_DIM values, see latent.wgsl.
 #include "latent.wgsl"
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> table: array<vec2<f32>>;

@@ -1,5 +1,5 @@
-// y = exp(x - max(x)) / sum(exp(x - max(x))) over the positions that a row attends to.
-// SINKS: and over one more logit of each head, to which no y belongs.
+// y = exp(x - max(x)) / sum(exp(x - max(x))) over the positions that a row attends to; x and y are
+// [rows][heads][STRIDE]. SINKS: and over one more logit of each head, to which no y belongs.
 #include "reduce.wgsl"
 #include "step.wgsl"
 #include "attention_range.wgsl"

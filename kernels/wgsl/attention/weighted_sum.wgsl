@@ -1,4 +1,4 @@
-// y[row][head] = sum of probability * value over the positions that the row attends to.
+// y[row][head] = sum of p[position] v[position] over the positions that the row attends to: [HEAD_DIM].
 #include "step.wgsl"
 #include "kv_read_values.wgsl"
 #include "attention_range.wgsl"

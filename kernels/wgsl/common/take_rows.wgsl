@@ -1,4 +1,4 @@
-// y = the rows of x that get logits.
+// y[i] = x[logits_rows[i]], [STRIDE]: the rows that get logits.
 #include "step.wgsl"
 // @param STRIDE u32
 @group(0) @binding(0) var<storage, read> step: Step;

@@ -1,4 +1,4 @@
-// y = x, no further from zero than LIMIT.
+// y = clamp(x, -LIMIT, LIMIT), [rows][WIDTH].
 // @param LIMIT f32
 // @param WIDTH u32
 // @param X_STRIDE u32

@@ -1,4 +1,4 @@
-// y = a * b, value by value.
+// y = a * b, [rows][WIDTH].
 // @param WIDTH u32
 // @param A_STRIDE u32
 // @param A_OFFSET u32

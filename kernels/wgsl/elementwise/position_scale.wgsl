@@ -1,4 +1,5 @@
-// y = x * (1 + BETA * log(1 + floor(position / INTERVAL))): queries of long contexts (Llama 4).
+// y = x * (1 + BETA * log(1 + floor(position / INTERVAL))): [rows][WIDTH]: queries of
+// long contexts (Llama 4).
 #include "step.wgsl"
 // @param BETA f32
 // @param INTERVAL u32

@@ -1,4 +1,4 @@
-// y = x * factor[0], value by value.
+// y = x * factor[0], [rows][WIDTH].
 // @param WIDTH u32
 // @param X_STRIDE u32
 // @param X_OFFSET u32

@@ -1,4 +1,4 @@
-// y = x * sigmoid(gate), where a row has one gate, or a value one of its own.
+// y = x * sigmoid(gate), [rows][WIDTH], where a row has one gate, or a value one of its own.
 // @param WIDTH u32
 // @param STRIDE u32
 // @param GATE_STRIDE u32

@@ -1,4 +1,4 @@
-// y = SOFTCAP * tanh(x / SOFTCAP), value by value.
+// y = SOFTCAP * tanh(x / SOFTCAP), [rows][WIDTH].
 #include "capped.wgsl"
 // @param WIDTH u32
 // @param X_STRIDE u32

@@ -1,5 +1,8 @@
-// xIELU (Huang & Schlag 2024): a parabola above zero and an integrated exponential below, whose bends
-// alpha_p and alpha_n, before softplus, a layer has learned.
+// y = softplus(alpha_p) x^2 + beta x                                        where x > 0
+// y = (beta + softplus(alpha_n)) (exp(min(x, eps)) - 1 - x) + beta x        elsewhere
+//
+// xIELU (Huang & Schlag 2024), [rows][WIDTH]: a parabola above zero and an integrated exponential below,
+// whose bends alpha_p and alpha_n a layer has learned.
 #include "softplus.wgsl"
 // @param WIDTH u32
 // @param X_STRIDE u32

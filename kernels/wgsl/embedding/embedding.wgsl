@@ -1,4 +1,4 @@
-// y = SCALE * weight[id] for each row of the step, where id is its token or, with BY_POSITION, its
+// y = SCALE * weight[id], [K], for each row of the step, where id is its token or, with BY_POSITION, its
 // position; a shard holds SHARD_ROWS of them from START on.
 #include "step.wgsl"
 #include "weight_group.wgsl"

@@ -1,14 +1,14 @@
 // Projections of a few rows by the experts that each is routed to, built like matmul_vec.wgsl. W
 // holds the experts one below the other.
 //
-// Without COMBINE a workgroup has a row and one of its experts, and y[row][slot] = activate(W x), or,
-// GATED, its part of W is gate rows and then up rows, and y[row][slot] = gated(gate, up); with NORM x
-// is normed as in matmul_vec.wgsl.
+//   y[row][slot] = activate(x[row] W_e^T + bias_e)
+//   y[row] = sum of weight[row][slot] (x[row][slot] W_e^T + bias_e) over the slots + residual   with COMBINE
+//
+// where e is the expert of a slot, and W_e [N][K], or, GATED, [2 N][K] with gate rows and then up rows, and
+// gated(gate, up) in place of activate. With NORM x is normed as in matmul_vec.wgsl.
+// Without COMBINE a workgroup has a row and one of its experts; with it, all: one long dot product.
 // With ROUTE every workgroup chooses the experts by itself, and one of them writes what was chosen.
-// With COMBINE x has the rows [row][slot], and y[row] is the sum of W x over the slots, each times
-// the expert's weight: one long dot product. RESIDUAL is added to it.
-// BIAS: of each expert's rows, added to its part of W x.
-// NEXT_NORM, QUANTIZE and KEEP are those of matmul_vec.wgsl.
+// What goes out is said in next_input.wgsl.
 // A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
 #include "team_sums.wgsl"
 #let X = 2

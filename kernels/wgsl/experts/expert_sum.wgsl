@@ -1,4 +1,5 @@
-// y = what a row's experts made of it, each times its weight, added up; plus RESIDUAL.
+// y[row] = sum of weight[row][slot] x[row][slot] over the slots of a row, plus its residual where RESIDUAL:
+// what its experts made of it, [WIDTH] each.
 #include "routing.wgsl"
 // @param WIDTH u32
 // @param STRIDE u32              of a row of x, y and residual

@@ -1,4 +1,5 @@
-// The experts of each row and their weights.
+// routing[row] = the experts with the largest scores of the row's logits [EXPERTS], and their weights
+// (top_experts.wgsl).
 #include "reduce.wgsl"
 #include "top_experts.wgsl"
 @group(0) @binding(0) var<storage, read> logits: array<f32>;

@@ -1,7 +1,7 @@
 // What becomes of a sum of products of a projection, for output n of W:
 //
-//   y = activate(SCALE (sum + bias[n])) + residual
-//   y = gated(sum + bias[n], up + bias[n + N]) + residual   where GATED, a parameter or #let
+//   y = activated(sum + bias[n], up + bias[n + N]) + residual
+//   activated(sum, up) = activate(SCALE sum), or gated(sum, up) where GATED, a parameter or #let
 //
 // Needs `#let EPILOGUE`, the first binding that is free. BIAS and RESIDUAL: there are such; without an
 // ACTIVATION activate(x) = x.
@@ -17,25 +17,29 @@
 @group(0) @binding($(EPILOGUE + BIAS)) var<storage, read> residual: array<f32>;
 #endif
 
-// out: where y and the residual lie.
-fn epilogue(sum: f32, up: f32, n: u32, out: u32) -> f32 {
+fn activated(sum: f32, up: f32) -> f32 {
 #if GATED
-#if BIAS
-  var value = gated(sum + bias[n], up + bias[n + N]);
-#else
-  var value = gated(sum, up);
-#endif
+  return gated(sum, up);
 #else
   var value = sum;
-#if BIAS
-  value += bias[n];
-#endif
 #if SCALE != 1
   value *= SCALE;
 #endif
 #if ACTIVATION != none
   value = activate(value);
 #endif
+  return value;
+#endif
+}
+
+// out: where y and the residual lie.
+fn epilogue(sum: f32, up: f32, n: u32, out: u32) -> f32 {
+#if BIAS and GATED
+  var value = activated(sum + bias[n], up + bias[n + N]);
+#elif BIAS
+  var value = activated(sum + bias[n], up);
+#else
+  var value = activated(sum, up);
 #endif
 #if RESIDUAL
   value += residual[out];

@@ -1,7 +1,7 @@
-// y = W_h x_h for each head h, where x_h is the last K of its X_HEAD values. KEPT of those before them go
-// in front of the result as they are or, with ROPE, rotated: workgroups of their own do that. QUANTIZE: the
-// result goes out as int8. LATENT: one workgroup more writes a key that has nothing to do with these. For a
-// few rows; matmul.wgsl does many.
+// y_h = x_h W_h^T for each head h, where x_h is the last K of its X_HEAD values, and W_h [N][K]. KEPT of
+// those before them go in front of the result as they are or, with ROPE, rotated: workgroups of their
+// own do that. QUANTIZE: the result goes out as int8. LATENT: one workgroup more writes a key that has
+// nothing to do with these. For a few rows; matmul.wgsl does many.
 //
 // A workgroup has OUTPUTS outputs of a head, for ROWS rows, so that weights are read once for all of
 // these; TEAM invocations share an output.

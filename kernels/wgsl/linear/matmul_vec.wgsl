@@ -1,23 +1,18 @@
-// y = x W^T for a few rows of x: each weight is loaded once. A workgroup consists of teams of TEAM
-// invocations; a team has OUTPUTS rows of W and spreads their columns over its invocations.
+// y = activated(x W^T + bias) factor + residual for a few rows of x [rows][K], where W is [N][K], or, GATED,
+// [2 N][K] with gate rows and then up rows (epilogue.wgsl). Each weight is loaded once: a workgroup consists
+// of teams of TEAM invocations; a team has OUTPUTS rows of W and spreads their columns over its invocations.
 //
-// NORM: x is first normed, y = (x * norm_weight) W^T / sqrt(mean(x^2) + EPS); the sum of squares is
-// gathered on the way, so the norm costs no kernel of its own. GATED: W holds gate rows, then up
-// rows, and y = gated(gate, up). Else y = x W^T, after BIAS is added multiplied by SCALE, then
-// activated where there is an ACTIVATION, or multiplied by the sigmoid of the row's gate with
-// SIGMOID_GATE. FACTORS: y is multiplied by other activations. RESIDUAL is added to it. What goes out is
-// said in next_input.wgsl.
+// NORM: x norm_weight / sqrt(mean(x^2) + EPS) is taken for x; the sum of squares is gathered on the way, so
+// the norm costs no kernel of its own. The factor is another activation for each output (FACTORS), the
+// sigmoid of the row's gate (SIGMOID_GATE), or 1. What goes out is said in next_input.wgsl.
 #include "team_sums.wgsl"
 #include "grid.wgsl"
-#include "activate.wgsl"
 #let X = 1
 #include "chunk_float.wgsl"
 #include "chunk_int8.wgsl"
 #include "step.wgsl"
-// @param N u32                   outputs: rows of W, or half of them with GATED
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
-// @param SCALE f32
 // @param ROWS u32                rows of x that a workgroup takes
 // @param ROW_EACH bool           ROWS is one, and each row of x has workgroups of its own
 // @param OUTPUTS u32             outputs per team
@@ -25,31 +20,24 @@
 // @param EPS f32
 // @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
-// @param BIAS bool
 // @param FACTORS bool
 // @param SIGMOID_GATE bool       not with FACTORS; their gates and factors are:
 // @param GATE_STRIDE u32
 // @param GATE_OFFSET u32
-// @param RESIDUAL bool
 // @param KEEP bool
 // @param QUANTIZE bool           where ROWS is one, and TEAMS * OUTPUTS a multiple of 16
 // @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
-#let FIRST = AFTER_X + STOPS
+#let EPILOGUE = AFTER_X + STOPS
 #if STOPS
 @group(0) @binding($(AFTER_X)) var<storage, read> step: Step;
 #endif
-#if BIAS
-@group(0) @binding($(FIRST)) var<storage, read> bias: array<f32>;
-#endif
-#if RESIDUAL
-@group(0) @binding($(FIRST + BIAS)) var<storage, read> residual: array<f32>;
-#endif
+#include "epilogue.wgsl"
 #let GATES = SIGMOID_GATE or FACTORS
 #if GATES
-@group(0) @binding($(FIRST + BIAS + RESIDUAL)) var<storage, read> gates: array<f32>;
+@group(0) @binding($(EPILOGUE + BIAS + RESIDUAL)) var<storage, read> gates: array<f32>;
 #endif
-#let OUTPUT = FIRST + BIAS + RESIDUAL + GATES
+#let OUTPUT = EPILOGUE + BIAS + RESIDUAL + GATES
 #include "next_input.wgsl"
 
 const W_ROWS = OUTPUTS * $(1 + GATED)u;           // rows of W per team
@@ -191,18 +179,13 @@ fn main(
     gate += own_bias;
     up += up_bias;
 #endif
-    var value = gated(gate, up);
+    var value = activated(gate, up);
 #else
-    var value = scale * total(owner, out * W_ROWS + place, team.parts);
+    var sum = scale * total(owner, out * W_ROWS + place, team.parts);
 #if BIAS
-    value += own_bias;
+    sum += own_bias;
 #endif
-#if SCALE != 1
-    value *= SCALE;
-#endif
-#if ACTIVATION != none
-    value = activate(value);
-#endif
+    var value = activated(sum, sum);
 #endif
 #if GATES
     value *= own_gate;

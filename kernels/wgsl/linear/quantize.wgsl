@@ -1,4 +1,5 @@
-// Activations as int8 (quantize_block.wgsl): four invocations share half a block.
+// x_int8 = round(127 x / max|x|) for each half of a block of 32 columns of x [rows][K], with the scale
+// max|x| / 127 and the sum of x^2 (quantize_block.wgsl): four invocations share half a block.
 // SHARED: both halves have the scale of the larger one, so that a product of many rows (matmul_int8.wgsl)
 // needs one for a block.
 // NORM: what is quantised is x * norm_weight; the squares are those of x.

@@ -1,6 +1,6 @@
 // y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + EPS) * weight + bias over each part of WIDTH values
-// of a row. One part: the norm of a layer. Several: the norm of each head, of which GROUPS have
-// weights of their own.
+// of a row of x [rows][parts][WIDTH]. One part: the norm of a layer. Several: the norm of each head, of
+// which GROUPS have weights of their own.
 #include "reduce.wgsl"
 // @param WIDTH u32
 // @param GROUPS u32

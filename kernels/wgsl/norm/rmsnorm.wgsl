@@ -1,5 +1,6 @@
-// y = x / sqrt(mean(x^2) + EPS) * weight over each part of WIDTH values of a row. One part: the norm
-// of a layer. Several: the norm of each head, or of each of GROUPS, which have weights of their own.
+// y = x / sqrt(mean(x^2) + EPS) * weight over each part of WIDTH values of a row of x
+// [rows][parts][WIDTH]. One part: the norm of a layer. Several: the norm of each head, or of each of
+// GROUPS, which have weights of their own.
 //
 // GATED: y is multiplied by silu(gate). RESIDUAL is added to y, and FACTOR, one number, multiplies
 // the sum. What the next projection wants to read goes out too: y times the weights of its norm

@@ -1,7 +1,7 @@
-// A causal convolution of TAPS inputs on each channel, and its ACTIVATION. With GATED, a row of x is
-// gate, output gate and input side by side (LFM2: B, C, x): what is convolved is gate * input, and
-// the result is multiplied by the output gate. Inputs before the first row come from the state,
-// which then holds the last ones.
+// y[t] = activate(sum of weight[j] x[t - TAPS + 1 + j] + bias) for each channel, j from 0 to TAPS - 1: a causal
+// convolution of x [rows][CHANNELS]. With GATED, a row of x is gate, output gate and input side by side
+// (LFM2: B, C, x): what is convolved is gate * input, and the result is multiplied by the output gate.
+// Inputs before the first row come from the state, which then holds the last ones.
 #include "step.wgsl"
 #include "activate.wgsl"
 // @param CHANNELS u32

@@ -1,4 +1,5 @@
-// The end of sampling: each row's token, and the row of the next step that embeds it.
+// sampled[row] = the token of the best of the row's tiles; and the row of the next step, which embeds it: its
+// position + 1, and alive where the token is valid, no stop id, and the end is not reached.
 // @param STRIDE u32     counts of a sequence: VOCAB rounded up to a multiple of 8
 // @param TILES u32      tiles of a row
 // @param ROWS u32       rows of a workgroup: with GATHER all of them, else 1

@@ -1,4 +1,5 @@
-// The draw of filtered sampling: each tile's survivor with the largest score plus noise.
+// bests[row][tile] = the largest (z + Gumbel noise, token) of the tile's tokens that survive top-k, top-p and
+// min-p: the draw of filtered sampling.
 #include "sample_cut.wgsl"
 #include "sample_noise.wgsl"
 

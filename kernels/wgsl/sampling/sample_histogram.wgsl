@@ -1,4 +1,4 @@
-// One level of a row's histograms: how many tokens, of what mass, have each value of the next digit.
+// histograms[row][digit of key(z)] += (1, mass of z) over the row's tokens that belong to this level.
 // @param LEVEL u32      which, see sample_histograms.wgsl
 #include "sample_cut.wgsl"
 

@@ -1,4 +1,5 @@
-// The first kernel of filtered sampling: scores, and each tile's maximum and sum of exponentials.
+// z = scores of the logits (sample_score.wgsl), and stats[row][tile] = (max z, sum of exp(z - max z)) of a
+// tile of tokens: the first kernel of filtered sampling.
 // @param TILES u32      tiles of a row
 // @param CLEAR bool     the histograms, which later kernels fill
 #include "sampling.wgsl"

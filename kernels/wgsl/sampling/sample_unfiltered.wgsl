@@ -1,4 +1,5 @@
-// Sampling without top-k, top-p and min-p: each tile's best token, greedy or with Gumbel noise.
+// bests[row][tile] = the largest (score, token) of a tile, greedy or with Gumbel noise added to the score:
+// sampling without top-k, top-p and min-p.
 // @param TILES u32      tiles of a row
 // @param NOISE bool     false: every row is greedy
 #include "sampling.wgsl"

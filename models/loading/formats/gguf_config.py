@@ -158,7 +158,7 @@ def gguf_config(gguf: Gguf) -> RawConfig:
     config["num_nextn_predict_layers"] = further
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = raw.size("attention.key_length", hidden // heads)
-    if how.latent:  # of what turns
+    if how.latent:  # of what is rotated
         head_dim = raw.size("rope.dimension_count")
     else:
         raw.expect("attention.value_length", head_dim)
@@ -340,7 +340,7 @@ def _longrope(gguf: Gguf, raw: RawConfig) -> dict[str, Any]:
 
 
 def _rope_factors(gguf: Gguf, head_dim: int) -> Floats:
-    """How much slower each pair of a head turns."""
+    """How much slower each pair of a head rotates."""
     info = _tensor(gguf, _ROPE_FACTORS)
     if info.shape != (head_dim // 2,) or info.dtype not in FLOATS:
         raise CheckpointError(f"{gguf.file}: {_ROPE_FACTORS} is {info.shape} of {info.dtype}.")
@@ -348,15 +348,15 @@ def _rope_factors(gguf: Gguf, head_dim: int) -> Floats:
 
 
 def _proportional(gguf: Gguf, head_dim: int) -> dict[str, Any]:
-    """Gemma 4's: the first pairs turn as they would, the others by next to nothing."""
+    """Gemma 4's: the first pairs rotate as they would, the others by next to nothing."""
     factors = _rope_factors(gguf, head_dim)
-    turning = int((factors == 1).sum())
-    if (factors[:turning] != 1).any() or not (factors[turning:] >= 1e30).all():
+    rotated = int((factors == 1).sum())
+    if (factors[:rotated] != 1).any() or not (factors[rotated:] >= 1e30).all():
         raise UnsupportedError(
             f"{gguf.file}: {_ROPE_FACTORS} is not implemented (only 1 for the first pairs and 1e30 "
             "for the others)."
         )
-    return {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / head_dim}
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / head_dim}
 
 
 def _llama3(gguf: Gguf, raw: RawConfig, head_dim: int) -> dict[str, Any]:
@@ -464,7 +464,7 @@ def _as_on_the_hub(info: TensorInfo, own: str, how: Conversion, config: RawConfi
     """The tensor with its rows in the hub's order, and without what was added to it."""
     fields = _fields(info)
     heads = config.values["num_attention_heads"]
-    if how.turned and own in ("attn_q", "attn_k"):
+    if how.permuted and own in ("attn_q", "attn_k"):
         heads = heads if own == "attn_q" else config.values["num_key_value_heads"]
         if info.shape[0] % (2 * heads):
             raise CheckpointError(

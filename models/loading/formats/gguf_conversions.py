@@ -3,7 +3,7 @@ called on the hub, and what no file says because llama.cpp knows it.
 
 | general.architecture                | what is peculiar                                           |
 | ----------------------------------- | ---------------------------------------------------------- |
-| llama, arcee, granite, granitemoe,  | rows of q and k are turned: see gguf_config.py             |
+| llama, arcee, granite, granitemoe,  | rows of q and k are permuted: see gguf_config.py           |
 | granitehybrid, mistral3, olmo,      |                                                            |
 | smollm3                             |                                                            |
 | gemma, gemma2, gemma3, nemotron     | one was added to the weights of norms                      |
@@ -11,12 +11,12 @@ called on the hub, and what no file says because llama.cpp knows it.
 | gemma2, gemma3, cohere2, exaone4    | every so many layers have no window                        |
 | gemma3, gemma4                      | layers with a window have a rope of their own              |
 | gemma4                              | and heads of another width and number; rope_freqs says     |
-|                                     | which pairs turn in the others                             |
+|                                     | which pairs are rotated in the others                      |
 | phi3, chatglm, glm4                 | ffn_up is gate and up                                      |
 | phi3                                | rope_factors_long and rope_factors_short are of LongRoPE   |
 | gptneox                             | attn_qkv is all of q, then all of k, then all of v         |
 | hunyuan-dense                       | rope.freq_base has taken the scaling in                    |
-| smollm3                             | every fourth layer does not turn                           |
+| smollm3                             | every fourth layer is not rotated                          |
 | llama with experts (Mixtral),       | experts are stacked; whether the weights of those chosen   |
 | qwen2moe, qwen3moe, olmoe           | are made to add up to one is known by the architecture     |
 | gpt-oss                             | gate and up, which alternate on the hub, are apart; no     |
@@ -71,11 +71,11 @@ class Conversion:
     values: of config.json, the same in all models.
     more: values that follow from others and from what tensors there are.
     eps: what config.json calls the epsilon of norms; layer_norm: of which kind these are.
-    turned: rows of q and k are in another order than on the hub. norm_added: what was added to the
-        weights of norms.
+    permuted: rows of q and k are in another order than on the hub. norm_added: what was added to
+        the weights of norms.
     pattern: where layers have a window: every so many layers have none, or 0 where the model knows.
     local_theta: of the rope of layers with a window, where they have their own. proportional: in
-        the others the last pairs of a head do not turn.
+        the others the last pairs of a head are not rotated.
     experts: whether layers have them. gating: what expert_gating_func may be, 1 for a softmax or 2
         for a sigmoid; the first is meant where a file does not say.
     latent: whether attention is multi-head latent attention.
@@ -94,7 +94,7 @@ class Conversion:
     more: Callable[[Gguf, Config], Config] = lambda gguf, config: {}
     eps: str = "rms_norm_eps"
     layer_norm: bool = False
-    turned: bool = False
+    permuted: bool = False
     norm_added: float = 0.0
     pattern: int | None = None
     local_theta: float | None = None
@@ -525,7 +525,7 @@ _HYBRID = Conversion(
     _GRANITE_HYBRID,
     keys=_GRANITE_HYBRID_KEYS,
     more=_granite_hybrid,
-    turned=True,
+    permuted=True,
     stateful="mamba",
 )
 _GEMMA4_TEXT = Conversion(
@@ -564,14 +564,14 @@ VARIANTS = {
             _GRANITE_SHARED,
             keys=_GRANITE,
             more=_granite,
-            turned=True,
+            permuted=True,
             experts=True,
         ),
     ),
-    "llama": ("expert_count", Conversion("mixtral", _MIXTRAL, turned=True, experts=True)),
+    "llama": ("expert_count", Conversion("mixtral", _MIXTRAL, permuted=True, experts=True)),
     "mistral3": (
         "attention.temperature_scale",
-        Conversion("ministral3", keys=_TEMPERATURE, more=_ministral3, turned=True),
+        Conversion("ministral3", keys=_TEMPERATURE, more=_ministral3, permuted=True),
     ),
     "olmo2": (
         "attention.sliding_window",
@@ -595,7 +595,7 @@ _QWEN35_MOE = replace(
 # general.architecture -> how it is read
 CONVERSIONS = {
     "apertus": Conversion("apertus", _APERTUS, values={"hidden_act": "xielu"}),
-    "arcee": Conversion("arcee", values={"hidden_act": "relu2"}, more=_ungated, turned=True),
+    "arcee": Conversion("arcee", values={"hidden_act": "relu2"}, more=_ungated, permuted=True),
     "chatglm": Conversion("glm", _GATE_UP),
     "cohere2": Conversion(
         "cohere2",
@@ -698,13 +698,13 @@ CONVERSIONS = {
         "granite",
         keys=_GRANITE,
         more=_granite,
-        turned=True,
+        permuted=True,
         read=("expert_shared_feed_forward_length",),
         ignored=tuple(_SSM),
     ),
     "granitehybrid": _HYBRID,
     "granitemoe": Conversion(
-        "granitemoe", _GRANITE_MOE, keys=_GRANITE, more=_granite, turned=True, experts=True
+        "granitemoe", _GRANITE_MOE, keys=_GRANITE, more=_granite, permuted=True, experts=True
     ),
     "hunyuan-dense": Conversion("hunyuan_v1_dense", _HUNYUAN, values={"use_qk_norm": True}),
     "hunyuan-moe": Conversion(
@@ -736,8 +736,8 @@ CONVERSIONS = {
         gating=(2,),
         stateful="conv",
     ),
-    "llama": Conversion("llama", turned=True),
-    "mistral3": Conversion("llama", turned=True),
+    "llama": Conversion("llama", permuted=True),
+    "mistral3": Conversion("llama", permuted=True),
     "nemotron": Conversion(
         "nemotron",
         values={"hidden_act": "relu2"},
@@ -747,7 +747,7 @@ CONVERSIONS = {
         norm_added=1.0,
     ),
     "olmo": Conversion(
-        "olmo", keys={"attention.clamp_kqv": "clip_qkv"}, layer_norm=True, turned=True
+        "olmo", keys={"attention.clamp_kqv": "clip_qkv"}, layer_norm=True, permuted=True
     ),
     "olmo2": Conversion("olmo2", _AFTER),
     "olmoe": Conversion("olmoe", values={"norm_topk_prob": False}, experts=True),
@@ -772,7 +772,7 @@ CONVERSIONS = {
         "qwen3_moe", values={"norm_topk_prob": True}, experts=True, ignored=_VISION
     ),
     "seed_oss": Conversion("seed_oss", {"post_attention_norm": "post_attention_layernorm"}),
-    "smollm3": Conversion("smollm3", turned=True),
+    "smollm3": Conversion("smollm3", permuted=True),
     "stablelm": Conversion(
         "stablelm",
         {

@@ -21,7 +21,7 @@ Experts of a layer are stacked, quantised or not: each of these tensors of `swit
 `switch_mlp.fc1` and `fc2`, has one dimension more, the experts. So have the two halves of
 DeepSeek's kv_b_proj, `embed_q` (W_UK, as queries are multiplied by it) and `unembed_out` (W_UV):
 the heads. See `unstacked`. The taps of short convolutions are [channels, taps, 1], and the weights
-of norms that the hub has less one are whole. See `turned`.
+of norms that the hub has less one are whole. See `untransposed`.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _mode(config: RawConfig) -> tuple[int, int, str]:
     return config.get("bits", 4, int), config.get("group_size", 64, int), "int"
 
 
-def turned(checkpoint: Checkpoint) -> Checkpoint:
+def untransposed(checkpoint: Checkpoint) -> Checkpoint:
     """The same with the taps of convolutions as the hub has them, [channels, 1, taps], where they
-    have been turned. mlx-lm completes norms as it does so, and itself tells by the taps whether it
+    are transposed. mlx-lm completes norms as it does so, and itself tells by the taps whether it
     was done. Raises CheckpointError for files that were converted in part."""
     tensors = checkpoint.tensors
     taps = {n: t for n, t in tensors.items() if _CONV.fullmatch(n) and len(t.shape) == 3}

@@ -1,0 +1,141 @@
+"""The kinds of step of a model, and what each dispatches: all that is there before a token is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
+
+from infer.kernels.compiler.arena import Arena
+from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.graph import Graph, Value, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind
+from infer.kernels.errors import UnsupportedError
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.plan import DispatchPlan
+from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops.attention import Attention
+from infer.kernels.ops.experts import ExpertDown
+from infer.kernels.ops.linear import Changes, Linear
+from infer.kernels.ops.rope import Rope
+from infer.kernels.state.kv_cache import KVCache
+from infer.kernels.state.layer_state import Cache, LayerState
+from infer.kernels.state.step import step_bytes
+from infer.models.blocks.decoder import Decoder
+from infer.models.blocks.rope import rope_table, table_bytes
+from infer.models.loading.config import RopeConfig
+
+SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
+
+
+class Steps:
+    """The steps of one model on one device, for each adapter, and what they share: the cache, the
+    tables of positions, the step buffer, the logits and the activations.
+
+    rows: by the name of a kind of step, from the largest, how many it has at most.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: Decoder,
+        weights: Mapping[str, GpuTensor],
+        adapters: Mapping[str | None, Changes],
+        *,
+        context: int,
+        kv_dtype: str,
+        prefill_chunk: int,
+        fuse: bool,
+    ) -> None:
+        """adapters: what lies beside the weights, by name; None: when none is asked for. The
+        others: as in EngineOptions. Raises OutOfMemoryError."""
+        self.device, self.model, self.weights = device, model, weights
+        self.adapters, self.context, self._fuse = adapters, context, fuse
+        c = model.config
+        self.cache = KVCache(device, c.kv_shapes, context, dtype=kv_dtype)
+        keys_and_values = iter(self.cache.layers)
+        self.caches: list[Cache] = []  # of each layer
+        for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
+            if shape is not None:
+                self.caches.append(LayerState.new(device, shape, layer))
+            else:
+                own = source == layer
+                self.caches.append(next(keys_and_values) if own else self.caches[source])
+        self.rope = self._upload(c.rope)
+        local = self.rope if c.local_rope is None else self._upload(c.local_rope)
+        self.ropes = [
+            (local if window else self.rope) if rotated else None
+            for window, rotated in zip(c.windows, c.rope_layers, strict=True)
+        ]
+        self._traced = model.forward(weights, self.ropes, self.caches)
+        chunk = self._chunk(prefill_chunk)
+        self.step = device.buffer(step_bytes(max(chunk, MAX_VEC_ROWS)), label="step")
+        self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
+        self.rows = {"prefill": chunk}
+        if chunk > SHORT_ROWS and not device.software:
+            self.rows["short prefill"] = SHORT_ROWS
+        self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
+        self.lowered = {
+            (kind, adapter): self.lower(StepKind(rows, logits=1), self.logits, adapter)
+            for kind, rows in self.rows.items()
+            for adapter in adapters
+        }
+        sizes = [lowering.sizes for lowering in self.lowered.values()]
+        self.arena = Arena(device)
+        self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
+        self._plans: dict[tuple[str, str | None], DispatchPlan] = {}
+
+    def _upload(self, rope: RopeConfig) -> Rope:
+        nbytes = table_bytes(rope, self.context)
+        table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
+        return Rope(table, rope.rotary_dim, rope.interleaved)
+
+    def _chunk(self, most: int) -> int:
+        """Rows of a prefill step: so many, but no more than the context or one binding holds."""
+        widest = _widest(Graph(self._traced).values, self._fuse)
+        rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
+        return max(16, min(most, rows, self.context))
+
+    def lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
+        """The kernels of a kind of step. Raises UnsupportedError for what an adapter changes."""
+        changes = self.adapters[adapter]
+        linears = (value for value in Graph(self._traced).values if isinstance(value, Linear))
+        projections = {linear.weight for linear in linears}
+        names = [n for n, w in self.weights.items() if w in changes and w not in projections]
+        if names:
+            raise UnsupportedError(
+                f"An adapter changes {', '.join(names[:10])}, which is no projection of its own. "
+                "Merge the adapter into the model, and load what that gives."
+            )
+        return lower(
+            self.device, self._traced, kind, self.step, logits, fuse=self._fuse, changes=changes
+        )
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile, in threads, what every generation needs, so that none has to wait for it.
+        `progress` gets how many kernels are done, and how many there are."""
+        specs = (kernel.spec for lowering in self.lowered.values() for kernel in lowering.kernels)
+        self.device.pipelines(specs, progress)
+        for kind, adapter in self.lowered:
+            self.plan(kind, adapter)
+
+    def plan(self, kind: str, adapter: str | None) -> DispatchPlan:
+        """Made, and compiled where it is not yet, when it is first needed."""
+        key = kind, adapter
+        if key not in self._plans:
+            self._plans[key] = self.lowered[key].place(self.arena)
+        return self._plans[key]
+
+
+def _widest(values: Iterable[Value], fuse: bool) -> int:
+    """How many values the widest thing has that is written for every row of a step."""
+    widest = 0
+    for value in values:
+        if value.of_logits:  # of one row
+            continue
+        widest = max(widest, value.width)
+        if isinstance(value, ExpertDown):  # each of a row's experts makes a row of its own
+            widest = max(widest, value.routing.all_slots * stride(value.width))
+        elif isinstance(value, Attention) and not fuse:  # the scores of all heads
+            widest = max(widest, value.n_heads * value.cache.slots)
+    return widest
