@@ -256,7 +256,7 @@ def test_rope_kv_write(
         "softcap": (0.0, 0.7),
         "norms": (0, 2, 3),
         "kv_parts": (2, 2, 1, 0),
-        "turn_first": (False, True),
+        "rotate_first": (False, True),
         "rotary": (1, 2, None),
         "interleaved": (False, True),
         "kv_dtype": ("f16", "f32", "q8"),
@@ -333,7 +333,7 @@ def rope_attention_error(
     norms: int = 0,
     wide: bool = False,
     kv_parts: int = 2,
-    turn_first: bool = False,
+    rotate_first: bool = False,
     rotary: int | None = 1,
     interleaved: bool = False,
     rows: int = 1,
@@ -363,7 +363,7 @@ def rope_attention_error(
         interleaved=interleaved,
         norms=(q_norm, k_norm, EPS) if norms else None,
         v_norm=v_norm if norms == 3 else None,
-        turn_first=turn_first,
+        rotate_first=rotate_first,
         kv_dtype=kv_dtype,
         **options,
     )
@@ -372,7 +372,7 @@ def rope_attention_error(
     positions = np.arange(past, past + rows)
 
     def prepared_head(part: Array, norm: Array) -> Array:
-        for turns in (turn_first, not turn_first):
+        for turns in (rotate_first, not rotate_first):
             if turns and rotary:
                 part = rope_check.rope(part, positions, frequencies, d, interleaved)
             if not turns and norms:

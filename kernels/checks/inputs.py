@@ -9,7 +9,7 @@ import numpy as np
 from infer.kernels.checks.arrays import Array, Codes, rounded
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.gpu.codes import NF4_PRODUCTS, TABLES
-from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, QUANTIZED, SUPERBLOCK, Grouping
+from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, INTEGERS, QUANTIZED, SUPERBLOCK, Grouping
 
 FLOATS = ("f32", "f16", "bf16")  # dtypes of weights
 
@@ -40,6 +40,14 @@ def int8_rows(
         scales = scales[:, np.arange(q.shape[1]) // 2 * 2]
     x, exact = ((scales * blocks).reshape(rows, -1)[:, :columns] for blocks in (near, q))
     return x.astype(np.float32), exact
+
+
+def activations(
+    rng: np.random.Generator, rows: int, columns: int, dtype: str, *, many: bool | None = None
+) -> tuple[Array, Array]:
+    """What weights of that dtype multiply, in f32, and what products take it for (`int8_rows`)."""
+    x = rng.standard_normal((rows, columns), np.float32)
+    return int8_rows(rng, rows, columns, many=many) if dtype in INTEGERS else (x, x)
 
 
 def exact_weight(rng: np.random.Generator, rows: int, columns: int, dtype: str) -> Array:

@@ -124,8 +124,8 @@ def _attention(
     before = (np.concatenate([k, v], axis=1)[:past],) * 2 if latent else (k[:past], v[:past])
     cache = _new_cache(bench, *before, n_kv_heads, kv_dtype, len(k), latent=latent)
     inputs = bench.input(q), bench.input(k[past:]), bench.input(v[past:])
-    vector = bench.vector(sinks)
-    output = Attention(*inputs, cache.layers[0], scale, window, softcap, vector)
+    own = bench.vector(sinks)
+    output = Attention(*inputs, cache.layers[0], scale, window, softcap, own)
     return bench.run(output, position=past, plan_rows=plan_rows)
 
 
@@ -219,7 +219,7 @@ def run_latent_write(
     kv_dtype: str = "f32",
 ) -> Array:
     """A latent cache, [1, slots, width], after x [rows, width] was written from `position` on: as
-    many of its values as the table turns are turned, and the others normed by the weight."""
+    many of its values as the table rotates are rotated, and the others normed by the weight."""
     cache = _new_cache(bench, x[:0], x[:0], 1, kv_dtype, position + len(x), latent=True)
     rotary = stored_rope(bench, table, position + len(x), interleaved)
     k, v = split(bench.input(x), rotary.rotary_dim, x.shape[1] - rotary.rotary_dim)
@@ -242,7 +242,7 @@ def run_rope_kv_write(
     kv_dtype: str = "f32",
 ) -> tuple[Floats, Array, Array]:
     """All from a projection x [rows, (n_heads + 2 n_kv_heads) * head_dim] of queries, keys and
-    values to attention, in one kernel: the queries normed and turned, and the cache (see kv_write)
+    values to attention, in one kernel: the queries normed and rotated, and the cache (see kv_write)
     with keys likewise and values written. norms: (q weight, k weight, eps) of heads, where the
     device's limits allow nine storage buffers; table: as in `rope`."""
     if norms is not None and bench.device.limits.storage_buffers < 9:
@@ -251,7 +251,7 @@ def run_rope_kv_write(
     empty = np.zeros((0, n_kv_heads * head_dim))
     cache = _new_cache(bench, empty, empty, n_kv_heads, kv_dtype, position + len(x))
     rotary = stored_rope(bench, table, position + len(x), interleaved)
-    output = _turned_attention(bench, x, rotary, cache, n_heads, norms)
+    output = _rotated_attention(bench, x, rotary, cache, n_heads, norms)
     y = unwritten(bench.device, len(x), n_heads * head_dim)
     # Alone, one row has no such kernel.
     bench.run_alone("rope_kv_write", output, position=position, plan_rows=2, y=y)
@@ -274,28 +274,28 @@ def run_rope_attention(
     interleaved: bool = False,
     norms: tuple[Array, Array, float] | None = None,
     v_norm: Array | None = None,
-    turn_first: bool = False,
+    rotate_first: bool = False,
     kv_dtype: str = "f32",
 ) -> tuple[Floats, Array, Array]:
     """All from a projection x (see rope_kv_write) to the output of attention, [rows, n_heads *
     head_dim], and the cache after it. k and v [past, n_kv_heads * head_dim] are in the cache
     already, and x follows them. Without values in x they are the keys before their norm; without
     keys too, k and v have those of x's rows. norms: (q weight, k weight, eps), of heads, or of all
-    heads of a row. v_norm: the weight of a norm of values, beside norms; turn_first: norms are of
-    what was turned. One row is what attention does by itself; more rows go through rope_kv_write,
-    or, where nothing turns (table None) or bindings are too few for that, through a kernel for each
-    step."""
+    heads of a row. v_norm: the weight of a norm of values, beside norms; rotate_first: norms are of
+    what was rotated. One row is what attention does by itself; more rows go through rope_kv_write,
+    or, where nothing is rotated (table None) or bindings are too few for that, through a kernel for
+    each step."""
     kv_parts = (x.shape[1] * n_kv_heads // k.shape[1] - n_heads) // n_kv_heads
     past = len(k) if kv_parts else len(k) - len(x)
     cache = _new_cache(bench, k, v, n_kv_heads, kv_dtype, past + len(x))
     rotary = None if table is None else stored_rope(bench, table, past + len(x), interleaved)
-    output = _turned_attention(
-        bench, x, rotary, cache, n_heads, norms, scale, window, softcap, v_norm, turn_first
+    output = _rotated_attention(
+        bench, x, rotary, cache, n_heads, norms, scale, window, softcap, v_norm, rotate_first
     )
     return bench.run(output, position=past), *_read_cache(bench, cache)
 
 
-def _turned_attention(
+def _rotated_attention(
     bench: Bench,
     x: Array,
     rotary: Rope | None,
@@ -306,20 +306,20 @@ def _turned_attention(
     window: int = 0,
     softcap: float = 0.0,
     v_norm: Array | None = None,
-    turn_first: bool = False,
+    rotate_first: bool = False,
 ) -> Value:
     """Attention on a projection x of queries, and perhaps keys, and perhaps values; heads perhaps
-    normed, those of queries and keys perhaps turned, before that or after."""
+    normed, those of queries and keys perhaps rotated, before that or after."""
     layer = cache.layers[0]
     q_width, kv_width = n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
     parts = (x.shape[1] - q_width) // kv_width
     q, *kv = split(bench.input(x), q_width, *[kv_width] * parts)
     k, v = (kv[0], kv[-1]) if kv else (None, None)
-    for turns in (turn_first, not turn_first):
-        if turns and rotary is not None:
+    for rotates in (rotate_first, not rotate_first):
+        if rotates and rotary is not None:
             q = Rotate(q, rotary, layer.head_dim)
             k = k and Rotate(k, rotary, layer.head_dim)
-        if not turns and norms is not None:
+        if not rotates and norms is not None:
             q = RMSNorm(q, bench.weight(norms[0]), norms[2])
             k = k and RMSNorm(k, bench.weight(norms[1]), norms[2])
     if v and norms is not None and v_norm is not None:
@@ -469,11 +469,7 @@ _LATENT = (_Shape(1, 3, 48, 301, latent=16), _Shape(1, 2, 576, 75, latent=64))
 
 
 def _attend(
-    function: Callable[..., Array],
-    bench: Bench,
-    shape: _Shape,
-    rows: int,
-    dtype: str,
+    function: Callable[..., Array], bench: Bench, shape: _Shape, rows: int, dtype: str
 ) -> Outcome:
     q, *cached = shape.qkv(bench, rows)
     joined = shape.joined(*cached)
@@ -496,9 +492,8 @@ def _scores(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
 
 
 def _softmax(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
-    scores = np.where(
-        shape.seen(rows), 4 * bench.random(rows, shape.n_heads, shape.kv_len), -np.inf
-    )
+    scores = 4 * bench.random(rows, shape.n_heads, shape.kv_len)
+    scores = np.where(shape.seen(rows), scores, -np.inf)
     return run_softmax(bench, scores, window=shape.window), softmax(scores)
 
 
@@ -515,29 +510,22 @@ def _weighted_sum(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome
 def _kv_write(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
     (_, *cached), at = shape.qkv(bench, rows), shape.rows(rows)
     k, v = (part[:rows] for part in cached)
-    keys, values = run_kv_write(
-        bench,
-        k,
-        v,
-        n_kv_heads=shape.n_kv_heads,
-        position=at.start,
-        kv_dtype=dtype,
-        latent=shape.latent > 0,
-    )
+    own: dict[str, Any] = {"position": at.start, "kv_dtype": dtype, "latent": shape.latent > 0}
+    keys, values = run_kv_write(bench, k, v, n_kv_heads=shape.n_kv_heads, **own)
     y = np.concatenate([_of_positions(keys, at), _of_positions(values, at)])
     return _cached(y, np.concatenate(shape.joined(k, v)), shape.head_dim, dtype)
 
 
 def _latent_write(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
-    at, turned, interleaved = shape.rows(rows), shape.latent, shape.group % 2 == 1
-    x, weight = bench.random(rows, shape.head_dim), bench.random(shape.head_dim - turned)
-    own = frequencies(turned)
+    at, rotary_dim, interleaved = shape.rows(rows), shape.latent, shape.group % 2 == 1
+    x, weight = bench.random(rows, shape.head_dim), bench.random(shape.head_dim - rotary_dim)
+    own = frequencies(rotary_dim)
     table = rope_table(own, shape.kv_len)
     options: dict[str, Any] = {"position": at.start, "interleaved": interleaved}
     y = run_latent_write(bench, x, table, weight, EPS, kv_dtype=dtype, **options)
     positions = np.arange(at.start, at.stop)
-    k = rope(x[:, :turned], positions, own, turned, interleaved)
-    expected = np.concatenate([k, rmsnorm(x[:, turned:], weight, EPS)], axis=1)
+    k = rope(x[:, :rotary_dim], positions, own, rotary_dim, interleaved)
+    expected = np.concatenate([k, rmsnorm(x[:, rotary_dim:], weight, EPS)], axis=1)
     return _cached(_of_positions(y, at), expected, shape.head_dim, dtype)
 
 
@@ -555,18 +543,9 @@ def _rope_kv_write(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcom
 def _rope_attention(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
     at, heads = shape.rows(rows), _Heads(bench, shape, rows, normed=shape.group > 1)
     past_k, past_v = bench.random(at.start, shape.kv_width), bench.random(at.start, shape.kv_width)
-    y, keys, values = run_rope_attention(
-        bench,
-        heads.x,
-        heads.table,
-        past_k,
-        past_v,
-        scale=shape.scale,
-        window=shape.window,
-        softcap=shape.softcap,
-        kv_dtype=dtype,
-        **heads.options,
-    )
+    own: dict[str, Any] = shape.options(dtype) | heads.options
+    own |= {"scale": shape.scale, "softcap": shape.softcap}
+    y, keys, values = run_rope_attention(bench, heads.x, heads.table, past_k, past_v, **own)
     k, v = heads.cached(keys, values, dtype)
     cached = [_of_positions(part, slice(0, at.stop)) for part in (keys, values)]
     attend = partial(shape.attention, heads.q)

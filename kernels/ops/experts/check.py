@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from infer.kernels.checks.arrays import Array, to_rows
 from infer.kernels.checks.bench import TILED, Bench, Case, Outcome
 from infer.kernels.checks.forward import Floats
-from infer.kernels.checks.inputs import FLOATS, exact_weight, int8_rows
+from infer.kernels.checks.inputs import FLOATS, activations, exact_weight
 from infer.kernels.checks.reference import softmax
 from infer.kernels.compiler.graph import Value
 from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED
+from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.ops.elementwise.check import ACTIVATIONS, clamped_swiglu
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
 from infer.kernels.ops.norm import RMSNorm
@@ -221,26 +221,17 @@ def _route(
     if sigmoid and normalize:
         options["epsilon"] = 0.5
     if corrected:
-        options["correction"], options["expert_scales"] = (
-            bench.random(experts),
-            bench.random(experts),
-        )
+        options |= {name: bench.random(experts) for name in ("correction", "expert_scales")}
     ids, weights = run_route(bench, logits, **options)
     expected_ids, expected = route(logits, **options)
     return np.concatenate([ids, weights], 1), np.concatenate([expected_ids, expected], 1)
 
 
 def _gate_up(
-    bench: Bench,
-    dtype: str,
-    rows: int,
-    bias: bool = False,
-    gated: bool = True,
+    bench: Bench, dtype: str, rows: int, bias: bool = False, gated: bool = True
 ) -> Outcome:
     """bias: with the activation of gpt-oss too; not gated: with that of Nemotron."""
-    x = exact = bench.random(rows, 67)
-    if dtype in INTEGERS:
-        x, exact = int8_rows(bench.rng, rows, 67)
+    x, exact = activations(bench.rng, rows, 67, dtype)
     logits = bench.random(rows, 7)
     n = (1 + gated) * 21
     weight = exact_weight(bench.rng, 7 * n, 67, dtype).reshape(7, n, 67)
@@ -252,10 +243,8 @@ def _gate_up(
 
 
 def _down(bench: Bench, dtype: str, rows: int, bias: bool = False) -> Outcome:
-    x = exact = bench.random(3 * rows, 37)
-    if dtype in INTEGERS:
-        x, exact = int8_rows(bench.rng, 3 * rows, 37, many=rows > MAX_VEC_ROWS)
-    x, exact = x.reshape(rows, 3, 37), exact.reshape(rows, 3, 37)
+    both = activations(bench.rng, 3 * rows, 37, dtype, many=rows > MAX_VEC_ROWS)
+    x, exact = (part.reshape(rows, 3, 37) for part in both)
     logits, residual = bench.random(rows, 7), bench.random(rows, 67)
     weight = exact_weight(bench.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)
     added = bench.random(7, 67) if bias else None

@@ -15,15 +15,15 @@ from infer.kernels.checks.forward import Floats
 from infer.kernels.checks.inputs import (
     FLOATS,
     PUBLISHED,
+    activations,
     exact_weight,
     grouped,
-    int8_rows,
     multiplied,
 )
 from infer.kernels.compiler.graph import Value, split
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ShaderError
-from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping
+from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.elementwise import Activation
 from infer.kernels.ops.elementwise.check import ACTIVATIONS
 from infer.kernels.ops.linear import HeadLinear, Linear
@@ -147,22 +147,14 @@ def cases() -> Iterator[Case]:
 
 
 def _projection(
-    function: Callable[..., Array],
-    bench: Bench,
-    dtype: str,
-    rows: int,
-    k: int,
-    n: int,
-    form: str,
+    function: Callable[..., Array], bench: Bench, dtype: str, rows: int, k: int, n: int, form: str
 ) -> Outcome:
     """form: any of the words "norm" (of float weights), "bias", "gated", "residual", and an
     activation function, or silu for what is gated."""
     gated = "gated" in form
     activation = next((word for word in form.split() if word in ACTIVATIONS), None)
     activate = ACTIVATIONS[activation or "silu"]
-    x = expected = bench.random(rows, k)
-    if dtype in INTEGERS:
-        x, expected = int8_rows(bench.rng, rows, k)
+    x, expected = activations(bench.rng, rows, k, dtype)
     weight = exact_weight(bench.rng, 2 * n if gated else n, k, dtype)
     options: dict[str, Any] = {"dtype": dtype, "gated": gated, "activation": activation}
     if "norm" in form:
@@ -198,9 +190,7 @@ def _head_linear(bench: Bench, dtype: str, rows: int, form: str) -> Outcome:
 
 
 def _grouped(bench: Bench, dtype: str, grouping: Grouping, rows: int) -> Outcome:
-    x = exact = bench.random(rows, 331)
-    if dtype in INTEGERS:
-        x, exact = int8_rows(bench.rng, rows, 331)
+    x, exact = activations(bench.rng, rows, 331, dtype)
     weight, values = grouped(bench.rng, (37, 331), dtype, grouping)
     function = run_matmul_vec if rows <= 8 else run_matmul
     return function(bench, x, weight), matmul(exact, multiplied(weight, values))
