@@ -48,9 +48,9 @@ class Steps:
         fuse: bool,
     ) -> None:
         """adapters: what lies beside the weights, by name; None: when none is asked for. The
-        others: as in EngineOptions. Raises OutOfMemoryError."""
-        self.device, self.model, self.weights = device, model, weights
-        self.adapters, self.context, self._fuse = adapters, context, fuse
+        others: as in EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an
+        adapter changes."""
+        self.device, self.adapters, self.context, self._fuse = device, adapters, context, fuse
         c = model.config
         self.cache = KVCache(device, c.kv_shapes, context, dtype=kv_dtype)
         keys_and_values = iter(self.cache.layers)
@@ -68,7 +68,11 @@ class Steps:
             for window, rotated in zip(c.windows, c.rope_layers, strict=True)
         ]
         self._traced = model.forward(weights, self.ropes, self.caches)
-        chunk = self._chunk(prefill_chunk)
+        values = Graph(self._traced).values
+        for changes in adapters.values():
+            _check_projections(values, weights, changes)
+        bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
+        chunk = max(16, min(prefill_chunk, context, bound))
         self.step = device.buffer(step_bytes(max(chunk, MAX_VEC_ROWS)), label="step")
         self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
         self.rows = {"prefill": chunk}
@@ -90,26 +94,11 @@ class Steps:
         table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
         return Rope(table, rope.rotary_dim, rope.interleaved)
 
-    def _chunk(self, most: int) -> int:
-        """Rows of a prefill step: so many, but no more than the context or one binding holds."""
-        widest = _widest(Graph(self._traced).values, self._fuse)
-        rows = self.device.limits.max_binding // (4 * stride(widest)) // 128 * 128
-        return max(16, min(most, rows, self.context))
-
     def lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
-        """The kernels of a kind of step. Raises UnsupportedError for what an adapter changes."""
-        changes = self.adapters[adapter]
-        linears = (value for value in Graph(self._traced).values if isinstance(value, Linear))
-        projections = {linear.weight for linear in linears}
-        names = [n for n, w in self.weights.items() if w in changes and w not in projections]
-        if names:
-            raise UnsupportedError(
-                f"An adapter changes {', '.join(names[:10])}, which is no projection of its own. "
-                "Merge the adapter into the model, and load what that gives."
-            )
-        return lower(
-            self.device, self._traced, kind, self.step, logits, fuse=self._fuse, changes=changes
-        )
+        """The kernels of a kind of step."""
+        changes, fuse = self.adapters[adapter], self._fuse
+        traced, step = self._traced, self.step
+        return lower(self.device, traced, kind, step, logits, fuse=fuse, changes=changes)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile, in threads, what every generation needs, so that none has to wait for it.
@@ -125,6 +114,19 @@ class Steps:
         if key not in self._plans:
             self._plans[key] = self.lowered[key].place(self.arena)
         return self._plans[key]
+
+
+def _check_projections(
+    values: Iterable[Value], weights: Mapping[str, GpuTensor], changes: Changes
+) -> None:
+    """Raises UnsupportedError for changes of something else."""
+    projections = {value.weight for value in values if isinstance(value, Linear)}
+    names = [n for n, w in weights.items() if w in changes and w not in projections]
+    if names:
+        raise UnsupportedError(
+            f"An adapter changes {', '.join(names[:10])}, which is no projection of its own. "
+            "Merge the adapter into the model, and load what that gives."
+        )
 
 
 def _widest(values: Iterable[Value], fuse: bool) -> int:

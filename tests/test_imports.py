@@ -100,25 +100,6 @@ def test_imports_go_one_way(folder: str) -> None:
                 assert known, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("folder", ["models"])
-def test_no_import_circles(folder: str) -> None:
-    """Neither at once nor in functions nor for types."""
-    names = {
-        ".".join(("infer", *path.relative_to(ROOT).with_suffix("").parts)): path
-        for path in modules(folder)
-    }
-    needs = {
-        name: {
-            module
-            for full in imported(path)
-            for module in (full, full.rpartition(".")[0])
-            if module in names
-        }
-        for name, path in names.items()
-    }
-    list(TopologicalSorter(needs).static_order())  # raises CycleError
-
-
 def loaded_by(statement: str) -> set[str]:
     """The packages that a process of its own has loaded then."""
     code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"

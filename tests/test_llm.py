@@ -1237,7 +1237,7 @@ def test_a_load_that_fails_leaves_nothing_behind(
     with pytest.raises(infer.CheckpointError):
         infer.load(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "compile", _interrupt)
+        patch.setattr(infer.steps.Steps, "compile", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             infer.load(DEMO)
     assert native_objects() == before
@@ -1264,7 +1264,7 @@ def interrupting(real: Callable[..., Any], count: int) -> Callable[..., Any]:
         (Device, "compile", 5),
         (Device, "destroy", 2),
         (_Staging, "submit", 1),
-        (Engine, "compile", 1),
+        (infer.steps.Steps, "compile", 1),
         (LLM, "__init__", 1),
     ],
 )
