@@ -20,8 +20,7 @@ beside its operation, which is NAME here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import numpy as np
@@ -67,26 +66,28 @@ def validate(
         return own.validate(shader, name)
 
 
-def by_hand(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_hand(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of a Bench as one of a device, and of options. What it takes of the GPU's memory
     is free again when it returns."""
 
-    @wraps(function)
     def run(device: Device, /, *args: Any, **kwargs: Any) -> Any:
-        options: Any = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        options: Any = {name: kwargs.pop(name) for name in Options.__annotations__ & kwargs.keys()}
         with device.scope():
             return function(Bench(device, **options), *args, **kwargs)
 
+    _, *own = signature(function).parameters.values()
+    vars(run)["__signature__"] = Signature([_DEVICE, *own])
+    run.__name__, run.__doc__ = name, function.__doc__
     return run
 
 
-_OPTIONS = Options.__annotations__
+_DEVICE = Parameter("device", Parameter.POSITIONAL_ONLY, annotation=Device)
 
 
 def of_operation(operation: type[Value]) -> Callable[..., Floats]:
-    """An operation as such a function."""
-    own, hints = signature(operation), get_type_hints(operation)
-    kinds = {name: (hints[name], *get_args(hints[name])) for name in own.parameters}
+    """An operation as a function of a Bench."""
+    own, hints = signature(operation).parameters, get_type_hints(operation)
+    kinds = {name: (hints[name], *get_args(hints[name])) for name in own}
 
     def run(
         bench: Bench, *args: Any, position: int = 0, dtype: str = "f32", **kwargs: Any
@@ -98,13 +99,15 @@ def of_operation(operation: type[Value]) -> Callable[..., Floats]:
                 return bench.weight(np.atleast_1d(value) if np.isscalar(value) else value, dtype)
             return value
 
-        given = own.bind_partial(*args, **kwargs).arguments
+        given = signature(operation).bind_partial(*args, **kwargs).arguments
         left_out = {name: None for name, kind in kinds.items() if type(None) in kind}
         operands = {name: operand(name, value) for name, value in (left_out | given).items()}
         return bench.run(operation(**operands), position=position)
 
+    bench, _, position, dtype, _ = signature(run).parameters.values()
+    vars(run)["__signature__"] = Signature([bench, *own.values(), position, dtype])
     run.__doc__ = operation.__doc__
-    return by_hand(run)
+    return run
 
 
 _OTHERWISE = ("input", "linear", "logits_rows")  # matmul_vec and matmul, take_rows
@@ -113,14 +116,14 @@ _OPERATIONS = {
     for name, operation in vars(functional).items()
     if name.islower() and isinstance(operation, type) and name not in _OTHERWISE
 } | {"elementwise_add": Add, "elementwise_mul": Mul}
-_FUNCTIONS = {name: of_operation(operation) for name, operation in _OPERATIONS.items()} | {
-    name.removeprefix("run_"): by_hand(function)
+_RUNS = {name: of_operation(operation) for name, operation in _OPERATIONS.items()} | {
+    name.removeprefix("run_"): function
     for family in FAMILIES
     for name, function in vars(family).items()
     if name.startswith("run_")
 }
-globals().update(_FUNCTIONS)
-__all__ = sorted([*_FUNCTIONS, "profile", "rope_table", "validate"])
+globals().update({name: by_hand(name, run) for name, run in _RUNS.items()})
+__all__ = sorted([*_RUNS, "profile", "rope_table", "validate"])
 
 if TYPE_CHECKING:
 

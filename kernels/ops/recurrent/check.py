@@ -46,7 +46,7 @@ def delta_rule(
     dt_bias: Array,
     state: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The gated delta rule, row by row; shapes as in functions.delta_rule."""
+    """The gated delta rule, row by row; shapes as in run_delta_rule."""
     heads, key_dim = v.shape[1], k.shape[2]
     q, k = (
         np.repeat(x / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True) + 1e-6), n, 1)
@@ -75,7 +75,7 @@ def ssm_scan(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     state: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The state space model of Mamba 2, row by row; shapes as in functions.ssm_scan."""
+    """The state space model of Mamba 2, row by row; shapes as in run_ssm_scan."""
     a_log, dt_bias, skip = heads.astype(np.float64)
     n_heads, (groups, state_dim) = x.shape[1], b.shape[1:]
     b, c = (np.repeat(part.astype(np.float64), n_heads // groups, 1) for part in (b, c))
