@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.kernels.checks import functions
-    from infer.kernels.checks.check import CheckResult, check_device
+    from infer.kernels.checks.bench import CheckResult
+    from infer.kernels.checks.check import check_device
     from infer.kernels.checks.functions import validate
     from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, is_available, list_adapters
     from infer.kernels.gpu.device import Buffer, Device, Limits, MemoryStats, Settings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "AdapterInfo": "gpu.adapters",
     "Buffer": "gpu.device",
-    "CheckResult": "checks.check",
+    "CheckResult": "checks.bench",
     "Device": "gpu.device",
     "KernelSpec": "gpu.shader",
     "Limits": "gpu.device",

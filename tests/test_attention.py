@@ -26,10 +26,10 @@ from test_kernels import (
     thirds,
 )
 
-from infer.kernels.checks import functions, reference
+from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import Array, from_rows, rounded, to_gpu, to_rows
-from infer.kernels.checks.check import exact_weight, int8_rows, kv_step, nearest_output
 from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.inputs import exact_weight, int8_rows
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
@@ -39,7 +39,12 @@ from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.attention import check as attention_check
+from infer.kernels.ops.attention.check import kv_step, nearest_output
+from infer.kernels.ops.linear import check as linear_check
+from infer.kernels.ops.norm import check as norm_check
 from infer.kernels.ops.rope import Rope
+from infer.kernels.ops.rope import check as rope_check
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.state.step import HEADER, ROW, pack_step
 
@@ -109,7 +114,7 @@ def attention_error(
         **options,
     )
     n_heads = n_kv_heads * group
-    return nmse(y, reference.attention(q, k, v, n_heads, scale, window, softcap, logits))
+    return nmse(y, attention_check.attention(q, k, v, n_heads, scale, window, softcap, logits))
 
 
 @covering(
@@ -151,7 +156,7 @@ def test_attention_to_latents(
     are the values too; alone a row reads them in one split, or in several."""
     device = open_device(settings)
     q, keys = normal(rng, rows, 4 * 576), kept(normal(rng, rows + 530, 576), 576, kv_dtype)
-    expected = reference.attention(q, keys, keys, 4, 0.07)
+    expected = attention_check.attention(q, keys, keys, 4, 0.07)
     function = functions.attention if rows <= 8 else functions.attention_tiled
     for joined in (True, False)[: 1 + (rows == 1)]:
         y = function(
@@ -174,7 +179,7 @@ def test_attention_of_a_sharp_distribution(device: Device, rng: np.random.Genera
     k, v = normal(rng, 300, 64), normal(rng, 300, 64)
     for function in (functions.attention, functions.attention_tiled):
         y = function(device, q, k, v, n_kv_heads=1, scale=1.0)
-        scores = np.where(reference.visible(3, 300), q.astype(np.float64) @ k.T, -np.inf)
+        scores = np.where(attention_check.visible(3, 300), q.astype(np.float64) @ k.T, -np.inf)
         assert nmse(y, v[scores.argmax(1)]) <= 1e-8
 
 
@@ -224,10 +229,10 @@ def test_rope_kv_write(
         )
         q, k, v = np.split(x, [group * kv_width, (group + 1) * kv_width], axis=1)
         if normed:
-            q, k = reference.rmsnorm(q, q_norm, EPS), reference.rmsnorm(k, k_norm, EPS)
+            q, k = norm_check.rmsnorm(q, q_norm, EPS), norm_check.rmsnorm(k, k_norm, EPS)
         positions = np.arange(position, position + rows)
         q, k = (
-            reference.rope(part, positions, frequencies, d, case["interleaved"]) for part in (q, k)
+            rope_check.rope(part, positions, frequencies, d, case["interleaved"]) for part in (q, k)
         )
         keys, values = (
             part[:, position : position + rows].swapaxes(0, 1).reshape(rows, kv_width)
@@ -251,7 +256,7 @@ def test_rope_kv_write(
         "softcap": (0.0, 0.7),
         "norms": (0, 2, 3),
         "kv_parts": (2, 2, 1, 0),
-        "turn_first": (False, True),
+        "rotate_first": (False, True),
         "rotary": (1, 2, None),
         "interleaved": (False, True),
         "kv_dtype": ("f16", "f32", "q8"),
@@ -328,7 +333,7 @@ def rope_attention_error(
     norms: int = 0,
     wide: bool = False,
     kv_parts: int = 2,
-    turn_first: bool = False,
+    rotate_first: bool = False,
     rotary: int | None = 1,
     interleaved: bool = False,
     rows: int = 1,
@@ -358,7 +363,7 @@ def rope_attention_error(
         interleaved=interleaved,
         norms=(q_norm, k_norm, EPS) if norms else None,
         v_norm=v_norm if norms == 3 else None,
-        turn_first=turn_first,
+        rotate_first=rotate_first,
         kv_dtype=kv_dtype,
         **options,
     )
@@ -367,15 +372,15 @@ def rope_attention_error(
     positions = np.arange(past, past + rows)
 
     def prepared_head(part: Array, norm: Array) -> Array:
-        for turns in (turn_first, not turn_first):
+        for turns in (rotate_first, not rotate_first):
             if turns and rotary:
-                part = reference.rope(part, positions, frequencies, d, interleaved)
+                part = rope_check.rope(part, positions, frequencies, d, interleaved)
             if not turns and norms:
-                part = reference.rmsnorm(part, norm, EPS)
+                part = norm_check.rmsnorm(part, norm, EPS)
         return part
 
     q, k = prepared_head(q, q_norm), prepared_head(k, k_norm) if kv_parts else k
-    v = reference.rmsnorm(v, v_norm, EPS) if kv_parts and norms == 3 else v
+    v = norm_check.rmsnorm(v, v_norm, EPS) if kv_parts and norms == 3 else v
     total = past + rows
     keys, values = (part[:, :total].swapaxes(0, 1).reshape(total, kv_width) for part in cached)
     for part, before in zip((keys, values), known, strict=True):
@@ -387,7 +392,7 @@ def rope_attention_error(
     assert all(np.isnan(part[:, total:]).all() for part in cached)  # nothing else was written
 
     def attend(k: Array, v: Array) -> Array:
-        return reference.attention(q, k, v, n_heads, d**-0.5, window, softcap)
+        return attention_check.attention(q, k, v, n_heads, d**-0.5, window, softcap)
 
     return nmse(y, nearest_output(y, attend, (keys, values), (k, v), kv_dtype))
 
@@ -411,7 +416,7 @@ def test_attention_that_goes_out_as_int8(
         q, k = (forward.input(normal(rng, *v.shape)) for _ in range(2))
         output = ops.attention(q, k, forward.input(v), layer, scale=1.0)
         y = forward.run(ops.linear(output, to_gpu(device, weight, "q8")))
-    assert nmse(y, reference.matmul(exact, weight)) <= INT8_LIMIT
+    assert nmse(y, linear_check.matmul(exact, weight)) <= INT8_LIMIT
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(storage_buffers=8), LEAST])
@@ -438,9 +443,9 @@ def test_attention_with_gates(
         kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
         assert ("sigmoid_gate" in kernels) == (rows > 8 or not device.subgroups)
         y = forward.run(output)
-    attended = reference.attention(*parts[:3], 4, 0.25, 0, 0.0)
+    attended = attention_check.attention(*parts[:3], 4, 0.25, 0, 0.0)
     expected = prepared(attended / (1 + np.exp(-parts[3].astype(np.float64))), dtype)
-    assert nmse(y, reference.matmul(expected, rounded(weight, dtype))) <= LIMIT
+    assert nmse(y, linear_check.matmul(expected, rounded(weight, dtype))) <= LIMIT
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -462,7 +467,7 @@ def test_one_row_in_scattered_pages(
     frequencies = 10.0 ** -np.arange(0, 2, 2 / 8)
     q, k, v = np.split(x, [group * n_kv_heads * d, (group + 1) * n_kv_heads * d], axis=1)
     at = np.array([position])
-    q, k = (reference.rope(part, at, frequencies, d) for part in (q, k))
+    q, k = (rope_check.rope(part, at, frequencies, d) for part in (q, k))
     with device.scope():
         layer = scattered(device, [7, position], keys, values, order).layers[0]
         packed = pack_step([0], position, sequence=1)
@@ -492,7 +497,7 @@ def test_one_row_in_scattered_pages(
         np.concatenate([part[1, :position].reshape(position, n_kv_heads * d), own])
         for part, own in ((keys, k), (values, v))
     ]
-    assert nmse(y, reference.attention(q, *past, n_kv_heads * group, 0.25)) <= LIMIT
+    assert nmse(y, attention_check.attention(q, *past, n_kv_heads * group, 0.25)) <= LIMIT
     slot = order[2 + position // PAGE] * PAGE + position % PAGE
     for old, new, own in zip(before, after, (k, v), strict=True):
         expected, found = (part.reshape(-1, n_kv_heads, d) for part in (old.copy(), new))
@@ -560,7 +565,7 @@ def test_rows_of_several_sequences_in_scattered_pages(
         assert (key == keys[s, position]).all()
         past = slice(0, position + 1)
         k, v = (part[s, past].reshape(position + 1, -1) for part in (keys, values))
-        expected = reference.attention(q[row : row + 1], k, v, n_kv_heads * group, 0.25)
+        expected = attention_check.attention(q[row : row + 1], k, v, n_kv_heads * group, 0.25)
         assert nmse(y[row : row + 1], expected) <= LIMIT
     assert np.count_nonzero(~np.isnan(written[:, 0, 0])) == sum(lengths) + 3
 
@@ -593,8 +598,8 @@ def test_latents_of_several_sequences_in_scattered_pages(
         written = device.read(layer.keys).reshape(layer.slots, 48)
     assert "latent_write" in {kernel.spec.name for kernel in lowering.kernels}
     expected = np.full(written.shape, np.nan)
-    turned = reference.rope(x[:, :16], positions, frequencies, 16)
-    normed = reference.rmsnorm(x[:, 16:], weight, EPS)
+    turned = rope_check.rope(x[:, :16], positions, frequencies, 16)
+    normed = norm_check.rmsnorm(x[:, 16:], weight, EPS)
     for row in np.flatnonzero(alive):
         page = order[sequences[row] * 2 + positions[row] // PAGE]
         at = page * PAGE + positions[row] % PAGE
@@ -611,7 +616,7 @@ def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) ->
         inputs = [forward.input(part) for part in (q, k[570:], v[570:])]
         output = ops.attention(*inputs, cache.layers[0], scale=0.2, window=400)
         y = forward.run(output, position=570)
-    assert nmse(y, reference.attention(q, k, v, 2, 0.2, 400)) <= LIMIT
+    assert nmse(y, attention_check.attention(q, k, v, 2, 0.2, 400)) <= LIMIT
 
 
 # Variants that the rules of tuning.py can choose, and others

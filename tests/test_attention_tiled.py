@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from conftest import OpenDevice
 
-from infer.kernels.checks import functions, reference
+from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import TiledVariant, Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Limits, Settings
+from infer.kernels.ops.attention import check as attention_check
 from infer.kernels.state.kv_cache import kept
 
 LIMIT = 1e-10  # of f32 arithmetic
@@ -54,7 +55,7 @@ def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape
         kv_dtype=dtype,
         tuning=Forced(device, variant),
     )
-    return nmse(y, reference.attention(q, k, v, 2 * group, d**-0.5, window))
+    return nmse(y, attention_check.attention(q, k, v, 2 * group, d**-0.5, window))
 
 
 def chosen(

@@ -36,7 +36,7 @@ from infer.cli.options import parse_bias, parse_template_arg
 from infer.cli.terminal import TextWriter, note, write
 from infer.hub import DEMO, resolve
 from infer.kernels.checks import check
-from infer.kernels.checks.check import CheckResult
+from infer.kernels.checks.bench import CheckResult
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
 from infer.kernels.gpu.device import Device

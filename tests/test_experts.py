@@ -28,16 +28,18 @@ from test_kernels import (
 
 from infer.bench.measure import weight_bytes_per_token
 from infer.engine import Engine, EngineOptions
-from infer.kernels.checks import functions, reference
+from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import Array, to_gpu
-from infer.kernels.checks.check import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping, allocate
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.experts import check as experts_check
+from infer.kernels.ops.norm import check as norm_check
 from infer.models import build_model, open_model
 from infer.models.loading import load as loading
 from infer.models.loading.checkpoint import SINGLE, Checkpoint
@@ -89,7 +91,7 @@ def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Ca
         if case["scaled"]:
             options["expert_scales"] = rng.standard_normal(experts, np.float32)
         ids, weights = functions.route(open_device(settings_of(case)), logits, **options)
-        expected_ids, expected = reference.route(logits, **options)
+        expected_ids, expected = experts_check.route(logits, **options)
         assert (ids == expected_ids).all(), case
         assert nmse(weights, expected) <= LIMIT, case
 
@@ -173,12 +175,12 @@ def gate_up_error(
     logits = logits_of(rng, rows, n_experts, kind)
     if norm:
         options["norm"] = rng.standard_normal(k, np.float32), EPS
-        exact = reference.rmsnorm(x, *options["norm"])
+        exact = norm_check.rmsnorm(x, *options["norm"])
     options |= {"slots": slots, "dtype": dtype, "tiled": tiled}
     options |= {"bias": added, "function": function, "gated": gated}
     y = functions.expert_gate_up(device, x, logits, weight, **options)
-    ids, _ = reference.route(logits, slots, False)
-    expected = reference.expert_gate_up(exact, ids, weight, added, function, gated)
+    ids, _ = experts_check.route(logits, slots, False)
+    expected = experts_check.expert_gate_up(exact, ids, weight, added, function, gated)
     # Beside one: of a single output that gelu makes nearly nothing, f32 leaves no bit right.
     return nmse(1 + y, 1 + expected)
 
@@ -233,8 +235,10 @@ def test_experts_in_codes(device: Device, rng: np.random.Generator, dtype: str, 
         routing = ops.route(forward.input(logits), 2, normalize=False)
         weight = codes.to_gpu(device)
         y = forward.run(ops.expert_gate_up(forward.input(x), weight, routing))
-    ids, _ = reference.route(logits, 2, False)
-    expected = reference.expert_gate_up(exact, ids, multiplied(codes, values).reshape(5, 64, 64))
+    ids, _ = experts_check.route(logits, 2, False)
+    expected = experts_check.expert_gate_up(
+        exact, ids, multiplied(codes, values).reshape(5, 64, 64)
+    )
     assert nmse(y, expected.reshape(rows, -1)) <= LIMIT
 
 
@@ -256,9 +260,9 @@ def down_error(
     weight = exact_weight(rng, n_experts * n, k, dtype).reshape(n_experts, n, k)
     logits = logits_of(rng, rows, n_experts, kind)
     options: dict[str, Any] = {"dtype": dtype, "tiled": tiled, "normalize": "normalize" in form}
-    ids, weights = reference.route(logits, slots, options["normalize"])
+    ids, weights = experts_check.route(logits, slots, options["normalize"])
     options["bias"] = rng.standard_normal((n_experts, n), np.float32) if bias else None
-    expected = reference.expert_down(exact, ids, weights, weight, options["bias"])
+    expected = experts_check.expert_down(exact, ids, weights, weight, options["bias"])
     if "residual" in form:
         options["residual"] = rng.standard_normal((rows, n), np.float32)
         expected = expected + options["residual"]
@@ -289,9 +293,9 @@ def test_shared_experts_are_the_last_of_a_stack(
         y = ops.expert_gate_up(forward.input(x), to_gpu(device, into, "bf16"), routing)
         y = ops.expert_down(y, to_gpu(device, back, "bf16"), routing)
         result = forward.run(y)
-    ids, weights = reference.route(logits, **own)
-    expected = reference.expert_gate_up(x, ids, into.reshape(42, 64, -1))
-    expected = reference.expert_down(expected, ids, weights, back.reshape(42, width, -1))
+    ids, weights = experts_check.route(logits, **own)
+    expected = experts_check.expert_gate_up(x, ids, into.reshape(42, 64, -1))
+    expected = experts_check.expert_down(expected, ids, weights, back.reshape(42, width, -1))
     assert nmse(result, expected) <= LIMIT
 
 

@@ -20,13 +20,8 @@ from conftest import LEAST, OpenDevice
 
 from infer.kernels.checks import functions, reference
 from infer.kernels.checks.arrays import Array, Codes, rounded, to_gpu
-from infer.kernels.checks.check import (
-    exact_weight,
-    grouped,
-    int8_rows,
-    multiplied,
-)
 from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import (
     AttentionVariant,
@@ -44,6 +39,11 @@ from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.attention import check as attention_check
+from infer.kernels.ops.elementwise import check as elementwise_check
+from infer.kernels.ops.linear import check as linear_check
+from infer.kernels.ops.norm import check as norm_check
+from infer.kernels.ops.rope import check as rope_check
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig
@@ -156,15 +156,15 @@ LINEAR: Factors = SETTINGS | {
 
 def activation_of(form: str) -> str | None:
     """The activation function among the words of a form."""
-    return next((word for word in form.split() if word in reference.ACTIVATIONS), None)
+    return next((word for word in form.split() if word in elementwise_check.ACTIVATIONS), None)
 
 
 def activated(y: Array, form: str, n: int) -> Array:
     """What becomes of n outputs, or of n gates and as many more that they are multiplied with."""
     function = activation_of(form)
     if "gated" in form:
-        return reference.ACTIVATIONS[function or "silu"](y[:, :n]) * y[:, n:]
-    return y if function is None else reference.ACTIVATIONS[function](y)
+        return elementwise_check.ACTIVATIONS[function or "silu"](y[:, :n]) * y[:, n:]
+    return y if function is None else elementwise_check.ACTIVATIONS[function](y)
 
 
 def linear_error(
@@ -182,8 +182,8 @@ def linear_error(
     expected = x.astype(np.float64)
     if "norm" in form:
         values["norm"] = normal(rng, k), EPS
-        expected = reference.rmsnorm(x, *values["norm"])
-    expected = reference.matmul(expected, rounded(weight, dtype))
+        expected = norm_check.rmsnorm(x, *values["norm"])
+    expected = linear_check.matmul(expected, rounded(weight, dtype))
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected += values["bias"]
@@ -219,7 +219,7 @@ def test_the_tiled_kernel_takes_any_number_of_rows(
     device: Device, rng: np.random.Generator, rows: int
 ) -> None:
     x, weight = normal(rng, rows, 37), normal(rng, 21, 37)
-    assert nmse(functions.matmul(device, x, weight), reference.matmul(x, weight)) <= LIMIT
+    assert nmse(functions.matmul(device, x, weight), linear_check.matmul(x, weight)) <= LIMIT
 
 
 @pytest.mark.parametrize(("rows", "plan_rows"), [(1, 8), (3, 8), (2, 5), (9, 130), (40, 300)])
@@ -233,8 +233,8 @@ def test_a_plan_serves_fewer_rows(
         both = ops.linear(value, to_gpu(device, weight, "bf16"))
         gate, up = ops.split(both, 21, 21)
         y = forward.run(ops.activation(gate, "silu") * up)
-    both = reference.matmul(reference.rmsnorm(x, norm, EPS), rounded(weight, "bf16"))
-    assert nmse(y, reference.silu(both[:, :21]) * both[:, 21:]) <= LIMIT
+    both = linear_check.matmul(norm_check.rmsnorm(x, norm, EPS), rounded(weight, "bf16"))
+    assert nmse(y, elementwise_check.silu(both[:, :21]) * both[:, 21:]) <= LIMIT
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9])
@@ -277,7 +277,7 @@ def quantized_error(
     weight = exact_weight(rng, 2 * n if "gated" in form else n, k, dtype)
     values: dict[str, Any] = {"dtype": dtype, "gated": "gated" in form}
     values["activation"] = activation_of(form)
-    expected = reference.matmul(exact, weight)
+    expected = linear_check.matmul(exact, weight)
     if "bias" in form:
         values["bias"] = normal(rng, len(weight))
         expected = expected + values["bias"]
@@ -328,9 +328,9 @@ def test_groups_of_quantized_weights(
         grouping = Grouping(case["group"], case["scales"], *offset)
         weight, values = grouped(rng, (2 * n if gated else n, k), case["dtype"], grouping)
         x, exact = int8_rows(rng, case["rows"], k)
-        expected = reference.matmul(exact, multiplied(weight, values))
+        expected = linear_check.matmul(exact, multiplied(weight, values))
         if gated:
-            expected = reference.silu(expected[:, :n]) * expected[:, n:]
+            expected = elementwise_check.silu(expected[:, :n]) * expected[:, n:]
         function = functions.matmul_vec if len(x) <= 8 else functions.matmul
         assert nmse(function(device, x, weight, gated=gated), expected) <= INT8_LIMIT, case
         ids = np.array([n - 1, 0, 5])
@@ -355,7 +355,7 @@ def test_what_products_round_of_nf4(open_device: OpenDevice, rows: int, settings
 def test_copies_of_a_table(device: Device, rng: np.random.Generator, dtype: str) -> None:
     weight, values = grouped(rng, (37, 331), dtype, Grouping(32, "f16"))
     x, exact = int8_rows(rng, 3, 331)
-    expected = reference.matmul(exact, multiplied(weight, values))
+    expected = linear_check.matmul(exact, multiplied(weight, values))
     for copies in (1, 4):
         tuning = Forced(device, VecVariant(64, 64, 2, 2, copies))
         assert nmse(functions.matmul_vec(device, x, weight, tuning=tuning), expected) <= INT8_LIMIT
@@ -400,18 +400,18 @@ def chain_error(
         first, second = (rounded(normal(rng, *shape), dtype) for shape in shapes)
     added, norm, behind = normal(rng, rows, n), normal(rng, n), normal(rng, n)
     forward = Forward(device, rows, **options)
-    y = reference.matmul(exact, first)
+    y = linear_check.matmul(exact, first)
     value = ops.linear(forward.input(x), to_gpu(device, first, dtype))
     if kind in ("gated", "product"):
         gate, up = ops.split(value, n, n) if kind == "gated" else (value, forward.input(added))
         value = ops.activation(gate, "silu") * up
-        y = reference.silu(y[:, :n]) * (y[:, n:] if kind == "gated" else added)
-        expected = reference.matmul(prepared(y, dtype), second)
+        y = elementwise_check.silu(y[:, :n]) * (y[:, n:] if kind == "gated" else added)
+        expected = linear_check.matmul(prepared(y, dtype), second)
         output = ops.linear(value, to_gpu(device, second, dtype))
     else:
         if kind != "added":  # with a norm behind the first
             value = ops.rmsnorm(value, to_gpu(device, behind), EPS)
-            y = reference.rmsnorm(y, behind, EPS)
+            y = norm_check.rmsnorm(y, behind, EPS)
         value = forward.input(added) + value
         y = y + added
         if kind == "scaled":
@@ -422,7 +422,7 @@ def chain_error(
             scale = 1 / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + EPS)
             normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
             normed_y = scale * prepared(y * norm, dtype)
-        expected = y + reference.matmul(normed_y, second)
+        expected = y + linear_check.matmul(normed_y, second)
         output = value + ops.linear(normed, to_gpu(device, second, dtype))
     return nmse(forward.run(output), expected)
 
@@ -465,7 +465,7 @@ def test_a_norm_before_projections_of_both_kinds(
     device: Device, rng: np.random.Generator, order: tuple[str, str]
 ) -> None:
     x, norm, first = normal(rng, 1, 64), normal(rng, 64), rounded(normal(rng, 64, 64), "bf16")
-    y = x.astype(np.float64) + reference.matmul(x, first)
+    y = x.astype(np.float64) + linear_check.matmul(x, first)
     scale = 1 / np.sqrt(np.mean(y * y) + EPS)
     with device.scope():
         forward = Forward(device, 1)
@@ -476,7 +476,9 @@ def test_a_norm_before_projections_of_both_kinds(
         for dtype in order:
             weight = exact_weight(rng, 64, 64, "q8")  # in bf16 too
             outputs.append(ops.linear(normed, to_gpu(device, weight, dtype)))
-            expected += scale * reference.matmul(prepared(y * norm, dtype), rounded(weight, dtype))
+            expected += scale * linear_check.matmul(
+                prepared(y * norm, dtype), rounded(weight, dtype)
+            )
         assert nmse(forward.run(outputs[0] + outputs[1]), expected) <= LIMIT
 
 
@@ -503,9 +505,9 @@ def test_head_linear(open_device: OpenDevice, rng: np.random.Generator, cases: l
             table = functions.rope_table(frequencies, 9 + len(x))
             options |= {"table": table, "position": 9, "interleaved": interleaved}
             positions = 9 + np.arange(len(x))
-            exact = reference.rope(x, positions, frequencies, k + before, interleaved)
+            exact = rope_check.rope(x, positions, frequencies, k + before, interleaved)
         y = functions.head_linear(open_device(settings_of(case)), x, weight, heads, **options)
-        expected = reference.head_linear(exact, weight.reshape(heads, n, k), form != "alone")
+        expected = linear_check.head_linear(exact, weight.reshape(heads, n, k), form != "alone")
         assert nmse(y, expected) <= LIMIT, case
 
 
@@ -517,7 +519,7 @@ def test_heads_in_several_shards(
     device = open_device(Settings(max_binding=320_000))
     x, weight = normal(rng, rows, 3 * 204), normal(rng, 3 * 200, 200)
     y = functions.head_linear(device, x, weight, 3, keep=keep)
-    assert nmse(y, reference.head_linear(x, weight.reshape(3, 200, 200), keep)) <= LIMIT
+    assert nmse(y, linear_check.head_linear(x, weight.reshape(3, 200, 200), keep)) <= LIMIT
     with pytest.raises(ValueError, match="inside of a head"):
         functions.head_linear(device, x, weight[:570], 3)
 
@@ -536,8 +538,8 @@ def test_heads_before_a_quantized_projection(
         kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
         assert ("quantize" in kernels) == ((rows, n) != (1, 48))
         y = forward.run(output)
-    expected = prepared(reference.head_linear(x, first.reshape(4, n, 40)), "q8")
-    assert nmse(y, reference.matmul(expected, second)) <= LIMIT
+    expected = prepared(linear_check.head_linear(x, first.reshape(4, n, 40)), "q8")
+    assert nmse(y, linear_check.matmul(expected, second)) <= LIMIT
 
 
 # Embedding, norms, activations
@@ -579,7 +581,7 @@ def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[
         weight = normal(rng, groups * case["width"])
         device = open_device(settings_of(case))
         y = functions.rmsnorm(device, x, weight, eps=1e-3, groups=groups)
-        assert nmse(y, reference.rmsnorm(x, weight, 1e-3, groups)) <= LIMIT, case
+        assert nmse(y, norm_check.rmsnorm(x, weight, 1e-3, groups)) <= LIMIT, case
 
 
 @covering(
@@ -595,14 +597,14 @@ def test_layernorm(open_device: OpenDevice, rng: np.random.Generator, cases: lis
         weight, bias = normal(rng, width), normal(rng, width) if case["bias"] else None
         device = open_device(settings_of(case))
         y = functions.layernorm(device, x, weight, bias, eps=1e-3, groups=groups)
-        assert nmse(y, reference.layernorm(x, weight, bias, 1e-3, groups)) <= LIMIT, case
+        assert nmse(y, norm_check.layernorm(x, weight, bias, 1e-3, groups)) <= LIMIT, case
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e12])
 def test_rmsnorm_of_extreme_values(device: Device, rng: np.random.Generator, size: float) -> None:
     x, weight = np.float32(size) * normal(rng, 3, 40), normal(rng, 40)
     y = functions.rmsnorm(device, x, weight, eps=EPS)
-    assert nmse(y, reference.rmsnorm(x, weight, EPS)) <= LIMIT
+    assert nmse(y, norm_check.rmsnorm(x, weight, EPS)) <= LIMIT
     assert not functions.rmsnorm(device, np.zeros((2, 40)), weight, eps=EPS).any()
 
 
@@ -617,26 +619,26 @@ def test_elementwise(least_device: Device, rng: np.random.Generator, rows: int, 
     assert nmse(mul, exact * b) <= LIMIT
     for cap in (0.3, 50.0):  # of values like it: small ones are differences, of what exp leaves
         y = functions.softcap(least_device, cap * a, cap)
-        assert nmse(y, reference.softcap(cap * a, cap)) <= LIMIT
+        assert nmse(y, elementwise_check.softcap(cap * a, cap)) <= LIMIT
     assert (functions.clip(least_device, a, 0.7) == np.clip(a, -0.7, 0.7)).all()
     for shape in np.array([[0.3, -0.8, 0.5, -1e-6], [-30, 90, 0.2, -0.7]], np.float32):
         bent = functions.xielu(least_device, a, shape)
-        assert nmse(bent, reference.xielu(a, shape)) <= LIMIT
+        assert nmse(bent, elementwise_check.xielu(a, shape)) <= LIMIT
     assert (functions.scale(least_device, a, 0.7) == np.float32(0.7) * a).all()
     scaled = functions.position_scale(least_device, a, 0.3, 4, position=6)
-    expected = reference.position_scale(a, np.arange(6, 6 + rows), 0.3, 4)
+    expected = elementwise_check.position_scale(a, np.arange(6, 6 + rows), 0.3, 4)
     assert nmse(scaled, expected) <= LIMIT
-    for name, function in reference.ACTIVATIONS.items():
+    for name, function in elementwise_check.ACTIVATIONS.items():
         assert nmse(functions.activation(least_device, a, name), function(a)) <= LIMIT
         gated = functions.activation(least_device, both, name, gated=True)
         assert nmse(gated, function(a) * b) <= LIMIT
 
 
-@pytest.mark.parametrize("function", reference.ACTIVATIONS)
+@pytest.mark.parametrize("function", elementwise_check.ACTIVATIONS)
 def test_activations_of_all_values(device: Device, function: str) -> None:
     x = np.linspace(-12, 12, 4001, dtype=np.float32)[None]
     y = functions.activation(device, x, function)
-    assert np.allclose(y, reference.ACTIVATIONS[function](x), rtol=1e-6, atol=5e-7)
+    assert np.allclose(y, elementwise_check.ACTIVATIONS[function](x), rtol=1e-6, atol=5e-7)
     x = np.array([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30]])
     y = functions.activation(device, x, function)
     expected = np.where(x > 0, x, 0)
@@ -905,7 +907,7 @@ def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator, 
             weight, values = grouped(rng, (150, 37), "nf4", Grouping(64, "f32"))
             x, exact = int8_rows(rng, 140, 37, many=True)
             y = functions.matmul(device, x, weight, tuning=tuning)
-            error = nmse(y, reference.matmul(exact, multiplied(weight, values)))
+            error = nmse(y, linear_check.matmul(exact, multiplied(weight, values)))
             assert error <= INT8_LIMIT, variant
             continue
         dtype, shape = (("q8", (37, 150)), ("q4", (328, 16)))[index % 2]
@@ -1016,29 +1018,29 @@ def test_the_reference_is_torchs(rng: np.random.Generator) -> None:
 
     x, weight = rng.standard_normal((5, 48)), rng.standard_normal(48)
     norm = torch.nn.functional.rms_norm(tensor(x), [48], tensor(weight), 1e-3)
-    assert close(reference.rmsnorm(x, weight, 1e-3), norm)
-    assert close(reference.silu(x), torch.nn.functional.silu(tensor(x)))
-    assert close(reference.gelu(x), torch.nn.functional.gelu(tensor(x)))
+    assert close(norm_check.rmsnorm(x, weight, 1e-3), norm)
+    assert close(elementwise_check.silu(x), torch.nn.functional.silu(tensor(x)))
+    assert close(elementwise_check.gelu(x), torch.nn.functional.gelu(tensor(x)))
     gelu_tanh = torch.nn.functional.gelu(tensor(x), approximate="tanh")
-    assert close(reference.gelu_tanh(x), gelu_tanh)
+    assert close(elementwise_check.gelu_tanh(x), gelu_tanh)
     activations = pytest.importorskip("transformers.activations")
-    assert close(reference.relu(x), torch.relu(tensor(x)))
-    assert close(reference.relu2(x), activations.ACT2FN["relu2"](tensor(x)))
+    assert close(elementwise_check.relu(x), torch.relu(tensor(x)))
+    assert close(elementwise_check.relu2(x), activations.ACT2FN["relu2"](tensor(x)))
     ministral = pytest.importorskip("transformers.models.ministral3.modeling_ministral3")
     scale = ministral.get_llama_4_attn_scale(torch.arange(5, 10)[None], 0.3, 4)[0, 0]
-    scaled = reference.position_scale(x, np.arange(5, 10), 0.3, 4)
+    scaled = elementwise_check.position_scale(x, np.arange(5, 10), 0.3, 4)
     assert nmse(scaled, (tensor(x) * scale).numpy()) < 1e-12  # which is float32
     norm = torch.nn.functional.layer_norm(tensor(x), [48], tensor(weight), tensor(-weight), 1e-3)
-    assert close(reference.layernorm(x, weight, -weight, 1e-3), norm)
+    assert close(norm_check.layernorm(x, weight, -weight, 1e-3), norm)
     assert close(reference.softmax(x), torch.softmax(tensor(x), -1))
-    assert close(reference.matmul(x, x), torch.nn.functional.linear(tensor(x), tensor(x)))
+    assert close(linear_check.matmul(x, x), torch.nn.functional.linear(tensor(x), tensor(x)))
 
     frequencies, positions = 100.0 ** -(np.arange(4) / 4), np.arange(7, 12)
     angle = tensor(np.concatenate([positions[:, None] * frequencies] * 2, axis=1))[None]
     heads = tensor(x).reshape(1, 5, 6, 8).transpose(1, 2)
     turned, _ = modeling.apply_rotary_pos_emb(heads, heads, angle.cos(), angle.sin())
     expected = turned.transpose(1, 2).reshape(5, 48)
-    assert close(reference.rope(x, positions, frequencies, 8), expected)
+    assert close(rope_check.rope(x, positions, frequencies, 8), expected)
 
     q, k, v = (rng.standard_normal((n, w)) for n, w in ((5, 48), (12, 16), (12, 16)))
     for window in (0, 4):
@@ -1049,4 +1051,4 @@ def test_the_reference_is_torchs(rng: np.random.Generator) -> None:
             *heads, attn_mask=mask, scale=0.3, enable_gqa=True
         )
         expected = attended.transpose(1, 2).reshape(5, 48)
-        assert close(reference.attention(q, k, v, 6, 0.3, window), expected)
+        assert close(attention_check.attention(q, k, v, 6, 0.3, window), expected)

@@ -33,10 +33,9 @@ from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
 from infer.engine import Engine
 from infer.hub import DEMO, resolve, resolve_adapter
-from infer.kernels.checks import reference
 from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
-from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.inputs import int8_rows
 from infer.kernels.checks.reference import nmse
 from infer.kernels.errors import (
     CheckpointError,
@@ -49,6 +48,7 @@ from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.tensor import INTEGERS
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
+from infer.kernels.ops.linear import check as linear_check
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint
@@ -305,9 +305,9 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> Non
         changes = {weight: LowRank(to_gpu(device, a), to_gpu(device, b))}
         forward = Forward(device, rows, changes=changes)
         y = forward.run(forward.input(h) + ops.linear(forward.input(x), weight))
-    change = reference.matmul(reference.matmul(x, a), b)
-    assert nmse(y, h + reference.matmul(exact, values) + change) <= 1e-10
-    assert nmse(y, h + reference.matmul(exact, values)) > 1e-3
+    change = linear_check.matmul(linear_check.matmul(x, a), b)
+    assert nmse(y, h + linear_check.matmul(exact, values) + change) <= 1e-10
+    assert nmse(y, h + linear_check.matmul(exact, values)) > 1e-3
 
 
 @pytest.mark.full

@@ -11,7 +11,6 @@ import pytest
 
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Forward
-from infer.kernels.checks.functions import rope_table
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.arena import Arena, Kernel, Scratch, colour
 from infer.kernels.compiler.compile import lower
@@ -25,6 +24,7 @@ from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
 from infer.kernels.ops.recurrent import SSMScan
 from infer.kernels.ops.rope import Rope
+from infer.kernels.ops.rope.check import rope_table
 from infer.kernels.state.kv_cache import KVCache, KVShape, LayerCache
 from infer.kernels.state.layer_state import LayerState, StateShape
 

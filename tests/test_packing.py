@@ -24,9 +24,8 @@ from test_gguf import Kind, converted, write
 
 from infer.cli.report import ModelReport
 from infer.inspection import inspect_model
-from infer.kernels.checks import reference
-from infer.kernels.checks.check import int8_rows
 from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.inputs import int8_rows
 from infer.kernels.checks.reference import nmse
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu import upload
@@ -34,6 +33,7 @@ from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.tensor import INTEGERS, GpuTensor
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.linear import check as linear_check
 from infer.models import open_model
 from infer.models.loading import packing
 from infer.models.loading.checkpoint import Checkpoint
@@ -111,7 +111,7 @@ def test_every_format_on_the_gpu(
             forward = Forward(device, n)
             y = forward.run(ops.linear(forward.input(x), weight))
         limit = NF4_LIMIT if weight.dtype == "nf4" else LIMIT
-        assert nmse(y, reference.matmul(exact, expected)) <= limit
+        assert nmse(y, linear_check.matmul(exact, expected)) <= limit
 
 
 # Blocks of GGUF files, and stacked weights whose parts are quantised in different ways
@@ -169,7 +169,7 @@ def test_blocks_and_stacks_of_them_keep_their_values(
         forward = Forward(device, 3)
         y = forward.run(ops.linear(forward.input(x), weight))
     rounded = exact if dtype in INTEGERS else x
-    assert nmse(y, reference.matmul(rounded, values)) <= LIMIT
+    assert nmse(y, linear_check.matmul(rounded, values)) <= LIMIT
 
 
 def test_parts_may_have_different_orders(device: Device, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from marks import others_full
 
-from infer.kernels.checks import functions, reference
+from infer.kernels.checks import functions
 from infer.kernels.checks.functions import validate
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.target import StepKind
@@ -32,6 +32,7 @@ from infer.kernels.gpu.shader import (
     render_text,
 )
 from infer.kernels.gpu.tensor import allocate
+from infer.kernels.ops.experts import check as experts_check
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
@@ -496,7 +497,7 @@ def test_too_much_workgroup_memory_is_refused(least_device: Device) -> None:
         options: dict[str, Any] = {"slots": 22, "normalize": True, "correction": correction[0]}
         if fits:
             ids, _ = functions.route(least_device, logits, **options)
-            assert np.array_equal(ids, reference.route(logits, **options)[0])
+            assert np.array_equal(ids, experts_check.route(logits, **options)[0])
         else:
             with pytest.raises(
                 ShaderError, match=r"route .* needs 19,040 bytes of workgroup memory"

@@ -24,14 +24,18 @@ from test_kernels import (
 )
 
 from infer.engine import Engine
-from infer.kernels.checks import functions, reference
+from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import to_gpu
-from infer.kernels.checks.check import exact_weight
 from infer.kernels.checks.forward import Forward
+from infer.kernels.checks.inputs import exact_weight
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import DeltaVariant, ScanVariant, Tuning
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.elementwise import check as elementwise_check
+from infer.kernels.ops.linear import check as linear_check
+from infer.kernels.ops.norm import check as norm_check
+from infer.kernels.ops.recurrent import check as recurrent_check
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5
@@ -67,10 +71,10 @@ def test_short_conv(open_device: OpenDevice, rng: np.random.Generator, cases: li
         before, after, value = (
             np.split(x.astype(np.float64), 3, 1) if form == "gated" else (1, 1, x)
         )
-        expected, inputs = reference.short_conv(
+        expected, inputs = recurrent_check.short_conv(
             before * value, weight, bias if form == "bias" else None, state
         )
-        expected = reference.silu(expected) if form == "silu" else expected * after
+        expected = elementwise_check.silu(expected) if form == "silu" else expected * after
         assert nmse(y, expected) <= LIMIT, case
         assert nmse(left, inputs) <= LIMIT, case
 
@@ -87,7 +91,7 @@ def delta_rule_error(
     state = rng.standard_normal((heads, key_dim, value_dim)) if case["goes_on"] else None
     inputs = q, k, v, gates, a_log.astype(np.float32), dt_bias.astype(np.float32)
     results = functions.delta_rule(device, *inputs, state=state, tuning=tuning or Tuning(device))
-    return max(map(nmse, results, reference.delta_rule(*inputs, state)))
+    return max(map(nmse, results, recurrent_check.delta_rule(*inputs, state)))
 
 
 @covering(
@@ -111,7 +115,7 @@ def ssm_scan_error(
     state = rng.standard_normal((heads, state_dim, head_dim)) if case["goes_on"] else None
     inputs, options = (x, b, c, 20 * z, dt, own), {"dt_limit": case["dt_limit"], "state": state}
     results = functions.ssm_scan(device, *inputs, **options, tuning=tuning or Tuning(device))
-    return max(map(nmse, results, reference.ssm_scan(*inputs, **options)))
+    return max(map(nmse, results, recurrent_check.ssm_scan(*inputs, **options)))
 
 
 @covering(
@@ -146,9 +150,9 @@ def test_ssm_scan_before_a_norm_and_a_projection(
     y, _ = functions.ssm_scan(
         open_device(settings), *inputs, norm=(norm, EPS), projection=weight, dtype=dtype
     )
-    values = reference.ssm_scan(*inputs)[0].reshape(rows, -1)
+    values = recurrent_check.ssm_scan(*inputs)[0].reshape(rows, -1)
     scale = 1 / np.sqrt(np.mean(values**2, axis=1, keepdims=True) + EPS)
-    expected = scale * reference.matmul(prepared(values * norm, dtype), weight)
+    expected = scale * linear_check.matmul(prepared(values * norm, dtype), weight)
     assert nmse(y, expected) <= LIMIT
 
 
@@ -187,8 +191,8 @@ def test_gated_rmsnorm(
 ) -> None:
     x, gate = rng.standard_normal((2, rows, heads * width), np.float32)
     weight = rng.standard_normal(width, np.float32)
-    y = functions.gated_rmsnorm(least_device, x, 20 * gate, weight, eps=EPS)
-    assert nmse(y, reference.rmsnorm(x, weight, EPS) * reference.silu(20 * gate)) <= LIMIT
+    y = functions.rmsnorm(least_device, x, weight, EPS, gate=20 * gate)
+    assert nmse(y, norm_check.rmsnorm(x, weight, EPS) * elementwise_check.silu(20 * gate)) <= LIMIT
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(subgroups=False), LEAST])

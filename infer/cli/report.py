@@ -22,7 +22,7 @@ from infer.progress import size, visible
 from infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from infer.kernels.checks.check import CheckResult
+    from infer.kernels.checks.bench import CheckResult
 
 # The features that kernels make use of where they are there.
 _FEATURES = ("subgroup", "shader-f16", "timestamp-query")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,6 @@ from infer.kernels.gpu.record import run
 from infer.kernels.ops.linear import Changes
 from infer.kernels.state.step import pack_step, step_bytes
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 Floats = NDArray[np.float32]
 
@@ -148,16 +145,3 @@ def submit(
 def unwritten(device: Device, rows: int, width: int) -> Buffer:
     """An activation that shows what no kernel has written."""
     return device.upload(to_rows(np.full((rows, width), np.nan), rows))
-
-
-def scoped_function(
-    function: Callable[Concatenate[Device, P], T],
-) -> Callable[Concatenate[Device, P], T]:
-    """Frees, when the function returns, all GPU memory that it took."""
-
-    @wraps(function)
-    def scoped(device: Device, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with device.scope():
-            return function(device, *args, **kwargs)
-
-    return scoped

@@ -1,0 +1,204 @@
+"""References and cases of projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from infer.kernels.checks.arrays import Array, Codes
+from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
+from infer.kernels.checks.forward import Floats
+from infer.kernels.checks.inputs import (
+    FLOATS,
+    PUBLISHED,
+    activations,
+    exact_weight,
+    grouped,
+    multiplied,
+)
+from infer.kernels.compiler.graph import Value, split
+from infer.kernels.compiler.target import MAX_VEC_ROWS
+from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.tensor import QUANTIZED, Grouping
+from infer.kernels.ops.elementwise import Activation
+from infer.kernels.ops.elementwise.check import ACTIVATIONS
+from infer.kernels.ops.linear import HeadLinear, Linear
+from infer.kernels.ops.norm import RMSNorm
+from infer.kernels.ops.norm.check import rmsnorm
+from infer.kernels.ops.rope import Rotate
+from infer.kernels.ops.rope.check import frequencies, rope, rope_table, stored_rope
+
+
+def matmul(x: Array, weight: Array) -> Array:
+    """x [rows, k], weight [n, k] -> x W^T [rows, n]."""
+    return x.astype(np.float64) @ weight.astype(np.float64).T
+
+
+def head_linear(x: Array, weight: Array, keep: bool = False) -> Array:
+    """x [rows, heads * width], weight [heads, n, k] -> the last k of each head's values times its
+    matrix, [rows, heads * n]; keep: behind the values before those."""
+    heads, _, k = weight.shape
+    parts = x.astype(np.float64).reshape(len(x), heads, -1)
+    kept = parts[..., : parts.shape[-1] - k if keep else 0]
+    y = np.einsum("rhk,hnk->rhn", parts[..., parts.shape[-1] - k :], weight.astype(np.float64))
+    return np.concatenate([kept, y], axis=-1).reshape(len(x), -1)
+
+
+def run_matmul_vec(bench: Bench, x: Array, weight: Array | Codes, **options: Any) -> Floats:
+    """y = scale * (norm(x) W^T + bias) + residual for 1 to 8 rows of x; weight [n, k], stored as
+    `dtype`; norm (weight [k], eps). activation: the function of what the residual is
+    added to. gated: W is gate on top of up, and y = activation(gate) * up, by default silu.
+    """
+    few(len(x), "matmul")
+    return bench.run(_linear(bench, x, weight, **options))
+
+
+def run_matmul(bench: Bench, x: Array, weight: Array | Codes, **options: Any) -> Floats:
+    """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
+    is a kernel beside it."""
+    return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
+
+
+def few(rows: int, other: str) -> None:
+    """Raises ShaderError where there are too many rows for the kernels of decode."""
+    if rows > MAX_VEC_ROWS:
+        raise ShaderError(f"this kernel takes 1 to {MAX_VEC_ROWS} rows, not {rows}: use {other}")
+
+
+def _linear(
+    bench: Bench,
+    x: Array,
+    weight: Array | Codes,
+    *,
+    dtype: str = "f32",
+    norm: tuple[Array, float] | None = None,
+    bias: Array | None = None,
+    scale: float = 1.0,
+    activation: str | None = None,
+    gated: bool = False,
+    residual: Array | None = None,
+) -> Value:
+    value = bench.input(x)
+    if norm is not None:
+        value = RMSNorm(value, bench.weight(norm[0]), norm[1])
+    y: Value = Linear(value, bench.weight(weight, dtype), bench.vector(bias), scale)
+    if gated:
+        gate, up = split(y, y.width // 2, y.width // 2)
+        y = Activation(gate, activation or "silu") * up
+    elif activation is not None:
+        y = Activation(y, activation)
+    return y if residual is None else bench.input(residual) + y
+
+
+def run_head_linear(
+    bench: Bench,
+    x: Array,
+    weight: Array | Codes,
+    heads: int,
+    *,
+    keep: bool = False,
+    table: Array | None = None,
+    position: int = 0,
+    interleaved: bool = False,
+    dtype: str = "f32",
+) -> Floats:
+    """The last values of each of the heads in x [rows, heads * width], as many as weight [heads *
+    n, k] has columns, times the head's matrix: [rows, heads * n]. keep: each behind the values of
+    its head that are before those. table: of `rope`, by which the first of a head are rotated."""
+    value = bench.input(x)
+    if table is not None:
+        rotary = stored_rope(bench, table, position + len(x), interleaved)
+        value = Rotate(value, rotary, x.shape[1] // heads)
+    y = HeadLinear(value, bench.weight(weight, dtype), heads, keep=keep)
+    return bench.run(y, position=position)
+
+
+def cases() -> Iterator[Case]:
+    forms = ("plain", "norm bias", "norm gated", "gelu gated", "gelu_tanh residual")
+    int8_forms = ("plain", "bias gated", "gelu_tanh gated", "gelu residual")
+    few_rows = [*product(FLOATS, (1, 3, 8), forms), *product(QUANTIZED, (1, 3, 8), int8_forms)]
+    for dtype, rows, form in few_rows:
+        run = partial(_projection, run_matmul_vec, dtype=dtype, rows=rows, k=131, n=37, form=form)
+        yield Case("matmul_vec", f"{dtype}, {rows} rows, {form}", run)
+    for dtype, (rows, k, n, form) in product(
+        FLOATS + QUANTIZED, ((9, 37, 21, "gelu_tanh gated"), (130, 72, 134, "gelu bias residual"))
+    ):
+        run = partial(_projection, run_matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
+        yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
+    for dtype in ("bf16", "q4"):  # workgroups share so many columns
+        form = "gelu bias residual"
+        run = partial(_projection, run_matmul, dtype=dtype, rows=9, k=1024, n=37, form=form)
+        yield Case("matmul_combine", f"{dtype}, {form}", run)
+    kept = product(("bf16",), (1, 3, 40), ("alone", "kept", "half-split", "interleaved"))
+    for dtype, rows, form in [*kept, *product(QUANTIZED, (3, 40), ("alone",))]:
+        run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
+        yield Case("head_linear", f"{dtype}, {rows} rows, {form}", run)
+    for (dtype, grouping), rows in product(PUBLISHED, (1, 3, 40)):
+        run = partial(_grouped, dtype=dtype, grouping=grouping, rows=rows)
+        kernel = "matmul_vec" if rows <= 8 else "matmul"
+        yield Case(kernel, f"{dtype}, {rows} rows, {grouping}", run)
+    for (dtype, grouping), rows in product(PUBLISHED, (1, 9)):
+        run = partial(_grouped_heads, dtype=dtype, grouping=grouping, rows=rows)
+        yield Case("head_linear", f"{dtype}, {rows} rows, {grouping}", run)
+
+
+def _projection(
+    function: Callable[..., Array], bench: Bench, dtype: str, rows: int, k: int, n: int, form: str
+) -> Outcome:
+    """form: any of the words "norm" (of float weights), "bias", "gated", "residual", and an
+    activation function, or silu for what is gated."""
+    gated = "gated" in form
+    activation = next((word for word in form.split() if word in ACTIVATIONS), None)
+    activate = ACTIVATIONS[activation or "silu"]
+    x, expected = activations(bench.rng, rows, k, dtype)
+    weight = exact_weight(bench.rng, 2 * n if gated else n, k, dtype)
+    options: dict[str, Any] = {"dtype": dtype, "gated": gated, "activation": activation}
+    if "norm" in form:
+        options["norm"] = bench.random(k), EPS
+        expected = rmsnorm(x, *options["norm"])
+    expected = matmul(expected, weight)
+    if "bias" in form:
+        options["bias"] = bench.random(len(weight))
+        expected = expected + options["bias"]
+    if gated:
+        expected = activate(expected[:, :n]) * expected[:, n:]
+    elif activation is not None:
+        expected = activate(expected)
+    if "residual" in form:
+        options["residual"] = bench.random(rows, n)
+        expected = expected + options["residual"]
+    return function(bench, x, weight, **options), expected
+
+
+def _head_linear(bench: Bench, dtype: str, rows: int, form: str) -> Outcome:
+    """form: what becomes of the values of a head that are not multiplied."""
+    (heads, n, k), keep = (3, 21, 36), form != "alone"
+    weight = exact_weight(bench.rng, heads * n, k, dtype)
+    x = exact = bench.random(rows, heads * (k + 12))
+    options: dict[str, Any] = {"keep": keep, "dtype": dtype}
+    if form in ("half-split", "interleaved"):
+        own, interleaved = frequencies(12), form == "interleaved"
+        table = rope_table(own, 7 + rows)
+        options |= {"table": table, "position": 7, "interleaved": interleaved}
+        exact = rope(x, 7 + np.arange(rows), own, k + 12, interleaved)
+    y = run_head_linear(bench, x, weight, heads, **options)
+    return y, head_linear(exact, weight.reshape(heads, n, k), keep)
+
+
+def _grouped(bench: Bench, dtype: str, grouping: Grouping, rows: int) -> Outcome:
+    x, exact = activations(bench.rng, rows, 331, dtype)
+    weight, values = grouped(bench.rng, (37, 331), dtype, grouping)
+    function = run_matmul_vec if rows <= 8 else run_matmul
+    return function(bench, x, weight), matmul(exact, multiplied(weight, values))
+
+
+def _grouped_heads(bench: Bench, dtype: str, grouping: Grouping, rows: int) -> Outcome:
+    heads, n, k = 2, 18, 256
+    codes, values = grouped(bench.rng, (heads * n, k), dtype, grouping)
+    x = bench.random(rows, heads * k)
+    y = run_head_linear(bench, x, codes, heads)
+    return y, head_linear(x, values.reshape(heads, n, k))

@@ -1,0 +1,256 @@
+"""References and cases of layers that keep a state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from infer.kernels.checks.arrays import Array
+from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
+from infer.kernels.checks.forward import Floats
+from infer.kernels.checks.inputs import exact_weight, int8_rows
+from infer.kernels.compiler.graph import Value
+from infer.kernels.ops.elementwise.check import silu
+from infer.kernels.ops.linear import Linear
+from infer.kernels.ops.linear.check import matmul
+from infer.kernels.ops.norm import RMSNorm
+from infer.kernels.ops.recurrent import DeltaRule, ShortConv, SSMScan
+from infer.kernels.state.layer_state import LayerState, StateShape
+
+
+def short_conv(
+    x: Array, weight: Array, bias: Array | None = None, state: Array | None = None
+) -> tuple[Array, Array]:
+    """The causal convolution of each channel of x [rows, channels] with weight [channels, taps],
+    and its last taps - 1 inputs; `state`: those before x, or zeros."""
+    taps = weight.shape[1]
+    before = np.zeros((taps - 1, x.shape[1])) if state is None else state
+    inputs = np.concatenate([before, x]).astype(np.float64)
+    y = np.zeros(x.shape) if bias is None else np.tile(bias.astype(np.float64), (len(x), 1))
+    for j in range(taps):
+        y += weight[:, j] * inputs[j : j + len(x)]
+    return y, inputs[len(x) :]
+
+
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Array,
+    a_log: Array,
+    dt_bias: Array,
+    state: Array | None = None,
+) -> tuple[Array, Array]:
+    """The gated delta rule, row by row; shapes as in run_delta_rule."""
+    heads, key_dim = v.shape[1], k.shape[2]
+    q, k = (
+        np.repeat(x / np.sqrt((x.astype(np.float64) ** 2).sum(-1, keepdims=True) + 1e-6), n, 1)
+        for x, n in ((q, heads // q.shape[1]), (k, heads // k.shape[1]))
+    )
+    beta = 1 / (1 + np.exp(-gates[:, :heads].astype(np.float64)))
+    rate = np.exp(a_log.astype(np.float64))
+    decay = np.exp(-rate * np.logaddexp(0, gates[:, heads:].astype(np.float64) + dt_bias))
+    left = np.zeros((heads, key_dim, v.shape[2])) if state is None else state.astype(np.float64)
+    y = np.empty(v.shape)
+    for row in range(len(v)):
+        left = decay[row, :, None, None] * left
+        delta = beta[row, :, None] * (v[row] - np.einsum("hk,hkv->hv", k[row], left))
+        left = left + k[row, :, :, None] * delta[:, None]
+        y[row] = np.einsum("hk,hkv->hv", q[row], left) / math.sqrt(key_dim)
+    return y, left
+
+
+def ssm_scan(
+    x: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    dt: Array,
+    heads: Array,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    state: Array | None = None,
+) -> tuple[Array, Array]:
+    """The state space model of Mamba 2, row by row; shapes as in run_ssm_scan."""
+    a_log, dt_bias, skip = heads.astype(np.float64)
+    n_heads, (groups, state_dim) = x.shape[1], b.shape[1:]
+    b, c = (np.repeat(part.astype(np.float64), n_heads // groups, 1) for part in (b, c))
+    dt = np.clip(np.logaddexp(0, dt.astype(np.float64) + dt_bias), *dt_limit)
+    decay = np.exp(-dt * np.exp(a_log))
+    left = np.zeros((n_heads, state_dim, x.shape[2])) if state is None else state.astype(np.float64)
+    y = np.empty(x.shape)
+    for row in range(len(x)):
+        left = decay[row, :, None, None] * left
+        left = left + b[row, :, :, None] * (dt[row, :, None] * x[row])[:, None]
+        y[row] = np.einsum("hk,hkv->hv", c[row], left) + skip[:, None] * x[row]
+    return y * silu(z), left
+
+
+def run_short_conv(
+    bench: Bench,
+    x: Array,
+    weight: Array,
+    *,
+    bias: Array | None = None,
+    gated: bool = False,
+    activation: str = "none",
+    state: Array | None = None,
+) -> tuple[Floats, Floats]:
+    """The causal convolution of each channel, [rows, channels], and the last inputs of each,
+    [taps - 1, channels]; weight [channels, taps]. `state` has the inputs before the first row, or
+    there are none. gated: x is B, C and x, [rows, 3 * channels], and this is C * conv(B * x)."""
+    channels, taps = weight.shape
+    own = _state(bench, StateShape(channels, taps), [state])
+    y = ShortConv(
+        bench.input(x),
+        bench.weight(weight.reshape(-1)),
+        bench.vector(bias),
+        own,
+        gated=gated,
+        activation=activation,
+    )
+    result = bench.run(y, position=0 if state is None else taps)
+    last = bench.device.read(own.inputs, np.float32, channels * (taps - 1))
+    return result, last.reshape(taps - 1, channels)
+
+
+def run_delta_rule(
+    bench: Bench,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Array,
+    a_log: Array,
+    dt_bias: Array,
+    *,
+    state: Array | None = None,
+) -> tuple[Floats, Floats]:
+    """The gated delta rule, [rows, heads, value_dim], and the matrices that it leaves, [heads,
+    key_dim, value_dim]; q, k [rows, key_heads, key_dim], v [rows, heads, value_dim], gates [rows,
+    2 * heads]: b, then a, of each head. It goes on from the matrices in `state`, or from zeros."""
+    (rows, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    shape = StateShape(channels, 2, key_heads, heads, key_dim, value_dim)
+    own = _state(bench, shape, [None, state])
+    x = np.concatenate([part.reshape(rows, -1) for part in (q, k, v)], axis=1)
+    inputs = bench.input(x), bench.input(gates)
+    vectors = bench.weight(a_log), bench.weight(dt_bias)
+    output = DeltaRule(*inputs, *vectors, own)
+    y = bench.run(output, position=0 if state is None else 1).reshape(v.shape)
+    left = bench.device.read(own.matrices, np.float32, heads * key_dim * value_dim)
+    return y, left.reshape(heads, key_dim, value_dim)
+
+
+def run_ssm_scan(
+    bench: Bench,
+    x: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    dt: Array,
+    heads: Array,
+    *,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    state: Array | None = None,
+    norm: tuple[Array, float] | None = None,
+    projection: Array | None = None,
+    dtype: str = "f32",
+) -> tuple[Floats, Floats]:
+    """The state space model of Mamba 2, times silu(z), [rows, heads, head_dim], and the matrices
+    that it leaves, [heads, state_dim, head_dim]; x, z [rows, heads, head_dim], b, c [rows, groups,
+    state_dim], dt [rows, heads], heads [3, heads]: A_log, dt_bias and D. It goes on from the
+    matrices in `state`, or from zeros. projection [n, heads * head_dim], stored as `dtype`: the
+    first result, or its norm (weights, eps), goes through it, [rows, n]."""
+    (rows, groups, state_dim), (_, n_heads, head_dim) = b.shape, x.shape
+    channels = n_heads * head_dim + 2 * groups * state_dim
+    shape = StateShape(channels, 2, groups, n_heads, state_dim, head_dim)
+    own = _state(bench, shape, [None, state])
+    inputs = np.concatenate([part.reshape(rows, -1) for part in (x, b, c)], axis=1)
+    values = bench.input(inputs), bench.input(z.reshape(rows, -1)), bench.input(dt)
+    output: Value = SSMScan(*values, bench.weight(heads.reshape(-1)), own, dt_limit)
+    if norm is not None:
+        output = RMSNorm(output, bench.weight(norm[0]), norm[1])
+    if projection is not None:
+        output = Linear(output, bench.weight(projection, dtype))
+    y = bench.run(output, position=0 if state is None else 1)
+    if projection is None:
+        y = y.reshape(x.shape)
+    left = bench.device.read(own.matrices, np.float32, n_heads * state_dim * head_dim)
+    return y, left.reshape(n_heads, state_dim, head_dim)
+
+
+def _state(bench: Bench, shape: StateShape, values: Sequence[Array | None]) -> LayerState:
+    """A state whose buffers hold the values, or NaN: nothing may read it."""
+    state = LayerState.new(bench.device, shape, 0)
+    for buffer, value in zip(state.buffers, values, strict=True):
+        unread = np.full(buffer.nbytes // 4, np.nan, np.float32)
+        bench.device.write(buffer, unread if value is None else value.astype(np.float32))
+    return state
+
+
+def cases() -> Iterator[Case]:
+    for rows, goes_on in product((1, 3, 40), (False, True)):
+        name = f"{rows} rows, {'going on' if goes_on else 'from the start'}"
+        for gated in (False, True):
+            run = partial(_short_conv, rows=rows, goes_on=goes_on, gated=gated)
+            yield Case("short_conv", f"{name}, {'gated' if gated else 'silu'}", run)
+        yield Case("delta_rule", name, partial(_delta_rule, rows=rows, goes_on=goes_on))
+        yield Case("ssm_scan", name, partial(_ssm_scan, rows=rows, goes_on=goes_on))
+    yield Case("ssm_scan", "1 row, as int8 behind a norm", _ssm_scan_int8)
+
+
+def _joined(y: Array, left: Array) -> Array:
+    """A result and a state, as the values of both."""
+    return np.concatenate([y.ravel(), left.ravel()])
+
+
+def _short_conv(bench: Bench, rows: int, goes_on: bool, gated: bool) -> Outcome:
+    weight, state = bench.random(67, 4), bench.random(3, 67) if goes_on else None
+    if not gated:
+        x, bias = bench.random(rows, 67), bench.random(67)
+        options: dict[str, Any] = {"bias": bias, "activation": "silu", "state": state}
+        y, left = run_short_conv(bench, x, weight, **options)
+        expected, expected_left = short_conv(x, weight, bias, state)
+        return _joined(y, left), _joined(silu(expected), expected_left)
+    x = bench.random(rows, 3 * 67)
+    y, left = run_short_conv(bench, x, weight, gated=True, state=state)
+    before, after, value = np.split(x.astype(np.float64), 3, axis=1)
+    expected, expected_left = short_conv(before * value, weight, None, state)
+    return _joined(y, left), _joined(after * expected, expected_left)
+
+
+def _delta_rule(bench: Bench, rows: int, goes_on: bool) -> Outcome:
+    q, k, v = bench.random(rows, 2, 24), bench.random(rows, 2, 24), bench.random(rows, 4, 36)
+    own = bench.random(rows, 8), bench.random(4) - 1, bench.random(4)
+    state = bench.random(4, 24, 36) if goes_on else None
+    y, left = run_delta_rule(bench, q, k, v, *own, state=state)
+    expected, expected_left = delta_rule(q, k, v, *own, state)
+    return _joined(y, left), _joined(expected, expected_left)
+
+
+def _ssm_scan(bench: Bench, rows: int, goes_on: bool) -> Outcome:
+    b, c = bench.random(rows, 2, 24), bench.random(rows, 2, 24)
+    x, z = bench.random(rows, 4, 36), bench.random(rows, 4, 36)
+    own = x, b, c, z, bench.random(rows, 4), bench.random(3, 4) - 1
+    state = bench.random(4, 24, 36) if goes_on else None
+    y, left = run_ssm_scan(bench, *own, state=state)
+    expected, expected_left = ssm_scan(*own, state=state)
+    return _joined(y, left), _joined(expected, expected_left)
+
+
+def _ssm_scan_int8(bench: Bench) -> Outcome:
+    """What comes out of each head is a multiple of x, of which it is known how it rounds."""
+    x, exact = (part.reshape(1, 4, 48) for part in int8_rows(bench.rng, 1, 4 * 48))
+    b, c, z = bench.random(1, 1, 24), bench.random(1, 1, 24), np.tile(bench.random(1, 4, 1), 48)
+    own = b, c, z, bench.random(1, 4), bench.random(3, 4) - 1
+    norm, weight = np.repeat(bench.random(12), 16), exact_weight(bench.rng, 37, 4 * 48, "q8")
+    options: dict[str, Any] = {"norm": (norm, EPS), "projection": weight, "dtype": "q8"}
+    y, left = run_ssm_scan(bench, x, *own, **options)
+    (values, expected_left), (rounded_values, _) = (ssm_scan(part, *own) for part in (x, exact))
+    scale = 1 / np.sqrt(np.mean(values**2) + EPS)
+    expected = matmul(scale * rounded_values.reshape(1, -1) * norm, weight)
+    return _joined(y, left), _joined(expected, expected_left)

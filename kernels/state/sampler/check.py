@@ -1,0 +1,123 @@
+"""Cases of sampling of which the outcome is known whatever the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.kernels.checks.arrays import Array, to_rows
+from infer.kernels.checks.bench import Bench, Case, Outcome
+from infer.kernels.checks.forward import submit
+from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
+from infer.kernels.state.step import SAMPLING, pack_step
+
+
+def run_sample(
+    bench: Bench,
+    logits: Array,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    prompt_ids: Sequence[int] = (),
+    seed: int = 0,
+    position: int = 0,
+    timings: dict[str, float] | None = None,
+) -> NDArray[np.uint32]:
+    """A token for each row of logits [rows, vocab], greedy at temperature 0; INVALID_TOKEN for a
+    row that has NaN or nothing above -inf. The noise depends on the seed and the row's position,
+    from `position` on. What the filters mean is in `__init__.py` beside this."""
+    rows, vocab = logits.shape
+    noise = temperature > 0
+    chain = SamplerChain(
+        noise=noise,
+        penalties=repetition_penalty != 1.0,
+        bias=bool(logit_bias),
+        top_k=noise and top_k > 0,
+        top_p=noise and top_p < 1.0,
+        min_p=noise and min_p > 0.0,
+    )
+    record = np.zeros(1, SAMPLING)
+    record["temperature"], record["top_k"], record["top_p"] = temperature, top_k, top_p
+    record["min_p"], record["repetition_penalty"] = min_p, repetition_penalty
+    record["seed_low"], record["seed_high"] = seed & 0xFFFFFFFF, seed >> 32
+    record["max_position"] = 0xFFFFFFFF
+    step = bench.device.upload(pack_step(np.zeros(rows, np.int64), position))
+    buffer = bench.device.upload(to_rows(logits, rows))
+    sampler = Sampler(bench.device, vocab, buffer, step, max_rows=rows)
+    sampler.begin(0, record[0], prompt_ids, logit_bias)
+    submit(bench.device, sampler.dispatches(chain, gather=False), rows, 0, timings)
+    ids: NDArray[np.uint32] = bench.device.read(sampler.sampled, np.uint32, rows)
+    return ids
+
+
+def cases() -> Iterator[Case]:
+    for name, run in _CASES.items():
+        yield Case("sample", name, run, exact=True)
+
+
+def _logits(bench: Bench) -> Array:
+    return 3 * bench.random(4, 2500)
+
+
+def _best(bench: Bench, **options: Any) -> Outcome:
+    logits = _logits(bench)
+    return run_sample(bench, logits, **options), logits.argmax(1)
+
+
+def _invalid(bench: Bench) -> Outcome:
+    logits = _logits(bench)
+    logits[1, 2000], logits[2] = np.nan, -np.inf
+    expected = logits.argmax(1).astype(np.uint32)
+    expected[1:3] = INVALID_TOKEN
+    return run_sample(bench, logits), expected
+
+
+def _first_of_equals(bench: Bench) -> Outcome:
+    logits = _logits(bench)
+    logits[:, [2400, 1700]] = 50
+    return run_sample(bench, logits), np.full(4, 1700)
+
+
+def _changed(bench: Bench) -> Outcome:
+    logits = _logits(bench)
+    logits[:, 1100], logits[:, 1200] = 60, 50
+    y = run_sample(
+        bench, logits, prompt_ids=[1100], repetition_penalty=2.0, logit_bias={1200: -10, 7: 70}
+    )
+    return y, np.where(logits[:, 7] + 70 > 40, 7, 1200)
+
+
+def _survivors(bench: Bench, n: int, **options: Any) -> Outcome:
+    """Tokens 5, 1030, 2499, 1031 have 40, 30, 20 and 10 %. All of the first n appear, no other."""
+    probabilities = {5: 0.4, 1030: 0.3, 2499: 0.2, 1031: 0.1}
+    logits = np.full((64, 2500), -30.0)
+    logits[:, [*probabilities]] = np.log([*probabilities.values()])
+    ids = run_sample(bench, logits, temperature=1.0, seed=3, **options)
+    survivors = [*probabilities][:n]
+    found = [token in ids for token in survivors]
+    y = np.array([*np.isin(ids, survivors), *found])
+    return y, np.ones_like(y)
+
+
+_CASES: dict[str, Callable[[Bench], Outcome]] = {
+    "greedy": _best,
+    "greedy, equal logits": _first_of_equals,
+    "not a number": _invalid,
+    "penalty and bias": _changed,
+    "top-k 1": partial(_best, temperature=1.0, top_k=1),
+    "top-p 0": partial(_best, temperature=1.0, top_p=1e-9),
+    "min-p 1": partial(_best, temperature=1.0, min_p=1.0),
+    "unfiltered": partial(_survivors, n=4),
+    "top-k 3": partial(_survivors, n=3, top_k=3),
+    "top-p 0.6": partial(_survivors, n=2, top_p=0.6),
+    "min-p 0.4": partial(_survivors, n=3, min_p=0.4),
+    "top-k 3, top-p 0.7": partial(_survivors, n=2, top_k=3, top_p=0.7),
+}
