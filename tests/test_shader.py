@@ -26,8 +26,8 @@ from infer.kernels.gpu.shader import (
     Binding,
     Declared,
     KernelSpec,
+    Param,
     Shader,
-    Value,
     render,
     render_text,
 )
@@ -42,17 +42,17 @@ from infer.models.loading.plan import plan_random
 from infer.models.loading.shapes import SHAPES, shape_config
 
 
-def rendered(text: str, **params: Value) -> str:
+def rendered(text: str, **params: Param) -> str:
     return render_text(textwrap.dedent(text), **params).code
 
 
-def body(text: str, **params: Value) -> list[str]:
+def body(text: str, **params: Param) -> list[str]:
     """The lines that are not empty, without the parameters' own."""
     lines = [line.strip() for line in rendered(text, **params).splitlines()]
     return [line for line in lines if line and not line.startswith("const ")]
 
 
-def error_of(text: str, **params: Value) -> str:
+def error_of(text: str, **params: Param) -> str:
     with pytest.raises(ShaderError) as caught:
         rendered(text, **params)
     return str(caught.value)
@@ -70,7 +70,7 @@ def error_of(text: str, **params: Value) -> str:
         ("bool", False, "const A: bool = false;"),
     ],
 )
-def test_a_parameter_becomes_a_constant(kind: str, value: Value, constant: str) -> None:
+def test_a_parameter_becomes_a_constant(kind: str, value: Param, constant: str) -> None:
     code = rendered(f"// @param A {kind}   what it is\nlet x = A;", A=value)
     assert code.splitlines()[0] == constant
 
@@ -98,7 +98,7 @@ def test_a_word_is_only_for_conditions() -> None:
         ("f16|f32", 16),
     ],
 )
-def test_a_value_must_be_of_the_declared_type(kind: str, value: Value) -> None:
+def test_a_value_must_be_of_the_declared_type(kind: str, value: Param) -> None:
     message = error_of(f"// @param A {kind}\n#if A\n#endif", A=value)
     assert message == f"shader: parameter A is {kind}, not {value!r}"
 
@@ -331,7 +331,7 @@ def test_a_spec_is_a_key_and_a_label() -> None:
     ],
 )
 def test_compiler_messages_are_placed(device: Device, text: str, place: str) -> None:
-    params: dict[str, Value] = {"A": 1} if "@param" in text else {}
+    params: dict[str, Param] = {"A": 1} if "@param" in text else {}
     (message,) = validate(text, device, **params)
     assert message.startswith(place)
 
