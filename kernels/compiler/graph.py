@@ -232,7 +232,7 @@ class Graph:
 
     def redirect(self, old: Value, new: Value) -> None:
         """Who reads the one reads the other."""
-        for user in set(self._users[old]) - {new}:
+        for user in dict.fromkeys(user for user in self._users[old] if user is not new):
             names = [name for name, source in user.links() if source is old]
             self.update(user, **dict.fromkeys(names, new))
         if self.output is old:
