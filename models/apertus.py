@@ -27,7 +27,7 @@ _ROPE = {
 class Apertus(Decoder):
     """Each layer has learned how xIELU bends."""
 
-    norms = ("attention_layernorm", "feedforward_layernorm")
+    norms = ("attention_layernorm", None, "feedforward_layernorm", None)
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

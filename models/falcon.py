@@ -4,14 +4,12 @@ keys."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from infer.kernels.compiler.graph import Value
-from infer.kernels.ops.rope import Rope
-from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
-from infer.models.blocks.layers import DecoderConfig, Scope, Weights
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.cohere import Cohere
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -36,12 +34,19 @@ _NAMES = {
 _TWO_NORMS = {"input_layernorm.": "ln_attn.", "post_attention_layernorm.": "ln_mlp."}
 
 
+@dataclass(frozen=True, kw_only=True)
+class FalconConfig(DecoderConfig):
+    one_norm: bool  # before attention and MLP
+
+
 class Falcon(Decoder):
     """Attention and MLP have a norm each (40B), or one together (7B, 11B)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    config: FalconConfig
+
+    def __init__(self, config: FalconConfig) -> None:
         super().__init__(config)
-        self.norms = self.norms[:1] if config.parallel else self.norms
+        self.norms = Cohere.norms if config.one_norm else self.norms
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -58,7 +63,7 @@ class Falcon(Decoder):
             "intermediate_size": raw.size("ffn_hidden_size", 4 * raw.size("hidden_size")),
         }
         bias = raw.get("bias", False, bool)
-        return DecoderConfig.read(
+        return FalconConfig.read(
             raw.with_values(**own),
             activation_key="activation",
             eps=1e-5,
@@ -69,7 +74,8 @@ class Falcon(Decoder):
             layer_norm=True,
             norm_bias=True,
             gated=False,
-            parallel=raw.get("num_ln_in_parallel_attn", 1 + newer, int) == 1,
+            parallel=True,
+            one_norm=raw.get("num_ln_in_parallel_attn", 1 + newer, int) == 1,
         )
 
     def weights(self) -> Iterator[WeightSpec]:
@@ -77,7 +83,7 @@ class Falcon(Decoder):
         c = self.config
         share = c.num_attention_heads // c.num_key_value_heads
         rows = (share * c.head_dim, c.head_dim, c.head_dim)
-        names = _NAMES if c.parallel else _NAMES | _TWO_NORMS
+        names = _NAMES if c.one_norm else _NAMES | _TWO_NORMS
         for spec in layers.renamed(super().weights(), names):
             if ".qkv_proj" in spec.name:
                 first = spec.sources[0]
@@ -85,13 +91,3 @@ class Falcon(Decoder):
                 parts = layers.regrouped(whole, c.num_key_value_heads, rows)
                 spec = replace(spec, sources=tuple(parts))
             yield spec
-
-    def layer(
-        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
-    ) -> Value:
-        c = self.config
-        x = layers.norm(h, w, "input_layernorm", c)
-        y = h + layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
-        if not c.parallel:
-            x = layers.norm(h, w, "post_attention_layernorm", c)
-        return y + layers.mlp(x, Scope(w, "mlp"), c)

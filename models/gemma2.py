@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Value
-from infer.kernels.ops.rope import Rope
-from infer.kernels.state.kv_cache import LayerCache
-from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
-from infer.models.blocks.layers import DecoderConfig, Scope, Weights, layer_windows
+from infer.models.blocks.layers import DecoderConfig, layer_windows
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
@@ -59,7 +55,7 @@ def softcap(raw: RawConfig, key: str) -> float:
 class Gemma2(Decoder):
     """Norm, attention, norm; norm, MLP, norm; each with a residual."""
 
-    norms: tuple[str, ...] = (
+    norms: tuple[str | None, ...] = (
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",
@@ -74,14 +70,3 @@ class Gemma2(Decoder):
         """Checkpoints hold the weights of norms less one."""
         for spec in super().weights():
             yield replace(spec, added=1.0) if spec.name.endswith("norm") else spec
-
-    def layer(
-        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
-    ) -> Value:
-        c = self.config
-        x = layers.norm(h, w, "input_layernorm", c)
-        y = layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
-        h = h + layers.norm(y, w, "post_attention_layernorm", c)
-        x = layers.norm(h, w, "pre_feedforward_layernorm", c)
-        y = layers.mlp(x, Scope(w, "mlp"), c)
-        return h + layers.norm(y, w, "post_feedforward_layernorm", c)

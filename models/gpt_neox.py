@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from infer.kernels.compiler.graph import Value
-from infer.kernels.ops.rope import Rope
-from infer.kernels.state.kv_cache import LayerCache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
-from infer.models.blocks.layers import DecoderConfig, Scope, Weights
+from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -84,12 +81,3 @@ class GPTNeoX(Decoder):
         tied = self.config.tie_word_embeddings and key == "embed_out.weight"
         buffers = (".attention.bias", ".attention.masked_bias")
         return super().ignorable(key) or tied or key.endswith(buffers)
-
-    def layer(
-        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
-    ) -> Value:
-        c = self.config
-        x = layers.norm(h, w, "input_layernorm", c)
-        y = h + layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
-        x = layers.norm(h if c.parallel else y, w, "post_attention_layernorm", c)
-        return y + layers.mlp(x, Scope(w, "mlp"), c)

@@ -44,6 +44,7 @@ class GPTJ(Cohere):
             fused_qkv=False,
             qkv_bias=False,
             output_bias=False,
+            parallel=True,
         )
 
     def weights(self) -> Iterator[WeightSpec]:

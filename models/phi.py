@@ -42,6 +42,7 @@ class Phi(Cohere):
             qk_norm=raw.get("qk_layernorm", False, bool),
             norm_names=("q_layernorm", "k_layernorm"),
             gated=False,
+            parallel=True,
         )
 
     def weights(self) -> Iterator[WeightSpec]:

@@ -3,12 +3,9 @@ In the 12B model each head of queries and keys has a norm of its own."""
 
 from __future__ import annotations
 
-from infer.kernels.compiler.graph import Value
-from infer.kernels.ops.rope import Rope
-from infer.kernels.state.kv_cache import LayerCache
-from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
-from infer.models.blocks.layers import DecoderConfig, Scope, Weights
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.cohere import Cohere
 from infer.models.loading.config import RawConfig
 
 
@@ -17,7 +14,7 @@ class StableLm(Decoder):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.norms = self.norms[:1] if config.parallel else self.norms
+        self.norms = Cohere.norms if config.parallel else self.norms
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -36,13 +33,3 @@ class StableLm(Decoder):
             norm_names=("q_layernorm", "k_layernorm"),
             parallel=raw.get("use_parallel_residual", False, bool),
         )
-
-    def layer(
-        self, h: Value, w: Weights, rope: Rope | None, cache: LayerCache, window: int
-    ) -> Value:
-        c = self.config
-        x = layers.norm(h, w, "input_layernorm", c)
-        h = h + layers.attention(x, Scope(w, "self_attn"), c, rope, cache, window)
-        if not c.parallel:
-            x = layers.norm(h, w, "post_attention_layernorm", c)
-        return h + layers.mlp(x, Scope(w, "mlp"), c)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from infer.models.blocks.decoder import Decoder
 from infer.models.gemma2 import Gemma2
 
 
 class VaultGemma(Gemma2):
     """The layer of most models: norm, attention; norm, MLP; each with a residual."""
 
-    norms = ("input_layernorm", "pre_feedforward_layernorm")
-    layer = Decoder.layer
+    norms = ("input_layernorm", None, "pre_feedforward_layernorm", None)

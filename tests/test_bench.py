@@ -32,7 +32,7 @@ from infer.bench.report import (
 from infer.engine import Engine, EngineOptions
 from infer.kernels.checks.forward import Forward
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
-from infer.kernels.gpu.bandwidth import BLOCK, copy, copy_bandwidth
+from infer.kernels.gpu.bandwidth import PER_WORKGROUP, copy, copy_bandwidth
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
@@ -143,7 +143,9 @@ def script(name: str) -> ModuleType:
 
 @pytest.mark.parametrize("blocks", [1, 3, 70])
 def test_copy_copies_every_byte(device: Device, blocks: int) -> None:
-    values = np.random.default_rng(blocks).integers(0, 2**32, blocks * BLOCK // 4, np.uint32)
+    values = np.random.default_rng(blocks).integers(
+        0, 2**32, blocks * PER_WORKGROUP // 4, np.uint32
+    )
     with device.scope():
         source, target = device.upload(values), device.buffer(values.nbytes)
         run(device, [copy(device, source, target)])
@@ -152,23 +154,23 @@ def test_copy_copies_every_byte(device: Device, blocks: int) -> None:
 
 def test_copy_bandwidth_frees_its_buffers(device: Device) -> None:
     before = device.memory_stats()
-    assert copy_bandwidth(device, 4 * BLOCK, seconds=0.0, least_runs=2) > 0
+    assert copy_bandwidth(device, 4 * PER_WORKGROUP, seconds=0.0, least_runs=2) > 0
     after = device.memory_stats()
     assert after.allocated - after.pooled == before.allocated - before.pooled
-    assert after.peak >= before.allocated + 8 * BLOCK
+    assert after.peak >= before.allocated + 8 * PER_WORKGROUP
 
 
 def test_a_pass_is_timed_by_the_round(device: Device) -> None:
     """A kernel of some µs, many times over in a pass of 50 ms."""
     with device.scope():
-        item = copy(device, device.buffer(BLOCK), device.buffer(BLOCK))
+        item = copy(device, device.buffer(PER_WORKGROUP), device.buffer(PER_WORKGROUP))
         alone, twice = profile_passes(device, [[item], [item, item]], least_seconds=0.05)
     assert 0 < alone < 0.02
     assert 0 < twice < 0.02
 
 
 def test_every_pass_begins_with_the_copies_before_it(device: Device) -> None:
-    values = np.arange(BLOCK // 4, dtype=np.uint32)
+    values = np.arange(PER_WORKGROUP // 4, dtype=np.uint32)
     with device.scope():
         saved, zero, source, target = (device.upload(values * i) for i in (1, 0, 0, 0))
         passes = [[copy(device, zero, source)], [copy(device, source, target)]]

@@ -10,7 +10,7 @@ import pytest
 
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu import upload
-from infer.kernels.gpu.bandwidth import BLOCK, copy
+from infer.kernels.gpu.bandwidth import PER_WORKGROUP, copy
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.upload import Fill, Uploader
 
@@ -162,7 +162,7 @@ def test_the_ring_is_freed_when_it_cannot_be_allocated(
 
 def test_a_kernel_runs_between_what_is_written_before_and_after(device: Device) -> None:
     """Rows go through one buffer, from which a kernel copies them before the next ones come."""
-    nbytes = 3 * BLOCK
+    nbytes = 3 * PER_WORKGROUP
     parts = [random_bytes(nbytes, seed) for seed in range(9)]
     passed = device.buffer(nbytes)
     submitted: list[int] = []

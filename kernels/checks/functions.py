@@ -31,8 +31,7 @@ from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.compiler.graph import Add, Mul, Value
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
-from infer.kernels.gpu.shader import Value as ParamValue
-from infer.kernels.gpu.shader import render_text
+from infer.kernels.gpu.shader import Param, render_text
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops import functional
 from infer.kernels.ops.rope.check import rope_table as rope_table
@@ -51,7 +50,7 @@ def profile(
 
 
 def validate(
-    wgsl: str, device: Device | None = None, *, name: str = "shader", **params: ParamValue
+    wgsl: str, device: Device | None = None, *, name: str = "shader", **params: Param
 ) -> list[str]:
     """The preprocessor's and the compiler's messages about WGSL text, `name:line:column: message`;
     none if it is valid. params: those that the text declares. device: by default the best there is.

@@ -316,10 +316,10 @@ class Tuning:
         if shape.dtype in LOOKED_UP and self.limits.workgroup_storage < 32768:
             most = min(most, 512)  # 1,024 have 16 copies of a table
         int8 = shape.dtype in INTEGERS
-        columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a block
-        blocks = -(-shape.k // columns)
+        columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a chunk
+        chunks = -(-shape.k // columns)
         if not lanes:
-            workgroup = max(32, min(128, most, power_of_two(blocks)))
+            workgroup = max(32, min(128, most, power_of_two(chunks)))
             return VecVariant(workgroup, workgroup, 2, 1, row_each=self.software)
         if self.software:
             # Weights come out of a CPU's cache for every row; one kernel for all, which compiles
@@ -327,7 +327,7 @@ class Tuning:
             return VecVariant(BLOCK // 4 * lanes, lanes, 4, 1, row_each=True)
         least = max(32, self.largest_subgroup)  # a team is whole subgroups
         if shape.quantize:
-            return self._to_int8(shape, blocks, most, least)
+            return self._to_int8(shape, chunks, most, least)
         rows_of_weights = shape.n * (1 + shape.gated)
         if shape.dtype in CODED and not int8:
             # Arithmetic bounds them: what is read of x serves many rows of W.
@@ -338,16 +338,16 @@ class Tuning:
         if int8 or small or rows_of_weights <= _FEW:
             team, outputs = max(1, self.filling // rows_of_weights), 1
         else:
-            team, outputs = blocks // 2, 1 if shape.gated else 2
+            team, outputs = chunks // 2, 1 if shape.gated else 2
         workgroup = min(256, most)
         team = min(workgroup, max(least, 1 << team.bit_length() >> 1))
         if self._overflows(rows_of_weights // outputs * team):
             team = max(least, team // 2)
-        while team > max(least, blocks):
+        while team > max(least, chunks):
             team //= 2
         return VecVariant(workgroup, team, outputs, 1)
 
-    def _to_int8(self, shape: VecShape, blocks: int, most: int, least: int) -> VecVariant:
+    def _to_int8(self, shape: VecShape, chunks: int, most: int, least: int) -> VecVariant:
         """Of outputs that go out as int8: a workgroup has a block of them, or half a block where
         there are few or a product takes many registers."""
         workgroup, outputs, block = 1024, 1 if shape.dtype in INTEGERS else 2, HALF
@@ -366,9 +366,9 @@ class Tuning:
         outputs = block * team // workgroup
         ahead = shape.gated and outputs == 1
         if shape.dtype in LOOKED_UP:
-            ahead = ahead and blocks >= 2 * team
+            ahead = ahead and chunks >= 2 * team
         else:
-            ahead = ahead and shape.dtype == "q4" and blocks == 2 * team  # all of a row at once
+            ahead = ahead and shape.dtype == "q4" and chunks == 2 * team  # all of a row at once
         return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
 
     def matmul(self, rows: int, n: int, k: int, splits: bool, heads: int = 1) -> TileVariant:

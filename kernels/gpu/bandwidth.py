@@ -12,7 +12,7 @@ from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.record import RawQueue, Recording
 from infer.kernels.gpu.shader import KernelSpec
 
-BLOCK = 256 * 16  # bytes that a workgroup of copy.wgsl copies
+PER_WORKGROUP = 256 * 16  # bytes that a workgroup of copy.wgsl copies
 _LEAST_BYTES = 64 << 20  # beyond the last cache of most adapters
 _SUBMISSION_SECONDS = 0.05  # long enough that submitting costs nothing beside it
 
@@ -22,12 +22,14 @@ def copy_bandwidth(
 ) -> float:
     """Bytes read plus bytes written per second when one buffer is copied into another.
 
-    nbytes: size of each buffer, a multiple of BLOCK; None takes 1 GiB (64 MiB on a software
+    nbytes: size of each buffer, a multiple of PER_WORKGROUP; None takes 1 GiB (64 MiB on a software
     adapter), or less where that does not fit. The copy is repeated for so many seconds, which also
     brings up the clock of an idle GPU, and the best of the runs counts, by the GPU's own timestamps
     where it has them. Raises OutOfMemoryError.
     """
-    limit = min(device.limits.max_binding, device.limits.max_buffer) // BLOCK * BLOCK
+    limit = (
+        min(device.limits.max_binding, device.limits.max_buffer) // PER_WORKGROUP * PER_WORKGROUP
+    )
     size = min(nbytes or (_LEAST_BYTES if device.software else 1 << 30), limit)
     while True:
         try:
@@ -41,9 +43,9 @@ def copy_bandwidth(
 
 
 def copy(device: Device, source: Buffer, target: Buffer) -> Dispatch:
-    """Copies a buffer into another of its size, a multiple of BLOCK."""
+    """Copies a buffer into another of its size, a multiple of PER_WORKGROUP."""
     spec = KernelSpec.of("copy", VECTORS=source.nbytes // 16)
-    grid = linear_grid(source.nbytes // BLOCK, device.limits.max_workgroups)
+    grid = linear_grid(source.nbytes // PER_WORKGROUP, device.limits.max_workgroups)
     return dispatch(device, spec, [source, target], grid)
 
 

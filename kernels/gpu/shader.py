@@ -31,7 +31,7 @@ from infer.kernels.errors import ShaderError
 
 WGSL_FOLDER = Path(__file__).parents[1] / "wgsl"
 
-Value = int | float | bool | str
+Param = int | float | bool | str
 
 _PARAM = re.compile(r"//\s*@param\s+(\w+)\s+([\w|]+)")
 _REPEAT = re.compile(r"\$[a-z]")
@@ -47,10 +47,10 @@ class KernelSpec:
     """A kernel and its parameters: the cache key, the label and the source of its text at once."""
 
     name: str
-    params: tuple[tuple[str, Value], ...]
+    params: tuple[tuple[str, Param], ...]
 
     @classmethod
-    def of(cls, kernel: str, /, **params: Value) -> KernelSpec:
+    def of(cls, kernel: str, /, **params: Param) -> KernelSpec:
         return cls(kernel, tuple(sorted(params.items())))
 
     @property
@@ -124,7 +124,7 @@ def render(spec: KernelSpec, folder: Path = WGSL_FOLDER) -> Shader:
     return _render(spec, _file_template(spec.name, folder))
 
 
-def render_text(text: str, name: str = "shader", **params: Value) -> Shader:
+def render_text(text: str, name: str = "shader", **params: Param) -> Shader:
     """The same for WGSL that is given as text instead of a file of this package."""
     lines = tuple(Line(line, name, n) for n, line in enumerate(text.splitlines(), 1))
     return _render(KernelSpec.of(name, **params), _template(lines, WGSL_FOLDER))
@@ -153,7 +153,7 @@ def _render(spec: KernelSpec, template: _Template) -> Shader:
 
 @lru_cache(maxsize=512)
 def _expanded(
-    template: _Template, values: tuple[Value, ...]
+    template: _Template, values: tuple[Param, ...]
 ) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """The extensions and the lines that remain for the values of the deciding parameters. Kernels
     that differ in nothing but constants, as in most sizes, share them."""
@@ -226,7 +226,7 @@ def _declared(lines: tuple[Line, ...]) -> dict[str, str]:
     return types
 
 
-def _check(kernel: str, template: _Template, params: dict[str, Value]) -> None:
+def _check(kernel: str, template: _Template, params: dict[str, Param]) -> None:
     types = template.types
     unknown, missing = params.keys() - types.keys(), types.keys() - params.keys()
     if unknown:
@@ -247,7 +247,7 @@ def _check(kernel: str, template: _Template, params: dict[str, Value]) -> None:
             raise ShaderError(f"{kernel}: parameter {name} is declared but never used")
 
 
-def _const(name: str, kind: str, value: Value) -> str:
+def _const(name: str, kind: str, value: Param) -> str:
     if kind == "f32":
         text = repr(float(value))
         return f"const {name}: f32 = {text}f;"
@@ -289,7 +289,7 @@ def _directive(line: Line) -> str:
 
 def _expand(
     nodes: tuple[Line | _Block, ...],
-    params: dict[str, Value],
+    params: dict[str, Param],
     enables: list[Line],
     body: list[Line],
     repeats: dict[str, int],
@@ -308,7 +308,7 @@ def _expand(
 
 def _expand_block(
     block: _Block,
-    params: dict[str, Value],
+    params: dict[str, Param],
     enables: list[Line],
     body: list[Line],
     repeats: dict[str, int],
@@ -327,7 +327,7 @@ def _expand_block(
             return
 
 
-def _obey(line: Line, text: str, params: dict[str, Value], enables: list[Line]) -> None:
+def _obey(line: Line, text: str, params: dict[str, Param], enables: list[Line]) -> None:
     """What a directive of one line says."""
     if text.startswith("#let "):
         name, equals, value = (part.strip() for part in text[len("#let ") :].partition("="))
@@ -342,7 +342,7 @@ def _obey(line: Line, text: str, params: dict[str, Value], enables: list[Line]) 
         raise ShaderError(f"{line.place}: unexpected {text.split()[0]}")
 
 
-def _replace(line: Line, params: dict[str, Value], repeats: dict[str, int]) -> str:
+def _replace(line: Line, params: dict[str, Param], repeats: dict[str, int]) -> str:
     """The line with $i and $(EXPR) replaced by their values."""
     text = line.text
     if "$" not in text:
@@ -374,10 +374,10 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
 }
 
-Expression = Callable[[Mapping[str, Value]], Any]
+Expression = Callable[[Mapping[str, Param]], Any]
 
 
-def _evaluate(line: Line, text: str, params: dict[str, Value]) -> Any:
+def _evaluate(line: Line, text: str, params: dict[str, Param]) -> Any:
     """The value of a directive's expression. A lower-case word that is no name stands for itself,
     so that `#if WEIGHT == bf16` reads as it should."""
     text = text.partition("//")[0].strip()

@@ -19,7 +19,8 @@ class Decoder:
     """A decoder-only transformer: norm, attention, norm, gated MLP; each with a residual. An
     architecture reads its config, and overrides what is not as here."""
 
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
+    # Of a layer: before attention, of what it adds, before the MLP, of what that adds.
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     folded_by_mlx = False  # whether its files have factors of the config in their weights
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -38,7 +39,7 @@ class Decoder:
         )
         for i in range(c.num_hidden_layers):
             name, prefix = f"layers.{i}", f"model.layers.{i}"
-            for norm in self.norms:
+            for norm in filter(None, self.norms):
                 yield from layers.norm_weights(c, f"{name}.{norm}", f"{prefix}.{norm}")
             yield from self.mixer_weights(i, name, prefix)
             yield from self.mlp_weights(i, f"{name}.mlp", prefix)
@@ -100,8 +101,16 @@ class Decoder:
 
     def layer(self, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """What a layer makes of the activations h [rows, hidden_size]."""
-        before_mixer, before_mlp = self.norms
-        x = layers.norm(h, w, before_mixer, self.config)
-        h = h + self.mixer(x, w, rope, cache, window)
-        x = layers.norm(h, w, before_mlp, self.config)
-        return h + self.mlp(x, Scope(w, "mlp"))
+        c = self.config
+
+        def norm(x: Value, name: str | None) -> Value:
+            return x if name is None else layers.norm(x, w, name, c)
+
+        before_mixer, of_mixer, before_mlp, of_mlp = self.norms
+        x = norm(h, before_mixer)
+        y = h + norm(self.mixer(x, w, rope, cache, window), of_mixer)
+        if not c.parallel:
+            x = norm(y, before_mlp)
+        elif before_mlp:
+            x = norm(h, before_mlp)
+        return y + norm(self.mlp(x, Scope(w, "mlp")), of_mlp)

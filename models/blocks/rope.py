@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from infer.models.loading.config import RopeConfig
 
 F32 = np.float32
-_BLOCK = 4096  # positions at a time
+_AT_ONCE = 4096  # positions at a time
 
 
 def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.float32]:
@@ -27,8 +27,8 @@ def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.
     frequencies, attention_factor = _frequencies(rope, length)
     own = max(rope.max_position_embeddings, length)
     table = np.empty((positions, rope.rotary_dim // 2, 2), F32)
-    for start in range(0, positions, _BLOCK):  # so that temporaries stay small
-        rows = np.arange(start, min(start + _BLOCK, positions))[:, None]
+    for start in range(0, positions, _AT_ONCE):  # so that temporaries stay small
+        rows = np.arange(start, min(start + _AT_ONCE, positions))[:, None]
         if rope.kind == "dynamic":
             frequencies = _dynamic(rope, np.maximum(rows + 1.0, own))
         angle = (rows.astype(F32) * frequencies).astype(np.float64)

@@ -32,7 +32,7 @@ from infer.models.loading.weights import View
 _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 # Values converted at a time: their temporaries fit in a core's cache, and cost the host no memory.
-_BLOCK = 1 << 18
+_AT_ONCE = 1 << 18
 
 # What is added to rows [first, first + count) of a tensor, as (first, count) -> two factors in f32,
 # [count, rank] and [rank, columns].
@@ -256,7 +256,7 @@ class _Floats:
         changed = None if self.change is None else _of_part(self.change, view)
         rows = np.frombuffer(data, _STORAGE[self.dtype]).reshape(count, -1)
         columns = values.shape[1]
-        step = max(1, _BLOCK // columns)
+        step = max(1, _AT_ONCE // columns)
         for i in range(0, count, step):
             own_rows = slice(i, i + step)
             factors = None if changed is None else (changed[0][own_rows], changed[1])

@@ -82,7 +82,7 @@ _COPY = re.compile(
     r"base_model\.model\.((?:.+\.)?(?:embed_tokens|embed_in|lm_head|embed_out))(?:\.base_layer)?\.weight"
 )
 _HEADS = ("lm_head.weight", "embed_out.weight")
-_BLOCK = 1 << 22  # values compared at a time
+_AT_ONCE = 1 << 22  # values compared at a time
 _MOST_ALPHA = 1e6  # far more than anybody trains with, and no product leaves f32
 # What makes a pattern take for ever.
 _REPETITION, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
@@ -136,7 +136,7 @@ class Copy:
     def check(self) -> None:
         """Raises UnsupportedError where it has not the model's values, in its own dtype."""
         rows, columns = self.own.shape
-        step = max(1, _BLOCK // columns)
+        step = max(1, _AT_ONCE // columns)
         for first in range(0, rows, step):
             part = first, min(first + step, rows)
             own = _rounded(read_rows(self.own, *part), self.copy.dtype)

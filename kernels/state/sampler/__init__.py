@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, Grid, dispatch
-from infer.kernels.gpu.shader import KernelSpec, Value
+from infer.kernels.gpu.shader import KernelSpec, Param
 from infer.kernels.state.step import MAX_LOGITS_ROWS, SAMPLING
 
 INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
@@ -155,12 +155,12 @@ class Sampler:
         self._dispatches.clear()
 
     def _build(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
-        sizes: dict[str, Value] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
-        gathers: dict[str, Value] = {"GATHER": gather, "SEQUENCES": self.sequences}
+        sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
+        gathers: dict[str, Param] = {"GATHER": gather, "SEQUENCES": self.sequences}
         gathers["SOFTWARE"] = self.device.software
         rows = min(MAX_LOGITS_ROWS, self.max_rows)
         tokens = sizes | gathers | {"STRIDE": self._stride}
-        changes: dict[str, Value] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
+        changes: dict[str, Param] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
         counts = "counts" if chain.penalties else "no_counts"
         biases = "biases" if chain.bias else "no_biases"
         levels = _levels(chain)
@@ -240,7 +240,7 @@ def _levels(chain: SamplerChain) -> list[int]:
     return [0, 3, 4] if chain.top_p else []
 
 
-def _found(chain: SamplerChain, filled: list[int]) -> dict[str, Value]:
+def _found(chain: SamplerChain, filled: list[int]) -> dict[str, Param]:
     """The digits that are found from the last of the `filled` histograms."""
     find_k = find_p = 0
     if filled:
