@@ -94,6 +94,16 @@ def position_scale(x: Array, positions: Array, beta: float, interval: int) -> Ar
     return result
 
 
+def run_activation(bench: Bench, x: Array, function: str, *, gated: bool = False) -> Floats:
+    """A function of `ops.activation`; gated: x is [rows, 2 n], and the function of its left
+    half is multiplied by its right half."""
+    value = bench.input(x)
+    if not gated:
+        return bench.run(Activation(value, function))
+    gate, up = split(value, value.width // 2, value.width // 2)
+    return bench.run(Activation(gate, function) * up)
+
+
 def cases() -> Iterator[Case]:
     for function, gated in product(ACTIVATIONS, (False, True)):
         run = partial(_activation, function=function, gated=gated)
@@ -108,16 +118,6 @@ def cases() -> Iterator[Case]:
     for each in (False, True):
         name = "a gate each" if each else "a gate for all"
         yield Case("sigmoid_gate", name, partial(_sigmoid_gate, each=each))
-
-
-def run_activation(bench: Bench, x: Array, function: str, *, gated: bool = False) -> Floats:
-    """A function of `ops.activation`; gated: x is [rows, 2 n], and the function of its left
-    half is multiplied by its right half."""
-    value = bench.input(x)
-    if not gated:
-        return bench.run(Activation(value, function))
-    gate, up = split(value, value.width // 2, value.width // 2)
-    return bench.run(Activation(gate, function) * up)
 
 
 def _activation(bench: Bench, function: str, gated: bool) -> Outcome:

@@ -16,13 +16,6 @@ from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.ops.embedding import Embedding, LogitsRows, PositionEmbedding
 
 
-def cases() -> Iterator[Case]:
-    for dtype in FLOATS + QUANTIZED:
-        yield Case("embedding", dtype, partial(_embedding, dtype=dtype))
-    yield Case("position_embedding", "", _position_embedding)
-    yield Case("take_rows", "", _take_rows)
-
-
 def run_embedding(
     bench: Bench, ids: Ids, weight: Array | Codes, *, dtype: str = "f32", scale: float = 1.0
 ) -> Floats:
@@ -43,6 +36,13 @@ def run_take_rows(bench: Bench, x: Array, rows: Sequence[int]) -> Floats:
     if len(x) == 1:
         raise ShaderError("there is nothing to take from a single row")
     return bench.run(LogitsRows(bench.input(x)), logits_rows=rows)
+
+
+def cases() -> Iterator[Case]:
+    for dtype in FLOATS + QUANTIZED:
+        yield Case("embedding", dtype, partial(_embedding, dtype=dtype))
+    yield Case("position_embedding", "", _position_embedding)
+    yield Case("take_rows", "", _take_rows)
 
 
 def _embedding(bench: Bench, dtype: str) -> Outcome:
