@@ -38,13 +38,10 @@ from infer.kernels.compiler.tuning import AttentionVariant, Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
+from infer.kernels.ops import attention_check, linear_check, norm_check, rope_check
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops.attention import check as attention_check
-from infer.kernels.ops.attention.check import kv_step, nearest_output
-from infer.kernels.ops.linear import check as linear_check
-from infer.kernels.ops.norm import check as norm_check
+from infer.kernels.ops.attention_check import kv_step, nearest_output
 from infer.kernels.ops.rope import Rope
-from infer.kernels.ops.rope import check as rope_check
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.state.step import HEADER, ROW, pack_step
 

@@ -14,7 +14,7 @@ from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import TiledVariant, Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Limits, Settings
-from infer.kernels.ops.attention import check as attention_check
+from infer.kernels.ops import attention_check
 from infer.kernels.state.kv_cache import kept
 
 LIMIT = 1e-10  # of f32 arithmetic

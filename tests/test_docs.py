@@ -33,15 +33,13 @@ pytestmark = pytest.mark.demo
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/decisions.md")
-# Of a family of operations, whose other module is its folder's __init__.
-FAMILIES = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("kernels/*/*/check.py")}
 # With modules, but for the folder of a file for each architecture.
 FOLDERS = {
     path.parent.relative_to(ROOT).as_posix()
     for top in ("infer", "models", "kernels")
     for path in (ROOT / top).rglob("[!_]*.py")
     if not path.parent.relative_to(ROOT).as_posix().startswith(("infer/kernels", "infer/models"))
-} - {"models", *FAMILIES}
+} - {"models"}
 FENCE = re.compile(r"^( *)```(\S+) ?(\S*)\n(.*?)^ *```$", re.M | re.S)
 
 
@@ -268,12 +266,9 @@ def test_the_architecture_names_every_module() -> None:
     _, *tables = re.split(r"^\| `([\w/]+)/` \|.*\n\| ---", text, flags=re.M)
     assert sorted(tables[::2]) == sorted(FOLDERS)
     for folder, table in zip(tables[::2], tables[1::2], strict=True):
-        rows = "".join(re.findall(r"^\| (`.*?) \|", table, re.M))
-        named = re.findall(r"`(\w+\.py)`", rows)
+        named = re.findall(r"`(\w+\.py)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
         files = {path.name for path in (ROOT / folder).glob("[!_]*.py")}
         assert sorted(named) == sorted(files)
-        families = [path for path in map(Path, FAMILIES) if path.parent == Path(folder)]
-        assert all(f"`{family.name}/`" in rows for family in families)
 
 
 def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:

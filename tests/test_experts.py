@@ -37,9 +37,8 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping, allocate
+from infer.kernels.ops import experts_check, norm_check
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops.experts import check as experts_check
-from infer.kernels.ops.norm import check as norm_check
 from infer.models import build_model, open_model
 from infer.models.loading import load as loading
 from infer.models.loading.checkpoint import SINGLE, Checkpoint

@@ -38,12 +38,14 @@ from infer.kernels.gpu.plan import dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
+from infer.kernels.ops import (
+    attention_check,
+    elementwise_check,
+    linear_check,
+    norm_check,
+    rope_check,
+)
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops.attention import check as attention_check
-from infer.kernels.ops.elementwise import check as elementwise_check
-from infer.kernels.ops.linear import check as linear_check
-from infer.kernels.ops.norm import check as norm_check
-from infer.kernels.ops.rope import check as rope_check
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig

@@ -47,8 +47,8 @@ from infer.kernels.errors import (
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.tensor import INTEGERS
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops import linear_check
 from infer.kernels.ops.linear import LowRank
-from infer.kernels.ops.linear import check as linear_check
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Checkpoint

@@ -24,7 +24,7 @@ from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
 from infer.kernels.ops.recurrent import SSMScan
 from infer.kernels.ops.rope import Rope
-from infer.kernels.ops.rope.check import rope_table
+from infer.kernels.ops.rope_check import rope_table
 from infer.kernels.state.kv_cache import KVCache, KVShape, LayerCache
 from infer.kernels.state.layer_state import LayerState, StateShape
 

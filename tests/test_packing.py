@@ -33,7 +33,7 @@ from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.tensor import INTEGERS, GpuTensor
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops.linear import check as linear_check
+from infer.kernels.ops import linear_check
 from infer.models import open_model
 from infer.models.loading import packing
 from infer.models.loading.checkpoint import Checkpoint

@@ -31,11 +31,8 @@ from infer.kernels.checks.inputs import exact_weight
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import DeltaVariant, ScanVariant, Tuning
 from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.ops import elementwise_check, linear_check, norm_check, recurrent_check
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops.elementwise import check as elementwise_check
-from infer.kernels.ops.linear import check as linear_check
-from infer.kernels.ops.norm import check as norm_check
-from infer.kernels.ops.recurrent import check as recurrent_check
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5

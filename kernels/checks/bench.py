@@ -1,6 +1,6 @@
 """Cases: one kernel each, on small and awkward inputs, against its formula in float64.
 
-Every family of operations has its own in `check.py` beside it. They trace operations on a Bench,
+Every family of operations has its own in a module beside it. They trace operations on a Bench,
 which turns numpy arrays into what these take; functions.py offers the same to users.
 """
 

@@ -10,17 +10,29 @@ from collections.abc import Callable, Iterator
 
 from infer.kernels.checks.bench import Case, CheckResult
 from infer.kernels.gpu.device import Device
-from infer.kernels.ops.attention import check as attention
-from infer.kernels.ops.elementwise import check as elementwise
-from infer.kernels.ops.embedding import check as embedding
-from infer.kernels.ops.experts import check as experts
-from infer.kernels.ops.linear import check as linear
-from infer.kernels.ops.norm import check as norm
-from infer.kernels.ops.recurrent import check as recurrent
-from infer.kernels.ops.rope import check as rope
-from infer.kernels.state.sampler import check as sampler
+from infer.kernels.ops import (
+    attention_check,
+    elementwise_check,
+    embedding_check,
+    experts_check,
+    linear_check,
+    norm_check,
+    recurrent_check,
+    rope_check,
+)
+from infer.kernels.state import sampler_check
 
-FAMILIES = (embedding, norm, elementwise, linear, experts, recurrent, rope, attention, sampler)
+FAMILIES = (
+    embedding_check,
+    norm_check,
+    elementwise_check,
+    linear_check,
+    experts_check,
+    recurrent_check,
+    rope_check,
+    attention_check,
+    sampler_check,
+)
 
 
 def check_device(

@@ -13,8 +13,8 @@ and testing: `profile` says what a kernel itself takes.
 
 Each operation of ops/functional.py is a function of its own fields here, with arrays for
 activations and weights, None where it can do without, and two options: `position` of the first row,
-and `dtype`, in which matrices are stored. What needs more than that is a `run_NAME` in `check.py`
-beside its operation, which is NAME here.
+and `dtype`, in which matrices are stored. What needs more than that is a `run_NAME` among
+the cases of its family, which is NAME here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.shader import Param, render_text
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops import functional
-from infer.kernels.ops.rope.check import rope_table as rope_table
+from infer.kernels.ops.rope_check import rope_table as rope_table
 
 
 def profile(

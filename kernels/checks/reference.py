@@ -1,4 +1,4 @@
-"""What the references of several families share; their own are in `check.py` beside each.
+"""What the references of several families share; their own are beside each.
 
 Arrays are [rows][width] as in the kernels, of any float type; results are float64.
 """

@@ -20,12 +20,12 @@ from infer.kernels.compiler.graph import Value, split
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.ops.attention import Attention
-from infer.kernels.ops.elementwise.check import softcap
-from infer.kernels.ops.linear.check import few
+from infer.kernels.ops.elementwise_check import softcap
+from infer.kernels.ops.linear_check import few
 from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm.check import rmsnorm
+from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rope, Rotate
-from infer.kernels.ops.rope.check import frequencies, rope, rope_table, stored_rope
+from infer.kernels.ops.rope_check import frequencies, rope, rope_table, stored_rope
 from infer.kernels.state.kv_cache import (
     KV_DTYPES,
     KVCache,

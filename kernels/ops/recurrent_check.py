@@ -15,9 +15,9 @@ from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
 from infer.kernels.checks.forward import Floats
 from infer.kernels.checks.inputs import exact_weight, int8_rows
 from infer.kernels.compiler.graph import Value
-from infer.kernels.ops.elementwise.check import silu
+from infer.kernels.ops.elementwise_check import silu
 from infer.kernels.ops.linear import Linear
-from infer.kernels.ops.linear.check import matmul
+from infer.kernels.ops.linear_check import matmul
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.recurrent import DeltaRule, ShortConv, SSMScan
 from infer.kernels.state.layer_state import LayerState, StateShape

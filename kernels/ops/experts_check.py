@@ -18,7 +18,7 @@ from infer.kernels.checks.reference import softmax
 from infer.kernels.compiler.graph import Value
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.gpu.tensor import QUANTIZED
-from infer.kernels.ops.elementwise.check import ACTIVATIONS, clamped_swiglu
+from infer.kernels.ops.elementwise_check import ACTIVATIONS, clamped_swiglu
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
 from infer.kernels.ops.norm import RMSNorm
 

@@ -25,12 +25,12 @@ from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.elementwise import Activation
-from infer.kernels.ops.elementwise.check import ACTIVATIONS
+from infer.kernels.ops.elementwise_check import ACTIVATIONS
 from infer.kernels.ops.linear import HeadLinear, Linear
 from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm.check import rmsnorm
+from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rotate
-from infer.kernels.ops.rope.check import frequencies, rope, rope_table, stored_rope
+from infer.kernels.ops.rope_check import frequencies, rope, rope_table, stored_rope
 
 
 def matmul(x: Array, weight: Array) -> Array:

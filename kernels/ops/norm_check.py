@@ -9,7 +9,7 @@ import numpy as np
 
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
-from infer.kernels.ops.elementwise.check import silu
+from infer.kernels.ops.elementwise_check import silu
 from infer.kernels.ops.norm import LayerNorm, RMSNorm
 
 

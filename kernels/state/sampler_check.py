@@ -33,7 +33,7 @@ def run_sample(
 ) -> NDArray[np.uint32]:
     """A token for each row of logits [rows, vocab], greedy at temperature 0; INVALID_TOKEN for a
     row that has NaN or nothing above -inf. The noise depends on the seed and the row's position,
-    from `position` on. What the filters mean is in `__init__.py` beside this."""
+    from `position` on. What the filters mean is in kernels/state/sampler.py."""
     rows, vocab = logits.shape
     noise = temperature > 0
     chain = SamplerChain(
