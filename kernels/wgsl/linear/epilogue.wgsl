@@ -3,19 +3,8 @@
 //   y = activated(sum + bias[n], up + bias[n + N]) + residual
 //   activated(sum, up) = activate(SCALE sum), or gated(sum, up) where GATED, a parameter or #let
 //
-// Needs `#let EPILOGUE`, the first binding that is free. BIAS and RESIDUAL: there are such; without an
-// ACTIVATION activate(x) = x.
-#include "activate.wgsl"
-// @param N u32                   outputs: rows of this shard of W, or half of them with GATED
-// @param SCALE f32
-// @param BIAS bool
-// @param RESIDUAL bool
-#if BIAS
-@group(0) @binding($(EPILOGUE)) var<storage, read> bias: array<f32>;
-#endif
-#if RESIDUAL
-@group(0) @binding($(EPILOGUE + BIAS)) var<storage, read> residual: array<f32>;
-#endif
+// BIAS and RESIDUAL: there are such; without an ACTIVATION activate(x) = x.
+#include "epilogue_inputs.wgsl"
 
 fn activated(sum: f32, up: f32) -> f32 {
 #if GATED

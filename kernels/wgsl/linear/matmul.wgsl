@@ -9,6 +9,8 @@
 #include "weight_group.wgsl"
 #let EPILOGUE = 3 + SCALES_BOUND
 #include "matmul_tile.wgsl"
+#include "epilogue.wgsl"
+#include "z_curve.wgsl"
 // @param X_STRIDE u32            this and the next two are multiples of 4
 // @param X_OFFSET u32
 // @param X_HEAD u32              columns of x from one head to the next; 0 where there are no heads

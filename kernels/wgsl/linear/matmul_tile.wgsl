@@ -6,9 +6,8 @@
 // SPLITS workgroups share the columns of their rows: each writes its sums below those of the one
 // before, and matmul_combine.wgsl does the rest.
 // Needs `#let EPILOGUE`, the first binding that is free.
-#include "epilogue.wgsl"
+#include "epilogue_inputs.wgsl"
 #include "tile_rows.wgsl"
-#include "z_curve.wgsl"
 // @param START u32               the first output that this shard holds
 // @param Y_STRIDE u32
 // @param M_SIZE u32              invocations of a workgroup along the rows: a multiple of 4
