@@ -12,16 +12,18 @@
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into
 // workgroup memory, as the upper halves of bytes: 16 times what it means. nf4 becomes two planes of
 // int8, of which the second counts 256 times.
+// M_TILE is N_SIZE at most, and N_TILE M_SIZE.
+#include "activate.wgsl"
 #let COPIES = 1
 #include "integers.wgsl"
-#let EPILOGUE = 5
-#include "matmul_tile.wgsl"
-// M_TILE is N_SIZE at most, and N_TILE M_SIZE.
+#include "tile_rows.wgsl"
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 @group(0) @binding(3) var<storage, read> x_scales: array<vec2<f32>>;
 @group(0) @binding(4) var<storage, read_write> y: array<f32>;
+#let EPILOGUE = 5
+#include "matmul_tile.wgsl"
 
 const STRIDE = 3u;  // 32 columns are 2 elements, one more against bank conflicts
 const W_STRIDE = $(1 + 2 * PLANES)u;
