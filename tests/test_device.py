@@ -222,6 +222,7 @@ def test_multiprocessors_are_found_or_those_of_the_measured_card(tmp_path: Path)
     assert _amd(tmp_path) is None
 
 
+@pytest.mark.live
 def test_multiprocessors_are_those_that_cuda_counts(device: Device) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
