@@ -13,8 +13,8 @@ from infer.kernels.gpu.shader import KernelSpec
 
 @dataclass(eq=False)
 class Scratch:
-    """Memory between two kernels that is not an activation: so many bytes. routing: of a choice of
-    experts."""
+    """Memory between two kernels that is not an activation: so many bytes. is_routing: of a choice
+    of experts."""
 
     nbytes: int
     is_routing: bool = False
