@@ -9,7 +9,7 @@ from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
 from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind
+from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
@@ -26,13 +26,15 @@ from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
 
 SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
+MAX_BATCH = 64
 
 
 class Steps:
     """The steps of one model on one device, for each adapter, and what they share: the cache, the
     tables of positions, the step buffer, the logits and the activations.
 
-    rows: by the name of a kind of step, from the largest, how many it has at most.
+    rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
+    batches: of the kinds of which each row is of another, from the smallest.
     """
 
     def __init__(
@@ -46,18 +48,22 @@ class Steps:
         kv_dtype: str,
         prefill_chunk: int,
         fuse: bool,
+        max_batch: int,
+        n_pages: int,
     ) -> None:
         """adapters: what lies beside the weights, by name; None: when none is asked for. The
         others: as in EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an
         adapter changes."""
         self.device, self.adapters, self.context, self._fuse = device, adapters, context, fuse
         c = model.config
-        self.cache = KVCache(device, c.kv_shapes, context, dtype=kv_dtype)
+        self.cache = KVCache(
+            device, c.kv_shapes, context, sequences=max_batch, dtype=kv_dtype, n_pages=n_pages
+        )
         keys_and_values = iter(self.cache.layers)
         self.caches: list[Cache] = []  # of each layer
         for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
             if shape is not None:
-                self.caches.append(LayerState.new(device, shape, layer))
+                self.caches.append(LayerState.new(device, shape, layer, max_batch, max_batch))
             else:
                 own = source == layer
                 self.caches.append(next(keys_and_values) if own else self.caches[source])
@@ -73,15 +79,23 @@ class Steps:
             _check_projections(values, weights, changes)
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
         chunk = max(16, min(prefill_chunk, context, bound))
-        self.step = device.buffer(step_bytes(max(chunk, MAX_VEC_ROWS)), label="step")
-        self.logits = device.buffer(4 * stride(c.vocab_size), label="logits")
+        self.step = device.buffer(step_bytes(max(chunk, MAX_VEC_ROWS, max_batch)), label="step")
+        self.batches = _batches(max_batch, device)
+        logits_rows = padded_rows(max(self.batches, default=1))
+        self.logits = device.buffer(4 * stride(c.vocab_size) * logits_rows, label="logits")
         self.rows = {"prefill": chunk}
         if chunk > SHORT_ROWS and not device.software:
             self.rows["short prefill"] = SHORT_ROWS
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
+        kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
+        self._kinds = kinds | {
+            f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches
+        }
+        # Other batches take less room, and are made when they are needed.
+        lowered = [*self.rows, *(f"batch {rows}" for rows in self.batches[-1:])]
         self.lowered = {
-            (kind, adapter): self.lower(StepKind(rows, logits=1), self.logits, adapter)
-            for kind, rows in self.rows.items()
+            (kind, adapter): self.lower(self._kinds[kind], self.logits, adapter)
+            for kind in lowered
             for adapter in adapters
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
@@ -101,19 +115,33 @@ class Steps:
         return lower(self.device, traced, kind, step, logits, fuse=fuse, changes=changes)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile, in threads, what every generation needs, so that none has to wait for it.
+        """Compile, in threads, what every generation needs, so that none has to wait for it; but
+        for batches, of which most sizes may never come.
         `progress` gets how many kernels are done, and how many there are."""
-        specs = (kernel.spec for lowering in self.lowered.values() for kernel in lowering.kernels)
+        keys = [key for key in self.lowered if key[0] in self.rows]
+        specs = (kernel.spec for key in keys for kernel in self.lowered[key].kernels)
         self.device.pipelines(specs, progress)
-        for kind, adapter in self.lowered:
+        for kind, adapter in keys:
             self.plan(kind, adapter)
 
     def plan(self, kind: str, adapter: str | None) -> DispatchPlan:
         """Made, and compiled where it is not yet, when it is first needed."""
         key = kind, adapter
         if key not in self._plans:
+            if key not in self.lowered:
+                self.lowered[key] = self.lower(self._kinds[kind], self.logits, adapter)
             self._plans[key] = self.lowered[key].place(self.arena)
         return self._plans[key]
+
+    def batch(self, rows: int) -> str:
+        """The kind of step of so many rows, each of a sequence of its own."""
+        return "decode" if rows == 1 else f"batch {next(n for n in self.batches if n >= rows)}"
+
+
+def _batches(most: int, device: Device) -> list[int]:
+    """Rows of the kinds of batches. A CPU has one: compiling takes it longer than idle rows."""
+    sizes = [rows for rows in (2, 4, 8, 16, 32, MAX_BATCH) if rows < 2 * most]
+    return sizes[-1:] if device.software else sizes
 
 
 def _check_projections(

@@ -223,7 +223,7 @@ def scale_into_norm(graph: Graph, target: Target) -> None:
 def choose_attention(graph: Graph, target: Target) -> None:
     """Tiles for many rows; for a few, a context that is split, where there are subgroups."""
     for attention in each(graph, Attention):
-        if not target.kind.vec:
+        if not target.kind.few:
             graph.update(attention, kernels="tiled")
         elif attention.variant(target) is not None:
             graph.update(attention, kernels="split")

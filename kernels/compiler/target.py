@@ -14,17 +14,24 @@ MAX_VEC_ROWS = 8
 
 @dataclass(frozen=True)
 class StepKind:
-    """A kind of step: at most `rows` rows, of which `logits` get logits (None: all of them).
+    """A kind of step: at most `rows` rows, of which `logits` get logits (None: all of them). They
+    are consecutive positions of one sequence or, in a batch, each the next of its own.
 
     Up to MAX_VEC_ROWS rows go through matmul_vec, more through matmul.
     """
 
     rows: int
     logits: int | None = None
+    batch: bool = False
 
     @property
     def vec(self) -> bool:
         return self.rows <= MAX_VEC_ROWS
+
+    @property
+    def few(self) -> bool:
+        """Whether rows attend each on its own, their contexts split."""
+        return self.vec or self.batch
 
 
 @dataclass

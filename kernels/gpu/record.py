@@ -9,7 +9,7 @@ the reference that tests hold RawQueue to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import wgpu
@@ -21,8 +21,15 @@ from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import NOTHING, Dispatch, Size, needed
 
 SizeAt = Callable[[int, int], Size]
-# (source, staging, bytes): what a step copies out at its end
-Copy = tuple[Buffer, Buffer, int]
+
+
+class Copy(NamedTuple):
+    """What a step copies at its end: so many bytes from a place in one buffer to one in another."""
+
+    source: tuple[Buffer, int]
+    to: tuple[Buffer, int]
+    nbytes: int
+
 
 
 class Recording:
@@ -57,7 +64,7 @@ class StepQueue(Protocol):
     """Submits steps and reads back what they copied into staging buffers."""
 
     def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> Any:
-        """Record and submit one step; returns what `read` waits for."""
+        """Record and submit one step; returns what `read` waits for. copies: in their order."""
 
     def wait(self, submission: Any) -> None:
         """Until a submission is done."""
@@ -114,9 +121,9 @@ class RawQueue:
                 lib.wgpuComputePassEncoderEnd(compute)
             finally:
                 lib.wgpuComputePassEncoderRelease(compute)
-            for source, staging, nbytes in copies:
+            for (source, start), (to, at), nbytes in copies:
                 lib.wgpuCommandEncoderCopyBufferToBuffer(
-                    encoder, source.handle._internal, 0, staging.handle._internal, 0, nbytes
+                    encoder, source.handle._internal, start, to.handle._internal, at, nbytes
                 )
             return self._finish(encoder)
         finally:
@@ -176,8 +183,8 @@ class PublicQueue:
                 compute.set_bind_group(0, item.bind_group)
                 compute.dispatch_workgroups(*item.size(rows, kv_len))
             compute.end()
-            for source, staging, nbytes in copies:
-                encoder.copy_buffer_to_buffer(source.handle, 0, staging.handle, 0, nbytes)
+            for (source, start), (to, at), nbytes in copies:
+                encoder.copy_buffer_to_buffer(source.handle, start, to.handle, at, nbytes)
             self.device.handle.queue.submit([encoder.finish()])
 
     def wait(self, submission: None) -> None:

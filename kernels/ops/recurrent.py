@@ -9,12 +9,22 @@ from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
+from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.prepared import Form, Maker
 from infer.kernels.state.layer_state import LayerState
 
 _CONV_ROWS = 16  # of a workgroup
 _LARGEST = 3e38  # WGSL has no infinity
+
+
+def _span(target: Target) -> int:
+    """Rows of one sequence in a step, at most."""
+    return 1 if target.kind.batch else target.kind.rows
+
+
+def _scan_grid(target: Target, columns: int, heads: int) -> Grid:
+    return (lambda rows, kv_len: (columns, heads, rows)) if target.kind.batch else (columns, heads, 1)
 
 
 @dataclass(eq=False, repr=False)
@@ -42,14 +52,16 @@ class ShortConv(Value):
         x, x_stride, offset = low.source(self.x)
         operands: list[Operand] = [low.step, x, self.weight.buffer, self.state.inputs, self]
         workgroups = -(-self.width // 64)
+        rows_each = 1 if low.kind.batch else _CONV_ROWS
         low.emit(
             "short_conv",
             operands if self.bias is None else [*operands, self.bias.buffer],
-            lambda rows, kv_len: (workgroups, -(-rows // _CONV_ROWS), 1),
+            lambda rows, kv_len: (workgroups, -(-rows // rows_each), 1),
             {
                 "CHANNELS": self.width,
                 "TAPS": self.state.shape.taps,
-                "ROWS": _CONV_ROWS,
+                "ROWS": rows_each,
+                "BATCH": low.kind.batch,
                 "GATED": self.gated,
                 "BIAS": self.bias is not None,
                 "ACTIVATION": self.activation,
@@ -84,15 +96,16 @@ class DeltaRule(Value):
 
     def lower(self, low: Lowering) -> None:
         state, shape = self.state, self.state.shape
-        variant = low.tuning.delta_rule(low.kind.rows, shape.key_dim)
+        variant = low.tuning.delta_rule(_span(low), shape.key_dim)
         (x, x_stride, _), (gates, gates_stride, _) = low.source(self.x), low.source(self.gates)
         vectors = self.a_log.buffer, self.dt_bias.buffer
         low.emit(
             "delta_rule",
             (low.step, x, gates, *vectors, state.matrices, self),
-            (-(-shape.value_dim // variant.columns), shape.heads, 1),
+            _scan_grid(low, -(-shape.value_dim // variant.columns), shape.heads),
             variant.params
             | {
+                "BATCH": low.kind.batch,
                 "KEY_HEADS": shape.key_heads,
                 "HEADS": shape.heads,
                 "KEY_DIM": shape.key_dim,
@@ -102,7 +115,8 @@ class DeltaRule(Value):
                 "Y_STRIDE": stride(self.width),
             },
             moved=lambda rows, kv_len: (
-                2 * state.matrices.nbytes + 4 * rows * (x_stride + self.width)
+                2 * shape.sizes[1] * (rows if low.kind.batch else 1)
+                + 4 * rows * (x_stride + self.width)
             ),
             flops=lambda rows, kv_len: 6 * rows * shape.key_dim * self.width,
         )
@@ -137,23 +151,24 @@ class SSMScan(Maker):
         return values
 
     def writes(self, form: Form, target: Target) -> bool:
-        variant = target.tuning.ssm_scan(target.kind.rows, self.state.shape.key_dim)
+        variant = target.tuning.ssm_scan(_span(target), self.state.shape.key_dim)
         halves = variant.columns % HALF == self.state.shape.value_dim % HALF == 0
         return form.fits(self, target, 6) and (halves or not form.int8)
 
     def lower(self, low: Lowering) -> None:
         state, shape, form = self.state, self.state.shape, self.prepares
         dt_min, dt_max = self.dt_limit
-        variant = low.tuning.ssm_scan(low.kind.rows, shape.key_dim)
+        variant = low.tuning.ssm_scan(_span(low), shape.key_dim)
         (x, x_stride, _), (z, z_stride, z_offset) = low.source(self.x), low.source(self.z)
         dt, dt_stride, dt_offset = low.source(self.dt)
         keep = form is None or form.keep
         low.emit(
             "ssm_scan",
             [low.step, x, z, dt, self.heads.buffer, state.matrices, *self.outputs_bound],
-            (-(-shape.value_dim // variant.columns), shape.heads, 1),
+            _scan_grid(low, -(-shape.value_dim // variant.columns), shape.heads),
             variant.params
             | {
+                "BATCH": low.kind.batch,
                 "GROUPS": shape.key_heads,
                 "HEADS": shape.heads,
                 "STATE_DIM": shape.key_dim,
@@ -171,7 +186,8 @@ class SSMScan(Maker):
                 "NEXT_NORM": form is not None and form.norm is not None,
             },
             moved=lambda rows, kv_len: (
-                2 * state.matrices.nbytes + 4 * rows * (x_stride + self.width)
+                2 * shape.sizes[1] * (rows if low.kind.batch else 1)
+                + 4 * rows * (x_stride + self.width)
             ),
             flops=lambda rows, kv_len: 6 * rows * shape.key_dim * self.width,
         )

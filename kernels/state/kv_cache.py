@@ -1,4 +1,5 @@
-"""The keys and values of the positions so far: two buffers per layer and a page table."""
+"""The keys and values of the positions so far: two buffers per layer, in pages that any sequence may
+have, and a page table."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.record import Copy
 
 KV_DTYPES = ("f16", "f32", "q8")
-PAGE = 256  # positions; a multiple of every attention tile
+PAGE = 64  # positions; a multiple of every attention tile
 
 
 class KVShape(NamedTuple):
@@ -98,11 +100,13 @@ def kept(values: NDArray[Any], head_dim: int, dtype: str) -> NDArray[Any]:
 
 
 class KVCache:
-    """A cache of `positions` positions for each of `sequences` sequences; shapes: `KVShape` of
-    each layer.
+    """A cache of `positions` positions at most for each of `sequences` sequences; shapes: `KVShape`
+    of each layer.
 
-    The page table is the identity: sequence s has pages s * n to (s + 1) * n. What lies beyond the
-    position of a row is never read, so forgetting positions takes nothing but starting before them.
+    n_pages: of all sequences together, of which `assign` gives some to one. Without it they are
+    enough for all of them, and the page table is the identity: sequence s has pages s * n to
+    (s + 1) * n. What lies beyond the position of a row is never read, so forgetting positions takes
+    nothing but starting before them.
     """
 
     def __init__(
@@ -114,11 +118,16 @@ class KVCache:
         sequences: int = 1,
         dtype: str = "f16",
         paged: bool = False,
+        n_pages: int | None = None,
     ) -> None:
-        pages = -(-positions // PAGE)
-        slots = pages * PAGE * sequences
-        n_pages = pages * sequences
-        self.pages = device.made(4 * n_pages, lambda: np.arange(n_pages, dtype=np.uint32), "pages")
+        self.device, self.pages_per_sequence = device, -(-positions // PAGE)
+        pages, entries = self.pages_per_sequence, self.pages_per_sequence * sequences
+        self.n_pages, paged = n_pages or entries, paged or n_pages is not None
+        slots = self.n_pages * PAGE
+        self.pages = device.made(
+            4 * entries, lambda: np.arange(entries, dtype=np.uint32) % self.n_pages, "pages"
+        )
+        self._page: Buffer | None = None
         layers = []
         for layer, (n_kv_heads, head_dim, latent) in enumerate(KVShape(*s) for s in shapes):
             nbytes = keys_bytes(KVShape(n_kv_heads, head_dim), slots, dtype)
@@ -130,6 +139,32 @@ class KVCache:
                 )
             )
         self.layers = tuple(layers)
+
+    def assign(self, sequence: int, first: int, pages: Sequence[int]) -> None:
+        """Let a sequence have these pages, from its page `first` on."""
+        at = sequence * self.pages_per_sequence + first
+        self.device.write(self.pages, np.array(pages, np.uint32), 4 * at)
+
+    def copies(self, page: int, to: int, positions: int) -> list[Copy]:
+        """What to copy so that the first positions of one page are those of another, too. By way
+        of a buffer, as none may be copied into itself."""
+        if self._page is None:
+            most = max(keys_bytes(layer.shape, PAGE, layer.dtype) for layer in self.layers)
+            self._page = self.device.buffer(most, label="page")
+        found = []
+        for layer in self.layers:
+            heads, d = layer.n_kv_heads, layer.head_dim
+            sizes = [heads * d * {"f16": 2, "f32": 4, "q8": 1}[layer.dtype]]  # of a position
+            if layer.dtype == "q8":
+                sizes.append(4 * heads * (d // kv_block(d)))
+            for buffer in dict.fromkeys((layer.keys, layer.values)):
+                start = 0
+                for size in sizes:
+                    own, new = (start + n * PAGE * size for n in (page, to))
+                    found.append(Copy((buffer, own), (self._page, 0), positions * size))
+                    found.append(Copy((self._page, 0), (buffer, new), positions * size))
+                    start += layer.slots * size
+        return found
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -1,9 +1,9 @@
 """What a layer keeps of a sequence instead of keys and values, and does not grow with it: the last
 inputs of a convolution, and a matrix for each head.
 
-A step's rows are consecutive positions of one sequence. Its kernels go on from the state, or from
-zeros where the first row is at position 0, and leave the state after the last row, unless the rows
-have stopped. So nothing has to be cleared to start anew; but a state cannot forget positions: it
+A step's rows are consecutive positions of one sequence or, in a batch, each the next of its own.
+Kernels go on from a sequence's state, or from zeros where the first row is at position 0, and leave
+the state after the last row, unless the rows have stopped. So nothing has to be cleared to start anew; but a state cannot forget positions: it
 goes back only to where it was saved.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.record import Copy
 from infer.kernels.state.kv_cache import LayerCache
 
 
@@ -42,10 +43,12 @@ NOTHING = StateShape(channels=0, taps=1)  # of a layer that is an MLP alone
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """The state of one layer, which cannot be trimmed, and a copy of it that was saved.
+    """The states of one layer, which cannot be trimmed, for each of some sequences, and copies that
+    were saved, each in a place of its own.
 
-    buffers: the last taps - 1 inputs of the convolution [taps - 1][channels], oldest first, and,
-    where there are heads, their matrices [head][key_dim][value_dim].
+    buffers: the last taps - 1 inputs of the convolution [sequence][taps - 1][channels], oldest
+    first, and, where there are heads, their matrices [sequence][head][key_dim][value_dim]. saved:
+    the same, by places.
     """
 
     shape: StateShape
@@ -53,11 +56,16 @@ class LayerState:
     saved: tuple[Buffer, ...]
 
     @classmethod
-    def new(cls, device: Device, shape: StateShape, layer: int) -> LayerState:
-        """Raises OutOfMemoryError."""
+    def new(
+        cls, device: Device, shape: StateShape, layer: int, sequences: int = 1, places: int = 1
+    ) -> LayerState:
+        """places: of copies. Raises OutOfMemoryError."""
         buffers, saved = (
-            tuple(device.buffer(nbytes, label=f"{kind} of layer {layer}") for nbytes in shape.sizes)
-            for kind in ("state", "saved state")
+            tuple(
+                device.buffer(count * nbytes, label=f"{kind} of layer {layer}")
+                for nbytes in shape.sizes
+            )
+            for kind, count in (("state", sequences), ("saved state", places))
         )
         return cls(shape, buffers, saved)
 
@@ -75,7 +83,13 @@ class LayerState:
 Cache = LayerCache | LayerState
 
 
-def copies(states: Sequence[LayerState], *, back: bool) -> list[tuple[Buffer, Buffer, int]]:
-    """What to copy (from, to, bytes) to save all states, or to go back to what was saved."""
-    pairs = [pair for s in states for pair in zip(s.buffers, s.saved, strict=True)]
-    return [(b, a, a.nbytes) if back else (a, b, a.nbytes) for a, b in pairs]
+def copies(
+    states: Sequence[LayerState], sequence: int, place: int, *, back: bool
+) -> list[Copy]:
+    """What to copy to save all states of a sequence in a place, or to go back to what is there."""
+    found = []
+    for state in states:
+        for own, saved, nbytes in zip(state.buffers, state.saved, state.shape.sizes, strict=True):
+            ends = (own, sequence * nbytes), (saved, place * nbytes)
+            found.append(Copy(*(ends[::-1] if back else ends), nbytes))
+    return found

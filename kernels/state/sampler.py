@@ -24,7 +24,7 @@ A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, Grid, dispatch
 from infer.kernels.gpu.shader import KernelSpec, Param
-from infer.kernels.state.step import MAX_LOGITS_ROWS, SAMPLING
+from infer.kernels.state.step import MAX_LOGITS_ROWS, ROW, SAMPLING
 
 INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
 IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
@@ -99,15 +99,19 @@ class Sampler:
         *,
         max_rows: int = 1,
         sequences: int = 1,
+        chosen_rows: int = MAX_LOGITS_ROWS,
     ) -> None:
+        """chosen_rows: of a step of which not all rows get logits, at most."""
         self.device, self.vocab_size = device, vocab_size
         self.max_rows, self.sequences = max_rows, sequences
+        self._chosen_rows = min(chosen_rows, max_rows)
         self._stride = -(-vocab_size // 8) * 8
         self._tiles = -(-vocab_size // TILE)
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
         self._dispatches: dict[tuple[SamplerChain, bool], tuple[Dispatch, ...]] = {}
+        self._step_rows: Dispatch | None = None
         self.sampled = self._buffer("sampled")
         self._buffer("sampling")
 
@@ -117,9 +121,11 @@ class Sampler:
         record: NDArray[Any],
         prompt_ids: Iterable[int] | NDArray[np.integer] = (),
         bias: Mapping[int, float] | None = None,
+        generated: Sequence[int] = (),
     ) -> None:
         """Start a generation: how to sample `sequence` (one SAMPLING record), the tokens that the
-        repetition penalty finds in its prompt, and what to add to the logits of single tokens."""
+        repetition penalty finds in its prompt, what to add to the logits of single tokens, and
+        which tokens it has generated already."""
         self.device.write(
             self._buffer("sampling"), np.atleast_1d(record), sequence * SAMPLING.itemsize
         )
@@ -129,6 +135,7 @@ class Sampler:
             counts = np.zeros(self.vocab_size, np.uint32)
             ids = np.fromiter(prompt_ids, np.int64)
             counts[ids[ids < self.vocab_size]] = IN_PROMPT
+            np.add.at(counts, np.asarray(generated, np.int64), np.uint32(1))
             self.device.write(self._buffer("counts"), counts, offset)
         if bias or sequence in self._biased:
             dense = np.zeros(self.vocab_size, np.float32)
@@ -148,6 +155,25 @@ class Sampler:
             self._dispatches[chain, gather] = self._build(chain, gather)
         return self._dispatches[chain, gather]
 
+    def rows_of(self, sequences: Sequence[int]) -> Dispatch:
+        """What makes the rows of the next step those of these sequences, in this order, wherever
+        they are."""
+        members = np.array([len(sequences), *sequences], np.uint32)
+        self.device.write(self._buffer("members"), members)
+        if self._step_rows is None:
+            names = ("members", "sequences", "step")
+            buffers = [self._buffer(name) for name in names]
+            self._step_rows = dispatch(
+                self.device, KernelSpec.of("step_rows"), buffers, (1, 1, 1)
+            )
+        return self._step_rows
+
+    def set_next(self, sequence: int, token: int, position: int) -> None:
+        """The next row of a sequence, where the host has chosen its token."""
+        row = np.zeros(1, ROW)
+        row["token"], row["position"], row["sequence"], row["alive"] = token, position, sequence, 1
+        self.device.write(self._buffer("sequences"), row, sequence * ROW.itemsize)
+
     def destroy(self) -> None:
         """Free the sampler's own buffers."""
         self.device.destroy(self._owned)
@@ -158,7 +184,7 @@ class Sampler:
         sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
         gathers: dict[str, Param] = {"GATHER": gather, "SEQUENCES": self.sequences}
         gathers["SOFTWARE"] = self.device.software
-        rows = min(MAX_LOGITS_ROWS, self.max_rows)
+        rows = self._chosen_rows
         tokens = sizes | gathers | {"STRIDE": self._stride}
         changes: dict[str, Param] = {"PENALTIES": chain.penalties, "BIAS": chain.bias}
         counts = "counts" if chain.penalties else "no_counts"
@@ -189,7 +215,7 @@ class Sampler:
             ROWS=rows if gather else 1,
             PENALTIES=chain.penalties,
         )
-        kernels.append((spec, ("step", "sampling", "bests", counts, "sampled")))
+        kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
 
         self.device.pipelines(spec for spec, _ in kernels)
         # A prefill chunk has more rows than logits, nearly always those of one row.
@@ -225,9 +251,12 @@ class Sampler:
                 "sampling": SAMPLING.itemsize,
                 "counts": self._stride * 4,
                 "biases": self._stride * 4,
+                "sequences": ROW.itemsize,
+                "members": 4,
             }
             nbytes = self.max_rows * per_row.get(name, 0)
             nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: a stand-in
+            nbytes += 4 * (name == "members")  # how many
             self._buffers[name] = self.device.buffer(nbytes, label=f"sampler {name}")
             self._owned.append(self._buffers[name])
         return self._buffers[name]

@@ -1,7 +1,8 @@
 """The step buffer and the sampling buffer: what the host tells the GPU about a step's rows.
 
 Prefill writes rows from the host; in decode the sampler's last kernel writes the next step's rows
-on the GPU, and the host writes nothing. step.wgsl and sampling.wgsl are the GPU's side.
+on the GPU, and the host writes nothing; but which sequences they are of, when one comes or goes.
+step.wgsl and sampling.wgsl are the GPU's side.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@
 @group(0) @binding(2) var<storage, read> gates: array<f32>;            // [rows][b, a: HEADS]
 @group(0) @binding(3) var<storage, read> a_log: array<f32>;
 @group(0) @binding(4) var<storage, read> dt_bias: array<f32>;
-@group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [HEADS][KEY_DIM][VALUE_DIM]
+@group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [sequence][HEADS][KEY_DIM][VALUE_DIM]
 @group(0) @binding(6) var<storage, read_write> y: array<Columns>;      // [rows][HEADS][VALUE_DIM]
 
 const QUADS = KEY_DIM / 4u;
@@ -122,7 +122,7 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
   workgroupBarrier();
 }
 
-// grid (VALUE_DIM / COLUMNS, HEADS)
+// grid (VALUE_DIM / COLUMNS, HEADS); BATCH: (…, …, rows)
 @compute @workgroup_size(WG)
 fn main(
   @builtin(workgroup_id) id: vec3<u32>,
@@ -134,12 +134,20 @@ fn main(
   @builtin(local_invocation_index) tid: u32,
 #endif
 ) {
-  if (step.rows[0].alive == 0u) {
+#if BATCH
+  let first_row = id.z;
+  let last_row = id.z;
+#else
+  let first_row = 0u;
+  let last_row = step.n_rows - 1u;
+#endif
+  if (step.rows[first_row].alive == 0u) {
     return;
   }
+  let sequence = step.rows[first_row].sequence;
   let head = id.y;
   let task =
-    Task(head, id.x * COLUMNS, step.n_rows - 1u, exp(a_log[head]), dt_bias[head]);
+    Task(head, id.x * COLUMNS, last_row, exp(a_log[head]), dt_bias[head]);
 #if SUBGROUPS
   let tid = subgroup * subgroup_size + lane;
   let tile = tid / SPLIT;
@@ -150,8 +158,8 @@ fn main(
 #endif
   let column = task.first_column + tile * TILE;
 #include "scan_read_state.wgsl"
-  var rows = load(task, 0u, tid);
-  for (var first = 0u; first <= task.last_row; first += ROWS) {
+  var rows = load(task, first_row, tid);
+  for (var first = first_row; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
     if (first + ROWS <= task.last_row) {
       rows = load(task, first + ROWS, tid);

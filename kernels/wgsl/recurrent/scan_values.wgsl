@@ -2,6 +2,7 @@
 // memory the values of ROWS rows in these.
 #include "state_matrix.wgsl"
 // @param ROWS u32
+// @param BATCH bool     each row is of a sequence of its own
 // @param COLUMNS u32    a multiple of 4
 // @param SPLIT u32      invocations that share TILE columns
 // @param X_STRIDE u32

@@ -2,11 +2,13 @@
 // convolution of x [rows][CHANNELS]. With GATED, a row of x is gate, output gate and input side by side
 // (LFM2: B, C, x): what is convolved is gate * input, and the result is multiplied by the output gate.
 // Inputs before the first row come from the state, which then holds the last ones.
+// BATCH: each row is of a sequence of its own.
 #include "step.wgsl"
 #include "activate.wgsl"
 // @param CHANNELS u32
 // @param TAPS u32
-// @param ROWS u32      of a workgroup; at least TAPS
+// @param ROWS u32      of a workgroup; at least TAPS, or with BATCH one
+// @param BATCH bool
 // @param GATED bool
 // @param BIAS bool
 // @param X_STRIDE u32
@@ -15,7 +17,7 @@
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> x: array<f32>;
 @group(0) @binding(2) var<storage, read> weight: array<f32>;              // [CHANNELS][TAPS]
-@group(0) @binding(3) var<storage, read_write> state: array<f32>;         // [TAPS - 1][CHANNELS]
+@group(0) @binding(3) var<storage, read_write> state: array<f32>;         // [sequence][TAPS - 1][CHANNELS]
 @group(0) @binding(4) var<storage, read_write> y: array<f32>;
 #if BIAS
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
@@ -35,19 +37,26 @@ fn input(row: u32, channel: u32) -> f32 {
 fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   let channel = id.x;
   let n_rows = step.n_rows;
-  if (channel >= CHANNELS || step.rows[0].alive == 0u) {
+  let first = id.y * ROWS;
+#if BATCH
+  let own = step.rows[first];
+  let is_first = true;
+#else
+  let own = step.rows[0];
+  // Only the first workgroup of a channel touches the state: it has read it before it writes.
+  let is_first = id.y == 0u;
+#endif
+  if (channel >= CHANNELS || own.alive == 0u) {
     return;
   }
-  // Only the first workgroup of a channel touches the state: it has read it before it writes.
-  let first = id.y * ROWS;
-  let is_first = id.y == 0u;
-  let starts = step.rows[0].position == 0u;
+  let starts = own.position == 0u;
+  let from_state = own.sequence * $(TAPS - 1)u * CHANNELS + channel;
 #for j in 0..TAPS - 1
   var before$j = 0.0;
   if (!is_first) {
     before$j = input(first - TAPS + $($j + 1)u, channel);
   } else if (!starts) {
-    before$j = state[$ju * CHANNELS + channel];
+    before$j = state[from_state + $ju * CHANNELS];
   }
 #endfor
   for (var row = first; row < min(first + ROWS, n_rows); row++) {
@@ -75,10 +84,12 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   }
   if (is_first) {
 #for j in 0..TAPS - 1
+#if not BATCH
     if (n_rows > ROWS) {
       before$j = input(n_rows - TAPS + $($j + 1)u, channel);
     }
-    state[$ju * CHANNELS + channel] = before$j;
+#endif
+    state[from_state + $ju * CHANNELS] = before$j;
 #endfor
   }
 }

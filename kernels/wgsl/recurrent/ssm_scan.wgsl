@@ -34,7 +34,7 @@
 @group(0) @binding(2) var<storage, read> z: array<f32>;                // [rows][HEADS][HEAD_DIM]
 @group(0) @binding(3) var<storage, read> dt: array<f32>;               // [rows][HEADS]
 @group(0) @binding(4) var<storage, read> heads: array<f32>;            // [a_log, dt_bias, D][HEADS]
-@group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [HEADS][STATE_DIM][HEAD_DIM]
+@group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [sequence][HEADS][STATE_DIM][HEAD_DIM]
 #let OUTPUT = 6
 #include "next_input.wgsl"
 
@@ -94,22 +94,30 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
   }
 }
 
-// grid (HEAD_DIM / COLUMNS, HEADS)
+// grid (HEAD_DIM / COLUMNS, HEADS); BATCH: (…, …, rows)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-  if (step.rows[0].alive == 0u) {
+#if BATCH
+  let first_row = id.z;
+  let last_row = id.z;
+#else
+  let first_row = 0u;
+  let last_row = step.n_rows - 1u;
+#endif
+  if (step.rows[first_row].alive == 0u) {
     return;
   }
+  let sequence = step.rows[first_row].sequence;
   let head = id.y;
   let rate = exp(heads[head]);
   let skip = heads[2u * HEADS + head];
-  let task = Task(head, id.x * COLUMNS, step.n_rows - 1u, rate, heads[HEADS + head]);
+  let task = Task(head, id.x * COLUMNS, last_row, rate, heads[HEADS + head]);
   let tile = tid % TILES;
   let part = tid / TILES;
   let column = task.first_column + tile * TILE;
 #include "scan_read_state.wgsl"
-  var rows = load(task, 0u, tid);
-  for (var first = 0u; first <= task.last_row; first += ROWS) {
+  var rows = load(task, first_row, tid);
+  for (var first = first_row; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
     workgroupBarrier();
     if (first + ROWS <= task.last_row) {

@@ -1,5 +1,7 @@
-// sampled[row] = the token of the best of the row's tiles; and the row of the next step, which embeds it: its
-// position + 1, and alive where the token is valid, no stop id, and the end is not reached.
+// sampled[row] = the token of the best of the row's tiles; and the next row of its sequence, which embeds it:
+// its position + 1, and alive where the token is valid, no stop id, and the end is not reached. That goes into
+// the table of sequences, from which step_rows.wgsl takes it, and to the front of the step, which the next one
+// is if no sequence comes or goes.
 // @param STRIDE u32     counts of a sequence: VOCAB rounded up to a multiple of 8
 // @param TILES u32      tiles of a row
 // @param ROWS u32       rows of a workgroup: with GATHER all of them, else 1
@@ -12,6 +14,7 @@
 @group(0) @binding(2) var<storage, read> bests: array<vec2<u32>>;            // [row][TILES]
 @group(0) @binding(3) var<storage, read_write> counts: array<atomic<u32>>;   // [sequence][STRIDE]
 @group(0) @binding(4) var<storage, read_write> sampled: array<u32>;          // [row]
+@group(0) @binding(5) var<storage, read_write> sequences: array<Row>;        // [sequence]
 
 const INVALID_TOKEN: u32 = 0xfffffffe;
 
@@ -61,6 +64,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) l
   workgroupBarrier();
   if (mine) {
     step.rows[row] = next;
+    sequences[next.sequence] = next;
     sampled[row] = token;
 #if GATHER
     if (row == 0u) { step.n_rows = n_rows; }
