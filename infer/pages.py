@@ -1,0 +1,373 @@
+"""Which pages of the KV cache hold which tokens: shared by sequences that begin alike, and kept
+after their end, as long as nobody else needs the room.
+
+A page is free, or referenced by sequences, or cached, or both of these. What is cached is a tree: a
+page's node hangs below that of the page before it, so that a node means all tokens from the start.
+Only whole pages have children; of any other page, and of one that differs in the middle, the first
+positions that match are copied. What is stored about a page stays true while it is stored: its
+owner only writes behind it, and nobody else writes at all.
+
+Nothing here touches the GPU. A page may be given away while steps that read or write it are still
+queued, because the queue runs in order: what is submitted later comes later.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Match:
+    """The beginning of a prompt that is cached, of `length` positions.
+
+    pages: in order, all of whose positions match. partial: (page, positions), one more of which the
+    first positions match, to be copied. snapshot: the slot of the state after `length` positions.
+    """
+
+    pages: tuple[int, ...] = ()
+    length: int = 0
+    partial: tuple[int, int] | None = None
+    snapshot: int | None = None
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Pages that are referenced, that are only cached, and that are free; tokens that were found,
+    of those that were looked up."""
+
+    in_use: int
+    cached: int
+    free: int
+    hits: int
+    lookups: int
+
+
+@dataclass(eq=False, repr=False)
+class _Node:
+    """A cached page: `tokens` are in its first positions, after those of the nodes above.
+
+    children: sorted by tokens. active: whether the page is referenced, plus the children that are
+    active. twins: other pages with the same tokens, all referenced, which need no node. snapshots:
+    slots of states by position in the page.
+    """
+
+    key: Hashable
+    page: int
+    parent: _Node | None
+    tokens: tuple[int, ...]
+    children: list[_Node] = field(default_factory=list)
+    active: int = 0
+    twins: set[int] = field(default_factory=set)
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+    def closest(self, tokens: tuple[int, ...]) -> tuple[_Node | None, int]:
+        """The child that has most of the first tokens, and how many. It is a neighbour of where
+        they would stand among the children."""
+        at = bisect_left(self.children, tokens, key=_tokens)
+        best: _Node | None = None
+        length = 0
+        for child in self.children[max(at - 1, 0) : at + 1]:
+            if (n := _common(child.tokens, tokens)) > length:
+                best, length = child, n
+        return best, length
+
+    def attach(self, child: _Node) -> None:
+        self.children.insert(bisect_left(self.children, child.tokens, key=_tokens), child)
+
+    def detach(self, child: _Node) -> None:
+        at = bisect_left(self.children, child.tokens, key=_tokens)
+        assert self.children[at] is child  # no two have the same tokens
+        del self.children[at]
+
+
+def _tokens(node: _Node) -> tuple[int, ...]:
+    return node.tokens
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length
+
+
+class PagePool:
+    """All pages of a cache, and as many snapshots of states for models whose layers have one."""
+
+    def __init__(self, pages: int, page_size: int, *, snapshots: int = 0) -> None:
+        """snapshots: 0 where no layer has a state, and any length can be gone on from."""
+        self.pages, self.page_size, self.snapshots = pages, page_size, snapshots
+        self._count = [0] * pages  # references
+        self._free = list(range(pages))[::-1]
+        self._roots: dict[Hashable, _Node] = {}
+        self._nodes: dict[int, _Node] = {}  # of pages that are cached, and of twins
+        # Nodes that are not active, in the order in which they became so: children before parents.
+        self._idle: OrderedDict[int, _Node] = OrderedDict()
+        self._free_snapshots = list(range(snapshots))[::-1]
+        # (node, position in its page) by slot, the least recently used first.
+        self._saved: OrderedDict[int, tuple[_Node, int]] = OrderedDict()
+        self._hits = self._lookups = 0
+
+    # Pages
+
+    @property
+    def available(self) -> int:
+        """Pages that can be allocated: those that are free, and those that can be evicted."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def stats(self) -> PoolStats:
+        in_use = sum(count > 0 for count in self._count)
+        free = len(self._free)
+        return PoolStats(in_use, self.pages - in_use - free, free, self._hits, self._lookups)
+
+    def pages_for(self, positions: int) -> int:
+        return -(-positions // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """So many pages, each referenced once, for which the least recently used are evicted. None
+        if there are not so many."""
+        if count > self.available:
+            return None
+        while len(self._free) < count:
+            self._remove(next(iter(self._idle.values())))
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._count[page] = 1
+        return taken
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Raises ValueError for a page that is free."""
+        for page in pages:
+            node = self._nodes.get(page)
+            if not self._count[page]:
+                if node is None:
+                    raise ValueError(f"Page {page} is free.")
+                self._activate(node)
+            self._count[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Those that nobody references any more become free, or stay cached: the last ones are
+        evicted first. Raises ValueError for a page that is not referenced."""
+        for page in reversed(pages):
+            if not self._count[page]:
+                raise ValueError(f"Page {page} is not referenced.")
+            self._count[page] -= 1
+            if self._count[page]:
+                continue
+            node = self._nodes.get(page)
+            if node is not None and node.page == page:
+                self._deactivate(node)
+                continue
+            if node is not None:
+                self._forget_twin(page, node)
+            self._free.append(page)
+
+    def clear(self) -> None:
+        """Forget all that is cached. What is referenced stays so."""
+        self._free = [p for p in reversed(range(self.pages)) if not self._count[p]]
+        self._roots.clear()
+        self._nodes.clear()
+        self._idle.clear()
+        self._saved.clear()
+        self._free_snapshots = list(range(self.snapshots))[::-1]
+
+    # What they hold
+
+    def match(self, tokens: Sequence[int], key: Hashable, limit: int) -> Match:
+        """The longest beginning of tokens[:limit] that is cached and, if there are snapshots, has
+        one. key: what else the keys and values depend on. All its pages are retained."""
+        limit = min(limit, len(tokens))
+        found = self._match(tokens, key, limit)
+        self._lookups += limit
+        self._hits += found.length
+        self.retain(found.pages)
+        if found.partial is not None:
+            self.retain(found.partial[:1])
+        return found
+
+    def unmatch(self, match: Match, limit: int) -> None:
+        """Release what a `match` up to `limit` has found, as if nobody had asked."""
+        self._lookups -= limit
+        self._hits -= match.length
+        if match.partial is not None:
+            self.release(match.partial[:1])
+        self.release(match.pages)
+
+    def _match(self, tokens: Sequence[int], key: Hashable, limit: int) -> Match:
+        node, pages, length = self._roots.get(key), list[int](), 0
+        depths: dict[_Node, int] = {}  # positions before the children of a node
+        closest, common = None, 0
+        while node is not None:
+            depths[node] = length
+            closest, common = node.closest(
+                tuple(tokens[length : min(length + self.page_size, limit)])
+            )
+            if closest is None or common < self.page_size:
+                break
+            pages.append(closest.page)
+            length += self.page_size
+            node = closest
+        if self.snapshots:
+            return self._match_snapshot(tokens, limit, depths, pages)
+        if closest is None or common in (0, self.page_size):
+            return Match(tuple(pages), length)
+        return Match(tuple(pages), length + common, (closest.page, common))
+
+    def _match_snapshot(
+        self, tokens: Sequence[int], limit: int, depths: dict[_Node, int], pages: list[int]
+    ) -> Match:
+        """Of all snapshots below nodes that match, the one after most positions."""
+        best = Match()
+        for slot, (node, offset) in self._saved.items():
+            assert node.parent is not None  # a root has no page
+            before = depths.get(node.parent)
+            if before is None or not best.length < before + offset <= limit:
+                continue
+            if tuple(tokens[before : before + offset]) == node.tokens[:offset]:
+                whole = offset == self.page_size
+                kept = pages[: before // self.page_size + whole]
+                partial = None if whole else (node.page, offset)
+                best = Match(tuple(kept), before + offset, partial, slot)
+        if best.snapshot is not None:
+            self._saved.move_to_end(best.snapshot)
+        return best
+
+    def store(
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        pages: Sequence[int],
+        length: int | None = None,
+    ) -> None:
+        """The first `length` positions (all) of these pages hold these tokens, or will, once what
+        is submitted has run. The pages are referenced. Pages that were stored before cost nothing;
+        what others hold already is not stored again."""
+        self._store(tokens, key, pages, len(tokens) if length is None else length)
+
+    def _store(
+        self, tokens: Sequence[int], key: Hashable, pages: Sequence[int], length: int
+    ) -> _Node | None:
+        """The node that has the last of these tokens."""
+        size, count = self.page_size, self.pages_for(length)
+        first = count  # page to store
+        while first and pages[first - 1] not in self._nodes:
+            first -= 1
+        parent = self._nodes[pages[first - 1]] if first else None
+        if parent is not None and len(parent.tokens) < size and parent.parent is not None:
+            first, parent = first - 1, parent.parent  # it may have grown
+        if parent is None and first < count:
+            parent = self._roots.setdefault(key, _Node(key, -1, None, ()))
+        for i in range(first, count):
+            assert parent is not None  # the one before
+            parent = self._put(
+                parent, tuple(tokens[i * size : min((i + 1) * size, length)]), pages[i]
+            )
+        return parent
+
+    def _put(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:
+        """The node of a page with these tokens below that parent."""
+        if not self._count[page]:
+            raise ValueError(f"Page {page} is not referenced.")
+        node = self._nodes.get(page)
+        if node is not None and len(node.tokens) >= len(tokens):
+            return node
+        if node is not None:  # the page holds more than when it was stored
+            parent.detach(node)
+        closest, common = parent.closest(tokens)
+        if closest is not None and common == len(tokens):
+            if node is not None:
+                self._move_snapshots(node, closest)
+                parent.attach(node)
+                self._remove(node)
+            if common == self.page_size:
+                self._nodes[page] = closest
+                closest.twins.add(page)
+            return closest
+        if node is None:
+            node = self._nodes[page] = _Node(parent.key, page, parent, tokens)
+            parent.attach(node)
+            self._activate(node)
+        else:
+            node.tokens = tokens
+            parent.attach(node)
+        if closest is not None and common == len(closest.tokens) and not closest.active:
+            self._move_snapshots(closest, node)
+            self._remove(closest)  # it holds no more than the beginning of this one
+        return node
+
+    def _remove(self, node: _Node) -> None:
+        """Forget a page that has no children, which makes it free unless it is referenced."""
+        assert node.parent is not None
+        assert not node.children
+        for slot in node.snapshots.values():
+            del self._saved[slot]
+            self._free_snapshots.append(slot)
+        for page in (node.page, *node.twins):
+            del self._nodes[page]
+        parent = node.parent
+        parent.detach(node)
+        if self._count[node.page]:
+            self._deactivate(node)
+        else:
+            self._free.append(node.page)
+        self._idle.pop(node.page, None)
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.key]
+
+    def _forget_twin(self, page: int, node: _Node) -> None:
+        node.twins.remove(page)
+        del self._nodes[page]
+
+    def _activate(self, node: _Node) -> None:
+        """Its page is referenced now: neither it nor what is above it can be evicted."""
+        while True:
+            node.active += 1
+            if node.active > 1 or node.parent is None:
+                return
+            self._idle.pop(node.page, None)
+            node = node.parent
+
+    def _deactivate(self, node: _Node) -> None:
+        while True:
+            node.active -= 1
+            if node.active or node.parent is None:
+                return
+            self._idle[node.page] = node
+            node = node.parent
+
+    # Snapshots
+
+    def store_snapshot(
+        self, tokens: Sequence[int], key: Hashable, pages: Sequence[int]
+    ) -> int | None:
+        """`store`, and the slot in which to save the state after exactly these tokens. None if
+        there is one already, or no room for any."""
+        node = self._store(tokens, key, pages, len(tokens))
+        if node is None or not self.snapshots:
+            return None
+        offset = (len(tokens) - 1) % self.page_size + 1
+        if offset in node.snapshots:
+            self._saved.move_to_end(node.snapshots[offset])
+            return None
+        if not self._free_snapshots:
+            slot, (old, at) = self._saved.popitem(last=False)
+            del old.snapshots[at]
+            self._free_snapshots.append(slot)
+        slot = self._free_snapshots.pop()
+        node.snapshots[offset] = slot
+        self._saved[slot] = (node, offset)
+        return slot
+
+    def _move_snapshots(self, old: _Node, new: _Node) -> None:
+        """To a node with the same tokens, and maybe more."""
+        for offset, slot in list(old.snapshots.items()):
+            if offset not in new.snapshots:
+                new.snapshots[offset] = old.snapshots.pop(offset)
+                self._saved[slot] = (new, offset)

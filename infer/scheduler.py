@@ -1,0 +1,329 @@
+"""Which step comes next: many answers are generated at once, and the GPU has one queue.
+
+A sequence waits for a slot and for pages; its prompt is prefilled chunk by chunk, as far as it is
+not cached; then it has a row in each decode step until it ends. Decode steps and chunks take turns.
+Out of pages, the sequence that came last gives its own back and waits again, with the tokens that
+it has. Steps are submitted before the ids of those before them are read.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Literal
+
+from infer.kernels.errors import RequestError
+from infer.pages import PagePool
+
+AGEING = 64  # later sequences that one of the next higher priority may overtake
+HEADROOM = 256  # positions for an answer that must be there before it is begun
+
+State = Literal["waiting", "prefill", "running", "ended"]
+
+
+class Sequence:
+    """One answer that is generated.
+
+    tokens: of the prompt, and those generated that were read. pages: of the cache, in order, and
+    slot: of the step, both while it has them. computed: positions that are in the cache, or will be
+    when what is submitted has run. in_flight: tokens that are sampled by steps not yet read.
+    reused: positions of the prompt that were cached when it was first begun.
+    """
+
+    def __init__(
+        self,
+        prompt: Ids[int],
+        *,
+        limit: int,
+        key: Hashable = None,
+        priority: int = 0,
+        group: Hashable = None,
+    ) -> None:
+        """limit: tokens to generate at most. key: what keys and values depend on beside the tokens.
+        priority: higher ones are begun first. group: of those that can share a decode step."""
+        self.tokens, self.prompt_tokens = list(prompt), len(prompt)
+        self.limit, self.key, self.priority, self.group = limit, key, priority, group
+        self.pages: list[int] = []
+        self.slot: int | None = None
+        self.computed = self.in_flight = self.reused = 0
+        self.stored = 0  # positions that others can find
+        self.state: State = "waiting"
+        self.rank = 0  # the lowest goes first
+        self._begun = False
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be submitted."""
+        return self.limit - (len(self.tokens) + self.in_flight - self.prompt_tokens)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """`count` rows of one sequence from position `start`.
+
+    copy: a page to another, and restore: from a snapshot to the slot's state, come before the rows;
+    save: the state to a snapshot, comes after them. last: a token is sampled from the last row.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    copy: tuple[int, int] | None
+    restore: int | None
+    save: int | None
+    last: bool
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One row of each of these, in order of their slots, at the last of the positions computed."""
+
+    sequences: tuple[Sequence, ...]
+
+
+class Scheduler:
+    """All sequences, from `add` to their end. For one thread.
+
+    Each step that `next` returns must be submitted before it is called again, or else `reset`.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        slots: int,
+        context: int,
+        chunk: int,
+        ahead: int = 2,
+        snapshot_tail: int = 0,
+    ) -> None:
+        """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step.
+        ahead: tokens of a sequence in flight. snapshot_tail: where layers have a state, it is saved
+        so many tokens before the end of a prompt, as a next one may end otherwise."""
+        self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
+        self.snapshot_tail = snapshot_tail
+        self.waiting: list[Sequence] = []  # by rank
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []  # by slot
+        self.preemptions = 0
+        self._slots = list(range(slots))
+        self._added = 0
+        # Steps so far, the last prefill among them, and the last decode step of each group.
+        self._steps = self._prefilled = 0
+        self._decoded: dict[Hashable, int] = {}
+        self._short: Sequence | None = None  # who found no room since the last page was released
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises RequestError for a prompt that leaves no room for an answer. The limit is cut to
+        the room there is."""
+        room = min(self.context, self.pool.pages * self.pool.page_size)
+        if not sequence.prompt_tokens:
+            raise RequestError("The prompt is empty: give at least one token.")
+        if sequence.prompt_tokens + 1 > room:
+            raise RequestError(
+                f"The prompt has {sequence.prompt_tokens} tokens, and the context holds {room}, "
+                "the answer included. Shorten the prompt or raise the context (--context)."
+            )
+        sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
+        sequence.rank = self._added - AGEING * sequence.priority
+        self._added += 1
+        self._wait(sequence)
+
+    def next(self, most_rows: int) -> Prefill | Decode | None:
+        """The step to submit now, a chunk of `most_rows` at most; None if there is nothing to do
+        before more ids are read."""
+        groups = self._ready()
+        step: Prefill | Decode | None = None
+        # A chunk comes after one decode step of each group.
+        if not groups or min(map(self._last_decode, groups)) > self._prefilled:
+            step = self._prefill(most_rows)
+        return step or self._decode() or self._prefill(most_rows)
+
+    def read(self, sequence: Sequence, token: int, ended: bool) -> None:
+        """The oldest token of it that is in flight. ended: it is the last, whatever was submitted
+        after it."""
+        sequence.in_flight -= 1
+        if sequence.state == "ended":
+            return
+        sequence.tokens.append(token)
+        if ended or len(sequence.tokens) - sequence.prompt_tokens >= sequence.limit:
+            # The row of a stop id may have been dead, and have written nothing.
+            self._leave(sequence, min(sequence.computed, len(sequence.tokens) - 1))
+            sequence.state = "ended"
+        elif sequence.state == "running":
+            self._store(sequence, min(sequence.computed, len(sequence.tokens)))
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End it now. Tokens of it that are in flight mean nothing any more."""
+        if sequence.state != "ended":
+            self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
+            sequence.state = "ended"
+
+    def reset(self) -> None:
+        """What was on the GPU is lost, and what was in flight will not be read: all sequences begin
+        again with the tokens that they have."""
+        for sequence in [*self.running, *self.prefilling]:
+            self._leave(sequence, 0)
+            self._wait(sequence)
+        for sequence in self.waiting:
+            sequence.in_flight = 0
+        self.pool.clear()
+
+    # Prefill
+
+    def _prefill(self, most_rows: int) -> Prefill | None:
+        """A chunk of the first sequence that has not all its tokens in the cache."""
+        most = min(self.chunk, most_rows)
+        if most < 1:
+            return None
+        sequence = min(self.prefilling, key=_rank, default=None)
+        copy = restore = save = None
+        if self.waiting and (sequence is None or self.waiting[0].rank < sequence.rank):
+            admitted = self._admit(self.waiting[0])
+            if admitted is not None:
+                sequence, copy, restore = admitted
+        if sequence is None:
+            return None
+        start, length = sequence.computed, len(sequence.tokens)
+        end = min(start + most, length)
+        if self.snapshot_tail and start < (tail := length - self.snapshot_tail):
+            end = min(end, tail)
+            if end == tail:
+                save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
+        sequence.computed, last = end, end == length
+        self._store(sequence, end, partial=last)
+        if last:
+            sequence.state, sequence.in_flight = "running", 1
+            self.prefilling.remove(sequence)
+            insort(self.running, sequence, key=_slot)
+        self._steps += 1
+        self._prefilled = self._steps
+        return Prefill(sequence, start, end - start, copy, restore, save, last)
+
+    def _admit(
+        self, sequence: Sequence
+    ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
+        """Give it a slot and pages for its tokens, if there is room for some of its answer too:
+        itself, the page to copy and the snapshot to restore."""
+        alone = not self.running and not self.prefilling
+        if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
+            return None
+        pool, length = self.pool, len(sequence.tokens)
+        need = pool.pages_for(length + (1 if alone else min(sequence.left, HEADROOM)))
+        limit = length - 1  # the last token's row is what is sampled from
+        match = pool.match(sequence.tokens, sequence.key, limit)
+        while need - len(match.pages) > pool.available:
+            pool.unmatch(match, limit)
+            if match.partial is None:
+                self._short = sequence
+                return None
+            # Alone it has room, if it does without the page that would be copied.
+            limit = len(match.pages) * pool.page_size
+            match = pool.match(sequence.tokens, sequence.key, limit)
+        fresh = pool.allocate(pool.pages_for(length) - len(match.pages))
+        assert fresh is not None
+        copy = None
+        if match.partial is not None:
+            copy = (match.partial[0], fresh[0])
+            pool.release(match.partial[:1])
+        del self.waiting[0]
+        self.prefilling.append(sequence)
+        sequence.state, sequence.slot = "prefill", heappop(self._slots)
+        sequence.pages = [*match.pages, *fresh]
+        sequence.computed = sequence.stored = match.length
+        if not sequence._begun:
+            sequence._begun, sequence.reused = True, match.length
+        return sequence, copy, match.snapshot
+
+    # Decode
+
+    def _ready(self) -> dict[Hashable, list[Sequence]]:
+        """By group, the sequences that can have a row now, by slot."""
+        groups: dict[Hashable, list[Sequence]] = {}
+        for sequence in self.running:
+            if sequence.left > 0 and sequence.in_flight < self.ahead:
+                groups.setdefault(sequence.group, []).append(sequence)
+        return groups
+
+    def _last_decode(self, group: Hashable) -> int:
+        return self._decoded.get(group, 0)
+
+    def _decode(self) -> Decode | None:
+        """A step of the group whose last is longest ago."""
+        while groups := self._ready():
+            group = min(groups, key=self._last_decode)
+            for sequence in sorted(groups[group], key=_rank):
+                while sequence.state == "running" and not self._grant(sequence):
+                    self._preempt(max([*self.running, *self.prefilling], key=_rank))
+            rows = tuple(s for s in groups[group] if s.state == "running")
+            if not rows:  # they had to give their pages back
+                continue
+            for sequence in rows:
+                sequence.computed += 1
+                sequence.in_flight += 1
+            self._steps += 1
+            self._decoded = {s.group: self._last_decode(s.group) for s in self.running}
+            self._decoded[group] = self._steps
+            return Decode(rows)
+        return None
+
+    def _grant(self, sequence: Sequence) -> bool:
+        """Whether there is a page for its next position."""
+        if sequence.computed < len(sequence.pages) * self.pool.page_size:
+            return True
+        pages = self.pool.allocate(1)
+        sequence.pages += pages or []
+        return pages is not None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """It waits again; what of it stays cached need not be computed again."""
+        self.preemptions += 1
+        self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
+        self._wait(sequence)
+
+    # Both
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.state = "waiting"
+        insort(self.waiting, sequence, key=_rank)
+
+    def _store(self, sequence: Sequence, known: int, partial: bool = False) -> None:
+        """Let others find the first `known` positions; partial: the last page even if it has room,
+        which otherwise is stored when it is full."""
+        if not partial:
+            known -= known % self.pool.page_size
+        if known > sequence.stored:
+            self.pool.store(sequence.tokens, sequence.key, sequence.pages, known)
+            sequence.stored = known
+
+    def _leave(self, sequence: Sequence, known: int) -> None:
+        """Take it out of everything. known: positions that are in the cache and whose tokens are
+        known; these stay there for others."""
+        if sequence.state == "waiting":
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            return
+        (self.running if sequence.state == "running" else self.prefilling).remove(sequence)
+        self._store(sequence, known, partial=True)
+        self.pool.release(sequence.pages)
+        assert sequence.slot is not None
+        heappush(self._slots, sequence.slot)
+        sequence.pages, sequence.slot = [], None
+        sequence.computed = sequence.stored = 0
+        self._short = None
+
+
+def _rank(sequence: Sequence) -> int:
+    return sequence.rank
+
+
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot
