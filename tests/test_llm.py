@@ -727,7 +727,7 @@ if pid == 0:
     os._exit(7)  # as multiprocessing does; at another end Mesa waits for threads of its own
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 text = first + "".join(chunk.text for chunk in stream)
-llm.engine.tokens.clear()
+llm.engine.forget()
 print(text == llm.generate("Once upon a time", max_tokens=6).text)
 """
     done = run_python(script)
