@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Any, Literal
 
 from infer.kernels.errors import RequestError
 from infer.pages import PagePool
@@ -41,11 +41,15 @@ class Sequence:
         key: Hashable = None,
         priority: int = 0,
         group: Hashable = None,
+        ahead: int = 1 << 30,
     ) -> None:
         """limit: tokens to generate at most. key: what keys and values depend on beside the tokens.
-        priority: higher ones are begun first. group: of those that can share a decode step."""
+        priority: higher ones are begun first. group: of those that can share a decode step. ahead:
+        tokens in flight at most."""
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
-        self.limit, self.key, self.priority, self.group = limit, key, priority, group
+        self.limit, self.key, self.priority = limit, key, priority
+        self.group: Any = group
+        self.ahead = ahead
         self.pages: list[int] = []
         self.slot: int | None = None
         self.computed = self.in_flight = self.reused = 0
@@ -62,7 +66,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Prefill:
-    """`count` rows of one sequence from position `start`.
+    """`count` rows of one sequence from position `start`; first: since it got its slot.
 
     copy: a page to another, and restore: from a snapshot to the slot's state, come before the rows;
     save: the state to a snapshot, comes after them. last: a token is sampled from the last row.
@@ -74,6 +78,7 @@ class Prefill:
     copy: tuple[int, int] | None
     restore: int | None
     save: int | None
+    first: bool
     last: bool
 
 
@@ -146,19 +151,25 @@ class Scheduler:
             step = self._prefill(most_rows)
         return step or self._decode() or self._prefill(most_rows)
 
-    def read(self, sequence: Sequence, token: int, ended: bool) -> None:
-        """The oldest token of it that is in flight. ended: it is the last, whatever was submitted
-        after it."""
+    def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
+        """The oldest token of it that is in flight. ended: it is the last, and its row is dead, if
+        it was submitted. Returns where the state that it ends with is to be saved, if anywhere."""
         sequence.in_flight -= 1
         if sequence.state == "ended":
-            return
+            return None
         sequence.tokens.append(token)
         if ended or len(sequence.tokens) - sequence.prompt_tokens >= sequence.limit:
-            # The row of a stop id may have been dead, and have written nothing.
-            self._leave(sequence, min(sequence.computed, len(sequence.tokens) - 1))
+            known, place = len(sequence.tokens) - 1, None
+            if self.snapshot_tail and sequence.state == "running":
+                place = self.pool.store_snapshot(
+                    sequence.tokens[:known], sequence.key, sequence.pages
+                )
+            self._leave(sequence, min(sequence.computed, known))
             sequence.state = "ended"
-        elif sequence.state == "running":
+            return place
+        if sequence.state == "running":
             self._store(sequence, min(sequence.computed, len(sequence.tokens)))
+        return None
 
     def cancel(self, sequence: Sequence) -> None:
         """End it now. Tokens of it that are in flight mean nothing any more."""
@@ -185,10 +196,12 @@ class Scheduler:
             return None
         sequence = min(self.prefilling, key=_rank, default=None)
         copy = restore = save = None
+        first = False
         if self.waiting and (sequence is None or self.waiting[0].rank < sequence.rank):
             admitted = self._admit(self.waiting[0])
             if admitted is not None:
                 sequence, copy, restore = admitted
+                first = True
         if sequence is None:
             return None
         start, length = sequence.computed, len(sequence.tokens)
@@ -205,7 +218,7 @@ class Scheduler:
             insort(self.running, sequence, key=_slot)
         self._steps += 1
         self._prefilled = self._steps
-        return Prefill(sequence, start, end - start, copy, restore, save, last)
+        return Prefill(sequence, start, end - start, copy, restore, save, first, last)
 
     def _admit(
         self, sequence: Sequence
@@ -248,7 +261,7 @@ class Scheduler:
         """By group, the sequences that can have a row now, by slot."""
         groups: dict[Hashable, list[Sequence]] = {}
         for sequence in self.running:
-            if sequence.left > 0 and sequence.in_flight < self.ahead:
+            if sequence.left > 0 and sequence.in_flight < min(self.ahead, sequence.ahead):
                 groups.setdefault(sequence.group, []).append(sequence)
         return groups
 
