@@ -262,6 +262,9 @@ class PagePool:
         parent = self._nodes[pages[first - 1]] if first else None
         if parent is not None and len(parent.tokens) < size and parent.parent is not None:
             first, parent = first - 1, parent.parent  # it may have grown
+        for page in pages[first:count]:
+            if not self._count[page]:
+                raise ValueError(f"Page {page} is not referenced.")
         if parent is None and first < count:
             parent = self._roots.setdefault(key, _Node(key, -1, None, ()))
         for i in range(first, count):
@@ -273,8 +276,6 @@ class PagePool:
 
     def _put(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:
         """The node of a page with these tokens below that parent."""
-        if not self._count[page]:
-            raise ValueError(f"Page {page} is not referenced.")
         node = self._nodes.get(page)
         if node is not None and len(node.tokens) >= len(tokens):
             return node
