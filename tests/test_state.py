@@ -30,10 +30,16 @@ from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.tuning import DeltaVariant, ScanVariant, Tuning
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.ops import elementwise_check, linear_check, norm_check, recurrent_check
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.recurrent import (
+    DeltaVariant,
+    ScanVariant,
+    delta_rule_variant,
+    ssm_scan_variant,
+)
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5
@@ -161,12 +167,11 @@ class Forced(Tuning):
         super().__init__(device)
         self.variant = variant
 
-    def ssm_scan(self, rows: int, key_dim: int) -> ScanVariant:
+    def choose(self, rule: Any, *call: Any) -> Any:
         own = self.variant
-        return ScanVariant(own.rows, own.unroll, own.columns, own.split, own.tile)
-
-    def delta_rule(self, rows: int, key_dim: int) -> DeltaVariant:
-        return self.variant
+        if rule is ssm_scan_variant:
+            return ScanVariant(own.rows, own.unroll, own.columns, own.split, own.tile)
+        return own if rule is delta_rule_variant else rule(self, *call)
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,25 @@ outcome, and surplus workgroups leave early.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import TileVariant, VecShape
+from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning
 from infer.kernels.gpu.plan import Count
-from infer.kernels.gpu.tensor import BLOCK, INTEGERS, GpuTensor, Shard
-from infer.kernels.ops.linear import Projection, multiplied, whole_rows
+from infer.kernels.gpu.tensor import BLOCK, INTEGERS, PLANES, GpuTensor, Shard
+from infer.kernels.ops.linear import (
+    Int8TileVariant,
+    Projection,
+    TileVariant,
+    VecShape,
+    matmul_vec_variant,
+    multiplied,
+    whole_rows,
+)
 from infer.kernels.ops.prepared import Form
 
 
@@ -141,7 +149,7 @@ class Route(Value):
     def tile(self, low: Lowering, dtype: str) -> TileVariant:
         """The tile of prefill: its rows are the same for all of a layer's projections."""
         rows = low.kind.rows * self.slots // self.experts
-        return low.tuning.expert_matmul(rows, self.hidden, dtype)
+        return low.tuning.choose(expert_matmul_variant, rows, self.hidden, dtype)
 
     def tiles(self, tile: int, rows: int) -> int:
         """The most tiles that the pairs of so many rows can need: an expert's last one may be
@@ -210,7 +218,8 @@ class _Experts(Projection):
         weight, routing, form, gated = self.weight, self.routing, self.prepares, self.parts == 2
         slots, n, k = routing.all_slots, self.outputs, weight.shape[1]
         int8, keep = form is not None and form.int8, form is None or form.keep
-        variant = low.tuning.matmul_vec(
+        variant = low.tuning.choose(
+            matmul_vec_variant,
             VecShape(
                 k * slots if combine else k,
                 n if combine else n * slots,
@@ -218,7 +227,7 @@ class _Experts(Projection):
                 weight.dtype,
                 gated=gated,
                 quantize=int8,
-            )
+            ),
         )
         outputs = self.outputs_bound
         first: Operand = routing
@@ -374,3 +383,15 @@ class ExpertDown(_Experts):
             | {"WIDTH": self.width, "STRIDE": stride(self.width), "RESIDUAL": bool(added)},
             moved=lambda rows, kv_len: 4 * rows * self.width * (routing.all_slots + 1),
         )
+
+
+def expert_matmul_variant(tuning: Tuning, rows: int, width: int, dtype: str) -> TileVariant:
+    """For experts that have so many rows each, of that width: 32x128, or 64x128 where most of
+    it is used; on a CPU 16x32 if they are narrow."""
+    tile = TileVariant(8 if rows > 32 else 4, 8, True, 8, 16)
+    if tuning.software and width <= NARROW_SOFTWARE:
+        tile = TileVariant(2, 4, True, 8, 8)
+    if dtype in INTEGERS:
+        tile = Int8TileVariant(**asdict(tile), planes=PLANES.get(dtype, 1))
+    fits = tile.storage <= tuning.limits.workgroup_storage
+    return tile if fits else replace(tile, double=False)

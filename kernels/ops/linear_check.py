@@ -26,7 +26,8 @@ from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.elementwise import Activation
 from infer.kernels.ops.elementwise_check import ACTIVATIONS
-from infer.kernels.ops.linear import HeadLinear, Linear
+from infer.kernels.ops.head_linear import HeadLinear
+from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rotate
