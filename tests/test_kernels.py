@@ -19,7 +19,7 @@ import pytest
 from conftest import LEAST, OpenDevice
 
 from infer.kernels.checks import functions, reference
-from infer.kernels.checks.arrays import Array, Codes, rounded, to_gpu
+from infer.kernels.checks.arrays import Array, rounded, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.reference import nmse
@@ -27,6 +27,7 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.plan import dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
