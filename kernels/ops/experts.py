@@ -25,7 +25,7 @@ from infer.kernels.ops.linear import (
     VecShape,
     matmul_vec_variant,
     multiplied,
-    whole_rows,
+    tile_params,
 )
 from infer.kernels.ops.prepared import Form
 
@@ -215,9 +215,8 @@ class _Experts(Projection):
         combine: bool,
     ) -> None:
         """expert_matmul_vec for each shard; combine: a row's experts are added up."""
-        weight, routing, form, gated = self.weight, self.routing, self.prepares, self.parts == 2
+        weight, routing, gated = self.weight, self.routing, self.parts == 2
         slots, n, k = routing.all_slots, self.outputs, weight.shape[1]
-        int8, keep = form is not None and form.int8, form is None or form.keep
         variant = low.tuning.choose(
             matmul_vec_variant,
             VecShape(
@@ -226,7 +225,7 @@ class _Experts(Projection):
                 1,
                 weight.dtype,
                 gated=gated,
-                quantize=int8,
+                quantize=self.output_params["QUANTIZE"],
             ),
         )
         outputs = self.outputs_bound
@@ -241,6 +240,7 @@ class _Experts(Projection):
             weights, *rest = multiplied(shard, inputs)
             # A sum over several shards goes from one to the next as a residual.
             partial = combine and shard is not weight.shards[-1]
+            alone = {"KEEP": True, "QUANTIZE": False, "NEXT_NORM": False}
             written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
             low.emit(
                 "expert_matmul_vec",
@@ -250,25 +250,19 @@ class _Experts(Projection):
                 | routing.params
                 | self._of_shard(shard)
                 | weight.grouping.params
+                | variant.params
+                | (alone if partial else self.output_params)
                 | {
                     "COMBINE": combine,
                     "WEIGHT": weight.dtype,
                     "K": k,
                     "N": n,
                     "Y_STRIDE": stride(n),
-                    "WG": variant.workgroup,
-                    "TEAM": variant.team,
-                    "OUTPUTS": variant.outputs,
-                    "UNROLL": variant.unroll,
-                    "TABLE_COPIES": variant.copies,
                     "SUBGROUPS": low.device.subgroups,
                     "GATED": gated,
                     "BIAS": self.bias is not None,
                     "RESIDUAL": bool(added),
                     "ACTIVATION": function,
-                    "KEEP": partial or keep,
-                    "QUANTIZE": int8 and not partial,
-                    "NEXT_NORM": form is not None and form.norm is not None and not partial,
                 },
                 moved=routing.count(shard.nbytes),
                 flops=routing.count(2 * shard.rows * k),
@@ -286,17 +280,13 @@ class _Experts(Projection):
         x = -(-n * self.parts // tile.columns)
         for shard in weight.shards:
             low.emit(
-                "matmul_int8" if weight.dtype in INTEGERS else "matmul",
+                "matmul_int8" if self.int8 else "matmul",
                 [*multiplied(shard, inputs), result, *self.biases, *routing.tile_operands],
                 lambda rows, kv_len: (x, routing.tiles(tile.rows, rows), 1),
-                tile.params
-                | whole_rows(low, weight)
+                tile_params(low, weight, tile, self.int8)
                 | self._of_shard(shard)
-                | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated}
-                | {"BIAS": self.bias is not None, "RESIDUAL": False, "START": 0, "SCALE": 1.0}
-                | {"SPLIT_ROWS": 0, "ACTIVATION": function}
-                | weight.grouping.params
-                | {"WEIGHT": weight.dtype, "K": k, "N": n, "Y_STRIDE": stride(n)},
+                | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated, "ACTIVATION": function}
+                | {"BIAS": self.bias is not None, "N": n, "Y_STRIDE": stride(n)},
                 moved=shard.nbytes,
                 flops=routing.count(2 * shard.rows * k),
             )

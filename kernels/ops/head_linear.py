@@ -12,7 +12,7 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.kv_write import NO_KEY, LatentKey
-from infer.kernels.ops.linear import UNGROUPED, matmul_variant, multiplied
+from infer.kernels.ops.linear import matmul_variant, multiplied, tile_params
 from infer.kernels.ops.prepared import Form, Maker
 from infer.kernels.ops.rope import Rope, lower_rotate
 
@@ -144,10 +144,8 @@ class HeadLinear(Maker):
                 "matmul",
                 [*multiplied(shard, [x]), self],
                 tile_grid(-(-n // tile.columns), tile.rows, count),
-                weight.grouping.params
+                tile_params(low, weight, tile, int8=False)
                 | {
-                    "WEIGHT": weight.dtype,
-                    "K": k,
                     "N": n,
                     "START": first * y_head + self.kept,
                     "X_STRIDE": x_stride,
@@ -155,16 +153,7 @@ class HeadLinear(Maker):
                     "X_HEAD": x_head,
                     "Y_HEAD": y_head,
                     "Y_STRIDE": stride(self.width),
-                    "SCALE": 1.0,
-                    "ACTIVATION": "none",
-                    "GATED": False,
-                    "BIAS": False,
-                    "RESIDUAL": False,
-                    "SPLIT_ROWS": 0,
-                    "SOFTWARE": low.device.software,
-                }
-                | UNGROUPED
-                | tile.params,
+                },
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
             )

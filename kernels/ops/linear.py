@@ -24,8 +24,6 @@ from infer.kernels.gpu.tensor import (
 )
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 
-# Rows of a tile are those of the step (tile_rows.wgsl).
-UNGROUPED = {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
 _SMALL = 1 << 25  # values of a matrix
 _SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
 _FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its own
@@ -104,12 +102,26 @@ def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
     return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
 
-def whole_rows(low: Lowering, weight: GpuTensor) -> dict[str, int]:
-    """What matmul, which f32 activations go through, has to know to read whole rows."""
-    if weight.dtype in INTEGERS:
-        return {}
+def tile_params(low: Lowering, weight: GpuTensor, tile: TileVariant, int8: bool) -> dict[str, Any]:
+    """Of matmul or matmul_int8: whole rows of x, those of the step, and no epilogue."""
+    k = weight.shape[1]
+    common: dict[str, Any] = {
+        "WEIGHT": weight.dtype,
+        "K": k,
+        "START": 0,
+        "SCALE": 1.0,
+        "ACTIVATION": "none",
+        "GATED": False,
+        "BIAS": False,
+        "RESIDUAL": False,
+        "SPLIT_ROWS": 0,
+    }
+    common |= {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+    common |= weight.grouping.params | tile.params
+    if int8:
+        return common
     heads = {"X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
-    return heads | {"X_STRIDE": stride(weight.shape[1]), "SOFTWARE": low.device.software}
+    return common | heads | {"X_STRIDE": stride(k), "SOFTWARE": low.device.software}
 
 
 @dataclass(eq=False, repr=False)
@@ -202,7 +214,7 @@ class Linear(Projection):
                 if self.int8
                 else low.tuning.choose(matmul_variant, *sizes, 1)
             )
-            own = params | {"START": shard.start, "SPLIT_ROWS": 0}
+            own = tile_params(low, weight, tile, self.int8) | params | {"START": shard.start}
             written = list(rest)
             if tile.splits > 1:
                 own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
@@ -212,12 +224,7 @@ class Linear(Projection):
                 "matmul_int8" if self.int8 else "matmul",
                 [*multiplied(shard, inputs), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
-                own
-                | weight.grouping.params
-                | UNGROUPED
-                | whole_rows(low, weight)
-                | {"N": n // 2 if self.gated else n, "GATED": self.gated}
-                | tile.params,
+                own | {"N": n // 2 if self.gated else n, "GATED": self.gated},
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
             )
@@ -241,11 +248,10 @@ class Linear(Projection):
         added: Sequence[Operand],
         params: dict[str, Any],
     ) -> None:
-        weight, k, form = self.weight, self.weight.shape[1], self.prepares
-        int8, keep = form is not None and form.int8, form is None or form.keep
+        weight, k, written = self.weight, self.weight.shape[1], self.output_params
         variant = low.tuning.choose(
             matmul_vec_variant,
-            VecShape(k, self.width, rows, weight.dtype, self.gated, quantize=int8),
+            VecShape(k, self.width, rows, weight.dtype, self.gated, written["QUANTIZE"]),
         )
         for shard in weight.shards:
             n = shard.rows // 2 if self.gated else shard.rows
@@ -255,21 +261,15 @@ class Linear(Projection):
                 low.vec_grid(self, -(-n // variant.per_workgroup), variant.row_each),
                 params
                 | weight.grouping.params
+                | variant.params
+                | written
                 | {
                     "N": n,
                     "START": shard.start,
-                    "WG": variant.workgroup,
-                    "TEAM": variant.team,
                     "SUBGROUPS": low.device.subgroups,
                     "ROWS": 1 if variant.row_each else rows,
                     "ROW_EACH": variant.row_each,
-                    "OUTPUTS": variant.outputs,
-                    "UNROLL": variant.unroll,
-                    "TABLE_COPIES": variant.copies,
                     "GATED": self.gated,
-                    "KEEP": keep,
-                    "QUANTIZE": int8,
-                    "NEXT_NORM": form is not None and form.norm is not None,
                 },
                 moved=shard.nbytes,
                 flops=2 * rows * shard.rows * k,
@@ -309,6 +309,17 @@ class VecVariant:
     def per_workgroup(self) -> int:
         """Outputs of a workgroup."""
         return self.workgroup // self.team * self.outputs
+
+    @property
+    def params(self) -> dict[str, int]:
+        """Those that expert_matmul_vec has too."""
+        return {
+            "WG": self.workgroup,
+            "TEAM": self.team,
+            "OUTPUTS": self.outputs,
+            "UNROLL": self.unroll,
+            "TABLE_COPIES": self.copies,
+        }
 
 
 def matmul_vec_variant(tuning: Tuning, shape: VecShape) -> VecVariant:

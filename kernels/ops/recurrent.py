@@ -158,17 +158,17 @@ class SSMScan(Maker):
         return form.fits(self, target, 6) and (halves or not form.int8)
 
     def lower(self, low: Lowering) -> None:
-        state, shape, form = self.state, self.state.shape, self.prepares
+        state, shape = self.state, self.state.shape
         dt_min, dt_max = self.dt_limit
         variant = low.tuning.choose(ssm_scan_variant, low.kind.span, shape.key_dim)
         (x, x_stride, _), (z, z_stride, z_offset) = low.source(self.x), low.source(self.z)
         dt, dt_stride, dt_offset = low.source(self.dt)
-        keep = form is None or form.keep
         low.emit(
             "ssm_scan",
             [low.step, x, z, dt, self.heads.buffer, state.matrices, *self.outputs_bound],
             _scan_grid(low, -(-shape.value_dim // variant.columns), shape.heads),
             variant.params
+            | self.output_params
             | {
                 "BATCH": low.kind.batch,
                 "GROUPS": shape.key_heads,
@@ -183,9 +183,6 @@ class SSMScan(Maker):
                 "DT_STRIDE": dt_stride,
                 "DT_OFFSET": dt_offset,
                 "Y_STRIDE": stride(self.width),
-                "KEEP": keep,
-                "QUANTIZE": form is not None and form.int8,
-                "NEXT_NORM": form is not None and form.norm is not None,
             },
             moved=lambda rows, kv_len: (
                 2 * shape.sizes[1] * (rows if low.kind.batch else 1)
