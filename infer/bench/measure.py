@@ -13,6 +13,7 @@ import numpy as np
 
 from infer.bench.report import KernelTime, Profile, Row
 from infer.engine import Engine
+from infer.kernels.errors import RequestError
 from infer.kernels.gpu.plan import Dispatch, needed
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import Copy

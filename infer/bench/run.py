@@ -267,8 +267,10 @@ def open_engine(
     )
 
 
-def _together(context: int, needed: int, max_batch: int) -> dict[str, int]:
+def _together(context: int, needed: int, max_batch: int) -> dict[str, Any]:
     """Options of an engine for so many answers of that many positions."""
+    if max_batch == 1:
+        return {}
     whole = -(-needed // PAGE) * PAGE
     return {"max_batch": max_batch, "cache_positions": max(context, whole * max_batch)}
 
@@ -319,9 +321,9 @@ def _random(
     positions = checked_context(model, shape, context)
     if max_batch > 1 and context is None:
         positions = min(positions, needed)
-    together = _together(positions, needed, max_batch) if max_batch > 1 else {}
+    together = _together(positions, needed, max_batch)
     options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
-        EngineOptions(positions, kv_dtype=kv_dtype, **together),
+        EngineOptions(context=positions, kv_dtype=kv_dtype, **together),
         may_shrink=context is None and max_batch == 1,
     )
     _check_positions(options.context, needed)
