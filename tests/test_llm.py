@@ -417,19 +417,25 @@ def test_what_the_generation_config_asks_in_vain_is_warned_of(tmp_path: Path) ->
 # Streams
 
 
-def test_a_second_stream_of_the_same_thread_is_refused(llm: LLM) -> None:
-    first = llm.stream(COUNT)
+def test_streams_of_a_thread_are_open_side_by_side(llm: LLM) -> None:
+    first, second = llm.stream(COUNT), llm.stream(COUNT)
     next(first)
-    with pytest.raises(infer.RequestError, match="in the middle of another stream"):
+    assert llm.generate(COUNT).text == COUNTED
+    next(second)
+    assert len(llm.logits(STORY)) == len(llm.encode(STORY))
+    for stream in (second, first):
+        assert COUNTED.endswith("".join(chunk.text for chunk in stream))
+        assert stream.result.text == COUNTED
+
+
+def test_a_logits_processor_cannot_ask_for_an_answer(llm: LLM) -> None:
+    def asking(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
         llm.generate(STORY)
-    with pytest.raises(infer.RequestError, match="in the middle of another stream"):
-        llm.logits(STORY)
-    rest = "".join(chunk.text for chunk in first)
-    assert COUNTED.endswith(rest)
-    assert first.result.text == COUNTED
-    with llm.stream(COUNT) as second:
-        next(second)
-        assert list(first) == []
+        return logits
+
+    with pytest.raises(infer.RequestError, match="in the middle of another call"):
+        llm.generate(COUNT, logits_processor=asking)
+    assert llm.generate(COUNT).text == COUNTED
 
 
 def test_a_stream_that_has_not_begun_takes_nothing(llm: LLM) -> None:
@@ -772,18 +778,13 @@ def test_calls_from_several_threads(llm: LLM) -> None:
     assert found == {i: expected[i % 3] for i in range(6)}
 
 
-def test_a_thread_waits_for_the_stream_of_another(llm: LLM) -> None:
+def test_a_thread_need_not_wait_for_the_stream_of_another(llm: LLM) -> None:
     stream = llm.stream(STORY, max_tokens=12)
     next(stream)
     texts: list[str] = []
-    other = threading.Thread(target=lambda: texts.append(llm.generate(COUNT).text))
-    other.start()
-    other.join(timeout=0.2)
-    assert other.is_alive()
-    rest = list(stream)
-    other.join(timeout=600)
+    in_a_thread(lambda: texts.append(llm.generate(COUNT).text))
     assert texts == [COUNTED]
-    assert len(rest) >= 11
+    assert len(list(stream)) >= 11
     assert stream.result.text == llm.generate(STORY, max_tokens=12).text
 
 
