@@ -67,6 +67,8 @@ class _Node:
         """The child that has most of the first tokens, and how many. It is a neighbour of where
         they would stand among the children."""
         at = bisect_left(self.children, tokens, key=_tokens)
+        if at < len(self.children) and self.children[at].tokens == tokens:  # mostly
+            return self.children[at], len(tokens)
         best: _Node | None = None
         length = 0
         for child in self.children[max(at - 1, 0) : at + 1]:

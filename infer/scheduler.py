@@ -144,12 +144,12 @@ class Scheduler:
     def next(self, most_rows: int) -> Prefill | Decode | None:
         """The step to submit now, a chunk of `most_rows` at most; None if there is nothing to do
         before more ids are read."""
-        groups = self._ready()
         step: Prefill | Decode | None = None
+        groups = self._ready()
         # A chunk comes after one decode step of each group.
         if not groups or min(map(self._last_decode, groups)) > self._prefilled:
             step = self._prefill(most_rows)
-        return step or self._decode() or self._prefill(most_rows)
+        return step or self._decode(groups) or self._prefill(most_rows)
 
     def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
         """The oldest token of it that is in flight. ended: it is the last, and its row is dead, if
@@ -185,6 +185,7 @@ class Scheduler:
             self._wait(sequence)
         for sequence in self.waiting:
             sequence.in_flight = 0
+        self._short = None
         self.pool.clear()
 
     # Prefill
@@ -230,6 +231,7 @@ class Scheduler:
             return None
         pool, length = self.pool, len(sequence.tokens)
         need = pool.pages_for(length + (1 if alone else min(sequence.left, HEADROOM)))
+        need += len(self.running) + len(self.prefilling)  # these grow, too
         limit = length - 1  # the last token's row is what is sampled from
         match = pool.match(sequence.tokens, sequence.key, limit)
         while need - len(match.pages) > pool.available:
@@ -261,29 +263,32 @@ class Scheduler:
         """By group, the sequences that can have a row now, by slot."""
         groups: dict[Hashable, list[Sequence]] = {}
         for sequence in self.running:
-            if sequence.left > 0 and sequence.in_flight < min(self.ahead, sequence.ahead):
+            in_flight = sequence.in_flight
+            if in_flight < self.ahead and in_flight < sequence.ahead and sequence.left > 0:
                 groups.setdefault(sequence.group, []).append(sequence)
         return groups
 
     def _last_decode(self, group: Hashable) -> int:
         return self._decoded.get(group, 0)
 
-    def _decode(self) -> Decode | None:
-        """A step of the group whose last is longest ago."""
-        while groups := self._ready():
+    def _decode(self, groups: dict[Hashable, list[Sequence]]) -> Decode | None:
+        """A step of that group that is ready and whose last is longest ago."""
+        while groups:
             group = min(groups, key=self._last_decode)
             for sequence in sorted(groups[group], key=_rank):
                 while sequence.state == "running" and not self._grant(sequence):
                     self._preempt(max([*self.running, *self.prefilling], key=_rank))
             rows = tuple(s for s in groups[group] if s.state == "running")
             if not rows:  # they had to give their pages back
+                groups = self._ready()
                 continue
             for sequence in rows:
                 sequence.computed += 1
                 sequence.in_flight += 1
             self._steps += 1
-            self._decoded = {s.group: self._last_decode(s.group) for s in self.running}
             self._decoded[group] = self._steps
+            if len(self._decoded) > len(self.running):
+                self._decoded = {s.group: self._last_decode(s.group) for s in self.running}
             return Decode(rows)
         return None
 
