@@ -1,49 +1,55 @@
-"""The decode loop: token ids in, token ids out. It knows nothing of text.
+"""The loop that owns the GPU: token ids in, token ids out. It knows nothing of text.
 
-A prompt is prefilled in chunks; the last chunk's head samples the first token on the GPU and writes
-the row of the next step, so that decode needs nothing from the host but the recording of its
-dispatches. Step n + 1 is submitted before the id of step n is read.
+Any number of answers are generated at once (continuous batching, Yu et al. 2022, "Orca"). The
+scheduler says what to submit next: a chunk of one answer's prompt, or one row of every answer that
+has its prompt behind it. The GPU samples, and writes the next row of each sequence into a table, so
+that step n + 1 is submitted before the ids of step n are read, whoever comes or goes.
 
-What of a prompt is in the cache already is not computed again. Keys and values are found by their
-position, and those after the common prefix are forgotten. The state of a layer that has none goes
-on from where it is, or goes back to where it was saved, a few tokens before the end of the last
-prompt, or starts anew.
+Nothing runs but in the threads that wait for a token: one of them submits and reads for all, until
+it has its own.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from operator import or_
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer import scheduler
 from infer.foreign import shown
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
-from infer.kernels.errors import DeviceError, ModelError, RequestError
-from infer.kernels.gpu.adapters import is_forked
+from infer.kernels.errors import InferError, ModelError, RequestError
+from infer.kernels.gpu.adapters import check_process
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.record import PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops.linear import Changes
+from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.pace import Pace
+from infer.pages import PagePool
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
-from infer.steps import Steps
+from infer.scheduler import Decode, Prefill, Scheduler
+from infer.steps import MAX_BATCH, Steps
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded
+_TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
 _NOTHING = Recording([])
 
 
@@ -51,13 +57,17 @@ _NOTHING = Recording([])
 class EngineOptions:
     """How an engine runs. Only context and kv_dtype change what it computes.
 
-    context: positions of the KV cache. kv_dtype: "f16", "f32" or "q8". prefill_chunk: rows of a
-    prefill step at most. fuse=False runs every op as a kernel of its own; raw=False records through
-    the public API; ahead=1 waits for every id before the next step. All three are slower, and there
-    to compare with and to work round a driver's bug.
+    context: positions of a sequence at most. max_batch: sequences that are served at once; more
+    wait. cache_positions: of the KV cache, of all sequences together; None: the context, and 1,024
+    for each of them but one. kv_dtype: "f16", "f32" or "q8". prefill_chunk: rows of a prefill step
+    at most. fuse=False runs every op as a kernel of its own; raw=False records through the public
+    API; ahead=1 waits for every id before the next step. All three are slower, and there to compare
+    with and to work round a driver's bug.
     """
 
     context: int
+    max_batch: int = 1
+    cache_positions: int | None = None
     kv_dtype: str = "f16"
     prefill_chunk: int = 512
     fuse: bool = True
@@ -65,16 +75,36 @@ class EngineOptions:
     ahead: int = AHEAD
 
     def __post_init__(self) -> None:
-        """Raises RequestError for values of other kinds, and counts below one."""
-        for name in ("context", "prefill_chunk", "ahead"):
+        """Raises RequestError for values of other kinds, and counts out of range."""
+        for name in ("context", "prefill_chunk", "ahead", "max_batch", "cache_positions"):
             value = getattr(self, name)
+            if value is None and name == "cache_positions":
+                continue
             if type(value) is not int or value < 1:
                 raise RequestError(f"{name} must be a positive integer, not {shown(value)}.")
+        if self.max_batch > MAX_BATCH:
+            raise RequestError(f"max_batch must be at most {MAX_BATCH}, not {self.max_batch}.")
+        if self.cache_positions is not None and self.cache_positions < self.context:
+            raise RequestError(
+                f"A cache of {self.cache_positions} positions has no room for a context of "
+                f"{self.context}. Ask for a larger cache, or a smaller context (--context)."
+            )
         for name in ("fuse", "raw"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"{name} must be true or false, not {shown(getattr(self, name))}."
                 )
+
+    @property
+    def pages(self) -> int:
+        """Of the KV cache."""
+        if self.cache_positions is not None:
+            return -(-self.cache_positions // PAGE)
+        others = (self.max_batch - 1) * -(-min(self.context, _POSITIONS_EACH) // PAGE)
+        return -(-self.context // PAGE) + others
+
+
+_POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where nobody says how many
 
 
 @dataclass(frozen=True)
@@ -87,8 +117,8 @@ class Step:
 
 @dataclass
 class Timings:
-    """Of one generation: seconds to the first token, and from there to the last; tokens of the
-    prompt that were computed and that the cache still had; tokens after the first."""
+    """Of one answer: seconds to the first token, and from there to the last; tokens of the prompt
+    that were computed and that the cache still had; tokens after the first."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -98,17 +128,80 @@ class Timings:
 
 
 @dataclass(eq=False)
+class Answer(Iterator[Step]):
+    """The tokens after a prompt, one by one, a stop id included. Close it to end it before."""
+
+    engine: Engine
+    prompt: Sequence[int]
+    params: SamplingParams
+    stop_ids: Sequence[int]
+    with_logits: bool
+    adapter: str | None
+    limit: int  # of tokens
+    sampler: NumpySampler | None  # where the host chooses
+    chain: SamplerChain
+    sequence: scheduler.Sequence  # of its group: the adapter, and by what length it is rotated
+    timings: Timings = field(default_factory=Timings)
+    steps: deque[Step] = field(default_factory=deque)  # those that nobody has taken
+    count: int = 0  # of all steps
+    ended: bool = False
+    error: InferError | None = None
+    begun: float = field(default_factory=time.perf_counter)
+
+    def __next__(self) -> Step:
+        step = self.engine.next_step(self)
+        if step is None:
+            raise StopIteration
+        return step
+
+    def close(self) -> None:
+        """Safe at any time, in any thread, in a signal handler, and twice."""
+        self.engine.cancel(self)
+
+    @property
+    def table_length(self) -> int:
+        """By which the table of its positions is chosen (rope.table_length)."""
+        return int(self.sequence.group[1])
+
+    @property
+    def reads_logits(self) -> bool:
+        return self.with_logits or self.sampler is not None
+
+
+@dataclass(eq=False)
 class _InFlight:
-    """A submitted step whose id has not been read; kv_len: the positions up to its last row."""
+    """A submitted step that has not been read. rows: of those that are sampled the sequences, and
+    which of them have their logits read back. prefilled: rows of a prompt."""
 
     submission: Any
-    kv_len: int
-    ids: Buffer
-    logits: Buffer | None
+    staging: _Staging
+    rows: tuple[scheduler.Sequence, ...]
+    logits_of: tuple[int, ...]
+    prefilled: int
+    since: float
+
+
+class _Staging:
+    """Where the ids of a step in flight go, and the logits of some rows."""
+
+    def __init__(self, device: Device, max_batch: int, row_bytes: int) -> None:
+        self._device, self._row_bytes = device, row_bytes
+        self.ids = device.buffer(4 * max_batch, "read", "ids")
+        self._logits = device.buffer(row_bytes, "read", "logits")
+
+    def logits(self, rows: int) -> Buffer:
+        """Room for so many rows; made anew where it is too small."""
+        if self._logits.nbytes < rows * self._row_bytes:
+            self._device.destroy([self._logits])
+            self._logits = self._device.buffer(rows * self._row_bytes, "read", "logits")
+        return self._logits
+
+    def destroy(self) -> None:
+        self._device.destroy([self.ids, self._logits])
 
 
 class Engine:
-    """One model on one device, with its cache. For one generation, and one thread, at a time."""
+    """One model on one device, with its cache. Threads may share it."""
 
     def __init__(
         self,
@@ -132,32 +225,54 @@ class Engine:
             kv_dtype=options.kv_dtype,
             prefill_chunk=options.prefill_chunk,
             fuse=options.fuse,
+            max_batch=options.max_batch,
+            n_pages=options.pages,
         )
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
-        self.sampler = Sampler(device, self.vocab_size, self.steps.logits, self.steps.step)
+        self.sampler = Sampler(
+            device,
+            self.vocab_size,
+            self.steps.logits,
+            self.steps.step,
+            max_rows=options.max_batch,
+            sequences=options.max_batch,
+            chosen_rows=1,
+        )
         self.pace = Pace(model.config.num_hidden_layers)
+        self.pool = PagePool(
+            options.pages, PAGE, snapshots=2 * options.max_batch if self.states else 0
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            slots=options.max_batch,
+            context=options.context,
+            chunk=self.steps.rows["prefill"],
+            ahead=options.ahead,
+            snapshot_tail=_TAIL if self.states else 0,
+        )
         self._recordings: dict[tuple[str, str | None, bool, SamplerChain | None], Recording] = {}
+        self._joining: dict[tuple[str, str | None, SamplerChain], Recording] = {}
         self._staging = self._new_staging()
         self._in_flight: deque[_InFlight] = deque()
-        self._reads = 0
-        # What the cache holds: keys and values of these tokens, of this adapter, rotated by the
-        # table for prompts of this length.
-        self.tokens: list[int] = []
-        self._adapter: str | None = None
+        self._submitted = 0
+        self._answers: dict[scheduler.Sequence, Answer] = {}
+        self._inbox: deque[Answer] = deque()  # those to begin, and those to cancel
+        self._turn = threading.Condition()
+        self._leader: int | None = None  # the thread that submits and reads
+        self._is_whole = True  # not in the middle of a change that an interrupt would cut in half
         self._table_length = 0
-        self._token = -1  # the last that was read
-        # Positions that the states hold, or held when they were saved. Steps that nobody has read,
-        # as after an interrupt, may have made it more than there are tokens.
-        self._held = self._saved = 0
-        self.timings = Timings()
+        self._forget_rows()
 
-    def _new_staging(self) -> list[tuple[Buffer, Buffer]]:
-        """For each step in flight where its id goes, and its logits."""
-        device, nbytes = self.device, self.steps.logits.nbytes
-        return [
-            (device.buffer(16, "read", "ids"), device.buffer(nbytes, "read", "logits"))
-            for _ in range(self.options.ahead)
-        ]
+    def _new_staging(self) -> list[_Staging]:
+        """For each step in flight."""
+        row_bytes = 4 * stride(self.vocab_size)
+        count, most = self.options.ahead, self.options.max_batch
+        return [_Staging(self.device, most, row_bytes) for _ in range(count)]
+
+    def _forget_rows(self) -> None:
+        """Nothing is known of what the GPU has of sequences: their pages, the rows of a step."""
+        self._pages: list[list[int]] = [[] for _ in range(self.options.max_batch)]
+        self._rows: tuple[int, ...] | None = None
 
     def warm_up(
         self,
@@ -168,7 +283,7 @@ class Engine:
         """Have compiled beforehand what a generation from a prompt of that length would compile
         on its way: the sampler, and where the CPU computes, whose driver puts a kernel off until it
         first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
-        last = min(prompt_tokens, MAX_VEC_ROWS) if self.states else 0  # a step of their own
+        last = min(prompt_tokens, _TAIL) if self.states else 0  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
         kinds = dict.fromkeys(kind for part in parts for *_, kind in self.chunks(part))
         recordings = [self.recording(kind, True, params.chain()) for kind in kinds]
@@ -187,7 +302,7 @@ class Engine:
         """What steps are submitted to."""
         return (RawQueue if self.options.raw else PublicQueue)(self.device)
 
-    # Generating
+    # Answers
 
     def check_prompt(self, prompt_ids: Sequence[int], room: int = 1) -> None:
         """Raises RequestError for a prompt that is empty, not of this vocabulary, or that leaves
@@ -215,13 +330,6 @@ class Engine:
                 "dictionary of adapters."
             )
 
-    def _use(self, adapter: str | None) -> None:
-        """From now on, that adapter; the cache only serves the one it was filled with."""
-        self.check_adapter(adapter)
-        self._recover()
-        if adapter != self._adapter:
-            self._adapter, self.tokens = adapter, []
-
     def generate(
         self,
         prompt_ids: Sequence[int],
@@ -231,271 +339,423 @@ class Engine:
         with_logits: bool = False,
         logits_processor: LogitsProcessor | None = None,
         adapter: str | None = None,
-    ) -> Iterator[Step]:
-        """The tokens after the prompt, one by one, a stop id included, until a stop id, max_tokens
-        or the end of the context.
+    ) -> Answer:
+        """The tokens after the prompt, until a stop id, max_tokens or the end of the context.
 
         params: `resolved`. with_logits also reads back the logits of every step. With a
-        logits_processor they come back too, numpy chooses, and no step is ahead. adapter: one of
-        `adapters`.
+        logits_processor they come back too, numpy chooses, and no step of this answer is ahead.
+        adapter: one of `adapters`.
         """
         self.check_prompt(prompt_ids)
-        self._use(adapter)
-        record = params.record(
-            vocab_size=self.vocab_size,
-            prompt_tokens=len(prompt_ids),
-            context=self.context,
-            stop_ids=stop_ids,
-        )
-        self.sampler.begin(0, record[0], prompt_ids, params.logit_bias)
+        self.check_adapter(adapter)
         # The last token needs no position: nothing comes after it.
         limit = self.context - len(prompt_ids)
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
-        self.timings = Timings()
-        if logits_processor is None:
-            chain = params.chain()
-            sample = partial(self._sample_on_gpu, chain=chain, with_logits=with_logits)
-        else:
+        sampler = None
+        if logits_processor is not None:
             sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor)
-            sample = partial(self._sample_on_host, sampler=sampler)
-        steps = self._sample(prompt_ids, limit, sample)
-        begin = time.perf_counter()
-        try:
-            for step in steps:
-                now = time.perf_counter()
-                if self.timings.prefill_seconds == 0.0:
-                    self.timings.prefill_seconds = now - begin
-                    if self.timings.prefilled_tokens > MAX_VEC_ROWS and not self.pace.known:
-                        self.pace.row_seconds = (now - begin) / self.timings.prefilled_tokens
-                else:
-                    self.timings.decode_seconds = now - begin - self.timings.prefill_seconds
-                    self.timings.decoded_tokens += 1
-                yield step
-                if step.token in stop_ids:
-                    return
-        finally:
-            self._drain()
+        answer = Answer(
+            self,
+            prompt_ids,
+            params,
+            stop_ids,
+            with_logits,
+            adapter,
+            limit,
+            sampler,
+            params.chain() if sampler is None else SamplerChain(),
+            self._sequence(prompt_ids, limit, adapter, sampler is not None),
+        )
+        self._inbox.append(answer)
+        return answer
 
-    def _sample(
-        self,
-        prompt_ids: Sequence[int],
-        limit: int,
-        sample: Callable[[Sequence[int], int], Iterator[Step]],
-    ) -> Iterator[Step]:
-        """`limit` steps of `sample(ids, limit)`, which begins again with all tokens so far when
-        the sequence grows beyond a length at which all positions are rotated otherwise."""
-        ids = list(prompt_ids)
-        while limit:
-            part = int(min(limit, same_until(self.model.config.rope, len(ids)) + 1 - len(ids)))
-            for step in sample(ids, part):
-                ids.append(step.token)
-                yield step
-            limit -= part
-
-    def _sample_on_gpu(
-        self, prompt_ids: Sequence[int], limit: int, *, chain: SamplerChain, with_logits: bool
-    ) -> Iterator[Step]:
-        self._prefill(prompt_ids, chain, with_logits)
-        decode = self.recording("decode", True, chain)
-        submitted, length = 1, len(prompt_ids)  # which grows meanwhile
-        for _ in range(limit):
-            while submitted < limit and len(self._in_flight) < self.options.ahead:
-                self._submit(decode, 1, length + submitted, with_logits)
-                submitted += 1
-            step = self._read()
-            if step.token == INVALID_TOKEN:
-                raise ModelError(
-                    "The model's logits are not finite: its weights may be damaged, or its values "
-                    "too large for the KV cache's f16 (load it with kv_dtype f32)."
-                )
-            yield step
-
-    def _sample_on_host(
-        self, prompt_ids: Sequence[int], limit: int, *, sampler: NumpySampler
-    ) -> Iterator[Step]:
-        self._prefill(prompt_ids, None, with_logits=True)
-        for done in range(limit):
-            step = self._read()
-            assert step.logits is not None  # asked for
-            token = sampler(step.logits)
-            if done + 1 < limit:
-                self._extend([token], None, with_logits=True)
-            yield Step(token, step.logits)
-
-    def _prefill(self, ids: Sequence[int], chain: SamplerChain | None, with_logits: bool) -> None:
-        """Bring the cache to `ids` and submit the head after the last of them."""
-        self._rotate_for(len(ids))
-        reused = self._reuse(ids[:-1])
-        if not self.timings.prefilled_tokens:  # this is the prompt
-            self.timings.reused_tokens, self.timings.prefilled_tokens = reused, len(ids) - reused
-        if self.states:
-            # A next prompt that begins like this one may end otherwise, as chat templates have it.
-            self._extend(ids[reused:-MAX_VEC_ROWS], None, with_logits, head=False)
-            self._save()
-        self._extend(ids[len(self.tokens) :], chain, with_logits)
-
-    def _reuse(self, ids: Sequence[int]) -> int:
-        """Trim the cache to the longest prefix of `ids` that it can go on from, and return how
-        long that is."""
-        reused = 0
-        for ours, theirs in zip(self.tokens, ids, strict=False):
-            if ours != theirs:
-                break
-            reused += 1
-        goes_on = reused == len(self.tokens) == self._held
-        if self.states and not goes_on:
-            reused = self._saved if self._saved <= reused else 0
-        del self.tokens[reused:]
-        if self.states and not goes_on and reused:
-            self.queue.submit(_NOTHING, 0, 0, copies(self.states, back=True))
-        self._held, self._saved = reused, min(self._saved, reused)
-        return reused
-
-    def _save(self) -> None:
-        """Save the states."""
-        self._saved = 0  # until what is saved is known
-        self.queue.submit(_NOTHING, 0, 0, copies(self.states, back=False))
-        self._saved = self._held
-
-    def _rotate_for(self, prompt_length: int) -> None:
-        """The rope table of a prompt of that length; the cache only serves the table it had."""
+    def _sequence(
+        self, ids: Sequence[int], limit: int, adapter: str | None, on_host: bool
+    ) -> scheduler.Sequence:
+        """Of so many more tokens, or as many as keep their rotations."""
         rope = self.model.config.rope
-        length = table_length(rope, prompt_length)
+        part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
+        group = adapter, table_length(rope, len(ids))
+        ahead = 1 if on_host else self.options.ahead
+        return scheduler.Sequence(ids, limit=part, key=group, group=group, ahead=ahead)
+
+    def cancel(self, answer: Answer) -> None:
+        """Safe at any time, in any thread, and twice."""
+        if not answer.ended:
+            answer.ended = True
+            self._inbox.append(answer)
+            if self._turn.acquire(blocking=False):  # it may be this thread that has it
+                self._turn.notify_all()
+                self._turn.release()
+
+    def next_step(self, answer: Answer) -> Step | None:
+        """The next of an answer's steps; None at its end. Raises what ended it."""
+        me = threading.get_ident()
+        while True:
+            if answer.steps:
+                return answer.steps.popleft()
+            if answer.error is not None:
+                error, answer.error = answer.error, None
+                raise error
+            if answer.ended:
+                return None
+            self._check_turn()
+            try:
+                with self._turn:
+                    if self._leader is not None:
+                        self._turn.wait()
+                        continue
+                    self._leader = me
+                self._step()
+            finally:
+                self._end_turn()
+
+    def _check_turn(self) -> None:
+        """Raises RequestError where this thread would wait for itself, and DeviceError in a process
+        that was forked."""
+        check_process()
+        if self._leader == threading.get_ident():
+            raise RequestError("A step of this model is being made by this very thread.")
+
+    def _end_turn(self) -> None:
+        if self._leader == threading.get_ident():
+            with self._turn:
+                self._leader = None
+                self._turn.notify_all()
+
+    def forget(self) -> None:
+        """Empty the cache: nothing is reused from here on. The first pages are sequence 0's, for
+        who submits steps by hand."""
+        with self.alone():
+            pass
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """In it, this thread has the engine to itself, with an empty cache. Answers go on from
+        their tokens afterwards."""
+        with self.turn():
+            if not self._is_whole:
+                self._recover()
+            self._is_whole = False
+            self._take_in()
+            self._is_whole = True
+            while self._in_flight:
+                self._read()
+            self._is_whole = False
+            self.scheduler.reset()
+            self._forget_rows()
+            self._give_pages(0, range(-(-self.context // PAGE)))
+            try:
+                yield
+            finally:
+                self._forget_rows()
+            self._is_whole = True
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """In it, this thread alone makes steps."""
+        self._check_turn()
+        me = threading.get_ident()
+        try:
+            with self._turn:
+                while self._leader is not None:
+                    self._turn.wait()
+                self._leader = me
+            yield
+        finally:
+            self._end_turn()
+
+    # Steps
+
+    def _step(self) -> None:
+        """Submit what can be, and read the oldest step in flight."""
+        if not self._is_whole:
+            self._recover()
+        self._is_whole = False
+        self._take_in()
+        while len(self._in_flight) < self.options.ahead:
+            if self._in_flight and self._in_flight[-1].prefilled and not self.pace.known:
+                break  # find out
+            work = self.scheduler.next(self._most_rows())
+            if work is None:
+                break
+            if isinstance(work, Prefill):
+                self._prefill(work)
+            else:
+                self._decode(work)
+        self._is_whole = True
+        if self._in_flight:
+            self._read()
+
+    def _most_rows(self) -> int:
+        """Of a prefill step, while others wait for their next token, or nobody does."""
+        return self.pace.rows
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            answer = self._inbox[0]
+            if answer.ended:
+                if self._answers.pop(answer.sequence, None) is not None:
+                    self.scheduler.cancel(answer.sequence)
+            elif answer.sequence not in self._answers:
+                self._answers[answer.sequence] = answer
+                self.scheduler.add(answer.sequence)
+            self._inbox.popleft()
+
+    def _prefill(self, work: Prefill) -> None:
+        sequence, count, end = work.sequence, work.count, work.start + work.count
+        answer, slot = self._answers[sequence], _slot(sequence)
+        if work.first:
+            self._begin(answer, slot)
+        self._rotate_for(answer.table_length)
+        self._give_pages(slot, sequence.pages)
+        before: list[Copy] = []
+        if work.copy is not None:
+            before += self.steps.cache.copies(*work.copy, work.start % PAGE)
+        if work.restore is not None:
+            before += copies(self.states, slot, work.restore, back=True)
+        if before:
+            self.queue.submit(_NOTHING, 0, 0, before)
+        ids = sequence.tokens[work.start : end]
+        chosen = (count - 1,) if work.last else ()
+        step = pack_step(ids, work.start, sequence=slot, logits_rows=chosen)
+        self.device.write(self.steps.step, step)
+        kind = self._kind(count)
+        chain = answer.chain if work.last else None
+        recording = self.recording(kind, work.last, chain, answer.adapter)
+        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
+        *first, rest = recording.parts(pieces)
+        for piece in first:
+            self.queue.submit(piece, count, end, ())
+        self._rows = (slot,) if work.last else None
+        prefilled = count if count > MAX_VEC_ROWS else 0
+        self._submit(rest, count, end, (sequence,) if work.last else (), prefilled)
+        if work.save is not None:
+            self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
+
+    def _begin(self, answer: Answer, slot: int) -> None:
+        """Of a sequence that has got a slot, perhaps not for the first time."""
+        ids, prompt = answer.sequence.tokens, len(answer.prompt)
+        record = answer.params.record(
+            vocab_size=self.vocab_size,
+            prompt_tokens=prompt,
+            context=self.context,
+            stop_ids=answer.stop_ids,
+        )
+        bias = answer.params.logit_bias
+        self.sampler.begin(slot, record[0], answer.prompt, bias, ids[prompt:])
+        if not answer.count:
+            reused = answer.sequence.reused
+            answer.timings.reused_tokens, answer.timings.prefilled_tokens = reused, prompt - reused
+
+    def _rotate_for(self, length: int) -> None:
+        """The table of positions of sequences that need that one (`table_length`)."""
         if length != self._table_length:
+            rope = self.model.config.rope
             self.device.write(self.steps.rope.table, rope_table(rope, self.context, length))
-            self._table_length, self.tokens = length, []
+            self._table_length = length
 
-    def _extend(
-        self,
-        ids: Sequence[int],
-        chain: SamplerChain | None,
-        with_logits: bool,
-        head: bool = True,
-    ) -> None:
-        """Append ids to the cache, in steps of the kinds that fit, and submit the head (and, with
-        a chain, the sampler) after the last, unless there is another `_extend` to come."""
-        before: Any = None
-        since, known = time.perf_counter(), self.pace.known
-        for start, count, kind in self.chunks(len(ids)):
-            last = head and start + count == len(ids)
-            rows = (count - 1,) if last else ()
-            position = len(self.tokens)
-            part = ids[start : start + count]
-            self.device.write(self.steps.step, pack_step(part, position, logits_rows=rows))
-            recording = self.recording(kind, last, chain if last else None)
-            if before is not None and known:  # one step ahead is enough to keep the GPU busy
-                since = self._measure(before, since)
-            self._held = position + count
-            pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
-            *first, rest = recording.parts(pieces)
-            for piece in first:
-                self.queue.submit(piece, count, position + count, ())
-            submission = self._submit(rest, count, position + count, with_logits, read=last)
-            self.tokens.extend(part)
-            before = (submission, count)
-            if not known and not last:  # find out
-                since, known = self._measure(before, since), True
+    def _give_pages(self, slot: int, pages: Sequence[int]) -> None:
+        known = self._pages[slot]
+        same = 0
+        while same < min(len(known), len(pages)) and known[same] == pages[same]:
+            same += 1
+        if same < len(pages):
+            self.steps.cache.assign(slot, same, pages[same:])
+        self._pages[slot] = list(pages)
 
-    def _measure(self, before: tuple[Any, int], since: float) -> float:
-        """Wait for a submission of so many rows, the GPU having been free for it since then."""
-        submission, rows = before
-        self.queue.wait(submission)
-        now = time.perf_counter()
-        self.pace.row_seconds = (now - since) / rows
-        return now
+    def _decode(self, work: Decode) -> None:
+        slots = tuple(_slot(sequence) for sequence in work.sequences)
+        answers = [self._answers[sequence] for sequence in work.sequences]
+        self._rotate_for(answers[0].table_length)
+        for sequence, slot in zip(work.sequences, slots, strict=True):
+            if len(sequence.pages) != len(self._pages[slot]):
+                self._give_pages(slot, sequence.pages)
+        chain = reduce(or_, (answer.chain for answer in answers))
+        kind, adapter = self.steps.batch(len(slots)), answers[0].adapter
+        if slots == self._rows:
+            recording = self.recording(kind, True, chain, adapter)
+        else:
+            recording = self._joined(kind, chain, adapter, slots)
+        self._rows = slots
+        longest = max(sequence.computed for sequence in work.sequences)
+        self._submit(recording, len(slots), longest, work.sequences)
+
+    def _joined(
+        self, kind: str, chain: SamplerChain, adapter: str | None, slots: Sequence[int]
+    ) -> Recording:
+        """A batch of other sequences than the step before had."""
+        first = self.sampler.rows_of(slots)
+        key = kind, adapter, chain
+        if key not in self._joining:
+            rest = self.recording(kind, True, chain, adapter).dispatches
+            self._joining[key] = Recording([first, *rest])
+        return self._joining[key]
+
+    def _kind(self, rows: int) -> str:
+        """Of the steps of one sequence the one for the fewest rows that has room."""
+        return next(kind for kind, n in reversed(self.steps.rows.items()) if n >= rows)
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
-        """(start, rows, kind of step) of the steps that take so many ids: each of the kind for the
-        fewest rows that has room."""
-        start, kinds = 0, self.steps.rows
+        """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
+        alone."""
+        start = 0
         while start < length:
-            most = self.pace.rows  # which the last step may have found out
-            rows = min(length - start, most, kinds["prefill"])
-            yield start, rows, next(kind for kind, n in reversed(kinds.items()) if n >= rows)
+            rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
+            yield start, rows, self._kind(rows)
             start += rows
 
-    def recording(self, kind: str, head: bool, chain: SamplerChain | None) -> Recording:
-        key = (kind, self._adapter, head, chain)
+    def recording(
+        self, kind: str, head: bool, chain: SamplerChain | None, adapter: str | None = None
+    ) -> Recording:
+        key = (kind, adapter, head, chain)
         if key not in self._recordings:
-            plan = self.steps.plan(kind, self._adapter)
+            plan = self.steps.plan(kind, adapter)
             dispatches = [*plan.body, *plan.head] if head else [*plan.body]
             if chain is not None:
-                dispatches += self.sampler.dispatches(chain, gather=kind != "decode")
+                dispatches += self.sampler.dispatches(chain, gather=self.steps.gathers(kind))
             self._recordings[key] = Recording(dispatches)
         return self._recordings[key]
 
     def _submit(
-        self, recording: Recording, rows: int, kv_len: int, with_logits: bool, read: bool = True
-    ) -> Any:
-        if not read:
-            return self.queue.submit(recording, rows, kv_len, ())
-        ids, logits = self._staging[self._reads % len(self._staging)]
-        self._reads += 1
-        read_back = [(self.sampler.sampled, ids, 4)]
-        if with_logits:
-            read_back.append((self.steps.logits, logits, 4 * self.vocab_size))
-        self._held = kv_len
-        submission = self.queue.submit(recording, rows, kv_len, read_back)
-        self._in_flight.append(_InFlight(submission, kv_len, ids, logits if with_logits else None))
-        return submission
+        self,
+        recording: Recording,
+        rows: int,
+        kv_len: int,
+        sampled: tuple[scheduler.Sequence, ...],
+        prefilled: int = 0,
+    ) -> None:
+        staging = self._staging[self._submitted % len(self._staging)]
+        self._submitted += 1
+        asked = [self._answers[sequence].reads_logits for sequence in sampled]
+        logits_of = tuple(i for i, reads in enumerate(asked) if reads)
+        read_back = [Copy((self.sampler.sampled, 0), (staging.ids, 0), 4 * len(sampled))]
+        row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
+        for at, i in enumerate(logits_of):
+            to = staging.logits(len(logits_of)), at * row
+            read_back.append(Copy((self.steps.logits, i * row), to, nbytes))
+        submission = self.queue.submit(recording, rows, kv_len, read_back if sampled else ())
+        self._in_flight.append(
+            _InFlight(submission, staging, sampled, logits_of, prefilled, time.perf_counter())
+        )
 
-    def _read(self) -> Step:
-        """The oldest step in flight, once it is done."""
-        step, logits = self._in_flight[0], None  # it stays there if an interrupt comes
-        token = int(self.queue.read(step.ids, 4, step.submission)[0])
-        if step.logits is not None:
-            logits = self.queue.read(step.logits, 4 * self.vocab_size, step.submission)
+    def _read(self) -> None:
+        """Take in the oldest step in flight, once it is done."""
+        step = self._in_flight[0]  # it stays there if an interrupt comes
+        ids, logits = np.zeros(0, np.uint32), np.zeros((0, 1), np.float32)
+        if step.rows:
+            ids = self.queue.read(step.staging.ids, 4 * len(step.rows), step.submission)
+        else:
+            self.queue.wait(step.submission)
+        if step.logits_of:
+            row, count = 4 * stride(self.vocab_size), len(step.logits_of)
+            buffer = step.staging.logits(count)
+            raw = self.queue.read(buffer, count * row, step.submission)
+            logits = raw.view(np.float32).reshape(count, -1)[:, : self.vocab_size]
+        self._is_whole = False
         self._in_flight.popleft()
-        if step.kv_len == len(self.tokens) + 1:  # decode: it had the token before
-            if token == NO_TOKEN:  # but its row had stopped and changed nothing
-                self._held = len(self.tokens)
-            else:
-                self.tokens.append(self._token)
-        self._token = token
-        return Step(token, None if logits is None else logits.view(np.float32))
+        now = time.perf_counter()
+        if step.prefilled:
+            self.pace.row_seconds = (now - max(step.since, self._read_at)) / step.prefilled
+        self._read_at = now
+        rows_of_logits = dict(zip(step.logits_of, logits, strict=True))
+        for i, sequence in enumerate(step.rows):
+            answer = self._answers.get(sequence)
+            if answer is not None:
+                self._take_token(answer, int(ids[i]), rows_of_logits.get(i), now)
+        self._is_whole = True
 
-    def _drain(self) -> None:
-        """Read the steps ahead of an end."""
-        if is_forked():  # they are the other process's
+    _read_at = 0.0  # when the last step was
+
+    def _take_token(
+        self, answer: Answer, token: int, logits: NDArray[np.float32] | None, now: float
+    ) -> None:
+        sequence = answer.sequence
+        try:
+            if answer.sampler is not None:
+                assert logits is not None  # asked for
+                token = answer.sampler(logits)
+            elif token == INVALID_TOKEN:
+                raise ModelError(
+                    "The model's logits are not finite: its weights may be damaged, or its values "
+                    "too large for the KV cache's f16 (load it with kv_dtype f32)."
+                )
+            assert token != NO_TOKEN
+        except BaseException as error:
+            self._end(answer)
+            if not isinstance(error, Exception):
+                raise
+            answer.error = error  # type: ignore[assignment]
             return
-        with suppress(DeviceError):  # what a lost device was at is lost too; `_recover` says so
-            while self._in_flight:
-                self._read()
+        timings = answer.timings
+        if not answer.count:
+            timings.prefill_seconds = now - answer.begun
+        else:
+            timings.decode_seconds = now - answer.begun - timings.prefill_seconds
+            timings.decoded_tokens += 1
+        answer.count += 1
+        last = token in answer.stop_ids or answer.count >= answer.limit
+        of_part = len(sequence.tokens) + 1 - sequence.prompt_tokens >= sequence.limit
+        slot = sequence.slot
+        place = self.scheduler.read(sequence, token, last or of_part)
+        if place is not None and slot is not None:
+            self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, place, back=False))
+        if last:
+            self._end(answer)
+        elif of_part:  # from here on, all positions rotate otherwise
+            del self._answers[sequence]
+            rest = answer.limit - answer.count
+            on_host = answer.sampler is not None
+            answer.sequence = self._sequence(sequence.tokens, rest, answer.adapter, on_host)
+            self._answers[answer.sequence] = answer
+            self.scheduler.add(answer.sequence)
+        elif answer.sampler is not None and sequence.slot is not None:
+            self.sampler.set_next(sequence.slot, token, len(sequence.tokens) - 1)
+            self._rows = None
+        answer.steps.append(Step(token, logits if answer.with_logits else None))
+
+    def _end(self, answer: Answer) -> None:
+        answer.ended = True
+        if self._answers.pop(answer.sequence, None) is not None:
+            self.scheduler.cancel(answer.sequence)
 
     def _recover(self) -> None:
-        """After an interrupt that came while steps were drained: nobody knows what they made, and
-        their staging buffers may be mapped."""
-        if self._in_flight:
-            self.device.wait()
-            self.device.destroy(buffer for pair in self._staging for buffer in pair)
-            self._staging, self.tokens, self._saved = self._new_staging(), [], 0
-            self._in_flight.clear()
+        """After an interrupt in the middle of a change: nobody knows what it made, and staging
+        buffers may be mapped. All answers go on from the tokens that are known."""
+        self.device.wait()
+        for staging in self._staging:
+            staging.destroy()
+        self._staging = self._new_staging()
+        self._in_flight.clear()
+        self.scheduler.reset()
+        self._forget_rows()
 
     # Scoring
 
     def score(
         self, ids: Sequence[int], adapter: str | None = None
-    ) -> Iterator[NDArray[np.float32]]:
+    ) -> Generator[NDArray[np.float32], None, None]:
         """The logits of every position, in chunks [rows, vocab_size]. Nothing in the cache is
         reused, because a position in it has no logits any more."""
         self.check_prompt(ids, room=0)
-        self._use(adapter)
-        self._rotate_for(len(ids))
+        self.check_adapter(adapter)
         row = 4 * stride(self.vocab_size)
         # Of more than a few rows, matmul writes whole tiles.
         whole = self.device.limits.max_binding >= 128 * row
         rows = min(self.steps.rows["prefill"], 128 if whole else MAX_VEC_ROWS)
-        with self.device.scope():
+        with self.alone(), self.device.scope():
+            self._rotate_for(table_length(self.model.config.rope, len(ids)))
             logits = self.device.buffer(padded_rows(rows) * row, label="logits of all rows")
             plan = self.steps.lower(StepKind(rows), logits, adapter).place(Arena(self.device))
             recording = Recording((*plan.body, *plan.head))
-            self.tokens.clear()
-            self._saved = 0
             for start in range(0, len(ids), rows):
                 part = ids[start : start + rows]
                 self.device.write(self.steps.step, pack_step(part, start))
-                self._held = start + len(part)
                 self.queue.submit(recording, len(part), start + len(part), ())
-                self.tokens.extend(part)
                 values = self.device.read(logits, np.float32, len(part) * row // 4)
                 yield values.reshape(len(part), -1)[:, : self.vocab_size]
+
+
+def _slot(sequence: scheduler.Sequence) -> int:
+    assert sequence.slot is not None
+    return sequence.slot

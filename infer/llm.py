@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.engine import Engine, Timings
+from infer.engine import Answer, Engine, Timings
 from infer.foreign import shown
 from infer.kernels.errors import ClosedError, RequestError
 from infer.kernels.gpu.adapters import check_process, is_forked
@@ -92,14 +93,35 @@ class Result:
         return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
 
 
+class _Lazy:
+    """An answer that is begun when it is first asked for."""
+
+    def __init__(self, begin: Callable[[], Answer]) -> None:
+        self._begin = begin
+        self._answer: Answer | None = None
+
+    def __call__(self) -> Answer:
+        if self._answer is None:
+            self._answer = self._begin()
+        return self._answer
+
+    def close(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+
+
 class Stream(Iterator[Chunk]):
-    """Text as it is generated. Iterate it to its end, close it, or drop it: each frees the model
+    """Text as it is generated. Iterate it to its end, close it, or drop it: each frees its place
     for the next. `result` holds what has been generated so far, and in the end everything. Threads
     may share it: each piece goes to one of them."""
 
-    def __init__(self, llm: LLM, chunks: Iterator[Chunk], result: Result) -> None:
-        self._llm, self.result = llm, result
-        self._chunks = llm._served(weakref.ref(self), chunks)
+    def __init__(
+        self, llm: LLM, begin: Callable[[], Answer], params: SamplingParams, ids: list[int]
+    ) -> None:
+        self._llm, self._answer = llm, _Lazy(begin)
+        self.result = Result(prompt_tokens=len(ids))
+        self._chunks = llm._chunks(self._answer, params, ids, self.result)
+        llm._open_streams[id(self)] = weakref.ref(self)
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
         self._closed = False
         self._error: ClosedError | None = None  # what closed it, if the reader does not know
@@ -108,7 +130,7 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         if not self._closed:
             llm, thread = self._llm, threading.get_ident()
-            llm._check_thread(self)
+            llm._check_thread()
             try:
                 llm._inside.add(thread)
                 with self._turn:
@@ -137,10 +159,12 @@ class Stream(Iterator[Chunk]):
         """End the stream. Safe at any time, in any thread, in a signal handler and in a logits
         processor, and twice. A piece that is being made meanwhile is the last one."""
         self._closed = True
+        self._answer.close()
         if not self._turn.locked():  # else the `__next__` that has it comes here at its end
             with self._turn:
                 self._chunks.close()
                 self._keeps = None
+                self._llm._open_streams.pop(id(self), None)
 
     def __enter__(self) -> Stream:
         return self
@@ -155,8 +179,8 @@ class Stream(Iterator[Chunk]):
 class LLM:
     """A loaded model. Made by `load`; use it in `with`, or close it.
 
-    It serves one stream at a time: a second from another thread waits, one from the thread that has
-    a stream open is refused. Several LLMs, and several devices, live side by side.
+    Any number of streams may be open, in any threads. As many as `max_batch` are generated
+    together, others wait. Several LLMs, and several devices, live side by side.
     """
 
     def __init__(
@@ -165,9 +189,7 @@ class LLM:
         self.name, self.engine, self.tokenizer, self.defaults = name, engine, tokenizer, defaults
         self.config = engine.model.config
         self.device = engine.device
-        self._lock = threading.Lock()  # of the stream, or the call, that is served
-        self._owner: int | None = None  # the thread that has begun it
-        self._active: weakref.ref[Stream] | None = None  # a dropped stream must end
+        self._open_streams: dict[int, weakref.ref[Stream]] = {}  # those that are dropped must end
         self._inside: set[int] = set()  # threads that are in the middle of a call
         self._closing = False
 
@@ -226,9 +248,16 @@ class LLM:
         self.engine.check_prompt(ids)
         params = params.resolved(self.defaults, len(ids))
         params.check_bias(self.engine.vocab_size)
-        result = Result(prompt_tokens=len(ids))
-        chunks = self._generate(ids, params, logits_processor, adapter, result)
-        return Stream(self, chunks, result)
+        begin = partial(
+            self.engine.generate,
+            ids,
+            params,
+            stop_ids=sorted(self.tokenizer.eos_token_ids),
+            with_logits=params.logprobs is not None,
+            logits_processor=logits_processor,
+            adapter=adapter,
+        )
+        return Stream(self, begin, params, ids)
 
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
         """The token ids of a prompt, as `generate` takes it."""
@@ -259,42 +288,33 @@ class LLM:
         self._check_open()
         self.engine.check_adapter(adapter)
         ids = self.encode(prompt)
-        self._check_thread(None)
+        self._check_thread()
         thread = threading.get_ident()
         try:
             self._inside.add(thread)
-            with self._lock:
-                self._check_open()
-                return np.concatenate(list(self.engine.score(ids, adapter)))
+            return np.concatenate(list(self.engine.score(ids, adapter)))
         finally:
             self._inside.discard(thread)
             if self._closing:
                 self.close()
 
-    def _generate(
+    def _chunks(
         self,
-        ids: list[int],
+        begin: Callable[[], Answer],
         params: SamplingParams,
-        logits_processor: LogitsProcessor | None,
-        adapter: str | None,
+        ids: list[int],
         result: Result,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
+        """The pieces of an answer's text."""
+        self._check_open()
         detokenizer, stop = StreamingDetokenizer(self.tokenizer, ids), StopStrings(params.stop)
-        stop_ids = sorted(self.tokenizer.eos_token_ids)
         n_logprobs = params.logprobs
         result.logprobs = None if n_logprobs is None else []
-        steps = self.engine.generate(
-            ids,
-            params,
-            stop_ids=stop_ids,
-            with_logits=n_logprobs is not None,
-            logits_processor=logits_processor,
-            adapter=adapter,
-        )
+        answer = begin()
+        result.timings = answer.timings
         try:
-            for step in steps:
-                result.timings = self.engine.timings
-                if step.token in stop_ids:
+            for step in answer:
+                if step.token in answer.stop_ids:
                     result.finish_reason = "stop"
                     break
                 logprob = None
@@ -324,33 +344,17 @@ class LLM:
             if text:
                 yield Chunk(text, None)
         finally:
-            steps.close()  # type: ignore[attr-defined]
+            answer.close()
 
-    # One stream at a time
-
-    def _served(
-        self, stream: weakref.ref[Stream], chunks: Iterator[Chunk]
-    ) -> Generator[Chunk, None, None]:
-        """The chunks, for which this LLM is there from the first one to the end."""
-        with self._lock:
-            self._active, self._owner = stream, threading.get_ident()
-            try:
-                self._check_open()
-                yield from chunks
-            finally:
-                self._owner = self._active = None
-
-    def _check_thread(self, stream: Stream | None) -> None:
-        """Raises RequestError for a call, or the next piece of a stream, for which this thread
-        would wait for itself; and DeviceError in a process that was forked."""
+    def _check_thread(self) -> None:
+        """Raises RequestError for a call in the middle of another of this thread, and DeviceError
+        in a process that was forked."""
         check_process()
-        thread = threading.get_ident()
-        active = None if self._active is None else self._active()
-        own = stream is not None and active is stream
-        if thread in self._inside or (self._owner == thread and not own):
+        if threading.get_ident() in self._inside:
             raise RequestError(
-                "This LLM is in the middle of another stream of this thread. Read that one to its "
-                "end or close() it first, or load() the model a second time."
+                "This LLM is in the middle of another call of this thread, which a logits "
+                "processor or a signal handler has interrupted. Let that one return first, or "
+                "load() the model a second time."
             )
 
     # End
@@ -366,17 +370,17 @@ class LLM:
         self._closing = True
         if is_forked():
             return
+        for reference in list(self._open_streams.values()):
+            stream = reference()
+            if stream is not None:
+                stream._error = ClosedError("The LLM was closed in the middle of this stream.")
+                stream.close()
         thread = threading.get_ident()
-        active = None if self._active is None else self._active()
-        if active is not None:
-            if self._owner != thread:
-                active._error = ClosedError("The LLM was closed in the middle of this stream.")
-            active.close()
         if thread in self._inside:  # that call comes here at its end
             return
         try:
             self._inside.add(thread)
-            with self._lock:
+            with self.engine.turn():
                 self.device.close()
         finally:
             self._inside.discard(thread)

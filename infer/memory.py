@@ -101,7 +101,7 @@ class MemoryCount:
         return self._needed[options]
 
     def _kv_bytes(self, options: EngineOptions) -> int:
-        return kv_bytes_per_position(self.model, options.kv_dtype) * options.context
+        return kv_bytes_per_position(self.model, options.kv_dtype) * PAGE * options.pages
 
     def fitting(self, options: EngineOptions, *, may_shrink: bool) -> EngineOptions:
         """The options, with a smaller context if that is needed and allowed.
@@ -114,7 +114,7 @@ class MemoryCount:
         what, of_page = _largest(self.model, options.kv_dtype)
         binding = min(self.limits.max_binding, self.limits.max_buffer)
         while True:
-            largest = -(-options.context // PAGE) * of_page
+            largest = options.pages * of_page
             fits_binding = largest <= binding
             least = self._weight_bytes + self._kv_bytes(options)  # to build no engine in vain
             if fits_binding and (free is None or least <= free):

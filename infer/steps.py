@@ -63,7 +63,7 @@ class Steps:
         self.caches: list[Cache] = []  # of each layer
         for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
             if shape is not None:
-                self.caches.append(LayerState.new(device, shape, layer, max_batch, max_batch))
+                self.caches.append(LayerState.new(device, shape, layer, max_batch, 2 * max_batch))
             else:
                 own = source == layer
                 self.caches.append(next(keys_and_values) if own else self.caches[source])
@@ -88,9 +88,7 @@ class Steps:
             self.rows["short prefill"] = SHORT_ROWS
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
-        self._kinds = kinds | {
-            f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches
-        }
+        self._kinds = kinds | {f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches}
         # Other batches take less room, and are made when they are needed.
         lowered = [*self.rows, *(f"batch {rows}" for rows in self.batches[-1:])]
         self.lowered = {
@@ -132,6 +130,10 @@ class Steps:
                 self.lowered[key] = self.lower(self._kinds[kind], self.logits, adapter)
             self._plans[key] = self.lowered[key].place(self.arena)
         return self._plans[key]
+
+    def gathers(self, kind: str) -> bool:
+        """Whether its logits are of one row, which the step names; else they are of all rows."""
+        return kind in self.rows and kind != "decode"
 
     def batch(self, rows: int) -> str:
         """The kind of step of so many rows, each of a sequence of its own."""

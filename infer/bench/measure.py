@@ -15,6 +15,7 @@ from infer.bench.report import KernelTime, Profile, Row
 from infer.engine import Engine
 from infer.kernels.gpu.plan import Dispatch, needed
 from infer.kernels.gpu.profile import profile_passes
+from infer.kernels.gpu.record import Copy
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.state.kv_cache import PAGE, kv_cache_bytes
 from infer.kernels.state.step import pack_step
@@ -138,7 +139,7 @@ class EngineBench:
         ids = self._ids(min(_PROBE, room))
         params = replace(GREEDY, max_tokens=5)
         for _ in range(2):  # the first time compiles
-            self.engine.tokens.clear()
+            self.engine.forget()
             to_first, to_last = self._generate(ids, params)
         chosen = Sizes()
         for sizes in _SIZES:
@@ -157,7 +158,7 @@ class EngineBench:
         ids = self._ids(tokens)
 
         def run() -> float:
-            self.engine.tokens.clear()  # nothing may be reused
+            self.engine.forget()  # nothing may be reused
             return self._generate(ids, replace(GREEDY, max_tokens=1))[0]
 
         test = f"pp{tokens}"
@@ -245,7 +246,9 @@ class EngineBench:
             staging = engine.device.buffer(16, "read", "id")
             for _ in range(_HOST_STEPS):
                 begin = time.perf_counter()
-                submission = queue.submit(recording, 1, 1, [(engine.sampler.sampled, staging, 4)])
+                submission = queue.submit(
+                    recording, 1, 1, [Copy((engine.sampler.sampled, 0), (staging, 0), 4)]
+                )
                 submits.append(time.perf_counter() - begin)
                 queue.wait(submission)
                 begin = time.perf_counter()
@@ -338,7 +341,7 @@ class EngineBench:
                 kv_len,
                 repeats,
                 least_seconds=LEAST_PASS,
-                before=[(saved, step, step.nbytes)],
+                before=[Copy((saved, 0), (step, 0), step.nbytes)],
             )
 
 
@@ -353,9 +356,9 @@ def place_step(
         context=engine.context,
         stop_ids=(),
     )
+    engine.forget()
     engine.sampler.begin(0, record[0], ids, params.logit_bias)
     engine.device.write(engine.steps.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
-    engine.tokens.clear()
 
 
 def _middle(row: Row, depth: int) -> int:

@@ -111,8 +111,8 @@ class _Run:
         return times
 
     def _record_pass(self, encoder: Any, index: int, queries: Any, query: int) -> None:
-        for source, target, nbytes in self.before:
-            encoder.copy_buffer_to_buffer(source.handle, 0, target.handle, 0, nbytes)
+        for (source, start), (to, at), nbytes in self.before:
+            encoder.copy_buffer_to_buffer(source.handle, start, to.handle, at, nbytes)
         timed = encoder.begin_compute_pass(
             timestamp_writes={
                 "query_set": queries,

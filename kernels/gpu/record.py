@@ -31,7 +31,6 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-
 class Recording:
     """Dispatches with their C handles looked up once."""
 

@@ -24,7 +24,9 @@ def _span(target: Target) -> int:
 
 
 def _scan_grid(target: Target, columns: int, heads: int) -> Grid:
-    return (lambda rows, kv_len: (columns, heads, rows)) if target.kind.batch else (columns, heads, 1)
+    return (
+        (lambda rows, kv_len: (columns, heads, rows)) if target.kind.batch else (columns, heads, 1)
+    )
 
 
 @dataclass(eq=False, repr=False)

@@ -1,5 +1,5 @@
-"""The keys and values of the positions so far: two buffers per layer, in pages that any sequence may
-have, and a page table."""
+"""The keys and values of the positions so far: two buffers per layer, in pages that any sequence
+may have, and a page table."""
 
 from __future__ import annotations
 

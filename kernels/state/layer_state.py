@@ -3,8 +3,8 @@ inputs of a convolution, and a matrix for each head.
 
 A step's rows are consecutive positions of one sequence or, in a batch, each the next of its own.
 Kernels go on from a sequence's state, or from zeros where the first row is at position 0, and leave
-the state after the last row, unless the rows have stopped. So nothing has to be cleared to start anew; but a state cannot forget positions: it
-goes back only to where it was saved.
+the state after the last row, unless the rows have stopped. So nothing has to be cleared to start
+anew; but a state cannot forget positions: it goes back only to where it was saved.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class LayerState:
 Cache = LayerCache | LayerState
 
 
-def copies(
-    states: Sequence[LayerState], sequence: int, place: int, *, back: bool
-) -> list[Copy]:
+def copies(states: Sequence[LayerState], sequence: int, place: int, *, back: bool) -> list[Copy]:
     """What to copy to save all states of a sequence in a place, or to go back to what is there."""
     found = []
     for state in states:

@@ -163,9 +163,7 @@ class Sampler:
         if self._step_rows is None:
             names = ("members", "sequences", "step")
             buffers = [self._buffer(name) for name in names]
-            self._step_rows = dispatch(
-                self.device, KernelSpec.of("step_rows"), buffers, (1, 1, 1)
-            )
+            self._step_rows = dispatch(self.device, KernelSpec.of("step_rows"), buffers, (1, 1, 1))
         return self._step_rows
 
     def set_next(self, sequence: int, token: int, position: int) -> None:
