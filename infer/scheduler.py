@@ -54,8 +54,9 @@ class Sequence:
         self.slot: int | None = None
         self.computed = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
+        self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
         self.state: State = "waiting"
-        self.rank = 0  # the lowest goes first
+        self.rank = 0, 0  # the lowest goes first
         self._begun = False
 
     @property
@@ -107,7 +108,8 @@ class Scheduler:
     ) -> None:
         """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step.
         ahead: tokens of a sequence in flight. snapshot_tail: where layers have a state, it is saved
-        so many tokens before the end of a prompt, as a next one may end otherwise."""
+        so many tokens before the end of a prompt, as a next one may end otherwise, and where it
+        parts from one before it."""
         self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
         self.snapshot_tail = snapshot_tail
         self.waiting: list[Sequence] = []  # by rank
@@ -137,7 +139,7 @@ class Scheduler:
                 "the answer included. Shorten the prompt or raise the context (--context)."
             )
         sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
-        sequence.rank = self._added - AGEING * sequence.priority
+        sequence.rank = self._added - AGEING * sequence.priority, self._added
         self._added += 1
         self._wait(sequence)
 
@@ -207,9 +209,9 @@ class Scheduler:
             return None
         start, length = sequence.computed, len(sequence.tokens)
         end = min(start + most, length)
-        if self.snapshot_tail and start < (tail := length - self.snapshot_tail):
-            end = min(end, tail)
-            if end == tail:
+        if until := next((position for position in sequence.saves if position > start), 0):
+            end = min(end, until)
+            if end == until:
                 save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
         sequence.computed, last = end, end == length
         self._store(sequence, end, partial=last)
@@ -253,6 +255,11 @@ class Scheduler:
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
         sequence.computed = sequence.stored = match.length
+        if self.snapshot_tail:
+            sequence.saves = [length - self.snapshot_tail]
+            # What two prompts have in common a third may have, too.
+            if match.length + pool.page_size <= match.cached < sequence.saves[0]:
+                sequence.saves.insert(0, match.cached)
         if not sequence._begun:
             sequence._begun, sequence.reused = True, match.length
         return sequence, copy, match.snapshot
@@ -338,7 +345,7 @@ class Scheduler:
         self._short = None
 
 
-def _rank(sequence: Sequence) -> int:
+def _rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.rank
 
 

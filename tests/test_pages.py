@@ -173,7 +173,7 @@ def test_what_is_stored_already_is_not_stored_again() -> None:
         pool.store(list(range(length)), None, second)
         check(pool, first + second)
     match = pool.match(range(12), None, 12)
-    assert match == Match(tuple(first), 11, (second[2], 3))
+    assert match == Match(tuple(first), 11, (second[2], 3), None, 11)
     pool.release([*first, *first, second[2]])
     check(pool, second)
     assert pool.available == 3  # what is above a page that is referenced stays
@@ -260,7 +260,7 @@ def test_with_snapshots_only_lengths_that_have_one_are_found() -> None:
     pool = PagePool(8, SIZE, snapshots=3)
     pages, tokens = take(pool, 3), list(range(11))
     pool.store(tokens, None, pages)
-    assert looked_up(pool, tokens) == Match()
+    assert looked_up(pool, tokens) == Match(cached=11)
     for length in (4, 6, 11):
         assert pool.store_snapshot(tokens[:length], None, pages) is not None
         assert pool.store_snapshot(tokens[:length], None, pages) is None  # it is there
