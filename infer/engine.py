@@ -261,7 +261,9 @@ class Engine:
         self._leader: int | None = None  # the thread that submits and reads
         self._is_whole = True  # not in the middle of a change that an interrupt would cut in half
         self._table_length = 0
+        self._read_at = 0.0  # when the last step was
         self._forget_rows()
+        self.timings = Timings()  # of the answer that was begun last
 
     def _new_staging(self) -> list[_Staging]:
         """For each step in flight."""
@@ -367,6 +369,7 @@ class Engine:
             self._sequence(prompt_ids, limit, adapter, sampler is not None),
         )
         self._inbox.append(answer)
+        self.timings = answer.timings
         return answer
 
     def _sequence(
@@ -495,8 +498,7 @@ class Engine:
         while self._inbox:
             answer = self._inbox[0]
             if answer.ended:
-                if self._answers.pop(answer.sequence, None) is not None:
-                    self.scheduler.cancel(answer.sequence)
+                self._end(answer)
             elif answer.sequence not in self._answers:
                 self._answers[answer.sequence] = answer
                 self.scheduler.add(answer.sequence)
@@ -665,12 +667,14 @@ class Engine:
                 self._take_token(answer, int(ids[i]), rows_of_logits.get(i), now)
         self._is_whole = True
 
-    _read_at = 0.0  # when the last step was
-
     def _take_token(
         self, answer: Answer, token: int, logits: NDArray[np.float32] | None, now: float
     ) -> None:
         sequence = answer.sequence
+        if answer.ended:  # but its state is still to be saved
+            self._save(sequence.slot, self.scheduler.read(sequence, token, ended=False))
+            self._end(answer)
+            return
         try:
             if answer.sampler is not None:
                 assert logits is not None  # asked for
@@ -697,9 +701,7 @@ class Engine:
         last = token in answer.stop_ids or answer.count >= answer.limit
         of_part = len(sequence.tokens) + 1 - sequence.prompt_tokens >= sequence.limit
         slot = sequence.slot
-        place = self.scheduler.read(sequence, token, last or of_part)
-        if place is not None and slot is not None:
-            self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, place, back=False))
+        self._save(slot, self.scheduler.read(sequence, token, last or of_part))
         if last:
             self._end(answer)
         elif of_part:  # from here on, all positions rotate otherwise
@@ -716,8 +718,18 @@ class Engine:
 
     def _end(self, answer: Answer) -> None:
         answer.ended = True
-        if self._answers.pop(answer.sequence, None) is not None:
-            self.scheduler.cancel(answer.sequence)
+        sequence = answer.sequence
+        if sequence in self._answers:
+            slot = sequence.slot
+            self._save(slot, self.scheduler.cancel(sequence))
+            if sequence.state == "ended":  # else with what is in flight
+                del self._answers[sequence]
+
+    def _save(self, slot: int | None, place: int | None) -> None:
+        """The states of a sequence that had that slot."""
+        if place is not None:
+            assert slot is not None
+            self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, place, back=False))
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change: nobody knows what it made, and staging

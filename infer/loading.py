@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -18,7 +18,7 @@ from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.errors import InferWarning, RequestError, UnsupportedError
-from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
+from infer.kernels.gpu.adapters import choose_adapter
 from infer.kernels.gpu.device import Device, Settings, enough_threads
 from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
@@ -26,11 +26,13 @@ from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
 from infer.llm import LLM
 from infer.memory import MemoryCount, checked_context
 from infer.models import open_model
+from infer.models.blocks.decoder import Decoder
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
-from infer.models.loading.plan import plan_weights
+from infer.models.loading.plan import LoadPlan, plan_weights
 from infer.progress import ProgressLine
 from infer.text.folder_tokenizer import open_tokenizer, read_json
+from infer.text.tokenizer import Tokenizer
 
 DTYPES = ("f32", "f16", "bf16")
 
@@ -91,18 +93,15 @@ def load(
         fetched = partial(report, "download")
         resolved = resolve(str(model), revision=revision, offline=offline, progress=fetched)
         always, named = open_adapters(adapter, adapters, offline, fetched)
-        return _load(
-            resolved,
-            choose_adapter(device),
-            settings,
-            context,
-            converted,
-            kv_dtype,
-            always,
-            named,
-            report,
-            engine or {},
+        gpu = choose_adapter(device)
+        files = _Files.open(resolved, converted, always, named)
+        options = EngineOptions(
+            context=checked_context(files.model, files.name, context),
+            kv_dtype=kv_dtype,
+            **engine or {},
         )
+        fill = partial(files.fill, options, may_shrink=context is None)
+        return _Thread(partial(Device, gpu, settings), fill).result(report)
 
 
 _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)
@@ -137,53 +136,63 @@ def open_adapters(
     return None if adapter is None else opened(adapter), named
 
 
-def _load(
-    resolved: ResolvedModel,
-    gpu: AdapterInfo,
-    settings: Settings | None,
-    context: int | None,
-    dtype: str | None,
-    kv_dtype: str,
-    always: Lora | None,
-    named: Mapping[str, Lora],
-    progress: Progress,
-    engine_options: Mapping[str, Any],
-) -> LLM:
-    path = resolved.path
-    model, checkpoint = open_model(path)
-    tokenizer = open_tokenizer(path)
-    generation_config = read_json(path / "generation_config.json")
-    defaults = sampling_defaults(generation_config, model.config.vocab_size)
-    for text in notes(generation_config):
-        warnings.warn(text, InferWarning, stacklevel=3)
-    plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
-    positions = checked_context(model, resolved.name, context)
-    loras = Loras.fit(model, plan, always=always, named=named)
-    plan = plan.joined(loras.names)
+@dataclass(frozen=True)
+class _Files:
+    """What is read of a model and its adapters before there is a device: all but the weights."""
 
-    def fill(device: Device, progress: Progress) -> LLM:
-        options = MemoryCount(model, plan, device.limits, device.adapter, loras).fitting(
-            EngineOptions(context=positions, kv_dtype=kv_dtype, **engine_options),
-            may_shrink=context is None,
-        )
+    name: str
+    model: Decoder
+    plan: LoadPlan
+    loras: Loras
+    tokenizer: Tokenizer
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def open(
+        cls,
+        resolved: ResolvedModel,
+        dtype: str | None,
+        always: Lora | None,
+        named: Mapping[str, Lora],
+    ) -> _Files:
+        """Raises ModelError and TokenizerError; warns the caller of `load` of what is not
+        implemented."""
+        path = resolved.path
+        model, checkpoint = open_model(path)
+        tokenizer = open_tokenizer(path)
+        generation_config = read_json(path / "generation_config.json")
+        defaults = sampling_defaults(generation_config, model.config.vocab_size)
+        for text in notes(generation_config):
+            warnings.warn(text, InferWarning, stacklevel=3)
+        plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
+        loras = Loras.fit(model, plan, always=always, named=named)
+        return cls(resolved.name, model, plan.joined(loras.names), loras, tokenizer, defaults)
+
+    def fill(
+        self, options: EngineOptions, device: Device, progress: Progress, *, may_shrink: bool
+    ) -> LLM:
+        """Read the weights onto a device, while the kernels of the engine are compiled.
+        may_shrink: whether the context may be less where it does not fit."""
+        count = MemoryCount(self.model, self.plan, device.limits, device.adapter, self.loras)
+        fitting = count.fitting(options, may_shrink=may_shrink)
         started: list[tuple[Engine, Future[None]]] = []
 
         def allocated(weights: dict[str, GpuTensor]) -> None:
-            beside = loras.allocate(device, weights)
-            engine = Engine(device, model, weights, options, beside)
+            beside = self.loras.allocate(device, weights)
+            engine = Engine(device, self.model, weights, fitting, beside)
             with enough_threads():
                 started.append(
                     (engine, thread.submit(engine.steps.compile, partial(progress, "kernels")))
                 )
-            loras.fill(device, weights, beside)
+            self.loras.fill(device, weights, beside)
 
         # Kernels are compiled while the weights are read, which leaves most of the CPU idle.
         with ThreadPoolExecutor(1) as thread:
             try:
                 load_weights(
                     device,
-                    plan,
-                    changes=loras.merged,
+                    self.plan,
+                    changes=self.loras.merged,
                     allocated=allocated,
                     progress=partial(progress, "weights"),
                 )
@@ -192,9 +201,7 @@ def _load(
                 raise
         ((engine, compiled),) = started
         compiled.result()
-        return LLM(resolved.name, engine, tokenizer, defaults)
-
-    return _Thread(lambda: Device(gpu, settings), fill).result(progress)
+        return LLM(self.name, engine, self.tokenizer, self.defaults)
 
 
 class _Thread:

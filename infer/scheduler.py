@@ -161,23 +161,28 @@ class Scheduler:
             return None
         sequence.tokens.append(token)
         if ended or len(sequence.tokens) - sequence.prompt_tokens >= sequence.limit:
-            known, place = len(sequence.tokens) - 1, None
-            if self.snapshot_tail and sequence.state == "running":
-                place = self.pool.store_snapshot(
-                    sequence.tokens[:known], sequence.key, sequence.pages
-                )
-            self._leave(sequence, min(sequence.computed, known))
+            place = self._snapshot(sequence)
+            self._leave(sequence, min(sequence.computed, len(sequence.tokens) - 1))
             sequence.state = "ended"
             return place
         if sequence.state == "running":
             self._store(sequence, min(sequence.computed, len(sequence.tokens)))
         return None
 
-    def cancel(self, sequence: Sequence) -> None:
-        """End it now. Tokens of it that are in flight mean nothing any more."""
-        if sequence.state != "ended":
-            self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
-            sequence.state = "ended"
+    def cancel(self, sequence: Sequence) -> int | None:
+        """End it now: tokens of it that are in flight mean nothing any more. But where layers have
+        a state, which is saved at the end, it ends with them. Returns where, if it is now."""
+        if sequence.state == "ended":
+            return None
+        place = None
+        if self.snapshot_tail and sequence.state == "running":
+            if sequence.in_flight:
+                sequence.limit -= sequence.left
+                return None
+            place = self._snapshot(sequence)
+        self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
+        sequence.state = "ended"
+        return place
 
     def reset(self) -> None:
         """What was on the GPU is lost, and what was in flight will not be read: all sequences begin
@@ -189,6 +194,13 @@ class Scheduler:
             sequence.in_flight = 0
         self._short = None
         self.pool.clear()
+
+    def _snapshot(self, sequence: Sequence) -> int | None:
+        """Where the state goes that a sequence ends with: after all its tokens but the last."""
+        if not self.snapshot_tail or sequence.state != "running":
+            return None
+        known = sequence.tokens[:-1]
+        return self.pool.store_snapshot(known, sequence.key, sequence.pages)
 
     # Prefill
 

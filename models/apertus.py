@@ -38,13 +38,11 @@ class Apertus(Decoder):
         raw = raw.with_defaults(max_position_embeddings=65536)
         if all(raw.values.get(key) is None for key in ("rope_parameters", "rope_scaling")):
             raw = raw.with_values(rope_parameters=_ROPE)
-        bias = raw.get("attention_bias", False, bool)
         config = DecoderConfig.read(
             raw.with_values(hidden_act=None),
             eps=1e-5,
             theta=12000000.0,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             qk_norm=True,
             gated=False,
         )

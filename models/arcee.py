@@ -13,12 +13,10 @@ class Arcee(Decoder):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(hidden_act="relu2", max_position_embeddings=4096)
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
             eps=1e-5,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             mlp_bias=raw.get("mlp_bias", False, bool),
             gated=False,
         )

@@ -30,14 +30,12 @@ class Bamba(mamba2.Mamba2):
         head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
         raw.expect("attn_rotary_emb", head_dim // 2)
         raw.expect("partial_rotary_factor", 0.5)
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
             rope_layers=[not has_state for has_state in mamba],
             partial=0.5,
             eps=1e-5,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             mlp_bias=raw.get("mlp_bias", False, bool),
             **mamba2.read_mamba(raw, mamba),
         )

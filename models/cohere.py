@@ -11,7 +11,6 @@ from infer.models.loading.config import RawConfig
 
 def read_cohere(raw: RawConfig, theta: float, **own: Any) -> DecoderConfig:
     """The config of Command R and later; theta: of its rope where it does not say."""
-    bias = raw.get("attention_bias", False, bool)
     return DecoderConfig.read(
         raw.with_defaults(max_position_embeddings=8192),
         theta=theta,
@@ -19,8 +18,7 @@ def read_cohere(raw: RawConfig, theta: float, **own: Any) -> DecoderConfig:
         tied=True,
         eps=1e-5,
         eps_key="layer_norm_eps",
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=False,
         layer_norm=True,
         parallel=True,
         logits_scaling=1 / raw.factor("logit_scale", 0.0625),

@@ -15,14 +15,12 @@ class Dots1(MixtureOfExperts):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(num_key_value_heads=32, sliding_window=4096)
-        bias = raw.get("attention_bias", False, bool)
         first = raw.get("max_window_layers", 62, int)
         window = raw.size("sliding_window", None)
         return DecoderConfig.read(
             raw,
             windows=layer_windows(raw, window, lambda layer: layer >= first),
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             qk_norm=True,
             experts=read_sigmoid_experts(raw, dense=0, normalize=False),
         )

@@ -14,12 +14,10 @@ class FlexOlmo(MixtureOfExperts, Olmo2):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(max_position_embeddings=4096)
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
             theta=5e5,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             wide_qk_norm=True,
             experts=read_experts(
                 raw,

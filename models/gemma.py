@@ -26,11 +26,9 @@ class Gemma(Decoder):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
-        bias = raw.get("attention_bias", False, bool)
         config = DecoderConfig.read(
             raw,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             embedding_multiplier=raw.size("hidden_size") ** 0.5,
         )
         # The first files say gelu, and mean what its authors call so.

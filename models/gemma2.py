@@ -29,15 +29,13 @@ _DEFAULTS = {
 
 def read_gemma(raw: RawConfig, **own: Any) -> DecoderConfig:
     """The config of Gemma 2 and 3."""
-    bias = raw.get("attention_bias", False, bool)
     pattern = raw.size("sliding_window_pattern")
     return DecoderConfig.read(
         raw,
         windows=layer_windows(
             raw, raw.size("sliding_window", None), lambda layer: (layer + 1) % pattern != 0
         ),
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=False,
         activation_key="hidden_activation",
         embedding_multiplier=raw.size("hidden_size") ** 0.5,
         attention_multiplier=raw.factor("query_pre_attn_scalar") ** -0.5,

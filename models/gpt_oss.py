@@ -38,14 +38,12 @@ class GptOss(MixtureOfExperts):
         raw.expect("swiglu_limit", 7.0)
         if raw.get("rope_parameters", None, dict) is None:
             raw.get("rope_scaling", kind=dict)  # without, it is not the plain one
-        bias = raw.get("attention_bias", True, bool)
         return DecoderConfig.read(
             raw,
             windows=layer_windows(raw, raw.size("sliding_window", None), lambda i: i % 2 == 0),
             eps=1e-5,
             theta=150000.0,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=True,
             sinks=True,
             experts=read_experts(
                 raw, "num_local_experts", "intermediate_size", per_token=4, normalize=True

@@ -11,11 +11,9 @@ from infer.models.loading.config import RawConfig
 
 def read_granite(raw: RawConfig, **own: Any) -> DecoderConfig:
     """The config of Granite 3, with and without experts."""
-    bias = raw.get("attention_bias", False, bool)
     return DecoderConfig.read(
         raw,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=False,
         embedding_multiplier=raw.factor("embedding_multiplier"),
         attention_multiplier=raw.factor("attention_multiplier"),
         residual_multiplier=raw.factor("residual_multiplier"),

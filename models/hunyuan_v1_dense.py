@@ -14,12 +14,10 @@ class HunyuanDense(Decoder):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw.expect("use_qk_norm", True)
         raw.expect("use_cla", False)
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
             eps=1e-5,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             qk_norm=True,
             norm_after_rope=True,
             norm_names=("query_layernorm", "key_layernorm"),

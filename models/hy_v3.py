@@ -47,13 +47,11 @@ class HyV3(MixtureOfExperts):
             shared="num_shared_experts",
             typed=True,
         )
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
             eps=1e-5,
             theta=11158840.0,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             qk_norm=True,
             experts=replace(
                 experts,

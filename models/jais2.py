@@ -12,13 +12,11 @@ class Jais2(Decoder):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(hidden_act="relu2", max_position_embeddings=8192)
-        bias = raw.get("attention_bias", True, bool)
         return DecoderConfig.read(
             raw,
             eps=1e-5,
             eps_key="layer_norm_eps",
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=True,
             mlp_bias=raw.get("mlp_bias", True, bool),
             layer_norm=True,
             norm_bias=True,

@@ -13,7 +13,6 @@ class Llama(Decoder):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
-            raw, qkv_bias=bias, output_bias=bias, mlp_bias=raw.get("mlp_bias", False, bool)
+            raw, attention_bias=False, mlp_bias=raw.get("mlp_bias", False, bool)
         )

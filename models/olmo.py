@@ -17,12 +17,10 @@ class Olmo(Decoder):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        bias = raw.get("attention_bias", False, bool)
         raw = raw.with_values(rms_norm_eps=1e-5)  # whatever a config says
         return DecoderConfig.read(
             raw,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             layer_norm=True,
             norm_weight=False,
             clip_qkv=read_clip(raw),

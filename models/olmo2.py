@@ -14,5 +14,4 @@ class Olmo2(Decoder):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        bias = raw.get("attention_bias", False, bool)
-        return DecoderConfig.read(raw, eps=1e-5, qkv_bias=bias, output_bias=bias, wide_qk_norm=True)
+        return DecoderConfig.read(raw, eps=1e-5, attention_bias=False, wide_qk_norm=True)

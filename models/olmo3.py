@@ -12,7 +12,6 @@ class Olmo3(Olmo2):
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
-        bias = raw.get("attention_bias", False, bool)
         window = raw.size("sliding_window", 4096)
         head_dim = raw.size("head_dim", raw.size("hidden_size") // raw.size("num_attention_heads"))
         return DecoderConfig.read(
@@ -21,7 +20,6 @@ class Olmo3(Olmo2):
             rope=raw.rope(head_dim, 5e5, layer_type="full_attention"),
             local_rope=raw.rope(head_dim, 5e5, scaling_key=None, layer_type="sliding_attention"),
             eps=1e-5,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             wide_qk_norm=True,
         )

@@ -14,11 +14,9 @@ class Olmoe(MixtureOfExperts):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             wide_qk_norm=True,
             clip_qkv=read_clip(raw),
             experts=read_experts(

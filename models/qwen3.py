@@ -19,7 +19,6 @@ class Qwen3(Decoder):
             num_key_value_heads=32,
             sliding_window=4096,
         )
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
-            raw, windows=qwen_windows(raw), qkv_bias=bias, output_bias=bias, qk_norm=True
+            raw, windows=qwen_windows(raw), attention_bias=False, qk_norm=True
         )

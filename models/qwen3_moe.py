@@ -17,14 +17,12 @@ class Qwen3Moe(MixtureOfExperts):
             num_key_value_heads=4,
             sliding_window=4096,
         )
-        bias = raw.get("attention_bias", False, bool)
         used = raw.get("use_sliding_window", False, bool)
         raw.expect("use_qk_norm", True)  # Qwen3-Coder says so
         return DecoderConfig.read(
             raw,
             windows=same_windows(raw, raw.size("sliding_window", 4096) if used else None),
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             qk_norm=True,
             experts=read_experts(
                 raw,

@@ -1,4 +1,4 @@
-"""The sweep behind kernels/compiler/tuning.py: every variant of a kernel, where a model runs it.
+"""The sweep behind the rules for variants of kernels: every variant, where a model runs it.
 
     python scripts/tune.py --shape llama-3.1-8b                       matmul_vec, in decode
     python scripts/tune.py --shape llama-3.1-8b --kernel matmul       in prefill
@@ -8,7 +8,7 @@
 The model is lowered again for every variant. All dispatches of one shape (the same projection of
 all layers) run in one compute pass between two timestamps, so that a weight comes from memory, and
 not from a cache that all of them together do not fit in. Prints the time of a dispatch in
-microseconds as it is measured, then a table for each shape; * is what tuning.py chooses now.
+microseconds as it is measured, then a table for each shape; * is what the rules choose now.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from infer.kernels.compiler.fusion import rewrite
 from infer.kernels.compiler.graph import Graph
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import StepKind, Target
-from infer.kernels.compiler.tuning import ScanVariant, TileVariant, Tuning, VecShape
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch
@@ -42,12 +42,31 @@ from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
+from infer.kernels.ops.attention import attention_variant
+from infer.kernels.ops.head_linear import head_linear_variant
+from infer.kernels.ops.linear import (
+    TileVariant,
+    VecShape,
+    matmul_int8_variant,
+    matmul_variant,
+    matmul_vec_variant,
+)
+from infer.kernels.ops.recurrent import ScanVariant, delta_rule_variant, ssm_scan_variant
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.loading import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.loading.shapes import PUBLISHED, SHAPES
 
-# What is tried: for each kernel (a method of Tuning) the values of its variant's fields.
+# The rule for each kernel, and what is tried: the values of its variant's fields.
+RULES: dict[str, Callable[..., Any]] = {
+    "matmul_vec": matmul_vec_variant,
+    "head_linear": head_linear_variant,
+    "matmul": matmul_variant,
+    "matmul_int8": matmul_int8_variant,
+    "ssm_scan": ssm_scan_variant,
+    "delta_rule": delta_rule_variant,
+    "attention": attention_variant,
+}
 TILES: dict[str, tuple[int, ...]] = {
     "m_tile": (4, 8),
     "n_tile": (4, 8),
@@ -122,7 +141,7 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
         )
     if isinstance(variant, ScanVariant):
         key_dim = max(state.shape.key_dim for state in engine.states)
-        return Tuning(engine.device).runs(variant, key_dim)
+        return variant.runs(Tuning(engine.device), key_dim)
     loads = (
         variant.m_tile <= variant.n_size and variant.n_tile <= variant.m_size
         if kernel == "matmul_int8"
@@ -181,17 +200,16 @@ class ForcedTuning(Tuning):
 
     def __init__(self, device: Device, kernel: str, variant: Any) -> None:
         super().__init__(device)
-        self.kernel = kernel
+        self.kernel, self.variant = kernel, variant
         self.last: Any = None  # what the kernel is of that is now being emitted
-        rule = getattr(self, kernel)
 
-        def choose(*call: Any) -> Any:
-            self.last = rule(*call)
-            if self.last is not None and variant is not None and serves(variant, *call):
-                self.last = variant
-            return self.last
-
-        setattr(self, kernel, choose)
+    def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
+        chosen = rule(self, *call)
+        if rule is not RULES[self.kernel]:
+            return chosen
+        forced = chosen is not None and self.variant is not None and serves(self.variant, *call)
+        self.last = self.variant if forced else chosen
+        return self.last
 
 
 class ForcedLowering(Lowering):

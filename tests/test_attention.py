@@ -34,12 +34,17 @@ from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.target import StepKind
-from infer.kernels.compiler.tuning import AttentionVariant, Tuning
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
 from infer.kernels.ops import attention_check, linear_check, norm_check, rope_check
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.attention import (
+    AttentionVariant,
+    attention_joined_variant,
+    attention_variant,
+)
 from infer.kernels.ops.attention_check import kv_step, nearest_output
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
@@ -65,13 +70,14 @@ _JOINED = 700  # positions
 def attention_tuning(device: Device, joined: bool) -> Tuning:
     """The rules of this device, but that attention joins a short context, as on a GPU, or none."""
 
-    def join(variant: AttentionVariant) -> AttentionVariant | None:
-        one = replace(variant, heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
-        return one if joined else None
+    class Joined(Tuning):
+        def choose(self, rule: Any, *call: Any) -> Any:
+            if rule is not attention_joined_variant:
+                return rule(self, *call)
+            one = replace(call[0], heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
+            return one if joined else None
 
-    tuning = Tuning(device)
-    tuning.attention_joined = join  # type: ignore[method-assign]
-    return tuning
+    return Joined(device)
 
 
 def attention_error(
@@ -616,7 +622,7 @@ def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) ->
     assert nmse(y, attention_check.attention(q, k, v, 2, 0.2, 400)) <= LIMIT
 
 
-# Variants that the rules of tuning.py can choose, and others
+# Variants that the rules can choose, and others
 
 
 @pytest.mark.full
@@ -625,7 +631,7 @@ def test_every_variant_of_attention(device: Device, rng: np.random.Generator, pa
     shapes = product((1, 2, 3, 4, 7, 8), (1, 2, 8), (64, 80, 128, 256))
     found: dict[tuple[AttentionVariant, int], list[tuple[AttentionVariant, int]]] = {}
     for tuning, (group, n_kv_heads, d) in product([*rules(device)], shapes):
-        variant = tuning.attention(group, n_kv_heads, d)
+        variant = attention_variant(tuning, group, n_kv_heads, d)
         if variant is not None:
             found.setdefault((replace(variant, splits=0), d), []).append((variant, group))
     for index, ((_, d), same) in enumerate([*found.items()][part::3]):
@@ -642,8 +648,8 @@ def test_every_variant_of_attention(device: Device, rng: np.random.Generator, pa
 def test_every_variant_of_attention_that_joins(device: Device, rng: np.random.Generator) -> None:
     found: dict[tuple[AttentionVariant, int], AttentionVariant] = {}
     for tuning, group, d in product(rules(device), (1, 8), (16, 64, 80, 128, 256)):
-        variant = tuning.attention(group, 2, d)
-        joined = variant and tuning.attention_joined(variant)
+        variant = attention_variant(tuning, group, 2, d)
+        joined = variant and attention_joined_variant(tuning, variant)
         if variant is not None and joined is not None:
             found[joined, d] = variant
     assert found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from conftest import OpenDevice
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.tuning import TiledVariant, Tuning
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Limits, Settings
 from infer.kernels.ops import attention_check
+from infer.kernels.ops.attention import TiledVariant, attention_tiled_variant
 from infer.kernels.state.kv_cache import kept
 
 LIMIT = 1e-10  # of f32 arithmetic
@@ -31,8 +33,8 @@ class Forced(Tuning):
         super().__init__(device)
         self.variant = variant
 
-    def attention_tiled(self, head_dim: int, n_heads: int) -> TiledVariant:
-        return self.variant
+    def choose(self, rule: Any, *call: Any) -> Any:
+        return self.variant if rule is attention_tiled_variant else rule(self, *call)
 
 
 def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape: Shape) -> float:
@@ -64,7 +66,7 @@ def chosen(
     """What the rule takes on an adapter with so many bytes of workgroup memory."""
     tuning = Tuning(device)
     tuning.limits, tuning.software = Limits(workgroup_storage=storage), software
-    return tuning.attention_tiled(head_dim, n_heads)
+    return attention_tiled_variant(tuning, head_dim, n_heads)
 
 
 @pytest.mark.parametrize(

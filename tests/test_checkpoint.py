@@ -15,7 +15,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from plans import load_weights, random_weights
 from safetensors.numpy import save_file
 
-from infer.kernels.checks.arrays import from_bf16
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -25,6 +24,7 @@ from infer.kernels.errors import (
 )
 from infer.kernels.gpu import upload
 from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.pack import from_bf16
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.models.loading.checkpoint import INDEX, SINGLE, Checkpoint
 from infer.models.loading.load import Change

@@ -227,7 +227,7 @@ class Judge:
         self.logits = self.answer(self.model)
 
     def built(self, config: Config, seed: int = 0) -> Any:
-        made = self.script.Case(config, "float32", embedding=self.case.embedding)
+        made = self.script.Case(config | {"torch_dtype": "float32"}, embedding=self.case.embedding)
         return self.script.random_model(made, np.random.default_rng(seed))
 
     def answer(self, model: Any) -> Any:

@@ -87,6 +87,23 @@ def test_the_api_does_without_the_command_line(top: str, importers: tuple[str, .
                 assert dotted(path).startswith(importers), f"{path} imports {name}"
 
 
+def test_what_runs_a_model_needs_no_checks() -> None:
+    """The cases of kernels, their references and the kernels by hand are for tests and for
+    `infer devices --check`; infer.kernels offers them, and imports them when they are asked for."""
+
+    def is_check(name: str) -> bool:
+        return name.startswith("infer.kernels.checks") or name.split(".")[-1].endswith("_check")
+
+    offered_by = ("infer.kernels", "infer.cli.report")
+    paths = [path for folder in ALLOWED for path in modules(folder)]
+    for path in paths:
+        if dotted(path) in offered_by or is_check(dotted(path)):
+            continue
+        for name in imported(path):
+            module, _, _ = name.rpartition(".")
+            assert not is_check(name) | is_check(module), f"{path} imports {name}"
+
+
 @pytest.mark.parametrize("folder", ALLOWED)
 def test_imports_go_one_way(folder: str) -> None:
     for path in modules(folder):

@@ -19,21 +19,15 @@ import pytest
 from conftest import LEAST, OpenDevice
 
 from infer.kernels.checks import functions, reference
-from infer.kernels.checks.arrays import Array, Codes, rounded, to_gpu
+from infer.kernels.checks.arrays import Array, rounded, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.tuning import (
-    AttentionVariant,
-    Int8TileVariant,
-    TileVariant,
-    Tuning,
-    VecShape,
-    VecVariant,
-)
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.plan import dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
@@ -46,6 +40,20 @@ from infer.kernels.ops import (
     rope_check,
 )
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.attention import (
+    AttentionVariant,
+    attention_joined_variant,
+    attention_variant,
+)
+from infer.kernels.ops.linear import (
+    Int8TileVariant,
+    TileVariant,
+    VecShape,
+    VecVariant,
+    matmul_int8_variant,
+    matmul_variant,
+    matmul_vec_variant,
+)
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig
@@ -774,7 +782,7 @@ def test_rope(least_device: Device, rng: np.random.Generator, kind: str, interle
         assert nmse(y, expected) <= LIMIT
 
 
-# Variants that the rules of tuning.py can choose
+# Variants that the rules can choose
 
 
 def rules(device: Device) -> Iterator[Tuning]:
@@ -797,12 +805,10 @@ class Forced(Tuning):
         super().__init__(device)
         self.variant, self.joined = variant, joined
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("matmul_vec", "matmul", "matmul_int8", "attention"):
-            return lambda *_: self.variant
-        if name == "attention_joined":
-            return lambda *_: self.joined
-        return super().__getattribute__(name)
+    def choose(self, rule: Any, *call: Any) -> Any:
+        if rule in (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant):
+            return self.variant
+        return self.joined if rule is attention_joined_variant else rule(self, *call)
 
 
 # Every third of them, so that all numbers of each kind come; the others in the full run.
@@ -823,7 +829,7 @@ def test_every_variant_of_matmul_vec(device: Device, rng: np.random.Generator, p
         if not quantize or rows == 1
     ]
     variants = {
-        (tuning.matmul_vec(shape), shape.rows, shape.gated, shape.dtype, shape.quantize)
+        (matmul_vec_variant(tuning, shape), shape.rows, shape.gated, shape.dtype, shape.quantize)
         for tuning in rules(device)
         for shape in shapes
         if not shape.quantize or tuning.subgroup_size
@@ -857,7 +863,8 @@ def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
         device = DryDevice(Limits(max_invocations=most))
         device.subgroup_size, device.largest_subgroup = lanes, largest
         for k, dtype, gated in product((64, 14336), dtypes, outputs):
-            variant = Tuning(device).matmul_vec(VecShape(k, 4096, 1, dtype, gated, quantize=True))
+            shape = VecShape(k, 4096, 1, dtype, gated, quantize=True)
+            variant = matmul_vec_variant(Tuning(device), shape)
             assert variant.per_workgroup in (HALF, BLOCK), (lanes, most, variant)
             assert variant.per_workgroup <= variant.workgroup <= most, (lanes, variant)
             assert variant.team % max(32, largest) == 0, (lanes, variant)
@@ -868,7 +875,7 @@ def test_workgroups_have_whole_scales_of_what_goes_out_as_int8() -> None:
 @thirds
 def test_every_variant_of_matmul(device: Device, rng: np.random.Generator, part: int) -> None:
     variants = {
-        tuning.matmul(rows, n, k, splits=True)
+        matmul_variant(tuning, rows, n, k, splits=True)
         for tuning in rules(device)
         for rows, n, k in product((9, 33, 65, 512, 2048), (16, 1024, 30000), (128, 2048))
     }
@@ -895,7 +902,7 @@ def test_workgroups_that_share_columns(open_device: OpenDevice, rng: np.random.G
 @thirds
 def test_every_variant_of_matmul_int8(device: Device, rng: np.random.Generator, part: int) -> None:
     variants = {
-        tuning.matmul_int8(rows, n, k, dtype == "q8", dtype)
+        matmul_int8_variant(tuning, rows, n, k, dtype == "q8", dtype)
         for tuning, dtype in product(rules(device), ("q8", "nf4"))
         for rows, n, k in product((9, 33, 65, 512, 2048), (16, 1024, 30000), (128, 2048))
     }

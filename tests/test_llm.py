@@ -727,7 +727,7 @@ if pid == 0:
     os._exit(7)  # as multiprocessing does; at another end Mesa waits for threads of its own
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 text = first + "".join(chunk.text for chunk in stream)
-llm.engine.tokens.clear()
+llm.engine.forget()
 print(text == llm.generate("Once upon a time", max_tokens=6).text)
 """
     done = run_python(script)
@@ -1027,11 +1027,10 @@ def test_loading_is_shown_to_who_sees_it(
         progress(3, 4)
         return ResolvedModel(DEMO_FOLDER, DEMO)
 
-    def loaded(*arguments: Any) -> None:
-        (progress,) = filter(callable, arguments)
-        progress("weights", 1, 2)
+    def thread(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda progress: progress("weights", 1, 2))
 
-    for name, stand_in in (("resolve", found), ("Device", lambda *_: None), ("_load", loaded)):
+    for name, stand_in in (("resolve", found), ("_Thread", thread)):
         monkeypatch.setattr(infer.loading, name, stand_in)
     monkeypatch.setattr(sys, "stderr", stream := kind())
     now = iter(range(100))

@@ -33,7 +33,7 @@ from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
 from infer.engine import Engine
 from infer.hub import DEMO, resolve, resolve_adapter
-from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
+from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import int8_rows
 from infer.kernels.checks.reference import nmse
@@ -45,6 +45,7 @@ from infer.kernels.errors import (
     UnsupportedError,
 )
 from infer.kernels.gpu.device import Device, DryDevice, Limits
+from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.tensor import INTEGERS
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops import linear_check

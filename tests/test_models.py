@@ -276,7 +276,7 @@ def test_longrope_switches_in_mid_answer(device: Device, tmp_path: Path) -> None
 @pytest.mark.parametrize("case", cases())
 def test_agrees_with_transformers_on_a_new_model(device: Device, case: str, tmp_path: Path) -> None:
     """Weights and prompt from seeds that the stored references do not use."""
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     pytest.importorskip("transformers")
     root = Path(__file__).resolve().parent.parent
     script = runpy.run_path(str(root / "scripts" / "make_references.py"))
@@ -288,7 +288,7 @@ def test_agrees_with_transformers_on_a_new_model(device: Device, case: str, tmp_
         reference = script["answers"](model, prompt_ids)
         if script["is_fair"](reference):
             break
-    model.to(getattr(torch, own.dtype)).save_pretrained(tmp_path / case)
+    model.to(own.dtype).save_pretrained(tmp_path / case)
     assert_agrees(device, tmp_path / case, reference)
 
 

@@ -20,10 +20,11 @@ from safetensors.numpy import save_file
 import infer
 from infer.engine import Engine, EngineOptions
 from infer.kernels.checks import functions
-from infer.kernels.checks.arrays import from_bf16, to_bf16, to_gpu
+from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu import quantize, upload
 from infer.kernels.gpu.device import Device, Limits, Settings
+from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.tensor import GpuTensor, Grouping, allocate, row_bytes
 from infer.models import build_model
 from infer.models.loading.checkpoint import SINGLE, Checkpoint

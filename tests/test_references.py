@@ -145,7 +145,9 @@ def prompt_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
 
 
 def test_every_case_is_stored(script: ModuleType) -> None:
-    assert cases() == sorted(script.CASES)
+    assert cases() == list(script.CASES)
+    assert set(script.OPTIONS) <= set(cases())
+    assert long_cases() == [name for name, case in script.CASES.items() if case.long]
 
 
 @pytest.mark.parametrize("spelling", get_args(Spelling))

@@ -18,7 +18,7 @@ from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import Copy
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.state.kv_cache import PAGE, kv_cache_bytes
-from infer.kernels.state.step import pack_step
+from infer.kernels.state.step import HEADER, ROW, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
 from infer.sampling import SamplingParams
@@ -192,6 +192,40 @@ class EngineBench:
             for name, seconds in zip(names, times, strict=True)
         ]
 
+    def batch(self, rows: int, tokens: int, depth: int) -> Row:
+        """Decode of so many answers at once, each after a prompt of its own of `depth` tokens:
+        `repeats` times so many steps, one after the other."""
+        test = f"tg{tokens} x {rows} @ d{depth}"
+        self.progress(test, 0, self.repeats)
+        self.engine.forget()
+        draw = random.Random(1)
+        ids = range(self.engine.vocab_size)
+        steps = tokens * (self.repeats + 1) + batch_steps(self.engine, rows, depth)
+        params = replace(GREEDY, max_tokens=steps)
+        answers = [self.engine.generate(draw.choices(ids, k=depth), params) for _ in range(rows)]
+        seconds, made = [], []
+        try:
+            for _ in range(tokens):  # of the last, when all others have begun
+                next(answers[-1])
+            for number in range(1, self.repeats + 1):
+                self.progress(test, number, self.repeats)
+                before, begin = sum(answer.count for answer in answers), time.perf_counter()
+                for _ in range(tokens):
+                    next(answers[-1])
+                seconds.append(time.perf_counter() - begin)
+                made.append(sum(answer.count for answer in answers) - before)
+        finally:
+            for answer in answers:
+                answer.close()
+        if set(made) != {rows * tokens}:
+            raise RequestError(
+                f"{rows} answers do not run at once: the cache has no room for all of them."
+            )
+        kv_dtype = self.engine.options.kv_dtype
+        nbytes = cache_bytes_per_token(self.engine.model, kv_dtype, depth, steps)
+        nbytes += weight_bytes_per_token(self.engine) / rows
+        return self._decode_row(test, rows * tokens, tuple(seconds), nbytes)
+
     def _decode_row(self, test: str, tokens: int, seconds: tuple[float, ...], nbytes: float) -> Row:
         tps, deviation = _tps(tokens, seconds)
         return Row(
@@ -267,10 +301,14 @@ class EngineBench:
         return self._time([step], 1, kv_len)[0]
 
     def profiles(
-        self, prefill: Row, decode: dict[int, Row], host_seconds: float | None = None
+        self,
+        prefill: Row,
+        decode: dict[int, Row],
+        host_seconds: float | None = None,
+        batches: Sequence[tuple[int, int]] = (),
     ) -> list[Profile]:
         """The kernels of the prefill's first chunk, of a decode step in the middle of each test
-        (by depth), and of the full sampler. host_seconds: the host's part of a decode step."""
+        (by depth), of steps of many sequences (rows, depth), and of the full sampler. host_seconds: the host's part of a decode step."""
         engine = self.engine
         chunks = list(engine.chunks(prefill.tokens))
         _, rows, kind = chunks[0]
@@ -286,6 +324,13 @@ class EngineBench:
             place_step(engine, [0], kv_len - 1)
             profile = self._profile(f"decode of {row.test}", plan, sampler, 1, kv_len)
             profiles.append(replace(profile, step_seconds=1 / row.tps, host_seconds=host_seconds))
+        for rows, depth in batches:
+            if rows > 1:
+                plan = engine.recording(engine.steps.batch(rows), True, None).dispatches
+                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+                place_batch(engine, rows, depth)
+                title = f"decode of {rows} sequences"
+                profiles.append(self._profile(title, plan, sampler, rows, depth))
         place_step(engine, [0], 0, SAMPLED)
         sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=False)
         profiles.append(self._profile("full sampler", (), sampler, 1, 1))
@@ -343,6 +388,24 @@ class EngineBench:
                 least_seconds=LEAST_PASS,
                 before=[Copy((saved, 0), (step, 0), step.nbytes)],
             )
+
+
+def batch_steps(engine: Engine, rows: int, depth: int) -> int:
+    """How many tokens the first of so many answers may have when the last one begins."""
+    return rows * -(-depth // engine.steps.rows["prefill"]) + 1
+
+
+def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
+    """The same for one row of each of so many sequences, at the last of so many positions."""
+    place_step(engine, [0], kv_len - 1)
+    step = pack_step([0] * rows, kv_len - 1)
+    own = step[HEADER.itemsize :].view(ROW)
+    own["position"], own["sequence"] = kv_len - 1, range(rows)
+    engine.device.write(engine.steps.step, step)
+    pages = -(-kv_len // PAGE)
+    for i in range(rows):
+        first, n_pages = i * pages, engine.steps.cache.n_pages
+        engine.steps.cache.assign(i, 0, [n % n_pages for n in range(first, first + pages)])
 
 
 def place_step(

@@ -66,6 +66,7 @@ def run_bench(
     prompt_tokens: int | None = None,
     decode_tokens: int | None = None,
     depths: Sequence[int] = (),
+    batches: Sequence[int] = (),
     repeats: int | None = None,
     profile: bool = False,
     progress: Progress = lambda test, run, runs: None,
@@ -77,18 +78,24 @@ def run_bench(
     shape's weights are bf16 where dtype and quantize are None, or packed as in checkpoints of a
     `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the prefill test;
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
-    that are in the cache before it. Each test runs `repeats` times after a warm-up. What of these
+    that are in the cache before it. batches: of so many answers at once, after as many tokens each
+    as the depths say, or 128. Each test runs `repeats` times after a warm-up. What of these
     three is None is 512, 128 and 5, or as much less as keeps a slow adapter to about a minute.
     profile: time every kernel. progress is told what runs; loading: as progress of `load`. Raises
     RequestError and whatever `load` raises.
     """
-    given = [n for n in (prompt_tokens, decode_tokens, repeats, *depths) if n is not None]
-    if min(given, default=1) < 1:
-        raise RequestError("Counts of tokens, depths and repeats must be at least 1.")
+    given = [n for n in (prompt_tokens, decode_tokens, repeats, *depths, *batches) if n]
+    if min(given, default=1) < 1 or 0 in (prompt_tokens, decode_tokens, repeats, *depths, *batches):
+        raise RequestError("Counts of tokens, depths, answers and repeats must be at least 1.")
+    if max(batches, default=1) > MAX_BATCH:
+        raise RequestError(f"At most {MAX_BATCH} answers run at once, not {max(batches)}.")
     if dtype not in (None, *DTYPES) or kv_dtype not in KV_DTYPES:
         raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16, f32 or q8.")
     weight_dtype(dtype, quantize)
     needed = max(prompt_tokens or 1, max(depths, default=1) + (decode_tokens or 1)) + 1
+    batch_depths = (depths or [_BATCH_DEPTH]) if batches else []
+    for batch_depth in batch_depths:
+        needed = max(needed, batch_depth + (decode_tokens or _BATCH_TOKENS) * ((repeats or 5) + 1) + 64)
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
     gpu = choose_adapter(device)

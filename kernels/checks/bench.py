@@ -13,13 +13,14 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from infer.kernels.checks.arrays import Array, Codes, to_gpu
+from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Floats, Forward, Ids, Options
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.graph import Value
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import GpuTensor
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage

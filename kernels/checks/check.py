@@ -7,30 +7,21 @@ that cross a page, rows that end in the middle of a tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 
+from infer.kernels import ops
 from infer.kernels.checks.bench import Case, CheckResult
 from infer.kernels.gpu.device import Device
-from infer.kernels.ops import (
-    attention_check,
-    elementwise_check,
-    embedding_check,
-    experts_check,
-    linear_check,
-    norm_check,
-    recurrent_check,
-    rope_check,
-)
 from infer.kernels.state import sampler_check
 
+# Every family of operations that has cases beside it, and sampling.
 FAMILIES = (
-    embedding_check,
-    norm_check,
-    elementwise_check,
-    linear_check,
-    experts_check,
-    recurrent_check,
-    rope_check,
-    attention_check,
+    *(
+        import_module(f"{ops.__name__}.{module.name}")
+        for module in iter_modules(ops.__path__)
+        if module.name.endswith("_check")
+    ),
     sampler_check,
 )
 

@@ -12,12 +12,13 @@ from typing import TypeVar
 
 from infer.kernels.compiler.graph import Add, Graph, Mul, Slice, Value, source
 from infer.kernels.compiler.target import Target
-from infer.kernels.ops.attention import Attention, Heads, RopeKVWrite
+from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.elementwise import Activation, Scale, SigmoidGate
 from infer.kernels.ops.embedding import LogitsRows
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
-from infer.kernels.ops.latent import LatentKey, LatentWrite
-from infer.kernels.ops.linear import Changes, HeadLinear, Linear, Projection
+from infer.kernels.ops.head_linear import HeadLinear
+from infer.kernels.ops.kv_write import Heads, LatentKey, LatentWrite, RopeKVWrite
+from infer.kernels.ops.linear import Changes, Linear, Projection
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 from infer.kernels.ops.rope import Rope, Rotate
@@ -237,12 +238,10 @@ def heads_into_attention(graph: Graph, target: Target) -> None:
         if found is None:
             continue
         projection, heads = found
-        variant, cache = attention.variant(target), attention.cache
-        split = attention.kernels == "split" and variant is not None
-        if split and variant and heads.fit_attention(cache, variant, target):
+        if attention.has_room(heads, target):
             graph.update(attention, q=projection, k=None, v=None, heads=heads)
-        elif heads.fit_rope_kv_write(target):
-            query = RopeKVWrite(projection, heads, cache, attention.width)
+        elif heads.fit(target):
+            query = RopeKVWrite(projection, heads, attention.cache, attention.width)
             graph.insert(query, before=attention)
             graph.update(attention, q=query, k=None, v=None)
 

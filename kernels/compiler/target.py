@@ -29,6 +29,11 @@ class StepKind:
         return self.rows <= MAX_VEC_ROWS
 
     @property
+    def span(self) -> int:
+        """Rows of one sequence, at most."""
+        return 1 if self.batch else self.rows
+
+    @property
     def few(self) -> bool:
         """Whether rows attend each on its own, their contexts split."""
         return self.vec or self.batch

@@ -1,4 +1,4 @@
-"""Attention: rotation and the cache write, then one of three forms.
+"""Attention, in one of three forms.
 
 A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled.
 Without fusing, or without subgroups: attention_scores, softmax, weighted_sum. With one row,
@@ -15,111 +15,14 @@ from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import AttentionVariant, power_of_two
+from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import NOTHING, Size
 from infer.kernels.gpu.tensor import HALF, GpuTensor
-from infer.kernels.ops.latent import kv_params
-from infer.kernels.ops.prepared import Form, Maker, Norm
-from infer.kernels.ops.rope import Rope
+from infer.kernels.ops.kv_write import Heads, kv_params
+from infer.kernels.ops.prepared import Form, Maker
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Heads:
-    """What becomes of the heads of a projection of q, k and v: how queries and keys are rotated, if
-    they are, and the norms of queries, keys and values, if they have any. rows_normed: norms are of
-    whole rows of heads. own: there are keys and values; v_is_k: these are the keys as they are
-    projected. rotate_first: norms are of what was rotated."""
-
-    rope: Rope | None
-    norms: tuple[Norm, ...]
-    rows_normed: bool
-    own: bool
-    v_is_k: bool
-    rotate_first: bool
-
-    @property
-    def params(self) -> dict[str, Any]:
-        return {
-            "ROTARY_DIM": self.rope.rotary_dim if self.rope else 0,
-            "INTERLEAVED": self.rope.interleaved if self.rope else False,
-            "NORM": bool(self.norms),
-            "ROW_NORM": self.rows_normed,
-            "ROTATE_FIRST": self.rotate_first,
-            "OWN": self.own,
-            "V_NORM": len(self.norms) == 3,
-            "V_IS_K": self.v_is_k,
-            "EPS": float(self.norms[0].eps) if self.norms else 0.0,
-        }
-
-    @property
-    def weights(self) -> list[Buffer]:
-        return [norm.weight.buffer for norm in self.norms]
-
-    @property
-    def operands(self) -> list[Operand]:
-        """The table, if there is one, and the norms."""
-        return [*([self.rope.table] if self.rope else []), *self.weights]
-
-    def fit_attention(self, cache: LayerCache, variant: AttentionVariant, target: Target) -> bool:
-        """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each
-        other's keys, groups of eight dimensions have their partners in one group, scales of int8
-        are written as the pairs that they are read as, and the bindings suffice."""
-        rotated = self.rope.rotary_dim if self.rope else 0
-        apart = rotated if self.rope and self.rope.interleaved else rotated // 2
-        pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
-        return (
-            target.kind.rows == 1
-            and apart % 8 == 0
-            and cache.head_dim % 8 == 0
-            and (pairs or not self.own)
-            and target.device.limits.storage_buffers >= 6 + len(self.operands)
-        )
-
-    def fit_rope_kv_write(self, target: Target) -> bool:
-        """Whether there is something to rotate, and bindings for it."""
-        bindings = 5 + 2 * self.own + len(self.norms)
-        return self.rope is not None and target.device.limits.storage_buffers >= bindings
-
-
-@dataclass(eq=False, repr=False)
-class RopeKVWrite(Value):
-    """The queries of a projection x, normed and rotated; keys likewise and values go to the cache.
-    columns: of the queries."""
-
-    x: Value
-    heads: Heads
-    cache: LayerCache
-    columns: int
-
-    def checked_width(self) -> int:
-        return self.columns
-
-    def lower(self, low: Lowering) -> None:
-        cache, heads = self.cache, self.heads
-        assert heads.rope is not None
-        x, x_stride, _ = low.source(self.x)
-        n_heads, kv = self.width // cache.head_dim, (cache.keys, cache.values) if heads.own else ()
-        workgroup = max(32, min(128, cache.head_dim // 2)) if cache.head_dim % 64 == 0 else 32
-        if heads.rows_normed:
-            workgroup = low.tuning.workgroup(self.width)
-        low.emit(
-            "rope_kv_write",
-            [low.step, cache.pages, heads.rope.table, x, self, *kv, *heads.weights],
-            low.row_grid(self, n_heads + len(kv) * cache.n_kv_heads),
-            {
-                **kv_params(cache),
-                **heads.params,
-                "WG": workgroup,
-                "SUBGROUPS": low.device.subgroups,
-                "N_HEADS": n_heads,
-                "N_KV_HEADS": cache.n_kv_heads,
-                "X_STRIDE": x_stride,
-                "Y_STRIDE": stride(self.width),
-            },
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -162,7 +65,27 @@ class Attention(Maker):
 
     def variant(self, target: Target) -> AttentionVariant | None:
         """Of `attention`; None without subgroups."""
-        return target.tuning.attention(self.group, self.cache.n_kv_heads, self.cache.head_dim)
+        return target.tuning.choose(
+            attention_variant, self.group, self.cache.n_kv_heads, self.cache.head_dim
+        )
+
+    def has_room(self, heads: Heads, target: Target) -> bool:
+        """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each
+        other's keys, groups of eight dimensions have their partners in one group, scales of int8
+        are written as the pairs that they are read as, and the bindings suffice."""
+        rope, cache, variant = heads.rope, self.cache, self.variant(target)
+        if self.kernels != "split" or variant is None:
+            return False
+        rotated = rope.rotary_dim if rope else 0
+        apart = rotated if rope and rope.interleaved else rotated // 2
+        pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
+        return (
+            target.kind.rows == 1
+            and apart % 8 == 0
+            and cache.head_dim % 8 == 0
+            and (pairs or not heads.own)
+            and target.device.limits.storage_buffers >= 6 + len(heads.operands)
+        )
 
     def writes(self, form: Form, target: Target) -> bool:
         bound = 2 + sum(item is not None for item in (self.sinks, self.gates))
@@ -245,7 +168,7 @@ class Attention(Maker):
             | {
                 "SCORES_STRIDE": scores_stride,
                 "Y_STRIDE": stride(self.width),
-                "LANES": low.tuning.lanes(cache.head_dim),
+                "LANES": max(1, 256 // (cache.head_dim // 8)),  # positions at once
             },
         )
 
@@ -273,7 +196,9 @@ class Attention(Maker):
             | (heads.params if heads is not None else {"LATENT": cache.shape.latent})
             | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(self.width)}
         )
-        joined = low.tuning.attention_joined(variant) if low.kind.rows == 1 else None
+        joined = (
+            low.tuning.choose(attention_joined_variant, variant) if low.kind.rows == 1 else None
+        )
         operands = [*inputs, *outputs, *last, *own]
         if len(operands) > low.device.limits.storage_buffers or (
             quantize and cache.head_dim % HALF
@@ -332,7 +257,7 @@ class Attention(Maker):
     def _tiled(self, low: Lowering, common: dict[str, Any]) -> None:
         cache, n_heads = self.cache, self.n_heads
         q, q_stride, q_offset = low.source(self.q)
-        variant = low.tuning.attention_tiled(cache.head_dim, n_heads)
+        variant = low.tuning.choose(attention_tiled_variant, cache.head_dim, n_heads)
         low.emit(
             "attention_tiled",
             (low.step, cache.pages, q, cache.keys, cache.values, self, *self._sinks),
@@ -418,3 +343,148 @@ def _read_bytes(cache: LayerCache, kv_len: int, window: int) -> int:
     positions = min(kv_len, window) if window else kv_len
     page = kv_cache_bytes(cache.shape, PAGE, cache.dtype)
     return positions * page // PAGE
+
+
+# Variants of attention
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """attention of a few rows: invocations and query heads of a workgroup, lanes per position and
+    groups of eight dimensions per lane, positions that a lane loads at once, and how the context is
+    split.
+
+    workgroup, cluster and batch are powers of two, a cluster is at most a subgroup and that at most
+    a workgroup, heads divides the query heads of a KV head, and cluster * per_lane * 8 is head_dim.
+    """
+
+    workgroup: int
+    heads: int
+    cluster: int
+    per_lane: int
+    batch: int
+    splits: int
+    min_split: int
+    max_split: int
+
+    def count(self, positions: int) -> int:
+        """The most splits that attention_split.wgsl makes of that many positions or fewer: the
+        rows of a step have unlike contexts, and a longer one may have fewer splits (of 32 that
+        have at least 16 each, 512 positions take all and 513 one less)."""
+        if positions <= self.splits * self.max_split:
+            return min(self.splits, -(-positions // self.min_split))
+        return -(-positions // self.max_split)
+
+    def storage(self, merged: int, lanes: int) -> int:
+        """Bytes of workgroup memory, in which so many heads of each subgroup are merged at once."""
+        subgroups = max(1, self.workgroup // lanes)
+        return subgroups * (8 * self.heads + 32 * merged * self.cluster * self.per_lane)
+
+    def merged(self, storage: int, lanes: int) -> int:
+        """The most heads that fit into that memory; 0: not even one."""
+        fitting = (n for n in range(self.heads, 0, -1) if self.storage(n, lanes) <= storage)
+        return next((n for n in fitting if self.heads % n == 0), 0)
+
+
+def attention_variant(
+    tuning: Tuning, group: int, n_kv_heads: int, head_dim: int
+) -> AttentionVariant | None:
+    """None without subgroups: then attention_scores, softmax and weighted_sum do it."""
+    if not tuning.subgroup_size:
+        return None
+    chunks = head_dim // 8
+    cluster = min(tuning.subgroup_size, chunks & -chunks)
+    per_lane = chunks // cluster
+    # A lane keeps heads * per_lane groups of queries and of outputs in registers.
+    most = max(1, 8 // per_lane)
+    fitting = [heads for heads in range(1, min(group, most) + 1) if group % heads == 0]
+    if tuning.software:
+        # Subgroups go through a barrier one after the other; large kernels compile for seconds.
+        heads, workgroup, batch = max(heads for heads in fitting if heads <= 2), 32, 1
+    else:
+        # Up to four, so that there are more workgroups; but the 5 or 7 of some models are
+        # shared.
+        heads = max(heads for heads in fitting if heads <= 4 or fitting[1:] == [heads])
+        workgroup, batch = 128 if chunks <= 8 else 256, 2 if per_lane <= 8 else 1
+    # More splits than that cost more in attention_combine than they gain.
+    splits = max(1, min(64, (8 if tuning.software else 128) // (n_kv_heads * group // heads)))
+    workgroup = max(workgroup, tuning.subgroup_size)
+    while True:
+        at_once = batch * workgroup // cluster
+        shortest = max(32, at_once) if tuning.software else at_once
+        variant = AttentionVariant(
+            workgroup, heads, cluster, per_lane, batch, splits, shortest, max(512, at_once)
+        )
+        if variant.merged(tuning.limits.workgroup_storage, tuning.subgroup_size):
+            return variant
+        workgroup //= 2
+
+
+def attention_joined_variant(tuning: Tuning, variant: AttentionVariant) -> AttentionVariant | None:
+    """For a context so short that one workgroup for each head takes less time than splits and
+    attention_combine. None where it has no room, or on a CPU, which gains nothing."""
+    if tuning.software:
+        return None
+    workgroup, batch = max(256, variant.workgroup), 4 if variant.per_lane <= 8 else 1
+    at_once = batch * workgroup // variant.cluster
+    longest = min(1024, 6 * at_once)
+    joined = AttentionVariant(
+        workgroup, 1, variant.cluster, variant.per_lane, batch, 1, longest, longest
+    )
+    fits = joined.merged(tuning.limits.workgroup_storage, tuning.subgroup_size)
+    return joined if fits else None
+
+
+# Of attention_tiled
+
+
+@dataclass(frozen=True)
+class TiledVariant:
+    """attention_tiled: invocations of a workgroup along the rows and along the positions, rows and
+    positions per invocation, dimensions of a slice of queries and keys, double buffer."""
+
+    m_size: int
+    n_size: int
+    m_tile: int
+    n_tile: int
+    depth: int
+    double: bool
+
+    @property
+    def rows(self) -> int:
+        """Of a workgroup."""
+        return self.m_size * self.m_tile
+
+    @property
+    def columns(self) -> int:
+        """Positions of a tile."""
+        return self.n_size * self.n_tile
+
+    def v_depth(self, head_dim: int) -> int:
+        """Positions of a slice of values: as many as take no more room than queries and keys."""
+        fitting = (self.rows + self.columns) * (self.depth + 4) // head_dim
+        return max(4, min(32, self.columns, power_of_two(fitting + 1) // 2))
+
+    def storage(self, head_dim: int) -> int:
+        """Bytes of workgroup memory."""
+        queries_keys = (self.rows + self.columns) * (self.depth + 4)
+        slices = max(queries_keys, self.v_depth(head_dim) * head_dim)
+        exchange = self.rows * (self.columns + 4 + self.n_size)
+        return 4 * ((1 + self.double) * slices + exchange)
+
+
+def attention_tiled_variant(tuning: Tuning, head_dim: int, n_heads: int) -> TiledVariant:
+    """32 rows by 64 positions, where memory and registers have room for that; on a CPU 32 by
+    32, or 8 by 32 for few heads: short code, little that is masked."""
+    tiles = [] if tuning.software else [(16, 4, 32), (16, 4, 16)]
+    tiles += [(16, 2, 16)] if head_dim > 512 and not tuning.software else []
+    narrow = tuning.software and n_heads * head_dim <= NARROW_SOFTWARE
+    tiles += [(8, rows, depth) for rows in (4, 2, 1)[2 * narrow :] for depth in (16, 8)]
+    for n_size, m_tile, depth in tiles:
+        variant = TiledVariant(8, n_size, m_tile, 4, depth, double=False)
+        # An invocation keeps up to 72 outputs in registers.
+        small = m_tile * -(-head_dim // (4 * n_size)) <= 18
+        fits = variant.storage(head_dim) <= tuning.limits.workgroup_storage
+        if small and fits and head_dim % depth == 0:
+            return variant
+    raise ShaderError(f"attention_tiled has no variant for heads of {head_dim} dimensions.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -113,8 +115,8 @@ def cases() -> Iterator[Case]:
     yield Case("xielu", "", _xielu)
     yield Case("scale", "", _scale)
     yield Case("position_scale", "", _position_scale)
-    yield Case("elementwise_add", "", _add)
-    yield Case("elementwise_mul", "", _mul)
+    yield Case("elementwise_add", "", partial(_pair, function=operator.add))
+    yield Case("elementwise_mul", "", partial(_pair, function=operator.mul))
     for each in (False, True):
         name = "a gate each" if each else "a gate for all"
         yield Case("sigmoid_gate", name, partial(_sigmoid_gate, each=each))
@@ -153,14 +155,10 @@ def _position_scale(bench: Bench) -> Outcome:
     return y, position_scale(x, np.arange(127, 130), 0.1, 64)
 
 
-def _add(bench: Bench) -> Outcome:
+def _pair(bench: Bench, function: Callable[[Any, Any], Any]) -> Outcome:
     a, b = bench.random(3, 67), bench.random(3, 67)
-    return bench.run(bench.input(a) + bench.input(b)), a.astype(np.float64) + b
-
-
-def _mul(bench: Bench) -> Outcome:
-    a, b = bench.random(3, 67), bench.random(3, 67)
-    return bench.run(bench.input(a) * bench.input(b)), a.astype(np.float64) * b
+    y = bench.run(function(bench.input(a), bench.input(b)))
+    return y, function(a.astype(np.float64), b)
 
 
 def _sigmoid_gate(bench: Bench, each: bool) -> Outcome:

@@ -7,11 +7,12 @@ from functools import partial
 
 import numpy as np
 
-from infer.kernels.checks.arrays import Array, Codes
+from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import Bench, Case, Outcome
 from infer.kernels.checks.forward import Floats, Ids
 from infer.kernels.checks.inputs import FLOATS, exact_weight
 from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.ops.embedding import Embedding, LogitsRows, PositionEmbedding
 

@@ -8,17 +8,25 @@ outcome, and surplus workgroups leave early.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import TileVariant, VecShape
+from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning
 from infer.kernels.gpu.plan import Count
-from infer.kernels.gpu.tensor import BLOCK, INTEGERS, GpuTensor, Shard
-from infer.kernels.ops.linear import Projection, multiplied, whole_rows
+from infer.kernels.gpu.tensor import BLOCK, INTEGERS, PLANES, GpuTensor, Shard
+from infer.kernels.ops.linear import (
+    Int8TileVariant,
+    Projection,
+    TileVariant,
+    VecShape,
+    matmul_vec_variant,
+    multiplied,
+    tile_params,
+)
 from infer.kernels.ops.prepared import Form
 
 
@@ -141,7 +149,7 @@ class Route(Value):
     def tile(self, low: Lowering, dtype: str) -> TileVariant:
         """The tile of prefill: its rows are the same for all of a layer's projections."""
         rows = low.kind.rows * self.slots // self.experts
-        return low.tuning.expert_matmul(rows, self.hidden, dtype)
+        return low.tuning.choose(expert_matmul_variant, rows, self.hidden, dtype)
 
     def tiles(self, tile: int, rows: int) -> int:
         """The most tiles that the pairs of so many rows can need: an expert's last one may be
@@ -207,18 +215,18 @@ class _Experts(Projection):
         combine: bool,
     ) -> None:
         """expert_matmul_vec for each shard; combine: a row's experts are added up."""
-        weight, routing, form, gated = self.weight, self.routing, self.prepares, self.parts == 2
+        weight, routing, gated = self.weight, self.routing, self.parts == 2
         slots, n, k = routing.all_slots, self.outputs, weight.shape[1]
-        int8, keep = form is not None and form.int8, form is None or form.keep
-        variant = low.tuning.matmul_vec(
+        variant = low.tuning.choose(
+            matmul_vec_variant,
             VecShape(
                 k * slots if combine else k,
                 n if combine else n * slots,
                 1,
                 weight.dtype,
                 gated=gated,
-                quantize=int8,
-            )
+                quantize=self.output_params["QUANTIZE"],
+            ),
         )
         outputs = self.outputs_bound
         first: Operand = routing
@@ -232,6 +240,7 @@ class _Experts(Projection):
             weights, *rest = multiplied(shard, inputs)
             # A sum over several shards goes from one to the next as a residual.
             partial = combine and shard is not weight.shards[-1]
+            alone = {"KEEP": True, "QUANTIZE": False, "NEXT_NORM": False}
             written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
             low.emit(
                 "expert_matmul_vec",
@@ -241,25 +250,19 @@ class _Experts(Projection):
                 | routing.params
                 | self._of_shard(shard)
                 | weight.grouping.params
+                | variant.params
+                | (alone if partial else self.output_params)
                 | {
                     "COMBINE": combine,
                     "WEIGHT": weight.dtype,
                     "K": k,
                     "N": n,
                     "Y_STRIDE": stride(n),
-                    "WG": variant.workgroup,
-                    "TEAM": variant.team,
-                    "OUTPUTS": variant.outputs,
-                    "UNROLL": variant.unroll,
-                    "TABLE_COPIES": variant.copies,
                     "SUBGROUPS": low.device.subgroups,
                     "GATED": gated,
                     "BIAS": self.bias is not None,
                     "RESIDUAL": bool(added),
                     "ACTIVATION": function,
-                    "KEEP": partial or keep,
-                    "QUANTIZE": int8 and not partial,
-                    "NEXT_NORM": form is not None and form.norm is not None and not partial,
                 },
                 moved=routing.count(shard.nbytes),
                 flops=routing.count(2 * shard.rows * k),
@@ -277,17 +280,13 @@ class _Experts(Projection):
         x = -(-n * self.parts // tile.columns)
         for shard in weight.shards:
             low.emit(
-                "matmul_int8" if weight.dtype in INTEGERS else "matmul",
+                "matmul_int8" if self.int8 else "matmul",
                 [*multiplied(shard, inputs), result, *self.biases, *routing.tile_operands],
                 lambda rows, kv_len: (x, routing.tiles(tile.rows, rows), 1),
-                tile.params
-                | whole_rows(low, weight)
+                tile_params(low, weight, tile, self.int8)
                 | self._of_shard(shard)
-                | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated}
-                | {"BIAS": self.bias is not None, "RESIDUAL": False, "START": 0, "SCALE": 1.0}
-                | {"SPLIT_ROWS": 0, "ACTIVATION": function}
-                | weight.grouping.params
-                | {"WEIGHT": weight.dtype, "K": k, "N": n, "Y_STRIDE": stride(n)},
+                | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated, "ACTIVATION": function}
+                | {"BIAS": self.bias is not None, "N": n, "Y_STRIDE": stride(n)},
                 moved=shard.nbytes,
                 flops=routing.count(2 * shard.rows * k),
             )
@@ -374,3 +373,15 @@ class ExpertDown(_Experts):
             | {"WIDTH": self.width, "STRIDE": stride(self.width), "RESIDUAL": bool(added)},
             moved=lambda rows, kv_len: 4 * rows * self.width * (routing.all_slots + 1),
         )
+
+
+def expert_matmul_variant(tuning: Tuning, rows: int, width: int, dtype: str) -> TileVariant:
+    """For experts that have so many rows each, of that width: 32x128, or 64x128 where most of
+    it is used; on a CPU 16x32 if they are narrow."""
+    tile = TileVariant(8 if rows > 32 else 4, 8, True, 8, 16)
+    if tuning.software and width <= NARROW_SOFTWARE:
+        tile = TileVariant(2, 4, True, 8, 8)
+    if dtype in INTEGERS:
+        tile = Int8TileVariant(**asdict(tile), planes=PLANES.get(dtype, 1))
+    fits = tile.storage <= tuning.limits.workgroup_storage
+    return tile if fits else replace(tile, double=False)

@@ -16,7 +16,8 @@ from infer.kernels.ops.elementwise import (
 )
 from infer.kernels.ops.embedding import Embedding, LogitsRows, PositionEmbedding
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
-from infer.kernels.ops.linear import HeadLinear, Linear
+from infer.kernels.ops.head_linear import HeadLinear
+from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.norm import LayerNorm, RMSNorm
 from infer.kernels.ops.recurrent import DeltaRule, ShortConv, SSMScan
 from infer.kernels.ops.rope import Rotate

@@ -1,24 +1,40 @@
-"""Projections: matmul_vec for a few rows, tiles of matmul or matmul_int8 for many, head_linear for
-a matrix for each head."""
+"""Projections: matmul_vec for a few rows, tiles of matmul or matmul_int8 for many."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, TypeVar
 
 from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, source, stride
+from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import MAX_VEC_ROWS, Target, padded_rows, per_row, tile_grid
-from infer.kernels.compiler.tuning import MOST_SPLITS, VecShape
-from infer.kernels.gpu.tensor import BLOCK, HALF, INTEGERS, GpuTensor, Shard
-from infer.kernels.ops.latent import NO_KEY, LatentKey
+from infer.kernels.compiler.tuning import Tuning, power_of_two
+from infer.kernels.gpu.tensor import (
+    BLOCK,
+    CODED,
+    HALF,
+    INTEGERS,
+    LOOKED_UP,
+    PLANES,
+    GpuTensor,
+    Shard,
+)
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
-from infer.kernels.ops.rope import Rope, lower_rotate
 
-# Rows of a tile are those of the step (tile_rows.wgsl).
-_UNGROUPED = {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+_SMALL = 1 << 25  # values of a matrix
+_SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
+_FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its own
+_FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
+_FEW_PLAIN = 8192  # the same of those that are no pairs
+_MOST_SPLITS = 8  # of a matrix' columns
+_SPLIT_COLUMNS = 256  # at the least
+_START = 64  # columns: what a workgroup waits for before its first product
+_COMBINE = 6e5  # what a launch of matmul_combine costs, in products of a multiprocessor
+
+Tile = TypeVar("Tile", bound="TileVariant")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +102,26 @@ def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
     return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
 
-def whole_rows(low: Lowering, weight: GpuTensor) -> dict[str, int]:
-    """What matmul, which f32 activations go through, has to know to read whole rows."""
-    if weight.dtype in INTEGERS:
-        return {}
+def tile_params(low: Lowering, weight: GpuTensor, tile: TileVariant, int8: bool) -> dict[str, Any]:
+    """Of matmul or matmul_int8: whole rows of x, those of the step, and no epilogue."""
+    k = weight.shape[1]
+    common: dict[str, Any] = {
+        "WEIGHT": weight.dtype,
+        "K": k,
+        "START": 0,
+        "SCALE": 1.0,
+        "ACTIVATION": "none",
+        "GATED": False,
+        "BIAS": False,
+        "RESIDUAL": False,
+        "SPLIT_ROWS": 0,
+    }
+    common |= {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+    common |= weight.grouping.params | tile.params
+    if int8:
+        return common
     heads = {"X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
-    return heads | {"X_STRIDE": stride(weight.shape[1]), "SOFTWARE": low.device.software}
+    return common | heads | {"X_STRIDE": stride(k), "SOFTWARE": low.device.software}
 
 
 @dataclass(eq=False, repr=False)
@@ -177,14 +207,14 @@ class Linear(Projection):
         for shard in weight.shards:
             n = shard.rows
             sums = 4 * padded_rows(rows) * stride(n)
-            room = MOST_SPLITS * sums <= low.device.limits.max_binding
+            room = _MOST_SPLITS * sums <= low.device.limits.max_binding
             sizes = rows, n, k, room and not self.gated
             tile = (
-                low.tuning.matmul_int8(*sizes, weight.dtype)
+                low.tuning.choose(matmul_int8_variant, *sizes, weight.dtype)
                 if self.int8
-                else low.tuning.matmul(*sizes)
+                else low.tuning.choose(matmul_variant, *sizes, 1)
             )
-            own = params | {"START": shard.start, "SPLIT_ROWS": 0}
+            own = tile_params(low, weight, tile, self.int8) | params | {"START": shard.start}
             written = list(rest)
             if tile.splits > 1:
                 own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
@@ -194,12 +224,7 @@ class Linear(Projection):
                 "matmul_int8" if self.int8 else "matmul",
                 [*multiplied(shard, inputs), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
-                own
-                | weight.grouping.params
-                | _UNGROUPED
-                | whole_rows(low, weight)
-                | {"N": n // 2 if self.gated else n, "GATED": self.gated}
-                | tile.params,
+                own | {"N": n // 2 if self.gated else n, "GATED": self.gated},
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
             )
@@ -223,10 +248,10 @@ class Linear(Projection):
         added: Sequence[Operand],
         params: dict[str, Any],
     ) -> None:
-        weight, k, form = self.weight, self.weight.shape[1], self.prepares
-        int8, keep = form is not None and form.int8, form is None or form.keep
-        variant = low.tuning.matmul_vec(
-            VecShape(k, self.width, rows, weight.dtype, self.gated, quantize=int8)
+        weight, k, written = self.weight, self.weight.shape[1], self.output_params
+        variant = low.tuning.choose(
+            matmul_vec_variant,
+            VecShape(k, self.width, rows, weight.dtype, self.gated, written["QUANTIZE"]),
         )
         for shard in weight.shards:
             n = shard.rows // 2 if self.gated else shard.rows
@@ -236,175 +261,253 @@ class Linear(Projection):
                 low.vec_grid(self, -(-n // variant.per_workgroup), variant.row_each),
                 params
                 | weight.grouping.params
+                | variant.params
+                | written
                 | {
                     "N": n,
                     "START": shard.start,
-                    "WG": variant.workgroup,
-                    "TEAM": variant.team,
                     "SUBGROUPS": low.device.subgroups,
                     "ROWS": 1 if variant.row_each else rows,
                     "ROW_EACH": variant.row_each,
-                    "OUTPUTS": variant.outputs,
-                    "UNROLL": variant.unroll,
-                    "TABLE_COPIES": variant.copies,
                     "GATED": self.gated,
-                    "KEEP": keep,
-                    "QUANTIZE": int8,
-                    "NEXT_NORM": form is not None and form.norm is not None,
                 },
                 moved=shard.nbytes,
                 flops=2 * rows * shard.rows * k,
             )
 
 
-@dataclass(eq=False, repr=False)
-class HeadLinear(Maker):
-    """W_h x_h^T for each of the heads that lie side by side in x, where x_h is as many of its last
-    values as W_h has columns; weight [heads * out, in]. The values before them are left out or,
-    with `keep`, go in front of the result.
+# Variants of matmul_vec
 
-    Rules add: rope: rotates what is kept. key: what is written into a latent cache beside it, from
-    latent, the activation that has it.
-    """
 
-    x: Value
-    weight: GpuTensor
-    heads: int
-    keep: bool = False
-    rope: Rope | None = field(default=None, kw_only=True)
-    key: LatentKey | None = field(default=None, kw_only=True)
-    latent: Value | None = field(default=None, kw_only=True)
+@dataclass(frozen=True)
+class VecShape:
+    """What matmul_vec is asked for: columns and outputs, rows of activations, the weights' dtype,
+    whether outputs are pairs of rows (gated), and go out as int8 (quantize)."""
 
-    def checked_width(self) -> int:
-        rows, k = self.weight.shape
-        own, n = self.x.width // self.heads, rows // self.heads
-        if self.x.width % self.heads or rows % self.heads or own < k:
-            raise ValueError(
-                f"{self.heads} heads in rows of {self.x.width} do not fit {self.weight.shape}"
-            )
-        if any(shard.start % n or shard.rows % n for shard in self.weight.shards):
-            raise ValueError("shards end inside of a head")
-        return self.heads * (self.kept + n)
+    k: int
+    n: int
+    rows: int
+    dtype: str
+    gated: bool
+    quantize: bool
 
-    @property
-    def head(self) -> int:
-        """Values of a head in x."""
-        return self.x.width // self.heads
+
+@dataclass(frozen=True)
+class VecVariant:
+    """matmul_vec: invocations of a workgroup and of each of its teams, outputs of a team, loads in
+    flight per row of weights, copies of the table of codes that are looked up, and whether there
+    are workgroups for each row of activations, instead of each taking all of them."""
+
+    workgroup: int
+    team: int
+    outputs: int
+    unroll: int
+    copies: int = 1
+    row_each: bool = False
 
     @property
-    def kept(self) -> int:
-        """Values of a head that go in front of the result."""
-        return self.head - self.weight.shape[1] if self.keep else 0
+    def per_workgroup(self) -> int:
+        """Outputs of a workgroup."""
+        return self.workgroup // self.team * self.outputs
 
     @property
-    def outputs(self) -> int:
-        """Rows of a head's matrix."""
-        return self.weight.shape[0] // self.heads
+    def params(self) -> dict[str, int]:
+        """Those that expert_matmul_vec has too."""
+        return {
+            "WG": self.workgroup,
+            "TEAM": self.team,
+            "OUTPUTS": self.outputs,
+            "UNROLL": self.unroll,
+            "TABLE_COPIES": self.copies,
+        }
 
-    def is_tiled(self, target: Target) -> bool:
-        """Whether it is a product for each head by the tiles of prefill."""
-        vectors = not any(n % 4 for n in (self.weight.shape[1], self.head, source(self.x)[2]))
-        return not target.kind.vec and vectors and (self.rope is not None or not self.kept)
 
-    def writes(self, form: Form, target: Target) -> bool:
-        if self.is_tiled(target):
-            return False
-        variant = target.tuning.head_linear(target.kind.rows, self.weight.shape[1])
-        whole_halves = variant.outputs % HALF == 0 and self.outputs % variant.outputs == 0
-        only = form.norm is None and not form.keep
-        return not self.kept and whole_halves and only and form.fits(self, target, 4)
+def matmul_vec_variant(tuning: Tuning, shape: VecShape) -> VecVariant:
+    """Of a table 1,024 invocations have 16 copies: to fill them costs each so many stores."""
+    variant = _vec_variant(tuning, shape)
+    many = shape.dtype in LOOKED_UP and variant.workgroup == 1024
+    return replace(variant, copies=16) if many else variant
 
-    def has_room(self, key: LatentKey, target: Target) -> bool:
-        """Whether its kernel can write a latent cache besides."""
-        limits, k = target.device.limits, self.weight.shape[1]
-        variant = target.tuning.head_linear(target.kind.rows, k)
-        bindings = 4 + len(self.weight.shards[0].buffers) + 1 + len(key.operands)
-        return (
-            key.rope is self.rope
-            and target.kind.rows == 1
-            and len(self.weight.shards) == 1
-            and bindings <= limits.storage_buffers
-            and variant.storage(k) + key.storage <= limits.workgroup_storage
-        )
 
-    def lower(self, low: Lowering) -> None:
-        if self.is_tiled(low):
-            if self.rope is not None:
-                lower_rotate(low, self.x, self, self.rope, self.kept, self.head)
-            self._matmul(low)
-            return
-        weight, n, k = self.weight, self.outputs, self.weight.shape[1]
-        x, x_stride, offset = low.source(self.x)
-        variant = low.tuning.head_linear(low.kind.rows, k)
-        outputs = [self] if self.prepares is None else self.prepares.operands
-        last: list[Operand] = [] if self.rope is None else [self.rope.table]
-        if self.key is not None and self.latent is not None:
-            last += [low.source(self.latent)[0], *self.key.operands]
-        tiles = -(-n // variant.outputs) + (self.kept > 0) + (self.key is not None)
-        for shard in weight.shards:
-            low.emit(
-                "head_linear",
-                (low.step, *shard.buffers, x, *outputs, *last),
-                tile_grid(tiles, variant.rows, shard.rows // n),
-                weight.grouping.params
-                | {
-                    "WEIGHT": weight.dtype,
-                    "K": k,
-                    "N": n,
-                    "KEPT": self.kept,
-                    "ROPE": self.rope is not None,
-                    "ROTARY_DIM": self.kept if self.rope is not None else 0,
-                    "INTERLEAVED": self.rope is not None and self.rope.interleaved,
-                    "X_HEAD": self.head,
-                    "X_STRIDE": x_stride,
-                    "X_OFFSET": offset,
-                    "Y_STRIDE": stride(self.width),
-                    "FIRST_HEAD": shard.start // n,
-                    "ROWS": variant.rows,
-                    "WG": variant.workgroup,
-                    "TEAM": variant.team,
-                    "SUBGROUPS": low.device.subgroups,
-                    "QUANTIZE": self.prepares is not None,
-                    "LATENT": self.key is not None,
-                }
-                | (self.key.params if self.key is not None else NO_KEY),
-                moved=shard.nbytes,
-                flops=per_row(2 * shard.rows * k),
-            )
+def _vec_variant(tuning: Tuning, shape: VecShape) -> VecVariant:
+    """A CPU wants many rows for each subgroup, a GPU few, and in a large matrix many
+    invocations for a row, so that what is read at one time lies close together in memory."""
+    lanes = tuning.subgroup_size
+    most = power_of_two(tuning.limits.max_invocations + 1) // 2  # some GPUs have 384
+    if shape.dtype in LOOKED_UP and tuning.limits.workgroup_storage < 32768:
+        most = min(most, 512)  # 1,024 have 16 copies of a table
+    int8 = shape.dtype in INTEGERS
+    columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a chunk
+    chunks = -(-shape.k // columns)
+    if not lanes:
+        workgroup = max(32, min(128, most, power_of_two(chunks)))
+        return VecVariant(workgroup, workgroup, 2, 1, row_each=tuning.software)
+    if tuning.software:
+        # Weights come out of a CPU's cache for every row; one kernel for all, which compiles
+        # in a fifth of the time, leaves registers to more outputs.
+        return VecVariant(BLOCK // 4 * lanes, lanes, 4, 1, row_each=True)
+    least = max(32, tuning.largest_subgroup)  # a team is whole subgroups
+    if shape.quantize:
+        return _int8_variant(tuning, shape, chunks, most, least)
+    rows_of_weights = shape.n * (1 + shape.gated)
+    if shape.dtype in CODED and not int8:
+        # Arithmetic bounds them: what is read of x serves many rows of W.
+        workgroup = max(least, min(512, most))
+        team = min(workgroup, max(least, 32 if rows_of_weights > 8192 else 128))
+        return VecVariant(workgroup, team, max(1, 4 // shape.rows), 1)
+    small = shape.gated and rows_of_weights * shape.k <= _SMALL
+    if int8 or small or rows_of_weights <= _FEW:
+        team, outputs = max(1, tuning.filling // rows_of_weights), 1
+    else:
+        team, outputs = chunks // 2, 1 if shape.gated else 2
+    workgroup = min(256, most)
+    team = min(workgroup, max(least, 1 << team.bit_length() >> 1))
+    if tuning.overflows(rows_of_weights // outputs * team):
+        team = max(least, team // 2)
+    while team > max(least, chunks):
+        team //= 2
+    return VecVariant(workgroup, team, outputs, 1)
 
-    def _matmul(self, low: Lowering) -> None:
-        """For many rows, but for what is kept: a product of each head in one dispatch."""
-        weight, n, k = self.weight, self.outputs, self.weight.shape[1]
-        x_head, y_head = self.head, self.width // self.heads
-        x, x_stride, offset = low.source(self.x)
-        for shard in weight.shards:
-            first, count = shard.start // n, shard.rows // n
-            tile = low.tuning.matmul(low.kind.rows, n, k, False, count)
-            low.emit(
-                "matmul",
-                [*multiplied(shard, [x]), self],
-                tile_grid(-(-n // tile.columns), tile.rows, count),
-                weight.grouping.params
-                | {
-                    "WEIGHT": weight.dtype,
-                    "K": k,
-                    "N": n,
-                    "START": first * y_head + self.kept,
-                    "X_STRIDE": x_stride,
-                    "X_OFFSET": offset + first * x_head + x_head - k,
-                    "X_HEAD": x_head,
-                    "Y_HEAD": y_head,
-                    "Y_STRIDE": stride(self.width),
-                    "SCALE": 1.0,
-                    "ACTIVATION": "none",
-                    "GATED": False,
-                    "BIAS": False,
-                    "RESIDUAL": False,
-                    "SPLIT_ROWS": 0,
-                    "SOFTWARE": low.device.software,
-                }
-                | _UNGROUPED
-                | tile.params,
-                moved=shard.nbytes,
-                flops=per_row(2 * shard.rows * k),
-            )
+
+def _int8_variant(
+    tuning: Tuning, shape: VecShape, chunks: int, most: int, least: int
+) -> VecVariant:
+    """Of outputs that go out as int8: a workgroup has a block of them, or half a block where
+    there are few or a product takes many registers."""
+    workgroup, outputs, block = 1024, 1 if shape.dtype in INTEGERS else 2, HALF
+    if shape.gated and shape.dtype == "mxfp4":
+        workgroup, outputs, block = 256, 4, BLOCK
+    elif shape.gated and shape.dtype in ("q4", "q5"):
+        workgroup = 512
+    elif shape.gated and shape.n > _FEW_GATED:
+        block = BLOCK
+    elif not shape.gated and shape.n > _FEW_PLAIN:
+        workgroup, outputs, block = 512, 2, BLOCK
+    if tuning.overflows(shape.n // block * workgroup):
+        workgroup, outputs = workgroup // 2, 2 * outputs
+    workgroup = min(workgroup * least // 32, most)  # the sweeps had subgroups of 32
+    team = max(least, workgroup * outputs // block)
+    outputs = block * team // workgroup
+    ahead = shape.gated and outputs == 1
+    if shape.dtype in LOOKED_UP:
+        ahead = ahead and chunks >= 2 * team
+    else:
+        ahead = ahead and shape.dtype == "q4" and chunks == 2 * team  # all of a row at once
+    return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
+
+
+# Of matmul and matmul_int8
+
+
+@dataclass(frozen=True)
+class TileVariant:
+    """matmul: rows and outputs per invocation, double buffer, invocations of a workgroup along the
+    rows and along the outputs, workgroups that share the columns."""
+
+    m_tile: int
+    n_tile: int
+    double: bool
+    m_size: int = 16
+    n_size: int = 16
+    splits: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of a workgroup."""
+        return self.m_size * self.m_tile
+
+    @property
+    def columns(self) -> int:
+        """Outputs of a row in a workgroup."""
+        return self.n_size * self.n_tile
+
+    @property
+    def storage(self) -> int:
+        """Bytes of workgroup memory."""
+        return (1 + self.double) * (self.rows + self.columns) * 5 * 16
+
+    @property
+    def params(self) -> dict[str, int | bool]:
+        """The kernel's."""
+        return {
+            "M_SIZE": self.m_size,
+            "N_SIZE": self.n_size,
+            "M_TILE": self.m_tile,
+            "N_TILE": self.n_tile,
+            "DOUBLE": self.double,
+            "SPLITS": self.splits,
+        }
+
+
+@dataclass(frozen=True)
+class Int8TileVariant(TileVariant):
+    """The same of matmul_int8, for weights of any grouping, and int8 numbers that make each of
+    their integers."""
+
+    planes: int = 1
+
+    @property
+    def storage(self) -> int:
+        rows = 3 * 16 + 4 + 8  # integers of a block, their scale, and offsets or a table
+        columns = (1 + 2 * self.planes) * 16 + 2 * 8  # two scales, each with an offset
+        return (1 + self.double) * (self.rows * rows + self.columns * columns)
+
+
+def matmul_variant(
+    tuning: Tuning, rows: int, n: int, k: int, splits: bool, heads: int = 1
+) -> TileVariant:
+    """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time, for so
+    many products at once; with splits, columns may be shared where there are too few."""
+    tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
+    choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
+    if tuning.software:
+        tile = (4, 4) if n * k <= _SMALL_SOFTWARE else (8, 8)
+        choice = {TileVariant(*tile, True, 8, 8): 1.0}
+    return _fastest(tuning, choice, heads * rows, n, k, splits, least_rounds=1.0)
+
+
+def matmul_int8_variant(
+    tuning: Tuning, rows: int, n: int, k: int, splits: bool, dtype: str
+) -> Int8TileVariant:
+    """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
+    share a multiprocessor, which one alone does not keep busy. 128x128 too for two planes."""
+    planes = PLANES.get(dtype, 1)
+    tiles = {(8, 8, True, 8, 16): 1.9}
+    if not tuning.software:
+        tiles |= {(4, 8, True, 16, 8): 1.7, (4, 4, True, 8, 16): 1.4}
+        if planes > 1:
+            tiles[8, 8, True, 16, 16] = 2.1  # what is read of x serves twice as many products
+    elif n * k <= _SMALL_SOFTWARE:
+        tiles = {(2, 4, True, 8, 8): 1.4}
+    choice = {Int8TileVariant(*tile, planes=planes): speed for tile, speed in tiles.items()}
+    return _fastest(tuning, choice, rows, n, k, splits, least_rounds=1.4)
+
+
+def _fastest(
+    tuning: Tuning,
+    tiles: dict[Tile, float],
+    rows: int,
+    n: int,
+    k: int,
+    splits: bool,
+    least_rounds: float,
+) -> Tile:
+    """Of tiles and their speeds where there are many, which go in rounds of one for each
+    multiprocessor."""
+
+    def cost(tile: Tile) -> float:
+        count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
+        rounds = max(least_rounds, -(-count // tuning.multiprocessors))
+        columns = k / tile.splits + _START
+        time = rounds * tile.rows * tile.columns * columns / speeds[tile]
+        return time + (_COMBINE + rows * n * (tile.splits + 1) / 4) * (tile.splits > 1)
+
+    storage = tuning.limits.workgroup_storage
+    most = min(_MOST_SPLITS, k // _SPLIT_COLUMNS) if splits and not tuning.software else 1
+    speeds = {
+        replace(tile, double=double, splits=count): speed * (1.0 if double else 0.88)
+        for double, count in product((True, False), (1, 2, 4, _MOST_SPLITS))
+        for tile, speed in tiles.items()
+        if count <= max(1, most)
+    }
+    return min((tile for tile in speeds if tile.storage <= storage), key=cost)

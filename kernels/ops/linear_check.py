@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from infer.kernels.checks.arrays import Array, Codes
+from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
 from infer.kernels.checks.forward import Floats
 from infer.kernels.checks.inputs import (
@@ -23,10 +23,12 @@ from infer.kernels.checks.inputs import (
 from infer.kernels.compiler.graph import Value, split
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.elementwise import Activation
 from infer.kernels.ops.elementwise_check import ACTIVATIONS
-from infer.kernels.ops.linear import HeadLinear, Linear
+from infer.kernels.ops.head_linear import HeadLinear
+from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rotate

@@ -72,8 +72,6 @@ class RMSNorm(Maker):
             operands.append(low.source(self.residual)[0])
         if self.factor is not None:
             operands.append(self.factor.buffer)
-        form = self.prepares
-        keep = form is None or form.keep
         low.emit(
             "rmsnorm",
             [*operands, *self.outputs_bound],
@@ -93,9 +91,7 @@ class RMSNorm(Maker):
                 "GATE_OFFSET": gate_offset,
                 "RESIDUAL": self.residual is not None,
                 "FACTOR": self.factor is not None,
-                "KEEP": keep,
-                "QUANTIZE": form is not None and form.int8,
-                "NEXT_NORM": form is not None and form.norm is not None,
+                **self.output_params,
             },
             moved=lambda rows, kv_len: 8 * rows * self.width,
         )

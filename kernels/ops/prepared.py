@@ -120,6 +120,16 @@ class Maker(Value):
         raise NotImplementedError
 
     @property
+    def output_params(self) -> dict[str, bool]:
+        """What its kernel writes (next_input.wgsl)."""
+        form = self.prepares
+        return {
+            "KEEP": form is None or form.keep,
+            "QUANTIZE": form is not None and form.int8,
+            "NEXT_NORM": form is not None and form.norm is not None,
+        }
+
+    @property
     def outputs_bound(self) -> list[Operand]:
         """What its kernel binds for its result."""
         if self.prepares is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.prepared import Form, Maker
@@ -17,16 +20,13 @@ from infer.kernels.state.layer_state import LayerState
 _CONV_ROWS = 16  # of a workgroup
 _LARGEST = 3e38  # WGSL has no infinity
 
-
-def _span(target: Target) -> int:
-    """Rows of one sequence in a step, at most."""
-    return 1 if target.kind.batch else target.kind.rows
+Scan = TypeVar("Scan", bound="ScanVariant")
 
 
 def _scan_grid(target: Target, columns: int, heads: int) -> Grid:
-    return (
-        (lambda rows, kv_len: (columns, heads, rows)) if target.kind.batch else (columns, heads, 1)
-    )
+    if target.kind.batch:
+        return lambda rows, kv_len: (columns, heads, rows)
+    return (columns, heads, 1)
 
 
 @dataclass(eq=False, repr=False)
@@ -98,7 +98,7 @@ class DeltaRule(Value):
 
     def lower(self, low: Lowering) -> None:
         state, shape = self.state, self.state.shape
-        variant = low.tuning.delta_rule(_span(low), shape.key_dim)
+        variant = low.tuning.choose(delta_rule_variant, low.kind.span, shape.key_dim)
         (x, x_stride, _), (gates, gates_stride, _) = low.source(self.x), low.source(self.gates)
         vectors = self.a_log.buffer, self.dt_bias.buffer
         low.emit(
@@ -153,22 +153,22 @@ class SSMScan(Maker):
         return values
 
     def writes(self, form: Form, target: Target) -> bool:
-        variant = target.tuning.ssm_scan(_span(target), self.state.shape.key_dim)
+        variant = target.tuning.choose(ssm_scan_variant, target.kind.span, self.state.shape.key_dim)
         halves = variant.columns % HALF == self.state.shape.value_dim % HALF == 0
         return form.fits(self, target, 6) and (halves or not form.int8)
 
     def lower(self, low: Lowering) -> None:
-        state, shape, form = self.state, self.state.shape, self.prepares
+        state, shape = self.state, self.state.shape
         dt_min, dt_max = self.dt_limit
-        variant = low.tuning.ssm_scan(_span(low), shape.key_dim)
+        variant = low.tuning.choose(ssm_scan_variant, low.kind.span, shape.key_dim)
         (x, x_stride, _), (z, z_stride, z_offset) = low.source(self.x), low.source(self.z)
         dt, dt_stride, dt_offset = low.source(self.dt)
-        keep = form is None or form.keep
         low.emit(
             "ssm_scan",
             [low.step, x, z, dt, self.heads.buffer, state.matrices, *self.outputs_bound],
             _scan_grid(low, -(-shape.value_dim // variant.columns), shape.heads),
             variant.params
+            | self.output_params
             | {
                 "BATCH": low.kind.batch,
                 "GROUPS": shape.key_heads,
@@ -183,9 +183,6 @@ class SSMScan(Maker):
                 "DT_STRIDE": dt_stride,
                 "DT_OFFSET": dt_offset,
                 "Y_STRIDE": stride(self.width),
-                "KEEP": keep,
-                "QUANTIZE": form is not None and form.int8,
-                "NEXT_NORM": form is not None and form.norm is not None,
             },
             moved=lambda rows, kv_len: (
                 2 * shape.sizes[1] * (rows if low.kind.batch else 1)
@@ -193,3 +190,113 @@ class SSMScan(Maker):
             ),
             flops=lambda rows, kv_len: 6 * rows * shape.key_dim * self.width,
         )
+
+
+# Variants of scans
+
+
+@dataclass(frozen=True)
+class ScanVariant:
+    """ssm_scan: rows whose inputs are in workgroup memory at once, and of the loop's body, columns
+    of a matrix in a workgroup and in an invocation (tile: 2 or 4), invocations that share a
+    column."""
+
+    rows: int
+    unroll: int
+    columns: int
+    split: int
+    tile: int
+
+    @property
+    def invocations(self) -> int:
+        """Of a workgroup."""
+        return self.columns // self.tile * self.split
+
+    @property
+    def cluster(self) -> int:
+        """Neighbouring invocations that must be in one subgroup; 0: none."""
+        return 0
+
+    def storage(self, key_dim: int) -> int:
+        """Bytes of workgroup memory."""
+        quantized = 2 * self.columns if self.rows == 1 else 0
+        return 4 * (self.rows * (2 * key_dim + 4 + self.columns * (1 + self.split)) + quantized)
+
+    def serves(self, key_dim: int) -> bool:
+        """Whether a matrix with so many rows can be split like that."""
+        return key_dim % (4 * self.split) == 0 and self.rows % self.unroll == 0
+
+    def runs(self, tuning: Tuning, key_dim: int) -> bool:
+        """Whether a scan can be of that variant, for matrices with so many rows."""
+        largest = tuning.largest_subgroup
+        whole = largest and self.invocations % largest == 0
+        return bool(
+            self.serves(key_dim)
+            and self.invocations <= tuning.limits.max_invocations
+            and self.storage(key_dim) <= tuning.limits.workgroup_storage
+            and (self.cluster == 0 or (whole and self.cluster <= tuning.subgroup_size))
+        )
+
+    @property
+    def params(self) -> dict[str, int]:
+        """The kernel's."""
+        return {
+            "ROWS": self.rows,
+            "UNROLL": self.unroll,
+            "COLUMNS": self.columns,
+            "SPLIT": self.split,
+            "TILE": self.tile,
+        }
+
+
+@dataclass(frozen=True)
+class DeltaVariant(ScanVariant):
+    """The same of delta_rule, invocations that load a row's query and key, and whether those that
+    share a column (a power of two) are lanes of a subgroup."""
+
+    loaders: int
+    subgroups: bool
+
+    @property
+    def cluster(self) -> int:
+        return self.split if self.subgroups else 0
+
+    def storage(self, key_dim: int) -> int:
+        sums = 0 if self.subgroups else 16 * self.columns * self.split
+        return 4 * self.rows * (2 * key_dim + 4 + self.columns + 4 * self.loaders) + sums
+
+    def serves(self, key_dim: int) -> bool:
+        return super().serves(key_dim) and self.rows * self.loaders <= self.invocations
+
+    @property
+    def params(self) -> dict[str, int]:
+        return super().params | {"LOADERS": self.loaders, "SUBGROUPS": self.subgroups}
+
+
+def ssm_scan_variant(tuning: Tuning, rows: int, key_dim: int) -> ScanVariant:
+    """An invocation has 32 values of a matrix where it can be split so."""
+    split = next(n for n in (16, 8, 4, 2, 1) if key_dim % (4 * n) == 0)
+    variants = (ScanVariant(n, _unroll(tuning, n), 32, split, 4) for n in (8, 4, 2, 1))
+    return _first(tuning, variants, rows, key_dim)
+
+
+def delta_rule_variant(tuning: Tuning, rows: int, key_dim: int) -> DeltaVariant:
+    """The same, but with fewer invocations for a column, as all of them need its sums. Lanes of
+    a subgroup have them sooner, but read a matrix in smaller pieces, which a single row waits
+    for."""
+    split = next(n for n in (8, 4, 2, 1) if key_dim % (4 * n) == 0)
+    variants = (
+        DeltaVariant(n, _unroll(tuning, n), 32, split, 2, 8, subgroups)
+        for subgroups in ((True, False) if rows > 1 else (False,))
+        for n in (16, 8, 4, 2, 1)
+    )
+    return _first(tuning, variants, rows, key_dim)
+
+
+def _unroll(tuning: Tuning, rows: int) -> int:
+    return 1 if tuning.software else min(4, rows)
+
+
+def _first(tuning: Tuning, variants: Iterable[Scan], rows: int, key_dim: int) -> Scan:
+    """The first that runs and has no more rows than there are."""
+    return next(v for v in variants if v.rows <= rows and v.runs(tuning, key_dim))

@@ -57,14 +57,12 @@ class GatedDeltaNet(Decoder):
             key_dim=key_dim,
             value_dim=value_dim,
         )
-        bias = raw.get("attention_bias", False, bool)
         return DecoderConfig.read(
             raw,
             states=[shape if has_state else None for has_state in delta],
             rope_layers=[not has_state for has_state in delta],
             partial=0.25,
-            qkv_bias=bias,
-            output_bias=bias,
+            attention_bias=False,
             qk_norm=True,
             gated_attention=True,
             **own,

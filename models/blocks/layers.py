@@ -179,6 +179,7 @@ class DecoderConfig:
         rope_layers: Sequence[bool] | None = None,
         states: Sequence[StateShape | None] | None = None,
         tied: bool = False,
+        attention_bias: bool | None = None,
         eps: float = 1e-6,
         theta: float = 10000.0,
         partial: float | None = None,
@@ -191,8 +192,12 @@ class DecoderConfig:
         """The keys that all of them have, two of them by the family's name for them; the model says
         the rest: other fields, those of its parts too, whether rope is interleaved or what it is
         altogether, and what tie_word_embeddings, rms_norm_eps, rope_theta and partial_rotary_factor
-        are by default. Raises UnsupportedError.
+        are by default; and attention_bias, of the projections around attention, which is only read
+        where a default is given. Raises UnsupportedError.
         """
+        if attention_bias is not None:
+            bias = raw.get("attention_bias", attention_bias, bool)
+            own["qkv_bias"] = own["output_bias"] = bias
         hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
         layers = raw.size("num_hidden_layers")
         kv_heads = raw.size("num_key_value_heads", heads)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.checks.arrays import from_bf16, to_bf16
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.quantize import Quantizer
 from infer.kernels.gpu.tensor import ITEMSIZE, GpuTensor, Shard, row_bytes

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.checks.arrays import from_bf16, to_bf16, write
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.pack import from_bf16, to_bf16, write
 from infer.kernels.gpu.tensor import ITEMSIZE, GpuTensor, allocate
 from infer.kernels.ops.linear import Changes, LowRank
 from infer.models.blocks.decoder import Decoder

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.checks.arrays import Codes
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.codes import TABLES
+from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import BLOCK, CODED, OWN, Grouping, row_bytes
 from infer.models.loading.checkpoint import listed
 from infer.models.loading.formats.grouped import Grouped, Scheme

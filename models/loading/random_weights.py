@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.checks.arrays import Codes
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.plan import Dispatch, dispatch, linear_grid
 from infer.kernels.gpu.quantize import Quantizer
 from infer.kernels.gpu.record import run

@@ -1,5 +1,5 @@
 // How the context of a row is split over workgroups: evenly, in at least MIN_SPLIT and at most
-// MAX_SPLIT positions each. AttentionVariant in kernels/compiler/tuning.py counts them for the host.
+// MAX_SPLIT positions each. AttentionVariant in kernels/ops/attention.py counts them for the host.
 // Between the two kernels lie, for each row and head, as vec4<f32>: (max, sum) of two splits each,
 // then the outputs of all splits. The maximum is of scores times log2(e).
 // @param HEAD_DIM u32

@@ -1,16 +1,8 @@
-// y = x * factor[0], [rows][WIDTH].
-// @param WIDTH u32
-// @param X_STRIDE u32
-// @param X_OFFSET u32
-// @param Y_STRIDE u32
+// y = x * factor[0].
+#let X = 1
+#include "each.wgsl"
 @group(0) @binding(0) var<storage, read> factor: array<f32>;
-@group(0) @binding(1) var<storage, read> x: array<f32>;
-@group(0) @binding(2) var<storage, read_write> y: array<f32>;
 
-// grid (WIDTH / 64, rows)
-@compute @workgroup_size(64)
-fn main(@builtin(global_invocation_id) id: vec3<u32>) {
-  if (id.x < WIDTH) {
-    y[id.y * Y_STRIDE + id.x] = factor[0] * x[id.y * X_STRIDE + X_OFFSET + id.x];
-  }
+fn result(x: f32, row: u32) -> f32 {
+  return factor[0] * x;
 }

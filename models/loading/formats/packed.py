@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.checks.arrays import from_bf16
 from infer.kernels.errors import CheckpointError
+from infer.kernels.gpu.pack import from_bf16
 from infer.kernels.gpu.tensor import SUPERBLOCK
 from infer.models.loading.formats.grouped import Floats, Grouped, Scheme, from_e8m0
 from infer.models.loading.tensors import HeldTensor, TensorInfo

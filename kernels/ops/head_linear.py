@@ -1,0 +1,189 @@
+"""head_linear: a matrix for each head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infer.kernels.compiler.arena import Operand
+from infer.kernels.compiler.graph import Value, source, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import Target, per_row, tile_grid
+from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.tensor import HALF, GpuTensor
+from infer.kernels.ops.kv_write import NO_KEY, LatentKey
+from infer.kernels.ops.linear import matmul_variant, multiplied, tile_params
+from infer.kernels.ops.prepared import Form, Maker
+from infer.kernels.ops.rope import Rope, lower_rotate
+
+
+@dataclass(eq=False, repr=False)
+class HeadLinear(Maker):
+    """W_h x_h^T for each of the heads that lie side by side in x, where x_h is as many of its last
+    values as W_h has columns; weight [heads * out, in]. The values before them are left out or,
+    with `keep`, go in front of the result.
+
+    Rules add: rope: rotates what is kept. key: what is written into a latent cache beside it, from
+    latent, the activation that has it.
+    """
+
+    x: Value
+    weight: GpuTensor
+    heads: int
+    keep: bool = False
+    rope: Rope | None = field(default=None, kw_only=True)
+    key: LatentKey | None = field(default=None, kw_only=True)
+    latent: Value | None = field(default=None, kw_only=True)
+
+    def checked_width(self) -> int:
+        rows, k = self.weight.shape
+        own, n = self.x.width // self.heads, rows // self.heads
+        if self.x.width % self.heads or rows % self.heads or own < k:
+            raise ValueError(
+                f"{self.heads} heads in rows of {self.x.width} do not fit {self.weight.shape}"
+            )
+        if any(shard.start % n or shard.rows % n for shard in self.weight.shards):
+            raise ValueError("shards end inside of a head")
+        return self.heads * (self.kept + n)
+
+    @property
+    def head(self) -> int:
+        """Values of a head in x."""
+        return self.x.width // self.heads
+
+    @property
+    def kept(self) -> int:
+        """Values of a head that go in front of the result."""
+        return self.head - self.weight.shape[1] if self.keep else 0
+
+    @property
+    def outputs(self) -> int:
+        """Rows of a head's matrix."""
+        return self.weight.shape[0] // self.heads
+
+    def is_tiled(self, target: Target) -> bool:
+        """Whether it is a product for each head by the tiles of prefill."""
+        vectors = not any(n % 4 for n in (self.weight.shape[1], self.head, source(self.x)[2]))
+        return not target.kind.vec and vectors and (self.rope is not None or not self.kept)
+
+    def writes(self, form: Form, target: Target) -> bool:
+        if self.is_tiled(target):
+            return False
+        variant = target.tuning.choose(head_linear_variant, target.kind.rows, self.weight.shape[1])
+        whole_halves = variant.outputs % HALF == 0 and self.outputs % variant.outputs == 0
+        only = form.norm is None and not form.keep
+        return not self.kept and whole_halves and only and form.fits(self, target, 4)
+
+    def has_room(self, key: LatentKey, target: Target) -> bool:
+        """Whether its kernel can write a latent cache besides."""
+        limits, k = target.device.limits, self.weight.shape[1]
+        variant = target.tuning.choose(head_linear_variant, target.kind.rows, k)
+        bindings = 4 + len(self.weight.shards[0].buffers) + 1 + len(key.operands)
+        return (
+            key.rope is self.rope
+            and target.kind.rows == 1
+            and len(self.weight.shards) == 1
+            and bindings <= limits.storage_buffers
+            and variant.storage(k) + key.storage <= limits.workgroup_storage
+        )
+
+    def lower(self, low: Lowering) -> None:
+        if self.is_tiled(low):
+            if self.rope is not None:
+                lower_rotate(low, self.x, self, self.rope, self.kept, self.head)
+            self._matmul(low)
+            return
+        weight, n, k = self.weight, self.outputs, self.weight.shape[1]
+        x, x_stride, offset = low.source(self.x)
+        variant = low.tuning.choose(head_linear_variant, low.kind.rows, k)
+        outputs = [self] if self.prepares is None else self.prepares.operands
+        last: list[Operand] = [] if self.rope is None else [self.rope.table]
+        if self.key is not None and self.latent is not None:
+            last += [low.source(self.latent)[0], *self.key.operands]
+        tiles = -(-n // variant.outputs) + (self.kept > 0) + (self.key is not None)
+        for shard in weight.shards:
+            low.emit(
+                "head_linear",
+                (low.step, *shard.buffers, x, *outputs, *last),
+                tile_grid(tiles, variant.rows, shard.rows // n),
+                weight.grouping.params
+                | {
+                    "WEIGHT": weight.dtype,
+                    "K": k,
+                    "N": n,
+                    "KEPT": self.kept,
+                    "ROPE": self.rope is not None,
+                    "ROTARY_DIM": self.kept if self.rope is not None else 0,
+                    "INTERLEAVED": self.rope is not None and self.rope.interleaved,
+                    "X_HEAD": self.head,
+                    "X_STRIDE": x_stride,
+                    "X_OFFSET": offset,
+                    "Y_STRIDE": stride(self.width),
+                    "FIRST_HEAD": shard.start // n,
+                    "ROWS": variant.rows,
+                    "WG": variant.workgroup,
+                    "TEAM": variant.team,
+                    "SUBGROUPS": low.device.subgroups,
+                    "QUANTIZE": self.prepares is not None,
+                    "LATENT": self.key is not None,
+                }
+                | (self.key.params if self.key is not None else NO_KEY),
+                moved=shard.nbytes,
+                flops=per_row(2 * shard.rows * k),
+            )
+
+    def _matmul(self, low: Lowering) -> None:
+        """For many rows, but for what is kept: a product of each head in one dispatch."""
+        weight, n, k = self.weight, self.outputs, self.weight.shape[1]
+        x_head, y_head = self.head, self.width // self.heads
+        x, x_stride, offset = low.source(self.x)
+        for shard in weight.shards:
+            first, count = shard.start // n, shard.rows // n
+            tile = low.tuning.choose(matmul_variant, low.kind.rows, n, k, False, count)
+            low.emit(
+                "matmul",
+                [*multiplied(shard, [x]), self],
+                tile_grid(-(-n // tile.columns), tile.rows, count),
+                tile_params(low, weight, tile, int8=False)
+                | {
+                    "N": n,
+                    "START": first * y_head + self.kept,
+                    "X_STRIDE": x_stride,
+                    "X_OFFSET": offset + first * x_head + x_head - k,
+                    "X_HEAD": x_head,
+                    "Y_HEAD": y_head,
+                    "Y_STRIDE": stride(self.width),
+                },
+                moved=shard.nbytes,
+                flops=per_row(2 * shard.rows * k),
+            )
+
+
+@dataclass(frozen=True)
+class HeadVariant:
+    """head_linear: rows and outputs of a workgroup, invocations that share an output."""
+
+    rows: int
+    team: int
+    outputs: int
+
+    @property
+    def workgroup(self) -> int:
+        """Invocations."""
+        return self.team * self.outputs
+
+    def storage(self, k: int) -> int:
+        """Bytes of workgroup memory, a table of codes and another sum's values among them."""
+        sums = (self.team + 1) * self.outputs
+        own = self.rows * (-(-k // 8) * 8 + sums) + self.outputs
+        return 4 * (own + self.workgroup) + 1024
+
+
+def head_linear_variant(tuning: Tuning, rows: int, k: int) -> HeadVariant:
+    """As many rows as there are, up to 8, and as memory has room for."""
+    for count in (8, 4, 2, 1):
+        variant = HeadVariant(count, 16, HALF)
+        fits = variant.storage(k) <= tuning.limits.workgroup_storage
+        if count < 2 * rows and fits:
+            return variant
+    raise ShaderError(f"head_linear has no variant for {k} columns.")
