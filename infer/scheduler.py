@@ -169,13 +169,14 @@ class Scheduler:
             self._store(sequence, min(sequence.computed, len(sequence.tokens)))
         return None
 
-    def cancel(self, sequence: Sequence) -> int | None:
+    def cancel(self, sequence: Sequence, *, at_once: bool = False) -> int | None:
         """End it now: tokens of it that are in flight mean nothing any more. But where layers have
-        a state, which is saved at the end, it ends with them. Returns where, if it is now."""
+        a state, which is saved at the end, it ends when these are read, unless it has to end at
+        once. Returns where the state is to be saved, if it is now."""
         if sequence.state == "ended":
             return None
         place = None
-        if self.snapshot_tail and sequence.state == "running":
+        if self.snapshot_tail and sequence.state == "running" and not at_once:
             if sequence.in_flight:
                 sequence.limit -= sequence.left
                 return None

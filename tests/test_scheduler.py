@@ -255,10 +255,9 @@ class World:
             self.gpu.snapshots[place] = self.gpu.states[slot]
             self.seen["saved end"] += 1
 
-    def cancel(self, sequence: Sequence) -> None:
-        if sequence.slot is not None and sequence.slot in self.gpu.rows:
-            self.gpu.rows[sequence.slot].alive = False
-        self.scheduler.cancel(sequence)
+    def cancel(self, sequence: Sequence, at_once: bool = False) -> None:
+        slot = sequence.slot
+        self.save(slot, self.scheduler.cancel(sequence, at_once=at_once))
         self.cut.add(sequence)
 
     def reset(self) -> None:
@@ -341,7 +340,7 @@ def test_at_random(seed: int, snapshots: int, monkeypatch: pytest.MonkeyPatch) -
             world.add(sequence)
             texts = [*texts[-8:], answer(sequence)]
         elif action < 0.11 and world.sequences:
-            world.cancel(rng.choice(world.sequences[-10:]))
+            world.cancel(rng.choice(world.sequences[-10:]), at_once=rng.random() < 0.5)
         elif action < 0.112:
             world.reset()
         elif action < 0.7 or not world.pending:
@@ -616,6 +615,33 @@ def test_a_sequence_can_be_cancelled_in_any_state(which: int) -> None:
         world.cancel(sequence)
         assert sequence.state == "ended"
         world.check()
+    world.finish()
+
+
+@pytest.mark.parametrize("read", [0, 1, 3])
+def test_a_state_ends_with_what_is_in_flight(read: int) -> None:
+    """Whoever goes on from the tokens that are known then goes on from the state."""
+    world = World(40, chunk=16, snapshots=3)
+    sequence = world.add(Sequence([1, 1, 0, 0, 2], limit=50))
+    for _ in range(read + 2):
+        world.submit()
+        if len(world.pending) > 2 or len(sequence.tokens) < 5 + read:
+            world.read()
+    assert sequence.in_flight > 0
+    world.cancel(sequence)
+    assert sequence.state == "running"
+    world.finish()
+    later = world.add(Sequence([*sequence.tokens, 1], limit=1))
+    world.finish()
+    assert later.reused == len(sequence.tokens) - 1
+
+
+def test_what_ends_at_once_is_not_waited_for() -> None:
+    world = World(40, chunk=16, snapshots=3)
+    sequence = world.add(Sequence([1, 1, 0, 0, 2], limit=50))
+    world.submit()
+    world.cancel(sequence, at_once=True)
+    assert sequence.state == "ended"
     world.finish()
 
 
