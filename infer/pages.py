@@ -25,12 +25,14 @@ class Match:
 
     pages: in order, all of whose positions match. partial: (page, positions), one more of which the
     first positions match, to be copied. snapshot: the slot of the state after `length` positions.
+    cached: positions that match, were there a snapshot after them.
     """
 
     pages: tuple[int, ...] = ()
     length: int = 0
     partial: tuple[int, int] | None = None
     snapshot: int | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class _Node:
         """The child that has most of the first tokens, and how many. It is a neighbour of where
         they would stand among the children."""
         at = bisect_left(self.children, tokens, key=_tokens)
+        if at < len(self.children) and self.children[at].tokens == tokens:  # mostly
+            return self.children[at], len(tokens)
         best: _Node | None = None
         length = 0
         for child in self.children[max(at - 1, 0) : at + 1]:
@@ -211,25 +215,28 @@ class PagePool:
         closest, common = None, 0
         while node is not None:
             depths[node] = length
-            closest, common = node.closest(
-                tuple(tokens[length : min(length + self.page_size, limit)])
-            )
+            rest = tuple(tokens[length : min(length + self.page_size, limit)])
+            closest, common = node.closest(rest)
             if closest is None or common < self.page_size:
                 break
             pages.append(closest.page)
             length += self.page_size
             node = closest
         if self.snapshots:
-            return self._match_snapshot(tokens, limit, depths, pages)
-        if closest is None or common in (0, self.page_size):
-            return Match(tuple(pages), length)
-        return Match(tuple(pages), length + common, (closest.page, common))
+            return self._match_snapshot(tokens, limit, depths, pages, length + common)
+        partial = (closest.page, common) if closest is not None else None
+        return Match(tuple(pages), length + common, partial, None, length + common)
 
     def _match_snapshot(
-        self, tokens: Sequence[int], limit: int, depths: dict[_Node, int], pages: list[int]
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        depths: dict[_Node, int],
+        pages: list[int],
+        cached: int,
     ) -> Match:
         """Of all snapshots below nodes that match, the one after most positions."""
-        best = Match()
+        best = Match(cached=cached)
         for slot, (node, offset) in self._saved.items():
             assert node.parent is not None  # a root has no page
             before = depths.get(node.parent)
@@ -239,7 +246,7 @@ class PagePool:
                 whole = offset == self.page_size
                 kept = pages[: before // self.page_size + whole]
                 partial = None if whole else (node.page, offset)
-                best = Match(tuple(kept), before + offset, partial, slot)
+                best = Match(tuple(kept), before + offset, partial, slot, cached)
         if best.snapshot is not None:
             self._saved.move_to_end(best.snapshot)
         return best

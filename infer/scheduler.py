@@ -54,8 +54,9 @@ class Sequence:
         self.slot: int | None = None
         self.computed = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
+        self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
         self.state: State = "waiting"
-        self.rank = 0  # the lowest goes first
+        self.rank = 0, 0  # the lowest goes first
         self._begun = False
 
     @property
@@ -107,7 +108,8 @@ class Scheduler:
     ) -> None:
         """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step.
         ahead: tokens of a sequence in flight. snapshot_tail: where layers have a state, it is saved
-        so many tokens before the end of a prompt, as a next one may end otherwise."""
+        so many tokens before the end of a prompt, as a next one may end otherwise, and where it
+        parts from one before it."""
         self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
         self.snapshot_tail = snapshot_tail
         self.waiting: list[Sequence] = []  # by rank
@@ -137,19 +139,19 @@ class Scheduler:
                 "the answer included. Shorten the prompt or raise the context (--context)."
             )
         sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
-        sequence.rank = self._added - AGEING * sequence.priority
+        sequence.rank = self._added - AGEING * sequence.priority, self._added
         self._added += 1
         self._wait(sequence)
 
     def next(self, most_rows: int) -> Prefill | Decode | None:
         """The step to submit now, a chunk of `most_rows` at most; None if there is nothing to do
         before more ids are read."""
-        groups = self._ready()
         step: Prefill | Decode | None = None
+        groups = self._ready()
         # A chunk comes after one decode step of each group.
         if not groups or min(map(self._last_decode, groups)) > self._prefilled:
             step = self._prefill(most_rows)
-        return step or self._decode() or self._prefill(most_rows)
+        return step or self._decode(groups) or self._prefill(most_rows)
 
     def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
         """The oldest token of it that is in flight. ended: it is the last, and its row is dead, if
@@ -167,13 +169,14 @@ class Scheduler:
             self._store(sequence, min(sequence.computed, len(sequence.tokens)))
         return None
 
-    def cancel(self, sequence: Sequence) -> int | None:
+    def cancel(self, sequence: Sequence, *, at_once: bool = False) -> int | None:
         """End it now: tokens of it that are in flight mean nothing any more. But where layers have
-        a state, which is saved at the end, it ends with them. Returns where, if it is now."""
+        a state, which is saved at the end, it ends when these are read, unless it has to end at
+        once. Returns where the state is to be saved, if it is now."""
         if sequence.state == "ended":
             return None
         place = None
-        if self.snapshot_tail and sequence.state == "running":
+        if self.snapshot_tail and sequence.state == "running" and not at_once:
             if sequence.in_flight:
                 sequence.limit -= sequence.left
                 return None
@@ -190,6 +193,7 @@ class Scheduler:
             self._wait(sequence)
         for sequence in self.waiting:
             sequence.in_flight = 0
+        self._short = None
         self.pool.clear()
 
     def _snapshot(self, sequence: Sequence) -> int | None:
@@ -218,9 +222,9 @@ class Scheduler:
             return None
         start, length = sequence.computed, len(sequence.tokens)
         end = min(start + most, length)
-        if self.snapshot_tail and start < (tail := length - self.snapshot_tail):
-            end = min(end, tail)
-            if end == tail:
+        if until := next((position for position in sequence.saves if position > start), 0):
+            end = min(end, until)
+            if end == until:
                 save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
         sequence.computed, last = end, end == length
         self._store(sequence, end, partial=last)
@@ -242,6 +246,7 @@ class Scheduler:
             return None
         pool, length = self.pool, len(sequence.tokens)
         need = pool.pages_for(length + (1 if alone else min(sequence.left, HEADROOM)))
+        need += len(self.running) + len(self.prefilling)  # these grow, too
         limit = length - 1  # the last token's row is what is sampled from
         match = pool.match(sequence.tokens, sequence.key, limit)
         while need - len(match.pages) > pool.available:
@@ -263,6 +268,11 @@ class Scheduler:
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
         sequence.computed = sequence.stored = match.length
+        if self.snapshot_tail:
+            sequence.saves = [length - self.snapshot_tail]
+            # What two prompts have in common a third may have, too.
+            if match.length + pool.page_size <= match.cached < sequence.saves[0]:
+                sequence.saves.insert(0, match.cached)
         if not sequence._begun:
             sequence._begun, sequence.reused = True, match.length
         return sequence, copy, match.snapshot
@@ -273,29 +283,32 @@ class Scheduler:
         """By group, the sequences that can have a row now, by slot."""
         groups: dict[Hashable, list[Sequence]] = {}
         for sequence in self.running:
-            if sequence.left > 0 and sequence.in_flight < min(self.ahead, sequence.ahead):
+            in_flight = sequence.in_flight
+            if in_flight < self.ahead and in_flight < sequence.ahead and sequence.left > 0:
                 groups.setdefault(sequence.group, []).append(sequence)
         return groups
 
     def _last_decode(self, group: Hashable) -> int:
         return self._decoded.get(group, 0)
 
-    def _decode(self) -> Decode | None:
-        """A step of the group whose last is longest ago."""
-        while groups := self._ready():
+    def _decode(self, groups: dict[Hashable, list[Sequence]]) -> Decode | None:
+        """A step of that group that is ready and whose last is longest ago."""
+        while groups:
             group = min(groups, key=self._last_decode)
             for sequence in sorted(groups[group], key=_rank):
                 while sequence.state == "running" and not self._grant(sequence):
                     self._preempt(max([*self.running, *self.prefilling], key=_rank))
             rows = tuple(s for s in groups[group] if s.state == "running")
             if not rows:  # they had to give their pages back
+                groups = self._ready()
                 continue
             for sequence in rows:
                 sequence.computed += 1
                 sequence.in_flight += 1
             self._steps += 1
-            self._decoded = {s.group: self._last_decode(s.group) for s in self.running}
             self._decoded[group] = self._steps
+            if len(self._decoded) > len(self.running):
+                self._decoded = {s.group: self._last_decode(s.group) for s in self.running}
             return Decode(rows)
         return None
 
@@ -345,7 +358,7 @@ class Scheduler:
         self._short = None
 
 
-def _rank(sequence: Sequence) -> int:
+def _rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.rank
 
 

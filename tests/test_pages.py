@@ -19,7 +19,7 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
     count, size = Counter(used), pool.page_size
     cached: dict[int, tuple[Hashable, list[int]]] = {}
     nodes = [(node, list[int]()) for node in pool._roots.values()]
-    snapshots = {}
+    snapshots: dict[int, tuple[object, int]] = {}
     pinned = set()  # pages that are referenced, or from which a path leads to one that is
     for node, before in nodes:
         assert node.parent is None or node.parent.parent is None or len(node.parent.tokens) == size
@@ -173,7 +173,7 @@ def test_what_is_stored_already_is_not_stored_again() -> None:
         pool.store(list(range(length)), None, second)
         check(pool, first + second)
     match = pool.match(range(12), None, 12)
-    assert match == Match(tuple(first), 11, (second[2], 3))
+    assert match == Match(tuple(first), 11, (second[2], 3), None, 11)
     pool.release([*first, *first, second[2]])
     check(pool, second)
     assert pool.available == 3  # what is above a page that is referenced stays
@@ -260,7 +260,7 @@ def test_with_snapshots_only_lengths_that_have_one_are_found() -> None:
     pool = PagePool(8, SIZE, snapshots=3)
     pages, tokens = take(pool, 3), list(range(11))
     pool.store(tokens, None, pages)
-    assert looked_up(pool, tokens) == Match()
+    assert looked_up(pool, tokens) == Match(cached=11)
     for length in (4, 6, 11):
         assert pool.store_snapshot(tokens[:length], None, pages) is not None
         assert pool.store_snapshot(tokens[:length], None, pages) is None  # it is there
@@ -328,7 +328,7 @@ def test_at_random(seed: int) -> None:
     for _ in range(400):
         action = rng.random()
         if action < 0.3:
-            key = rng.choice([None, "adapter"])
+            key: Hashable = rng.choice([None, "adapter"])
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
             limit = rng.randrange(len(tokens) + 1)
             cached = check(pool, references(owners))
@@ -348,7 +348,7 @@ def test_at_random(seed: int) -> None:
                 pool.release(match.partial[:1])
             owners.append((key, tokens, [*match.pages, *fresh]))
         elif action < 0.6 and owners:
-            key, tokens, pages = rng.choice(owners)
+            _, tokens, pages = rng.choice(owners)
             tokens += [rng.randrange(2) for _ in range(rng.randrange(3))]
             fresh = pool.allocate(pool.pages_for(len(tokens)) - len(pages))
             if fresh is None:
