@@ -22,6 +22,7 @@ from infer.kernels.gpu.tensor import (
     GpuTensor,
     Shard,
 )
+from infer.kernels.ops.matmul_rows import chosen_variant, emit_rows
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 
 # Rows of a tile are those of the step (tile_rows.wgsl).
@@ -168,7 +169,8 @@ class Linear(Projection):
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": self.activation,
         }
-        if rows > MAX_VEC_ROWS:
+        variant = chosen_variant(low, self)
+        if variant is None and rows > MAX_VEC_ROWS:
             self._matmul(low, rows, inputs, [self, *added], params)
             return
         params |= of_norm
@@ -181,7 +183,11 @@ class Linear(Projection):
             params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         if params["STOPS"]:
             added.insert(0, low.step)
-        self._matmul_vec(low, rows, inputs, added, params)
+        if variant is None:
+            self._matmul_vec(low, rows, inputs, added, params)
+            return
+        read = [multiplied(shard, inputs) for shard in self.weight.shards]
+        emit_rows(low, self, variant, read, added, params)
 
     def _matmul(
         self,
