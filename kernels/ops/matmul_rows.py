@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from infer.kernels.ops.linear import Linear
 
 MOST_ROWS = 64
-_MOST_FLOAT_ROWS = 16  # from there on matmul's tiles of f32 take less time
 _LEAST_LANES = 4
 _MOST_SPLITS = 8  # of a matrix' columns
 
@@ -102,11 +101,15 @@ class RowsVariant:
 
 
 def matmul_rows_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
+    """None, where other kernels stay: everywhere, until whole steps have been measured."""
+    return None
+
+
+def possible_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
     """What was fastest on a large GPU whose subgroups have 32 lanes, for 4, 8, 16 and more rows;
-    lanes of other subgroups that are left over have other rows of W. None where another kernel
-    takes less time, or there are no subgroups."""
-    lanes, int8 = tuning.subgroup_size, shape.dtype in INTEGERS
-    if lanes < _LEAST_LANES or (not int8 and shape.rows > _MOST_FLOAT_ROWS):
+    lanes of other subgroups that are left over have other rows of W."""
+    lanes = tuning.subgroup_size
+    if lanes < _LEAST_LANES:
         return None
     m_tile, n_tile, k_lanes, n_teams, k_teams, ahead = _fastest(shape)
     if tuning.software:  # large kernels compile for seconds
@@ -178,17 +181,15 @@ def _spread(tuning: Tuning, shape: RowsShape, variant: RowsVariant) -> RowsVaria
 
 
 def chosen_variant(target: Target, linear: Linear) -> RowsVariant | None:
-    """None: it takes matmul_vec or matmul. A tuning may have a rule for it, `matmul_rows`."""
-    rule, rows = getattr(target.tuning, "matmul_rows", None), target.rows(linear)
-    if rule is None or not 2 <= rows <= MOST_ROWS or target.device.subgroup_size < _LEAST_LANES:
+    """None: it takes matmul_vec or matmul."""
+    rows, weight, form = target.rows(linear), linear.weight, linear.prepares
+    if not 2 <= rows <= MOST_ROWS or target.device.subgroup_size < _LEAST_LANES:
         return None
-    weight, form = linear.weight, linear.prepares
     plain = linear.norm is None and form is None and linear.gate is None and linear.factors is None
     sums = 4 * _MOST_SPLITS * padded_rows(rows) * stride(weight.shape[0])
     room = plain and not linear.gated and sums <= target.device.limits.max_binding
     shape = RowsShape(weight.shape[1], linear.width, rows, weight.dtype, linear.gated, room)
-    variant: RowsVariant | None = rule(shape)
-    return variant
+    return target.tuning.choose(matmul_rows_variant, shape)
 
 
 def emit_rows(
