@@ -169,7 +169,8 @@ class Linear(Projection):
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": self.activation,
         }
-        variant = chosen_variant(low, self)
+        plain = all(item is None for item in (self.norm, self.gate, self.factors))
+        variant = chosen_variant(low, self, self.weight, self.gated, plain)
         if variant is None and rows > MAX_VEC_ROWS:
             self._matmul(low, rows, inputs, [self, *added], params)
             return
@@ -187,7 +188,8 @@ class Linear(Projection):
             self._matmul_vec(low, rows, inputs, added, params)
             return
         read = [multiplied(shard, inputs) for shard in self.weight.shards]
-        emit_rows(low, self, variant, read, added, params)
+        params |= {"GATED": self.gated}
+        emit_rows(low, self, variant, self.weight, self.prepared, read, added, params)
 
     def _matmul(
         self,

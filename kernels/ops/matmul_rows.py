@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import stride
@@ -12,10 +12,8 @@ from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import MAX_VEC_ROWS, Target, padded_rows, per_row
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import linear_grid
-from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP
-
-if TYPE_CHECKING:
-    from infer.kernels.ops.linear import Linear
+from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTensor
+from infer.kernels.ops.prepared import Maker, Prepared
 
 MOST_ROWS = 64
 _LEAST_LANES = 4
@@ -180,46 +178,49 @@ def _spread(tuning: Tuning, shape: RowsShape, variant: RowsVariant) -> RowsVaria
     return variant
 
 
-def chosen_variant(target: Target, linear: Linear) -> RowsVariant | None:
-    """None: it takes matmul_vec or matmul."""
-    rows, weight, form = target.rows(linear), linear.weight, linear.prepares
+def chosen_variant(
+    target: Target, y: Maker, weight: GpuTensor, gated: bool, plain: bool
+) -> RowsVariant | None:
+    """None: y takes matmul_vec or matmul. plain: no norm goes into it, and no factor."""
+    rows = target.rows(y)
     if not 2 <= rows <= MOST_ROWS or target.device.subgroup_size < _LEAST_LANES:
         return None
-    plain = linear.norm is None and form is None and linear.gate is None and linear.factors is None
     sums = 4 * _MOST_SPLITS * padded_rows(rows) * stride(weight.shape[0])
-    room = plain and not linear.gated and sums <= target.device.limits.max_binding
-    shape = RowsShape(weight.shape[1], linear.width, rows, weight.dtype, linear.gated, room)
+    plain = plain and not gated and y.prepares is None
+    room = plain and sums <= target.device.limits.max_binding
+    shape = RowsShape(weight.shape[1], y.width, rows, weight.dtype, gated, room)
     return target.tuning.choose(matmul_rows_variant, shape)
 
 
 def emit_rows(
     low: Lowering,
-    linear: Linear,
+    y: Maker,
     variant: RowsVariant,
+    weight: GpuTensor,
+    prepared: Prepared | None,
     read: Sequence[Sequence[Operand]],
     added: Sequence[Operand],
     params: dict[str, Any],
 ) -> None:
-    """The kernels of a projection, for each shard. read: what they bind first. added, params: as
-    of matmul_vec."""
-    weight, k, form, rows = linear.weight, linear.weight.shape[1], linear.prepares, low.rows(linear)
+    """The kernels of a projection, for each shard. prepared: what it reads. read: what they bind
+    first. added, params: as of matmul_vec."""
+    k, form, rows, gated = weight.shape[1], y.prepares, low.rows(y), bool(params["GATED"])
     stops = 1 if params["STOPS"] else 0
-    prepared = linear.prepared
     for shard, operands in zip(weight.shards, read, strict=True):
-        n = shard.rows // 2 if linear.gated else shard.rows
-        own, written = params | {"START": shard.start, "SPLIT_ROWS": 0}, linear.outputs_bound
+        n = shard.rows // 2 if gated else shard.rows
+        own, written = params | {"START": shard.start, "SPLIT_ROWS": 0}, y.outputs_bound
         rest = list(added)
         if variant.splits > 1:
             own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
             own |= {"START": 0, "Y_STRIDE": stride(n), "SPLIT_ROWS": rows}
             written = [Scratch(4 * variant.splits * rows * stride(n))]
             rest = rest[:stops]
-        count = -(-n * (1 + linear.gated) // variant.w_rows)
-        x, y, _ = linear_grid(count, low.device.limits.max_workgroups)
+        count = -(-n * (1 + gated) // variant.w_rows)
+        grid = linear_grid(count, low.device.limits.max_workgroups)
         low.emit(
             "matmul_rows",
             [*operands, *rest, *written],
-            (x, y, variant.splits),
+            (*grid[:2], variant.splits),
             own
             | weight.grouping.params
             | variant.params
@@ -228,7 +229,6 @@ def emit_rows(
                 "ROWS": rows,
                 "SHARED": prepared is not None and prepared.rows > MAX_VEC_ROWS,
                 "TABLE_COPIES": 1,
-                "GATED": linear.gated,
                 "KEEP": form is None or form.keep,
                 "QUANTIZE": False,
                 "NEXT_NORM": form is not None and form.norm is not None,
@@ -240,8 +240,8 @@ def emit_rows(
             names = ("Y_STRIDE", "SCALE", "BIAS", "RESIDUAL", "ACTIVATION")
             low.emit(
                 "matmul_combine",
-                [*written, linear, *added[stops:]],
-                low.row_grid(linear, -(-n // 64)),
+                [*written, y, *added[stops:]],
+                low.row_grid(y, -(-n // 64)),
                 {name: params[name] for name in names}
                 | {"N": n, "START": shard.start, "SUMS_STRIDE": stride(n)}
                 | {"SPLITS": variant.splits, "SPLIT_ROWS": rows},
