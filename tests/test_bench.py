@@ -695,6 +695,10 @@ def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> N
     tiles += ["--splits", "1,2", "--only", "K=48"]
     assert sweep("--kernel", "matmul", *tiles) == 0
     assert "matmul K=48 N=32: 512 positions, 5 variants" in capsys.readouterr().out
+    lanes = ["--m-tile", "2,4", "--n-tile", "2", "--k-lanes", "4", "--n-lanes", "1", "--n-teams"]
+    lanes += ["2", "--k-teams", "1", "--ahead", "1", "--step-rows", "4", "--only", "K=48"]
+    assert sweep("--kernel", "matmul_rows", *lanes) == 0
+    assert "matmul_rows K=48 N=32: 4 positions, 3 variants" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("short")
