@@ -684,7 +684,7 @@ class Engine:
                 )
             assert token != NO_TOKEN
         except BaseException as error:
-            self._end(answer)
+            self._end(answer, at_once=True)
             if not isinstance(error, Exception):
                 raise
             answer.error = error  # type: ignore[assignment]
@@ -716,12 +716,12 @@ class Engine:
             self._rows = None
         answer.steps.append(Step(token, logits if answer.with_logits else None))
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: Answer, *, at_once: bool = False) -> None:
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
             slot = sequence.slot
-            self._save(slot, self.scheduler.cancel(sequence))
+            self._save(slot, self.scheduler.cancel(sequence, at_once=at_once))
             if sequence.state == "ended":  # else with what is in flight
                 del self._answers[sequence]
 
