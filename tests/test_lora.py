@@ -688,6 +688,7 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
 # The bundled model, from end to end
 
 PROMPT = "Once upon a time"
+TOKENS = 8  # of its answer
 
 
 @pytest.fixture(scope="module")
@@ -715,13 +716,13 @@ def expected(demo_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     shutil.copytree(resolve(DEMO).path, folder)
     save_file(merged_tensors(folder, demo_adapter), folder / "model.safetensors")
     with infer.load(folder, dtype="bf16", context=256) as llm:
-        yield llm.chat(PROMPT, max_tokens=16).text
+        yield llm.chat(PROMPT, max_tokens=TOKENS).text
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_the_command_line(demo_adapter: Path, expected: str) -> None:
-    flags = ("-p", PROMPT, "-n", 16, "--context", 256, "--quiet")
+    flags = ("-p", PROMPT, "-n", TOKENS, "--context", 256, "--quiet")
     result = invoke("run", DEMO, "--adapter", demo_adapter, *flags)
     assert result.stdout == expected + "\n"
     assert invoke("run", DEMO, *flags).stdout != result.stdout
@@ -755,9 +756,9 @@ def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
     (other / ADAPTER_CONFIG).write_text(json.dumps(config))
     with infer.load(DEMO, context=256, adapters={"story": demo_adapter, "other": other}) as llm:
         assert llm.adapters == ("story", "other")
-        plain = llm.chat(PROMPT, max_tokens=16).text
-        story = llm.chat(PROMPT, max_tokens=16, adapter="story").text
-        assert len({plain, story, llm.chat(PROMPT, max_tokens=16, adapter="other").text}) == 3
+        plain = llm.chat(PROMPT, max_tokens=TOKENS).text
+        story = llm.chat(PROMPT, max_tokens=TOKENS, adapter="story").text
+        assert len({plain, story, llm.chat(PROMPT, max_tokens=TOKENS, adapter="other").text}) == 3
         assert story[:20] == expected[:20]  # the weights of that one were rounded
         with llm.stream([5, 6], adapter="story", max_tokens=2) as stream:
             assert len(list(stream)) >= 2
@@ -767,7 +768,7 @@ def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
                 llm.chat(PROMPT, adapter=name)
             with pytest.raises(RequestError, match="Loaded by a name: other, story"):
                 llm.logits(PROMPT, adapter=name)  # type: ignore[arg-type]
-        assert llm.chat(PROMPT, max_tokens=16).text == plain
+        assert llm.chat(PROMPT, max_tokens=TOKENS).text == plain
         assert infer.generate(llm, PROMPT, max_tokens=2, adapter="story").completion_tokens
     with pytest.raises(RequestError, match="either one adapter"):
         infer.load(DEMO, adapter=other, adapters={"a": other})
@@ -779,7 +780,7 @@ def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("same_kernels")
 def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
     messages = [{"role": "user", "content": PROMPT}]
-    result = infer.generate(DEMO, messages, adapter=demo_adapter, context=256, max_tokens=16)
+    result = infer.generate(DEMO, messages, adapter=demo_adapter, context=256, max_tokens=TOKENS)
     assert result.text == expected
     assert infer.kept._last is not None
     infer.kept._last.llm.close()
