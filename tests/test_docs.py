@@ -8,7 +8,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,17 @@ def no_kept_model() -> Iterator[None]:
         infer.kept._last = None
 
 
-MOST = {"max_tokens": 24}
-
-
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 @pytest.mark.parametrize("code", [code for _, code in blocks("README.md", "python")])
 def test_an_example_runs_and_prints_what_it_says(
     code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = LLM.stream
-    # Where the example sets no end, an answer may be a whole story.
-    brief = partialmethod(lambda self, *given, **own: stream(self, *given, **MOST | own))
+
+    def brief(self: LLM, *given: Any, **own: Any) -> Any:
+        """Where the example sets no end, an answer may be a whole story."""
+        return stream(self, *given, **({"max_tokens": 24} | own))
+
     monkeypatch.setattr(LLM, "stream", brief)
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out

@@ -271,7 +271,11 @@ MLX = {"quantization": {"bits": 4, "group_size": 32}}
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
-        ("mixtral", {"num_local_experts": 10_000, "num_hidden_layers": 10_000} | MLX),
+        pytest.param(
+            "mixtral",
+            {"num_local_experts": 10_000, "num_hidden_layers": 10_000} | MLX,
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "deepseek_v3",
             {"num_attention_heads": 10_000, "num_key_value_heads": 10_000},

@@ -120,7 +120,8 @@ def test_beside_agrees_with_peft(device: Device, case: str, fuse: bool) -> None:
         Reference.load(case).assert_same(engine, "own")
 
 
-@pytest.mark.parametrize("case", [pytest.param("gpt_neox", marks=pytest.mark.full), "llama_head"])
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["gpt_neox", "llama_head"])
 def test_agrees_on_the_weakest_device(least_device: Device, case: str) -> None:
     with least_device.scope():
         engine = build_engine(least_device, model_of(case), adapters={"own": DATA / case})
