@@ -721,6 +721,7 @@ def expected(demo_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.mark.full
+@pytest.mark.demo
 @pytest.mark.usefixtures("same_kernels")
 def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     flags = ("-p", PROMPT, "-n", TOKENS, "--context", 256, "--quiet")
@@ -735,6 +736,7 @@ def test_the_command_line(demo_adapter: Path, expected: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.demo
 @pytest.mark.usefixtures("same_kernels")
 def test_a_benchmark_names_its_adapter(
     demo_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -749,6 +751,7 @@ def test_a_benchmark_names_its_adapter(
     assert path.name.endswith("-demo-bf16-adapter-story.json")
 
 
+@pytest.mark.demo
 @pytest.mark.usefixtures("same_kernels")
 def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
@@ -778,6 +781,7 @@ def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:
             infer.load(DEMO, adapters=adapters)  # type: ignore[arg-type]
 
 
+@pytest.mark.demo
 @pytest.mark.usefixtures("same_kernels")
 def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
     messages = [{"role": "user", "content": PROMPT}]
