@@ -689,7 +689,7 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
 # The bundled model, from end to end
 
 PROMPT = "Once upon a time"
-TOKENS = 8  # of its answer
+TOKENS = 16  # of its answer: the first few are the same with any adapter
 
 
 @pytest.fixture(scope="module")
