@@ -101,7 +101,7 @@ class EngineOptions:
         if self.cache_positions is not None:
             return -(-self.cache_positions // PAGE)
         others = (self.max_batch - 1) * -(-min(self.context, _POSITIONS_EACH) // PAGE)
-        return -(-self.context // PAGE) + others
+        return -(-self.context // PAGE) + 1 + others  # one that what is reused is copied from
 
 
 _POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where nobody says how many

@@ -35,7 +35,7 @@ from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryErro
 from infer.kernels.gpu.bandwidth import COPIED, copy, copy_bandwidth
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.profile import profile_passes
-from infer.kernels.gpu.record import run
+from infer.kernels.gpu.record import Copy, run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.ops import functional as ops
 from infer.models import build_model
@@ -172,7 +172,9 @@ def test_every_pass_begins_with_the_copies_before_it(device: Device) -> None:
     with device.scope():
         saved, zero, source, target = (device.upload(values * i) for i in (1, 0, 0, 0))
         passes = [[copy(device, zero, source)], [copy(device, source, target)]]
-        profile_passes(device, passes, repeats=2, before=[(saved, source, saved.nbytes)])
+        profile_passes(
+            device, passes, repeats=2, before=[Copy((saved, 0), (source, 0), saved.nbytes)]
+        )
         assert np.array_equal(device.read(target, np.uint32), values)
 
 
@@ -501,8 +503,9 @@ class Timed(measure.EngineBench):
     """Prefill at so many seconds a token, and decode at as many; nothing is run."""
 
     def __init__(self, per_token: float, context: int) -> None:
-        super().__init__(SimpleNamespace(context=context, vocab_size=9), 1e9, 1, lambda *_: None)  # type: ignore[arg-type]
-        self.engine.tokens, self.per_token = [], per_token
+        engine: Any = SimpleNamespace(context=context, vocab_size=9, forget=lambda: None)
+        super().__init__(engine, 1e9, 1, lambda *_: None)
+        self.per_token = per_token
 
     def _generate(self, ids: Sequence[int], params: SamplingParams) -> tuple[float, float]:
         assert params.max_tokens is not None
