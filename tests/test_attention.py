@@ -451,6 +451,9 @@ def test_attention_with_gates(
     assert nmse(y, linear_check.matmul(expected, rounded(weight, dtype))) <= LIMIT
 
 
+PAGES = 512 // PAGE  # of a sequence in the tests that follow
+
+
 @pytest.mark.parametrize("alive", [True, False])
 @pytest.mark.parametrize("position", [0, 4, 255, 256, 299])
 @pytest.mark.parametrize(("group", "joined"), [(1, False), (16, False), (16, True)])
@@ -464,7 +467,7 @@ def test_one_row_in_scattered_pages(
 ) -> None:
     """The row of a sequence turns, is cached and attends in one kernel; a stopped one writes
     nothing, and nothing reads the place that is written."""
-    d, n_kv_heads, order = 16, 2, rng.permutation(4)
+    d, n_kv_heads, order = 16, 2, rng.permutation(2 * PAGES)
     keys, values = (normal(rng, 2, 512, n_kv_heads, d) for _ in range(2))
     x = normal(rng, 1, (group + 2) * n_kv_heads * d)
     frequencies = 10.0 ** -np.arange(0, 2, 2 / 8)
@@ -501,7 +504,7 @@ def test_one_row_in_scattered_pages(
         for part, own in ((keys, k), (values, v))
     ]
     assert nmse(y, attention_check.attention(q, *past, n_kv_heads * group, 0.25)) <= LIMIT
-    slot = order[2 + position // PAGE] * PAGE + position % PAGE
+    slot = order[PAGES + position // PAGE] * PAGE + position % PAGE
     for old, new, own in zip(before, after, (k, v), strict=True):
         expected, found = (part.reshape(-1, n_kv_heads, d) for part in (old.copy(), new))
         if alive:
@@ -538,7 +541,7 @@ def test_rows_of_several_sequences_in_scattered_pages(
     sequences, positions = np.array([2, 0, 1, 3]), np.array([39, 4, 299, 270])
     alive = np.array([1, 1, 1, 0])
     n_kv_heads, group, d = 2, 3, 16
-    order = rng.permutation(8)
+    order = rng.permutation(4 * PAGES)
     keys, values = (normal(rng, 4, 512, n_kv_heads, d) for _ in range(2))
     lengths = [int(positions[sequences == s][0]) for s in range(4)]
     q = normal(rng, 4, n_kv_heads * group * d)
@@ -560,7 +563,7 @@ def test_rows_of_several_sequences_in_scattered_pages(
         layer = cache.layers[0]
         written = device.read(layer.keys).reshape(layer.slots, n_kv_heads, d)
     for row, (s, position) in enumerate(zip(sequences, positions, strict=True)):
-        page = order[s * 2 + position // PAGE]
+        page = order[s * PAGES + position // PAGE]
         key = written[page * PAGE + position % PAGE]
         if not alive[row]:
             assert np.isnan(key).all()
@@ -578,7 +581,7 @@ def test_latents_of_several_sequences_in_scattered_pages(
 ) -> None:
     """Each row is cached in its own sequence; a stopped one writes nothing."""
     sequences, positions, alive = np.array([2, 0, 1]), np.array([39, 4, 299]), np.array([1, 1, 0])
-    x, weight, order = normal(rng, 3, 48), normal(rng, 32), rng.permutation(6)
+    x, weight, order = normal(rng, 3, 48), normal(rng, 32), rng.permutation(3 * PAGES)
     frequencies = 10.0 ** -np.arange(0, 2, 2 / 8)
     with device.scope():
         shape = KVShape(1, 48, latent=True)
@@ -604,7 +607,7 @@ def test_latents_of_several_sequences_in_scattered_pages(
     turned = rope_check.rope(x[:, :16], positions, frequencies, 16)
     normed = norm_check.rmsnorm(x[:, 16:], weight, EPS)
     for row in np.flatnonzero(alive):
-        page = order[sequences[row] * 2 + positions[row] // PAGE]
+        page = order[sequences[row] * PAGES + positions[row] // PAGE]
         at = page * PAGE + positions[row] % PAGE
         expected[at] = np.concatenate([turned[row], normed[row]])
     np.testing.assert_allclose(written, expected, rtol=1e-5, atol=1e-6)
@@ -614,7 +617,7 @@ def test_prefill_in_scattered_pages(device: Device, rng: np.random.Generator) ->
     q, k, v = normal(rng, 130, 2 * 24), normal(rng, 700, 24), normal(rng, 700, 24)
     with device.scope():
         known = [part.reshape(1, 700, 1, 24) for part in (k, v)]
-        cache = scattered(device, [570], *known, order=np.array([2, 0, 1]))
+        cache = scattered(device, [570], *known, order=rng.permutation(-(-700 // PAGE)))
         forward = Forward(device, 130)
         inputs = [forward.input(part) for part in (q, k[570:], v[570:])]
         output = ops.attention(*inputs, cache.layers[0], scale=0.2, window=400)

@@ -35,12 +35,14 @@ from infer import LLM, SamplingParams
 from infer.cli.app import app
 from infer.cli.options import parse_bias, parse_template_arg
 from infer.cli.terminal import TextWriter, note, write
+from infer.engine import Answer, Engine, Step
 from infer.hub import DEMO, resolve
 from infer.kernels.checks import check
 from infer.kernels.checks.bench import CheckResult
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
 from infer.kernels.gpu.device import Device
+from infer.kernels.state.kv_cache import PAGE
 from infer.models.loading.tensors import TensorInfo
 from infer.progress import ProgressLine, size, visible
 
@@ -389,14 +391,14 @@ def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: 
 
 
 def test_ctrl_c_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine_generate = infer.llm.Engine.generate
+    next_step, left = Engine.next_step, iter(range(3))
 
-    def generate(self: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
-        steps = engine_generate(self, *arguments, **options)
-        yield from (next(steps) for _ in range(3))
-        raise KeyboardInterrupt
+    def interrupted(self: Engine, answer: Answer) -> Step | None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return next_step(self, answer)
 
-    monkeypatch.setattr(infer.llm.Engine, "generate", generate)
+    monkeypatch.setattr(Engine, "next_step", interrupted)
     result = invoke("run", "demo", "-p", PROMPT, "--json")
     got = json.loads(result.stdout)
     assert result.exit_code == 130
@@ -912,7 +914,8 @@ def test_info_counts_what_is_there(llm: LLM) -> None:
     assert got["dtypes"] == ["bf16"]
     assert got["kv_bytes_per_token"] == 2 * config["num_hidden_layers"] * heads * 2
     assert got["max_context"] == got["context"] == config["max_position_embeddings"]
-    assert got["kv_cache_bytes"] == got["context"] * got["kv_bytes_per_token"]
+    pages = got["context"] // PAGE + 1  # one that what is reused is copied from
+    assert got["kv_cache_bytes"] == pages * PAGE * got["kv_bytes_per_token"]
     assert got["weight_bytes"] == sum(w.nbytes for w in llm.engine.weights.values())
     assert got["total_bytes"] == pytest.approx(llm.memory_stats().allocated, rel=0.01)
     assert (got["chat_template"], got["tokenizer"], got["fits"]) == (True, True, True)
@@ -943,7 +946,7 @@ def test_info_text(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = dict(line.split(maxsplit=1) for line in invoke(*flags).stdout.splitlines())
     assert lines["parameters"] == "3,575,040"
     assert lines["weights"].startswith("13.6 MiB in f32 (6.8 MiB on the disk)")
-    assert lines["KV"] == "cache    1.5 MiB for 512 positions (3,072 bytes per token in f32)"
+    assert lines["KV"] == "cache    1.7 MiB for 512 positions (3,072 bytes per token in f32)"
     assert lines["context"] == "512 positions; the model goes up to 1,024"
     assert lines["fits"] == "yes: 1.0 GiB are free"
     free_memory(monkeypatch, None)

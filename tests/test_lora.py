@@ -360,7 +360,7 @@ def test_switching_is_as_good_as_separate_models(device: Device) -> None:
         expected = {name: answer(engine, ids, 9, adapter=name) for name, engine in alone.items()}
         expected[""] = answer(build_engine(device, folder), ids, 9)
         assert len({tuple(e.token_ids) for e in expected.values()}) == 3
-        engine = build_engine(device, folder, adapters=two)
+        engine = build_engine(device, folder, adapters=two, context=600)  # pages for all of them
         seen: set[str] = set()
         for name in ("", "a", "b", "", "b", "b", "a", "a"):
             got = answer(engine, ids, 9, adapter=name or None)

@@ -1,0 +1,288 @@
+"""Many answers at once: each is what it is alone, whoever comes and goes beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import Answer, answer, build_engine
+from marks import others_full
+from reference_models import load, relative_error
+
+import infer.scheduler
+import infer.steps
+from infer.engine import Answer as Running
+from infer.engine import Engine, EngineOptions, Step
+from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.gpu.device import Device
+from infer.kernels.state.kv_cache import PAGE
+from infer.sampling import SamplingParams
+
+TOLERANCE = 1e-5
+STEPS = 12
+# One architecture of each kind: what a row of a batch reads that is its sequence's own.
+KINDS = {
+    "llama": "keys and values",
+    "gemma2": "windows, soft caps",
+    "gpt_oss": "sinks, experts",
+    "qwen3_moe": "experts",
+    "deepseek_v2": "latents",
+    "qwen3_next": "the delta rule",
+    "granitemoehybrid_mamba": "Mamba 2",
+    "lfm2": "short convolutions",
+}
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_k": 50,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.3,
+    "logit_bias": {7: 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def engine_of(
+    own_device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Engine]:
+    """The engine of a case with these options, made when first asked for."""
+    engines: dict[tuple[Any, ...], Engine] = {}
+
+    def build(case: str, **options: Any) -> Engine:
+        key = (case, *sorted(options.items()))
+        if key not in engines:
+            folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
+            engines[key] = build_engine(own_device, folder, **options)
+        engines[key].forget()
+        return engines[key]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def own_device() -> Iterator[Device]:
+    with Device.open() as device:
+        yield device
+
+
+def prompts_of(case: str) -> list[list[int]]:
+    """Prompts of unlike lengths, two of which begin alike, and two are the same."""
+    ids: list[int] = load(case).prompt_ids.tolist()
+    return [ids, ids[7:12], ids[:30] + ids[3:9], ids[9:10], ids, ids[20:]]
+
+
+def begin(engine: Engine, ids: Sequence[int], steps: int = STEPS, **sampling: Any) -> Running:
+    params = SamplingParams(max_tokens=steps, **sampling).resolved({})
+    return engine.generate(ids, params, with_logits=True)
+
+
+def of(steps: Sequence[Step]) -> Answer:
+    rows = [step.logits for step in steps if step.logits is not None]
+    return Answer([step.token for step in steps], np.stack(rows))
+
+
+def together(engine: Engine, answers: Sequence[Callable[[], Running]]) -> list[Answer]:
+    """Each begins when the one before it has had two tokens, and they take turns."""
+    running: list[Running] = []
+    taken: list[list[Step]] = []
+    while len(running) < len(answers) or not all(item.ended for item in running):
+        if len(running) < len(answers):
+            running.append(answers[len(running)]())
+            taken.append([])
+        for item, steps in zip(running, taken, strict=True):
+            for _ in range(2):
+                step = next(item, None)
+                if step is not None:
+                    steps.append(step)
+    for item, steps in zip(running, taken, strict=True):
+        steps.extend(item)
+    return [of(steps) for steps in taken]
+
+
+def assert_same(found: Answer, expected: Answer) -> None:
+    assert found.token_ids == expected.token_ids
+    assert relative_error(found.logits, expected.logits) <= TOLERANCE
+
+
+@others_full("case", KINDS, ["llama", "gemma2", "deepseek_v2", "qwen3_next", "lfm2"])
+def test_answers_of_a_batch_are_those_alone(engine_of: Callable[..., Engine], case: str) -> None:
+    """Six answers on four slots, which come and go, share pages, and wait."""
+    engine, prompts = engine_of(case, max_batch=4), prompts_of(case)
+    lengths = [STEPS, 3, STEPS, 7, 9, STEPS]
+    alone = [answer(engine, ids, n) for ids, n in zip(prompts, lengths, strict=True)]
+    assert alone[0].token_ids == load(case).greedy_ids[:STEPS].tolist()  # of transformers
+    engine.forget()
+    begun = [
+        lambda ids=ids, n=n: begin(engine, ids, n) for ids, n in zip(prompts, lengths, strict=True)
+    ]
+    for found, expected in zip(together(engine, begun), alone, strict=True):
+        assert_same(found, expected)
+    stats = engine.pool.stats
+    assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, pytest.param(16, marks=pytest.mark.full)])
+@others_full("case", KINDS, ["llama"])
+def test_every_size_of_a_batch(
+    own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, rows: int
+) -> None:
+    """Which a GPU has plans for; a CPU has one."""
+    monkeypatch.setattr(infer.steps, "_batches", lambda *_: [rows])
+    ids: list[int] = load(case).prompt_ids.tolist()
+    prompts = [ids[i % 20 : 25 + i] for i in range(rows)]
+    with own_device.scope():
+        folder = load(case).write_checkpoint(tmp_path / case)
+        engine = build_engine(own_device, folder, max_batch=rows)
+        expected = [answer(engine, prompt, 5) for prompt in prompts]
+        engine.forget()
+        running = [begin(engine, prompt, 5) for prompt in prompts]
+        for item, own in zip(running, expected, strict=True):
+            assert_same(of(list(item)), own)
+
+
+def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) -> None:
+    """Greedy, with all filters and penalties, and by a processor on the host, side by side."""
+    engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
+
+    def processor(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        assert ids[: len(prompts[2])].tolist() == prompts[2]
+        logits[5] += 3
+        return logits
+
+    def begun() -> list[Callable[[], Running]]:
+        on_host = SamplingParams(max_tokens=STEPS, temperature=0.8, seed=3).resolved({})
+        return [
+            lambda: begin(engine, prompts[0]),
+            lambda: begin(engine, prompts[0], seed=1, **SAMPLED),
+            lambda: engine.generate(
+                prompts[2], on_host, with_logits=True, logits_processor=processor
+            ),
+            lambda: begin(engine, prompts[5], seed=2, temperature=0.7),
+        ]
+
+    alone = [of(list(start())) for start in begun()]
+    assert len({tuple(item.token_ids) for item in alone}) == 4
+    engine.forget()
+    for found, expected in zip(together(engine, begun()), alone, strict=True):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("case", ["llama", pytest.param("lfm2", marks=pytest.mark.full)])
+def test_out_of_pages_an_answer_is_computed_anew(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Three answers grow to three pages each, of which there are five."""
+    monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)  # so that all of them begin
+    engine = engine_of(case, max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
+    ids: list[int] = load(case).prompt_ids.tolist()
+    prompts = [ids, ids[1:], ids[2:]]
+    steps = 2 * PAGE - len(ids) + 8
+    alone = [answer(engine, prompt, steps) for prompt in prompts]
+    engine.forget()
+    before = engine.scheduler.preemptions
+    sampled = [begin(engine, prompt, steps) for prompt in prompts]
+    for item, expected in zip(sampled, alone, strict=True):
+        assert_same(of(list(item)), expected)
+    assert engine.scheduler.preemptions > before
+    assert engine.pool.stats.in_use == 0
+
+
+def test_a_prompt_in_the_cache_of_another_is_not_computed(
+    engine_of: Callable[..., Engine],
+) -> None:
+    """While that one is still running; to the token, though pages are larger."""
+    engine = engine_of("llama", max_batch=2)
+    ids: list[int] = load("llama").prompt_ids.tolist()
+    expected = answer(engine, [*ids[:33], 9], STEPS)
+    engine.forget()
+    first = begin(engine, ids)
+    next(first)
+    second = begin(engine, [*ids[:33], 9])
+    assert_same(of(list(second)), expected)
+    assert second.timings.reused_tokens == 33
+    assert len(list(first)) == STEPS - 1
+
+
+def test_what_ends_one_answer_ends_no_other(engine_of: Callable[..., Engine]) -> None:
+    engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
+    expected = answer(engine, prompts[0], STEPS)
+
+    def failing(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        if len(ids) > len(prompts[1]) + 1:
+            raise ModelError("enough")
+        return logits
+
+    params = SamplingParams(max_tokens=STEPS).resolved({})
+    good = begin(engine, prompts[0])
+    bad = engine.generate(prompts[1], params, logits_processor=failing)
+    closed = begin(engine, prompts[2])
+    next(closed)
+    closed.close()
+    with pytest.raises(ModelError, match="enough"):
+        list(bad)
+    assert list(closed) == []
+    assert_same(of(list(good)), expected)
+    assert engine.pool.stats.in_use == 0
+    assert engine.scheduler.idle
+
+
+def test_threads_share_the_steps(engine_of: Callable[..., Engine]) -> None:
+    engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
+    expected = [answer(engine, ids, STEPS) for ids in prompts]
+    engine.forget()
+    found: dict[int, Answer] = {}
+
+    def work(i: int) -> None:
+        found[i] = of(list(begin(engine, prompts[i])))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=600)
+    for i, own in enumerate(expected):
+        assert_same(found[i], own)
+
+
+def test_nothing_is_left_of_many_answers(engine_of: Callable[..., Engine]) -> None:
+    """Of which some are closed at any time: neither pages and slots, nor memory on the GPU."""
+    engine = engine_of("llama", max_batch=4)
+    draw = np.random.default_rng(1)
+    ids = load("llama").prompt_ids
+    allocated = None
+    for turn in range(3):
+        running: list[Running] = []
+        for _ in range(30):
+            length = int(draw.integers(1, len(ids)))
+            running.append(begin(engine, ids[-length:].tolist(), int(draw.integers(1, 9))))
+            if draw.random() < 0.4:
+                running.pop(int(draw.integers(len(running)))).close()
+            if running:
+                next(running[int(draw.integers(len(running)))], None)
+        for item in running:
+            list(item)
+        assert engine.scheduler.idle
+        assert engine.pool.stats.in_use == 0
+        assert not engine._answers
+        now = engine.device.memory_stats().allocated
+        assert turn == 0 or now == allocated
+        allocated = now
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, "max_batch must be a positive integer"),
+        ({"max_batch": 65}, "max_batch must be at most 64"),
+        ({"cache_positions": 100}, "no room for a context of 128"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, int], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        EngineOptions(context=128, **options)
