@@ -446,8 +446,7 @@ class Engine:
             while self._in_flight:
                 self._read()
             self._is_whole = False
-            self.scheduler.reset()
-            self._forget_rows()
+            self._reset()
             self._give_pages(0, range(-(-self.context // PAGE)))
             try:
                 yield
@@ -670,7 +669,8 @@ class Engine:
     ) -> None:
         sequence = answer.sequence
         if answer.ended:  # but its state is still to be saved
-            self._save(sequence.slot, self.scheduler.read(sequence, token, ended=False))
+            stops = token in answer.stop_ids
+            self._save(sequence.slot, self.scheduler.read(sequence, token, ended=stops))
             self._end(answer)
             return
         try:
@@ -739,8 +739,15 @@ class Engine:
             staging.destroy()
         self._staging = self._new_staging()
         self._in_flight.clear()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing is in the cache, or in flight."""
         self.scheduler.reset()
         self._forget_rows()
+        for answer in list(self._answers.values()):
+            if answer.ended:  # it only had a state to be saved
+                self._end(answer, at_once=True)
 
     # Scoring
 

@@ -95,7 +95,7 @@ def inspect_model(
         verdict = "no adapter was found; counted for the least that WebGPU guarantees"
     else:
         try:
-            options = count.fitting(options, may_shrink=context is None)
+            options = count.fitting(options, may_shrink=("context",) if context is None else ())
         except OutOfMemoryError as error:
             fits, verdict = False, str(error)
         else:

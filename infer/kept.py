@@ -5,23 +5,40 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast, overload
 
 from infer.kernels.errors import RequestError
 from infer.keywords import LOAD_NAMES, LoadOptions, Options, check_names
-from infer.llm import LLM, Prompt, Result, Stream, check_options
+from infer.llm import LLM, Prompt, Prompts, Result, Stream, are_several, check_options, together
 from infer.loading import load
 
 
-def generate(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Result:
-    """The answer of a model to a prompt: `load` and `LLM.generate` in one.
+@overload
+def generate(  # type: ignore[overload-overlap]
+    model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]
+) -> Result: ...
+
+
+@overload
+def generate(
+    model: str | Path | LLM, prompt: Prompts, **options: Unpack[Options]
+) -> list[Result]: ...
+
+
+def generate(
+    model: str | Path | LLM, prompt: Prompt | Prompts, **options: Unpack[Options]
+) -> Result | list[Result]:
+    """The answer of a model to a prompt, or those to a list of prompts: `load` and `LLM.generate`
+    in one.
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
     asked for, and until what uses it is done. options: those of `LLM.stream`, and of `load`:
-    device, context, dtype, quantize, kv_dtype, revision, offline, progress, and, where the model is
-    not an LLM, adapter.
+    device, context, dtype, quantize, kv_dtype, max_batch, cache_memory, revision, offline,
+    progress, and, where the model is not an LLM, adapter.
     """
-    return stream(model, prompt, **options)._finish()
+    if are_several(prompt):
+        return together(stream(model, each, **options) for each in cast(Prompts, prompt))
+    return stream(model, cast(Prompt, prompt), **options)._finish()
 
 
 def stream(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Stream:

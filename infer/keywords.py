@@ -35,6 +35,8 @@ class LoadOptions(TypedDict, total=False):
     dtype: str | None
     quantize: str | None
     kv_dtype: str
+    max_batch: int | None
+    cache_memory: int | None
     revision: str | None
     offline: bool
     progress: bool | Progress | None
@@ -65,7 +67,10 @@ _ELSEWHERE = {
     "lora": "adapter",
     "lora_path": "adapter",
     "lora_request": "adapter",
+    "gpu_memory_utilization": "cache_memory",
+    "max_batch_size": "max_batch",
     "max_model_len": "context",
+    "max_num_seqs": "max_batch",
     "n_ctx": "context",
     "n_predict": "max_tokens",
     "n_probs": "logprobs",

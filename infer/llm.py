@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,11 @@ from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+Chat = str | Sequence[Message]
+Prompt = Chat | Sequence[int]
+# Lists of them. To type checkers a text is a list of texts too; here it is one.
+Chats = Sequence[str] | Sequence[Sequence[Message]]
+Prompts = Chats | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,11 @@ class Stream(Iterator[Chunk]):
         error, self._error = self._error, None
         raise error or StopIteration
 
+    def _begin(self) -> None:
+        """From here on it is generated whenever any other is."""
+        self._llm._check_open()
+        self._answer()
+
     def _finish(self) -> Result:
         """All of it, to its end."""
         with self:
@@ -207,18 +217,39 @@ class LLM:
 
     # Generating
 
-    def generate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result:
-        """The whole answer to a prompt.
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[AnswerOptions]) -> list[Result]: ...
+
+    def generate(
+        self, prompt: Prompt | Prompts, **options: Unpack[AnswerOptions]
+    ) -> Result | list[Result]:
+        """The whole answer to a prompt, or those to a list of prompts, in their order, which are
+        generated together.
 
         prompt: text to be continued, token ids, or chat messages ({"role", "content"}), which go
         through the model's chat template. options: as for `stream`.
         """
-        return self.stream(prompt, **options)._finish()
+        if are_several(prompt):
+            return together(self.stream(each, **options) for each in cast(Prompts, prompt))
+        return self.stream(cast(Prompt, prompt), **options)._finish()
 
-    def chat(self, messages: str | Sequence[Message], **options: Unpack[AnswerOptions]) -> Result:
-        """The answer to chat messages, or to one user message given as text. options: as for
-        `stream`."""
-        return self.generate(_messages(messages), **options)
+    @overload
+    def chat(self, messages: Chat, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def chat(self, messages: Chats, **options: Unpack[AnswerOptions]) -> list[Result]: ...
+
+    def chat(
+        self, messages: Chat | Chats, **options: Unpack[AnswerOptions]
+    ) -> Result | list[Result]:
+        """The answer to chat messages, or to one user message given as text; or those to a list of
+        either, generated together. options: as for `stream`."""
+        if isinstance(messages, Sequence) and are_several(messages):
+            return self.generate([_messages(cast(Chat, each)) for each in messages], **options)
+        return self.generate(_messages(cast(Chat, messages)), **options)
 
     def stream(
         self,
@@ -400,6 +431,22 @@ class LLM:
         check_process()
         if self._closing:
             raise ClosedError("This LLM has been closed. Load the model again.")
+
+
+def are_several(prompt: Any) -> bool:
+    """Whether it is a list of prompts: of texts, or of lists."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(each, str | list | tuple | np.ndarray) for each in prompt)
+
+
+def together(streams: Iterable[Stream]) -> list[Result]:
+    """All of them, to their ends, generated at once."""
+    with ExitStack() as opened:
+        listed = [opened.enter_context(stream) for stream in streams]
+        for stream in listed:
+            stream._begin()
+        return [stream._finish() for stream in listed]
 
 
 def _messages(messages: str | Sequence[Message]) -> Sequence[Message]:

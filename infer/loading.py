@@ -24,7 +24,7 @@ from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
 from infer.llm import LLM
-from infer.memory import MemoryCount, checked_context
+from infer.memory import MemoryCount, checked_context, kv_bytes_per_position
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.load import load_weights
@@ -45,6 +45,8 @@ def load(
     dtype: str | None = None,
     quantize: str | None = None,
     kv_dtype: str = "f16",
+    max_batch: int | None = None,
+    cache_memory: int | None = None,
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     revision: str | None = None,
@@ -63,6 +65,10 @@ def load(
     or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
     keeps them as they are. quantize: "q8" or "q4" instead, to quantise them to 8 or 4 bits.
     kv_dtype: "f16", "f32" or "q8" (8 bits and a scale for 32 values).
+    max_batch: answers that are generated at once, up to 64; more wait. None: 8, or 4 where the CPU
+    computes, or one where only that fits. cache_memory: bytes of keys and values of all of them,
+    which must hold one context; None: as many as that takes, and 1,024 positions for each of the
+    others.
     adapter: a LoRA adapter of the model (a folder or a hub id) that is always on: merged into the
     weights, before `quantize` if that is given, or applied beside those that the files have
     quantised. adapters: several by names of your own, applied beside the weights; none is on but
@@ -95,13 +101,30 @@ def load(
         always, named = open_adapters(adapter, adapters, offline, fetched)
         gpu = choose_adapter(device)
         files = _Files.open(resolved, converted, always, named)
-        options = EngineOptions(
-            context=checked_context(files.model, files.name, context),
-            kv_dtype=kv_dtype,
-            **engine or {},
-        )
-        fill = partial(files.fill, options, may_shrink=context is None)
+        usual = _SOFTWARE_BATCH if gpu.kind == "software" else _BATCH
+        per_position = kv_bytes_per_position(files.model, kv_dtype)
+        asked: dict[str, Any] = {
+            "context": checked_context(files.model, files.name, context),
+            "max_batch": usual if max_batch is None else max_batch,
+            "cache_positions": _positions(cache_memory, per_position),
+            "kv_dtype": kv_dtype,
+        }
+        options = EngineOptions(**asked | dict(engine or {}))
+        own = tuple(n for n, v in (("context", context), ("max_batch", max_batch)) if v is None)
+        fill = partial(files.fill, options, may_shrink=own)
         return _Thread(partial(Device, gpu, settings), fill).result(report)
+
+
+_BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
+
+
+def _positions(cache_memory: int | None, nbytes: int) -> int | None:
+    """Those that a cache of so much memory holds. Raises RequestError for what is no amount."""
+    if cache_memory is None:
+        return None
+    if type(cache_memory) is not int or cache_memory < 1:
+        raise RequestError(f"cache_memory is a number of bytes, not {shown(cache_memory)}.")
+    return max(1, cache_memory // nbytes)
 
 
 _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)
@@ -169,10 +192,15 @@ class _Files:
         return cls(resolved.name, model, plan.joined(loras.names), loras, tokenizer, defaults)
 
     def fill(
-        self, options: EngineOptions, device: Device, progress: Progress, *, may_shrink: bool
+        self,
+        options: EngineOptions,
+        device: Device,
+        progress: Progress,
+        *,
+        may_shrink: Sequence[str],
     ) -> LLM:
         """Read the weights onto a device, while the kernels of the engine are compiled.
-        may_shrink: whether the context may be less where it does not fit."""
+        may_shrink: the options that may be less where they do not fit."""
         count = MemoryCount(self.model, self.plan, device.limits, device.adapter, self.loras)
         fitting = count.fitting(options, may_shrink=may_shrink)
         started: list[tuple[Engine, Future[None]]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from infer.engine import Engine, EngineOptions
@@ -103,8 +104,8 @@ class MemoryCount:
     def _kv_bytes(self, options: EngineOptions) -> int:
         return kv_bytes_per_position(self.model, options.kv_dtype) * PAGE * options.pages
 
-    def fitting(self, options: EngineOptions, *, may_shrink: bool) -> EngineOptions:
-        """The options, with a smaller context if that is needed and allowed.
+    def fitting(self, options: EngineOptions, *, may_shrink: Sequence[str] = ()) -> EngineOptions:
+        """The options, with a smaller "max_batch" or "context" if that is needed and allowed.
 
         Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
         """
@@ -121,7 +122,10 @@ class MemoryCount:
                 need = self.needed(options)
                 if free is None or need.total <= free:
                     return options
-            if not may_shrink or options.context // 2 < _LEAST_CONTEXT:
+            if "max_batch" in may_shrink and options.max_batch > 1:
+                options = replace(options, max_batch=1)
+                continue
+            if "context" not in may_shrink or options.context // 2 < _LEAST_CONTEXT:
                 break
             options = replace(options, context=options.context // 2)
         if not fits_binding:
@@ -134,7 +138,7 @@ class MemoryCount:
         quantized = any(weight.stored.dtype in QUANTIZED for weight in self.plan.weights)
         raise OutOfMemoryError(
             f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
-            f"{need.kv_cache:,} of KV cache for {options.context} positions, {need.other:,} "
+            f"{need.kv_cache:,} of KV cache for {options.pages * PAGE} positions, {need.other:,} "
             f"besides); {gpu.name} has {free:,} free. A smaller context (--context), "
             f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
             "device (--device) would help."

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -1145,7 +1145,7 @@ def test_a_default_context_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch)
 
 
 def fitting(
-    model: Decoder, limits: Limits, llm: LLM, context: int, may_shrink: bool = False
+    model: Decoder, limits: Limits, llm: LLM, context: int, may_shrink: Sequence[str] = ()
 ) -> EngineOptions:
     """With the other options, and on the adapter, of an LLM."""
     plan = plan_random(model.weights(), "f16")
@@ -1169,7 +1169,7 @@ def test_one_engine_is_built_to_find_a_context(llm: LLM, monkeypatch: pytest.Mon
     monkeypatch.setattr(infer.memory.Engine, "__init__", building)
     for context, needed in of.items():
         report_free(monkeypatch, needed)
-        assert fitting(model, limits, llm, 1 << 18, may_shrink=True).context == context
+        assert fitting(model, limits, llm, 1 << 18, may_shrink=["context"]).context == context
         assert built.pop() == context
         assert not built or context == 512  # which is less than what else is needed
         built.clear()

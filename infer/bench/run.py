@@ -251,7 +251,7 @@ def open_engine(
         together = (
             {} if max_batch == 1 else _together(context or DEFAULT_CONTEXT, needed, max_batch)
         )
-        return _loaded(model, options | {"progress": loading, "engine": together})
+        return _loaded(model, options | {"progress": loading, "max_batch": 1} | together)
     if shape is not None and model is None:
         if adapter is not None:
             raise RequestError(
@@ -269,9 +269,9 @@ def open_engine(
 
 def _together(context: int, needed: int, max_batch: int) -> dict[str, Any]:
     """Options of an engine for so many answers of that many positions."""
+    whole = -(-needed // PAGE) * PAGE
     if max_batch == 1:
         return {}
-    whole = -(-needed // PAGE) * PAGE
     return {"max_batch": max_batch, "cache_positions": max(context, whole * max_batch)}
 
 
@@ -324,7 +324,7 @@ def _random(
     together = _together(positions, needed, max_batch)
     options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
         EngineOptions(context=positions, kv_dtype=kv_dtype, **together),
-        may_shrink=context is None and max_batch == 1,
+        may_shrink=("context",) if context is None and max_batch == 1 else (),
     )
     _check_positions(options.context, needed)
     return _on_random(shape, model, plan, gpu, options)

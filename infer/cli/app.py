@@ -306,6 +306,7 @@ def run(
                 dtype=dtype,
                 quantize=quantize,
                 kv_dtype=kv_dtype,
+                max_batch=1,
                 adapter=adapter,
                 revision=revision,
                 offline=offline,
