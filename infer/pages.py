@@ -156,10 +156,10 @@ class PagePool:
                 self._activate(node)
             self._count[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Those that nobody references any more become free, or stay cached: the last ones are
+    def release(self, pages: Iterable[int]) -> None:
+        """Those that nobody references any more become free, or stay cached, of which the last are
         evicted first. Raises ValueError for a page that is not referenced."""
-        for page in reversed(pages):
+        for page in pages:
             if not self._count[page]:
                 raise ValueError(f"Page {page} is not referenced.")
             self._count[page] -= 1
@@ -305,7 +305,7 @@ class PagePool:
         else:
             node.tokens = tokens
             parent.attach(node)
-        if closest is not None and common == len(closest.tokens) and not closest.active:
+        if closest is not None and common == len(closest.tokens):
             self._move_snapshots(closest, node)
             self._remove(closest)  # it holds no more than the beginning of this one
         return node

@@ -290,6 +290,8 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert looked_up(pool, tokens).length == 7
     assert looked_up(pool, tokens[:6]).length == 5
     check(pool, pages)
+    pool.store_snapshot(tokens[:7], None, pages)  # which is there
+    assert pool.store_snapshot(tokens[:3], None, pages) == slots[0]
 
 
 def test_a_snapshot_goes_with_its_page_and_moves_to_one_that_covers_it() -> None:
@@ -301,10 +303,18 @@ def test_a_snapshot_goes_with_its_page_and_moves_to_one_that_covers_it() -> None
     assert looked_up(pool, [1, 2, 3]).partial == (b[0], 2)
     pool.release(a + b)
     check(pool, [])
-    stored(pool, [1, 2, 3, 5])
     take(pool, 2)
     check(pool, [0, 1])
     assert len(pool._free_snapshots) == 2
+
+
+def test_a_snapshot_of_a_page_that_another_covers_stays() -> None:
+    pool = PagePool(2, SIZE, snapshots=2)
+    a, b = take(pool, 1), take(pool, 1)
+    pool.store_snapshot([1, 2], None, a)
+    pool.store([1, 2, 3], None, b)
+    assert set(check(pool, a + b)) == set(b)
+    assert looked_up(pool, [1, 2, 3]).partial == (b[0], 2)
 
 
 def test_none_without_room_for_snapshots() -> None:

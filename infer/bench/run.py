@@ -95,7 +95,9 @@ def run_bench(
     needed = max(prompt_tokens or 1, max(depths, default=1) + (decode_tokens or 1)) + 1
     batch_depths = (depths or [_BATCH_DEPTH]) if batches else []
     for batch_depth in batch_depths:
-        needed = max(needed, batch_depth + (decode_tokens or _BATCH_TOKENS) * ((repeats or 5) + 1) + 64)
+        needed = max(
+            needed, batch_depth + (decode_tokens or _BATCH_TOKENS) * ((repeats or 5) + 1) + 64
+        )
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
     gpu = choose_adapter(device)
