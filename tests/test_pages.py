@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from itertools import pairwise
 
 import pytest
 
@@ -25,6 +26,8 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
         assert node.parent is None or node.parent.parent is None or len(node.parent.tokens) == size
         assert node.parent is not None or node.children, "a root of nothing"
         assert [c.tokens for c in node.children] == sorted({c.tokens for c in node.children})
+        for a, b in pairwise(node.children):
+            assert b.tokens[: len(a.tokens)] != a.tokens, "a page that another covers"
         assert all(c.parent is node and c.key == node.key for c in node.children)
         nodes += [(child, before + list(child.tokens)) for child in node.children]
         if node.parent is None:

@@ -594,6 +594,22 @@ def test_what_is_known_of_a_prompt_is_not_computed_again() -> None:
     assert other.reused == 0
 
 
+def test_a_page_of_an_answer_is_stored_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, lengths = World(40), []
+    sequence = world.add(Sequence([1, 1, 0, 0, 2], limit=50))
+    store = world.pool.store
+
+    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int) -> None:
+        lengths.append(length)
+        store(tokens, key, pages, length)
+
+    monkeypatch.setattr(world.pool, "store", counted)
+    world.finish()
+    known = len(sequence.tokens) - 1
+    assert known > 20
+    assert lengths == [5, *range(8, known, 4), known]
+
+
 def test_a_prompt_is_shared_while_it_is_used() -> None:
     world = World(40, slots=5)
     for _ in range(5):
