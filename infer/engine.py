@@ -101,7 +101,7 @@ class EngineOptions:
         if self.cache_positions is not None:
             return -(-self.cache_positions // PAGE)
         others = (self.max_batch - 1) * -(-min(self.context, _POSITIONS_EACH) // PAGE)
-        return -(-self.context // PAGE) + others
+        return -(-self.context // PAGE) + 1 + others  # one that what is reused is copied from
 
 
 _POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where nobody says how many
@@ -145,6 +145,7 @@ class Answer(Iterator[Step]):
     steps: deque[Step] = field(default_factory=deque)  # those that nobody has taken
     count: int = 0  # of all steps
     ended: bool = False
+    cancelled: bool = False  # it ends before the next step
     error: InferError | None = None
     begun: float = field(default_factory=time.perf_counter)
 
@@ -384,8 +385,8 @@ class Engine:
 
     def cancel(self, answer: Answer) -> None:
         """Safe at any time, in any thread, and twice."""
-        if not answer.ended:
-            answer.ended = True
+        if not (answer.ended or answer.cancelled):
+            answer.cancelled = True
             self._inbox.append(answer)
             if self._turn.acquire(blocking=False):  # it may be this thread that has it
                 self._turn.notify_all()
@@ -400,7 +401,7 @@ class Engine:
             if answer.error is not None:
                 error, answer.error = answer.error, None
                 raise error
-            if answer.ended:
+            if answer.ended or answer.cancelled:
                 return None
             self._check_turn()
             try:
@@ -497,7 +498,7 @@ class Engine:
     def _take_in(self) -> None:
         while self._inbox:
             answer = self._inbox[0]
-            if answer.ended:
+            if answer.cancelled:
                 self._end(answer)
             elif answer.sequence not in self._answers:
                 self._answers[answer.sequence] = answer
@@ -546,9 +547,6 @@ class Engine:
         )
         bias = answer.params.logit_bias
         self.sampler.begin(slot, record[0], answer.prompt, bias, ids[prompt:])
-        if not answer.count:
-            reused = answer.sequence.reused
-            answer.timings.reused_tokens, answer.timings.prefilled_tokens = reused, prompt - reused
 
     def _rotate_for(self, length: int) -> None:
         """The table of positions of sequences that need that one (`table_length`)."""
@@ -686,7 +684,7 @@ class Engine:
                 )
             assert token != NO_TOKEN
         except BaseException as error:
-            self._end(answer)
+            self._end(answer, at_once=True)
             if not isinstance(error, Exception):
                 raise
             answer.error = error  # type: ignore[assignment]
@@ -694,6 +692,8 @@ class Engine:
         timings = answer.timings
         if not answer.count:
             timings.prefill_seconds = now - answer.begun
+            timings.reused_tokens = sequence.reused
+            timings.prefilled_tokens = len(answer.prompt) - sequence.reused
         else:
             timings.decode_seconds = now - answer.begun - timings.prefill_seconds
             timings.decoded_tokens += 1
@@ -716,12 +716,12 @@ class Engine:
             self._rows = None
         answer.steps.append(Step(token, logits if answer.with_logits else None))
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: Answer, *, at_once: bool = False) -> None:
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
             slot = sequence.slot
-            self._save(slot, self.scheduler.cancel(sequence))
+            self._save(slot, self.scheduler.cancel(sequence, at_once=at_once))
             if sequence.state == "ended":  # else with what is in flight
                 del self._answers[sequence]
 

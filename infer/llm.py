@@ -123,6 +123,7 @@ class Stream(Iterator[Chunk]):
         self._chunks = llm._chunks(self._answer, params, ids, self.result)
         llm._open_streams[id(self)] = weakref.ref(self)
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
+        self._reader: int | None = None  # the thread that asked for a piece last
         self._closed = False
         self._error: ClosedError | None = None  # what closed it, if the reader does not know
         self._keeps: object = None  # what lives as long as it is open
@@ -134,6 +135,7 @@ class Stream(Iterator[Chunk]):
             try:
                 llm._inside.add(thread)
                 with self._turn:
+                    self._reader = thread
                     if not self._closed:  # while this waited
                         return next(self._chunks)
             except BaseException:
@@ -334,6 +336,8 @@ class LLM:
                     return
                 yield Chunk(text, step.token, logprob)
             else:
+                if answer.cancelled:
+                    return
                 result.finish_reason = "length"
             text = stop.add(detokenizer.finish())
             if stop.hit is None:
@@ -370,12 +374,13 @@ class LLM:
         self._closing = True
         if is_forked():
             return
+        thread = threading.get_ident()
         for reference in list(self._open_streams.values()):
             stream = reference()
             if stream is not None:
-                stream._error = ClosedError("The LLM was closed in the middle of this stream.")
+                if stream._reader not in (None, thread):
+                    stream._error = ClosedError("The LLM was closed in the middle of this stream.")
                 stream.close()
-        thread = threading.get_ident()
         if thread in self._inside:  # that call comes here at its end
             return
         try:

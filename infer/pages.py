@@ -14,7 +14,7 @@ queued, because the queue runs in order: what is submitted later comes later.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -107,8 +107,9 @@ class PagePool:
     def __init__(self, pages: int, page_size: int, *, snapshots: int = 0) -> None:
         """snapshots: 0 where no layer has a state, and any length can be gone on from."""
         self.pages, self.page_size, self.snapshots = pages, page_size, snapshots
-        self._count = [0] * pages  # references
-        self._free = list(range(pages))[::-1]
+        self._count = Counter[int]()  # references
+        self._free: list[int] = []  # those that were used before, and
+        self._unused = 0  # all from here on
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # of pages that are cached, and of twins
         # Nodes that are not active, in the order in which they became so: children before parents.
@@ -123,12 +124,12 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that can be allocated: those that are free, and those that can be evicted."""
-        return len(self._free) + len(self._idle)
+        return self.pages - self._unused + len(self._free) + len(self._idle)
 
     @property
     def stats(self) -> PoolStats:
-        in_use = sum(count > 0 for count in self._count)
-        free = len(self._free)
+        in_use = len(self._count)
+        free = self.pages - self._unused + len(self._free)
         return PoolStats(in_use, self.pages - in_use - free, free, self._hits, self._lookups)
 
     def pages_for(self, positions: int) -> int:
@@ -139,6 +140,9 @@ class PagePool:
         if there are not so many."""
         if count > self.available:
             return None
+        fresh = range(self._unused, min(self.pages, self._unused + count - len(self._free)))
+        self._free += fresh[::-1]
+        self._unused += len(fresh)
         while len(self._free) < count:
             self._remove(next(iter(self._idle.values())))
         taken = [self._free.pop() for _ in range(count)]
@@ -165,6 +169,7 @@ class PagePool:
             self._count[page] -= 1
             if self._count[page]:
                 continue
+            del self._count[page]
             node = self._nodes.get(page)
             if node is not None and node.page == page:
                 self._deactivate(node)
@@ -175,7 +180,7 @@ class PagePool:
 
     def clear(self) -> None:
         """Forget all that is cached. What is referenced stays so."""
-        self._free = [p for p in reversed(range(self.pages)) if not self._count[p]]
+        self._free = [page for page in range(self._unused) if page not in self._count]
         self._roots.clear()
         self._nodes.clear()
         self._idle.clear()

@@ -3,6 +3,7 @@
     python scripts/tune.py --shape llama-3.1-8b                       matmul_vec, in decode
     python scripts/tune.py --shape llama-3.1-8b --kernel matmul       in prefill
     python scripts/tune.py --shape llama-3.2-1b --kernel attention --depth 64,4096
+    python scripts/tune.py --shape llama-3.1-8b --kernel matmul_rows --step-rows 8
     python scripts/tune.py --model demo --workgroup 64,128 --only K=64 norm
 
 The model is lowered again for every variant. All dispatches of one shape (the same projection of
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -41,7 +42,7 @@ from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
-from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
+from infer.kernels.gpu.tensor import BLOCK, HALF, INTEGERS, LOOKED_UP, QUANTIZED
 from infer.kernels.ops.attention import attention_variant
 from infer.kernels.ops.head_linear import head_linear_variant
 from infer.kernels.ops.linear import (
@@ -51,6 +52,7 @@ from infer.kernels.ops.linear import (
     matmul_variant,
     matmul_vec_variant,
 )
+from infer.kernels.ops.matmul_rows import RowsVariant, matmul_rows_variant, possible_variant
 from infer.kernels.ops.recurrent import ScanVariant, delta_rule_variant, ssm_scan_variant
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.loading import DTYPES
@@ -63,6 +65,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "head_linear": head_linear_variant,
     "matmul": matmul_variant,
     "matmul_int8": matmul_int8_variant,
+    "matmul_rows": matmul_rows_variant,
     "ssm_scan": ssm_scan_variant,
     "delta_rule": delta_rule_variant,
     "attention": attention_variant,
@@ -93,6 +96,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "head_linear": {"team": (8, 16, 32, 64), "outputs": (8, 16, 32)},
     "matmul": TILES,
     "matmul_int8": TILES,
+    "matmul_rows": {},  # rows_variants
     "ssm_scan": SCANS,
     "delta_rule": SCANS | {"loaders": (8, 16), "subgroups": (0, 1)},
     "attention": {
@@ -107,9 +111,22 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     },
 }
 PREFILL = ("matmul", "matmul_int8", "ssm_scan", "delta_rule")  # the others are decode's
+FEW_ROWS = 8  # of matmul_rows, where --step-rows does not say
 # Kernels that the rule of another is for as well, and those that finish the work of another.
 ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
+
+
+def rows_variants(rows: int, lanes: int, int8: bool) -> Iterator[RowsVariant]:
+    """Sensible ones of matmul_rows, for subgroups of so many lanes: fewer than 20, of which each
+    takes seconds to compile."""
+    tiles = [(4, 4), (4, 8)] if rows <= 4 else [(8, 4), (8, 2 if int8 else 8)]
+    tiles += [(16, 4)] if rows > 8 else []
+    shares = [(32, 2, 2, 1), (32, 2, 1, 2), (16, 4, 1, 1), (16, 4, 1, 2), (16, 1, 4, 2)]
+    shares += [(16, 2, 2, 2), (16, 1, 8, 4), (8, 4, 1, 2)] if rows <= 8 else [(8, 4, 1, 2)]
+    for (m_tile, n_tile), (k_lanes, n_teams, k_teams, ahead) in product(tiles, shares):
+        k = min(k_lanes, lanes)
+        yield RowsVariant(min(m_tile, rows), n_tile, k, lanes // k, n_teams, k_teams, ahead)
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
@@ -128,6 +145,8 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
         )
     if kernel == "head_linear":
         return bool(variant.workgroup <= limits.max_invocations)
+    if kernel == "matmul_rows":
+        return bool(variant.k_lanes * variant.n_lanes <= lanes)  # the rest depends on shapes
     if kernel == "attention":
         c = engine.model.config
         return bool(
@@ -204,10 +223,17 @@ class ForcedTuning(Tuning):
         self.last: Any = None  # what the kernel is of that is now being emitted
 
     def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
+        own = rule is RULES[self.kernel]
+        if rule is matmul_rows_variant:
+            if not own:
+                return None  # it takes the place of others only where it is swept
+            rule = possible_variant
         chosen = rule(self, *call)
-        if rule is not RULES[self.kernel]:
+        if not own:
             return chosen
         forced = chosen is not None and self.variant is not None and serves(self.variant, *call)
+        if isinstance(self.variant, RowsVariant):
+            forced = self.variant.runs(self, *call)
         self.last = self.variant if forced else chosen
         return self.last
 
@@ -232,6 +258,7 @@ class Sweep:
     """The variants of one kernel in the model of one engine.
 
     only: words that the labels of what is measured have. values: of fields, instead of GRIDS's.
+    rows: of a step (0: a whole chunk of prefill, FEW_ROWS, or one).
     """
 
     def __init__(
@@ -241,11 +268,14 @@ class Sweep:
         *,
         only: Sequence[str] = (),
         values: dict[str, tuple[int, ...]] | None = None,
+        rows: int = 0,
     ) -> None:
         self.engine, self.kernel, self.only = engine, kernel, set(only)
         self.values = GRIDS[kernel] | (values or {})
-        self.prefill = kernel in PREFILL
-        self.rows = engine.steps.rows["prefill"] if self.prefill else 1
+        few = kernel == "matmul_rows"
+        self.prefill = kernel in PREFILL or few
+        whole = FEW_ROWS if few else engine.steps.rows["prefill"] if self.prefill else 1
+        self.rows = rows or whole
         lowering = self._lower(None)
         rules = list(dict.fromkeys(lowering.variants.values()))
         if not rules:
@@ -276,7 +306,11 @@ class Sweep:
             [(name, type(getattr(like, name))(value)) for value in values]
             for name, values in self.values.items()
         ]
-        made = (replace(like, **dict(fields)) for fields in product(*grid))
+        bases = [like]
+        if isinstance(like, RowsVariant):
+            int8 = any(weight.dtype in INTEGERS for weight in self.engine.weights.values())
+            bases = list(rows_variants(self.rows, self.engine.device.subgroup_size, int8))
+        made = (replace(base, **dict(own)) for base, own in product(bases, list(product(*grid))))
         variants = [variant for variant in made if valid(self.kernel, variant, self.engine)]
         random.Random(0).shuffle(variants)
         return variants
@@ -425,6 +459,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--depth", type=integers, default=(64,), metavar="N,N", help="tokens in the cache"
     )
     parser.add_argument(
+        "--step-rows", type=int, default=0, help="of a step, up to a chunk of prefill"
+    )
+    parser.add_argument(
         "--only", nargs="+", default=(), help="shapes with these words: K=4096 norm"
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="stop the sweep after that")
@@ -433,6 +470,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     grid = parser.add_argument_group("values to try, instead of all of them")
     names = list(dict.fromkeys(name for grid in GRIDS.values() for name in grid))
+    names += [field.name for field in fields(RowsVariant) if field.name not in names]
     for name in names:
         grid.add_argument(f"--{name.replace('_', '-')}", type=integers, metavar="N,N")
     options = parser.parse_args(argv)
@@ -449,7 +487,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.quantize,
             options.format,
         ) as (name, engine):
-            sweep = Sweep(engine, options.kernel, only=options.only, values=values)
+            rows = options.step_rows
+            sweep = Sweep(engine, options.kernel, only=options.only, values=values, rows=rows)
             _run(sweep, name, options)
     except InferError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -294,6 +294,14 @@ def test_templates_of_other_limits(tokenizer: Tokenizer) -> None:
         tokenizer.render_chat(USER, template=nest + "{% endfor %}{{ {ns.x: 1} | length }}")
     with pytest.raises(TokenizerError, match=r"has 600,003 characters; at most 524,288"):
         tokenizer.render_chat(USER, template="{{}" + "x" * 600_000)
+    large = "{{ 1 }}" * 1_500_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(TokenizerError, match=r"has 10,500,000 characters; at most 524,288"):
+            tokenizer.render_chat(USER, template=large)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # it is not parsed
+    finally:
+        tracemalloc.stop()
     itself = "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}"
     assert tokenizer.render_chat(USER, template=itself) == "<Namespace>"
 

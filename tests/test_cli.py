@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import reference_models
 import typer
+from marks import others_full
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
@@ -158,7 +159,7 @@ def test_an_unknown_command_gets_a_hint(name: str, message: str) -> None:
     assert "run, info, devices, bench" in told
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@others_full("shell", ["bash", "zsh", "fish"], default=["bash"])
 def test_shells_complete(environment: dict[str, str], shell: str) -> None:
     script = run_process("--show-completion", shell, env=environment | {"SHELL": f"/bin/{shell}"})
     assert "_INFER_COMPLETE" in script.stdout
@@ -413,7 +414,13 @@ def test_ctrl_c_while_loading_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGPIPE")
-@pytest.mark.parametrize("arguments", [("run", "demo", "-p", PROMPT, *ENDLESS), ("info", "demo")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "demo", "-p", PROMPT, *ENDLESS),
+        pytest.param(("info", "demo"), marks=pytest.mark.full),
+    ],
+)
 def test_a_reader_that_goes_away_ends_it_quietly(
     environment: dict[str, str], arguments: tuple[object, ...]
 ) -> None:
@@ -429,7 +436,10 @@ def test_a_reader_that_goes_away_ends_it_quietly(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
-@pytest.mark.parametrize("arguments", [("run", "demo", "-p", PROMPT), ("info", "demo")])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(("run", "demo", "-p", PROMPT), marks=pytest.mark.full), ("info", "demo")],
+)
 def test_a_full_disk_is_one_line(
     environment: dict[str, str], arguments: tuple[object, ...]
 ) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import infer
 import infer.kept
+from infer import LLM
 from infer.bench.report import BenchReport
 from infer.cli.app import app
 from infer.engine import Engine, EngineOptions
@@ -71,8 +72,15 @@ def no_kept_model() -> Iterator[None]:
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 @pytest.mark.parametrize("code", [code for _, code in blocks("README.md", "python")])
 def test_an_example_runs_and_prints_what_it_says(
-    code: str, capsys: pytest.CaptureFixture[str]
+    code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stream = LLM.stream
+
+    def brief(self: LLM, *given: Any, **own: Any) -> Any:
+        """Where the example sets no end, an answer may be a whole story."""
+        return stream(self, *given, **({"max_tokens": 24} | own))
+
+    monkeypatch.setattr(LLM, "stream", brief)
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert printed.strip()

@@ -119,8 +119,13 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "lfm2"])
 @pytest.mark.parametrize("length", [8, 20])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 7, "seed": 1}])
 def test_warming_up_touches_every_kernel_and_runs_none(
-    build: Build, case: str, length: int, monkeypatch: pytest.MonkeyPatch
+    build: Build,
+    case: str,
+    length: int,
+    sampling: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A software adapter's driver compiles a kernel when it is first submitted."""
     engine, kernels, grids = build(case), set(), set()
@@ -134,7 +139,7 @@ def test_warming_up_touches_every_kernel_and_runs_none(
 
     monkeypatch.setattr(RawQueue, "submit", noted)
     monkeypatch.setattr(engine.device, "software", True)
-    params = SamplingParams(temperature=0.9, top_k=7, seed=1, max_tokens=4).resolved({})
+    params = SamplingParams(max_tokens=4, **sampling).resolved({})
     seen: list[tuple[int, int]] = []
     engine.warm_up(length, params, lambda *progress: seen.append(progress))
     warm = set(kernels)
@@ -470,8 +475,12 @@ def test_the_next_step_is_submitted_before_an_id_is_read(
     assert polls == TOKENS
 
 
+@pytest.mark.parametrize("sampling", [{}, FILTERED], ids=["greedy", "all filters"])
 def test_a_generation_creates_nothing(
-    build: Build, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
+    build: Build,
+    counting: CountingLib,
+    sampling: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once its kernels have been compiled, from the prompt on: neither on the GPU nor for it."""
     monkeypatch.setattr("infer.pace.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
@@ -480,7 +489,7 @@ def test_a_generation_creates_nothing(
     for _ in range(2):
         engine.forget()
         counting.calls.clear()
-        answer(engine, prompt_ids, STEPS, **FILTERED)
+        answer(engine, prompt_ids, STEPS, **sampling)
     created = {name for name in counting.count() if "Create" in name}
     assert created == {"wgpuDeviceCreateCommandEncoder"}
     chunks = -(-len(prompt_ids) // 16)

@@ -590,7 +590,8 @@ def test_a_shared_expert_with_biases_stays_apart(owners: list[str]) -> None:
     assert plan.joined() == plan
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), "q4"])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [None, "q4"])
 def test_a_shared_expert_is_the_same_alone(
     device: Device, rng: np.random.Generator, tmp_path: Path, dtype: str | None
 ) -> None:

@@ -596,8 +596,15 @@ def silent(answer: bytes) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"HTTP/1.1 200 OK\r\nX-", b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n"],
-    ids=["silence", "endless head", "endless body"],
+    [
+        pytest.param(b"", id="silence"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nX-", id="endless head", marks=pytest.mark.full),
+        pytest.param(
+            b"HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n",
+            id="endless body",
+            marks=pytest.mark.full,
+        ),
+    ],
 )
 def test_a_hub_that_does_not_answer_is_not_waited_for(
     session: dict[str, Any], tmp_path: Path, answer: bytes
@@ -688,9 +695,14 @@ def test_an_index_reaches_nothing_but_shards(session: dict[str, Any], tmp_path: 
     ("variable", "place", "error", "message"),
     [
         ("HF_HUB_CACHE", "file/x", "ModelError", "file/x.* cannot be written .*HF_HOME"),
-        ("HF_HUB_CACHE", "~no-such-user/x", "ModelError", "no home folder.*HF_HOME"),
-        ("HF_HUB_DOWNLOAD_TIMEOUT", "~x", "ModelError", "cannot read one of the variables HF_"),
-        ("HF_HOME", "file/x", "ModelAccessError", "file/x/token.* cannot be read .*HF_HOME"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("HF_HUB_CACHE", "~no-such-user/x", "ModelError", "no home folder.*HF_HOME"),
+                ("HF_HUB_DOWNLOAD_TIMEOUT", "~x", "ModelError", "one of the variables HF_"),
+                ("HF_HOME", "file/x", "ModelAccessError", "token.* cannot be read .*HF_HOME"),
+            )
+        ),
     ],
 )
 def test_variables_that_lead_nowhere(

@@ -50,8 +50,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
 STORY = "Once upon a time"
 # Its greedy answer's best tokens lead by far: rounding does not change it.
-COUNT = [{"role": "user", "content": "Count from 1 to 15."}]
-COUNTED = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15."
+COUNT = [{"role": "user", "content": "Count from 1 to 9."}]
+COUNTED = "1, 2, 3, 4, 5, 6, 7, 8, 9."
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,11 @@ def no_kept_model() -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+def answers(llm: LLM) -> bool:
+    """Whether the model is as good as new: its answer begins as it should."""
+    return llm.generate(COUNT, max_tokens=5).text == COUNTED[:5]
 
 
 def forbidden(*_: Any, **__: Any) -> Any:
@@ -139,7 +144,10 @@ def test_demo_agrees_with_transformers() -> None:
 
 @pytest.mark.usefixtures("same_kernels")
 @pytest.mark.skipif("INFER_TEST_MODELS" not in os.environ, reason="INFER_TEST_MODELS is not set")
-@pytest.mark.parametrize("options", [{}, {"fuse": False, "raw": False, "ahead": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"fuse": False, "raw": False, "ahead": 1}, marks=pytest.mark.full)],
+)
 def test_trained_model_continues_as_its_origin_says(options: dict[str, Any]) -> None:
     folder = Path(os.environ["INFER_TEST_MODELS"]) / "stories260k"
     quoted = re.findall(r"^> (.*)$", (folder / "ORIGIN.md").read_text(encoding="utf-8"), re.M)
@@ -286,9 +294,9 @@ def test_a_stop_string_spans_tokens(llm: LLM, backend: tokenizers.Tokenizer) -> 
     ("stop", "expected"),
     [
         ("1", ""),
-        (["9, 10", ", 8"], "1, 2, 3, 4, 5, 6, 7"),
-        (["7, 8, 9, 11", "15."], COUNTED[:-3]),  # what only looked like a stop string comes out
-        ("15.!", COUNTED),
+        (["8, 9", ", 8"], "1, 2, 3, 4, 5, 6, 7"),
+        (["6, 7, 8, 10", "9."], COUNTED[:-2]),  # what only looked like a stop string comes out
+        ("9.!", COUNTED),
     ],
 )
 def test_the_text_ends_before_a_stop_string(llm: LLM, stop: Any, expected: str) -> None:
@@ -320,7 +328,7 @@ def test_max_tokens_and_the_end_of_the_context(llm: LLM) -> None:
 
 
 def test_same_seed_same_text(llm: LLM) -> None:
-    sampling: dict[str, Any] = {"temperature": 1.2, "max_tokens": 25}
+    sampling: dict[str, Any] = {"temperature": 1.5, "max_tokens": 12}
     one, again, other = (llm.generate(STORY, seed=seed, **sampling) for seed in (1, 1, 2))
     assert one.token_ids == again.token_ids != other.token_ids
     unseeded = {tuple(llm.generate(STORY, **sampling).token_ids) for _ in range(3)}
@@ -337,9 +345,9 @@ def test_same_seed_same_text(llm: LLM) -> None:
     ],
 )
 def test_a_logits_processor_samples_as_the_gpu_does(llm: LLM, sampling: dict[str, Any]) -> None:
-    on_gpu = llm.generate(STORY, seed=3, max_tokens=25, **sampling)
+    on_gpu = llm.generate(STORY, seed=3, max_tokens=12, **sampling)
     on_host = llm.generate(
-        STORY, seed=3, max_tokens=25, logits_processor=lambda ids, logits: logits, **sampling
+        STORY, seed=3, max_tokens=12, logits_processor=lambda ids, logits: logits, **sampling
     )
     assert on_host.token_ids == on_gpu.token_ids
     assert on_host.text == on_gpu.text
@@ -362,7 +370,7 @@ def test_a_logits_processor_decides(llm: LLM) -> None:
 def test_a_logits_processor_that_fails_leaves_the_model_usable(llm: LLM) -> None:
     with pytest.raises(ZeroDivisionError):
         llm.generate(STORY, logits_processor=lambda ids, logits: 1 / 0)
-    assert llm.generate(COUNT).text == COUNTED
+    assert answers(llm)
 
 
 @pytest.mark.usefixtures("same_kernels")
@@ -397,7 +405,7 @@ def test_ends_and_suppressed_tokens_come_from_the_generation_config(
         assert numpys.token_ids == result.token_ids
         with pytest.raises(infer.RequestError, match="max_length"):
             other.generate([5] * 30)
-    path.write_text(json.dumps(file | {"max_new_tokens": 20, "stop_strings": ["4, 5", "9, 10"]}))
+    path.write_text(json.dumps(file | {"max_new_tokens": 20, "stop_strings": ["4, 5", "8, 9"]}))
     with infer.load(folder) as other:
         assert other.generate(COUNT).text == COUNTED[: COUNTED.index("4, 5")]
         assert other.generate(STORY).completion_tokens == 20
@@ -417,19 +425,25 @@ def test_what_the_generation_config_asks_in_vain_is_warned_of(tmp_path: Path) ->
 # Streams
 
 
-def test_a_second_stream_of_the_same_thread_is_refused(llm: LLM) -> None:
-    first = llm.stream(COUNT)
+def test_streams_of_a_thread_are_open_side_by_side(llm: LLM) -> None:
+    first, second = llm.stream(COUNT), llm.stream(COUNT)
     next(first)
-    with pytest.raises(infer.RequestError, match="in the middle of another stream"):
+    assert llm.generate(COUNT).text == COUNTED
+    next(second)
+    assert len(llm.logits(STORY)) == len(llm.encode(STORY))
+    for stream in (second, first):
+        assert COUNTED.endswith("".join(chunk.text for chunk in stream))
+        assert stream.result.text == COUNTED
+
+
+def test_a_logits_processor_cannot_ask_for_an_answer(llm: LLM) -> None:
+    def asking(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
         llm.generate(STORY)
-    with pytest.raises(infer.RequestError, match="in the middle of another stream"):
-        llm.logits(STORY)
-    rest = "".join(chunk.text for chunk in first)
-    assert COUNTED.endswith(rest)
-    assert first.result.text == COUNTED
-    with llm.stream(COUNT) as second:
-        next(second)
-        assert list(first) == []
+        return logits
+
+    with pytest.raises(infer.RequestError, match="in the middle of another call"):
+        llm.generate(COUNT, logits_processor=asking)
+    assert llm.generate(COUNT).text == COUNTED
 
 
 def test_a_stream_that_has_not_begun_takes_nothing(llm: LLM) -> None:
@@ -454,7 +468,7 @@ def test_an_abandoned_stream_frees_the_model(llm: LLM, end: str) -> None:
     gc.collect()
     assert result.finish_reason == "cancelled"
     assert result.text == first.text
-    assert llm.generate(COUNT).text == COUNTED
+    assert answers(llm)
 
 
 def test_an_interrupt_frees_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +480,7 @@ def test_an_interrupt_frees_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch)
             next(stream)
     assert list(stream) == []
     assert stream.result.finish_reason == "cancelled"
-    assert llm.generate(COUNT).text == COUNTED
+    assert answers(llm)
 
 
 def _interrupt(*_: Any) -> Any:
@@ -559,7 +573,7 @@ def test_a_stream_closed_while_it_makes_a_piece(
     assert len(seen) == 4
     assert stream.result.text == "".join(seen)
     assert stream.result.finish_reason == "cancelled"
-    assert llm.generate(COUNT).text == COUNTED
+    assert answers(llm)
 
 
 def test_a_stream_closed_by_its_logits_processor(llm: LLM) -> None:
@@ -571,7 +585,7 @@ def test_a_stream_closed_by_its_logits_processor(llm: LLM) -> None:
     stream = llm.stream(COUNT, logits_processor=closing)
     assert len(list(stream)) == 4
     assert stream.result.finish_reason == "cancelled"
-    assert llm.generate(COUNT).text == COUNTED
+    assert answers(llm)
 
 
 def test_threads_share_a_stream(llm: LLM) -> None:
@@ -597,7 +611,7 @@ def test_threads_share_a_stream(llm: LLM) -> None:
     other.join(timeout=600)
     assert sorted(pieces) == expected
     assert stream.result.text == COUNTED
-    assert llm.generate(COUNT).text == COUNTED
+    assert answers(llm)
 
 
 @pytest.mark.usefixtures("same_kernels")
@@ -746,8 +760,9 @@ def test_a_stream_that_fails_at_once_has_no_timings(
     assert stream.result.timings == Timings()
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_two_models_at_once(llm: LLM) -> None:
-    with infer.load(DEMO, kv_dtype="f32") as other:
+    with infer.load(DEMO, context=200) as other:
         streams = [llm.stream(COUNT), other.stream(COUNT)]
         texts = ["", ""]
         while any(stream.result.finish_reason == "cancelled" for stream in streams):
@@ -758,11 +773,11 @@ def test_two_models_at_once(llm: LLM) -> None:
 
 def test_calls_from_several_threads(llm: LLM) -> None:
     prompts: list[infer.llm.Prompt] = [COUNT, "One day", STORY]
-    expected = [llm.generate(prompt, max_tokens=15).token_ids for prompt in prompts]
+    expected = [llm.generate(prompt, max_tokens=6).token_ids for prompt in prompts]
     found: dict[int, list[int]] = {}
 
     def work(i: int) -> None:
-        found[i] = llm.generate(prompts[i % 3], max_tokens=15).token_ids
+        found[i] = llm.generate(prompts[i % 3], max_tokens=6).token_ids
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
     for thread in threads:
@@ -772,18 +787,13 @@ def test_calls_from_several_threads(llm: LLM) -> None:
     assert found == {i: expected[i % 3] for i in range(6)}
 
 
-def test_a_thread_waits_for_the_stream_of_another(llm: LLM) -> None:
+def test_a_thread_need_not_wait_for_the_stream_of_another(llm: LLM) -> None:
     stream = llm.stream(STORY, max_tokens=12)
     next(stream)
     texts: list[str] = []
-    other = threading.Thread(target=lambda: texts.append(llm.generate(COUNT).text))
-    other.start()
-    other.join(timeout=0.2)
-    assert other.is_alive()
-    rest = list(stream)
-    other.join(timeout=600)
+    in_a_thread(lambda: texts.append(llm.generate(COUNT).text))
     assert texts == [COUNTED]
-    assert len(rest) >= 11
+    assert len(list(stream)) >= 11
     assert stream.result.text == llm.generate(STORY, max_tokens=12).text
 
 
@@ -799,11 +809,11 @@ def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = infer.stream(DEMO, COUNT)
     assert "".join(chunk.text for chunk in chunks) == COUNTED
     assert len(loaded) == 1
-    assert infer.generate(DEMO, COUNT, context=200).text == COUNTED
+    assert infer.generate(DEMO, COUNT, context=200, max_tokens=5).text == COUNTED[:5]
     assert [llm.context for llm in loaded] == [1024, 200]
     assert loaded[0].memory_stats().allocated == 0
     loaded[1].close()
-    assert infer.generate(DEMO, COUNT, context=200).text == COUNTED
+    assert infer.generate(DEMO, COUNT, context=200, max_tokens=5).text == COUNTED[:5]
     assert len(loaded) == 3
 
 
@@ -823,7 +833,7 @@ def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end:
     monkeypatch.setattr(infer.kept, "load", _recording(infer.load, loaded))
     stream = infer.stream(DEMO, COUNT)
     first = next(stream).text
-    in_a_thread(lambda: infer.generate(DEMO, COUNT, context=200))
+    in_a_thread(lambda: infer.generate(DEMO, COUNT, context=200, max_tokens=5))
     assert len(loaded) == 2
     assert loaded[0].memory_stats().allocated > 0
     if end == "read":
@@ -834,7 +844,7 @@ def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end:
         del stream
     gc.collect()
     assert loaded[0].memory_stats().allocated == 0
-    assert infer.generate(DEMO, COUNT, context=200).text == COUNTED
+    assert infer.generate(DEMO, COUNT, context=200, max_tokens=5).text == COUNTED[:5]
     assert len(loaded) == 2
 
 

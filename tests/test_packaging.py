@@ -108,8 +108,9 @@ def test_version_is_the_same_everywhere() -> None:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel that was built from it, here: the editable install
-    is built in an environment of its own."""
-    tree = copy_of_the_tree(tmp_path_factory.mktemp("build") / "tree")
+    is built in an environment of its own. The clone has no links, those that the scripts install
+    have."""
+    tree = copy_of_the_tree(tmp_path_factory.mktemp("build") / "tree", "gone")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tree / "dist", tree)
     return tree / "dist"
 
@@ -226,6 +227,7 @@ def test_changes_in_the_tree_that_is_tested_count_at_once(
         assert run(tree / ".venv" / "bin" / "python", "-c", code) == f"{folder}\n"
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 @pytest.mark.parametrize("links", ["files", "gone"])
 def test_a_clone_without_links_installs(tmp_path: Path, links: str) -> None:

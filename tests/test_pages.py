@@ -49,7 +49,7 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
     assert set(pool._nodes) == set(cached) | twins
     assert not twins & set(cached)
     free = set(range(pool.pages)) - set(count) - set(cached)
-    assert sorted(pool._free) == sorted(free), "free pages"
+    assert sorted([*pool._free, *range(pool._unused, pool.pages)]) == sorted(free), "free pages"
     assert pool.available == pool.pages - len(set(count) | pinned)
     assert pool.stats.in_use == len(set(count))
     assert pool.stats.cached == len(set(cached) - set(count))

@@ -507,16 +507,17 @@ def test_too_much_workgroup_memory_is_refused(least_device: Device) -> None:
                 functions.route(least_device, logits, **options)
 
 
+@pytest.mark.parametrize("turns", [1, pytest.param(3, marks=pytest.mark.full)])
 @others_full("dtype", ["bf16", "q8", "iq4nl", "nf4"], default=["nf4"])
-def test_kernels_keep_to_the_limits_of_workgroups(dtype: str) -> None:
+def test_kernels_keep_to_the_limits_of_workgroups(dtype: str, turns: int) -> None:
     """wgpu refuses too many invocations, but not too much memory: a driver may crash instead. Each
-    model takes a third of the steps with each of three settings."""
+    model takes a third of the steps in each turn, with a setting of its own."""
     both = Limits(workgroup_storage=32768, max_invocations=1024)  # as of most GPUs
     choice = Limits(), both, Limits(max_invocations=1024)
     settings = [*product(choice, (0, 8, 32))]
     least: dict[KernelSpec, tuple[int, int]] = {}  # limits under which a kernel is chosen
-    turns = product(range(3), enumerate(SHAPES))
-    for (turn, (i, shape)), (limits, lanes) in zip(turns, cycle(settings)):
+    pairs = product(range(turns), enumerate(SHAPES))
+    for (turn, (i, shape)), (limits, lanes) in zip(pairs, cycle(settings)):
         steps = STEPS[(i // 3 + turn) % 3 :: 3]
         for spec in set(model_specs(shape, limits, lanes, dtype, steps)):
             own = limits.workgroup_storage, limits.max_invocations

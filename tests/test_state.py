@@ -271,7 +271,9 @@ def states_of(engine: Engine) -> NDArray[np.float32]:
     return np.concatenate([engine.device.read(buffer, np.float32) for buffer in buffers])
 
 
-@pytest.mark.parametrize("shared", [0, 1, 36, 37, 40, 45])
+@pytest.mark.parametrize(
+    "shared", [36, 37, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 1, 40, 45))]
+)
 def test_a_state_goes_back_to_where_it_was_saved(
     engine: Engine, prompt_ids: list[int], shared: int
 ) -> None:
@@ -291,7 +293,7 @@ def test_a_chat_goes_on_from_its_own_answer(engine: Engine, prompt_ids: list[int
     assert_same(second, fresh(engine, turn_ids))
 
 
-@pytest.mark.parametrize("left", [1, 2, 6])
+@pytest.mark.parametrize("left", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 6))])
 def test_what_was_submitted_ahead_is_in_the_state(
     engine: Engine, prompt_ids: list[int], left: int
 ) -> None:
@@ -323,8 +325,16 @@ def test_a_row_that_has_stopped_changes_no_state(engine: Engine, prompt_ids: lis
     assert_same(second, fresh(engine, longer_ids))
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("count", "before"),
+    [
+        *((1, True), (2, False), (3, True), (5, False)),
+        *(
+            pytest.param(n, before, marks=pytest.mark.full)
+            for n, before in ((1, False), (2, True), (3, False), (5, True))
+        ),
+    ],
+)
 @pytest.mark.parametrize("shared", [20, pytest.param(45, marks=pytest.mark.full)])
 def test_an_interrupt_leaves_no_wrong_state(
     engine: Engine,

@@ -13,6 +13,7 @@ import numpy as np
 
 from infer.bench.report import KernelTime, Profile, Row
 from infer.engine import Engine
+from infer.kernels.errors import RequestError
 from infer.kernels.gpu.plan import Dispatch, needed
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import Copy
@@ -40,6 +41,8 @@ _WARM_UP_SECONDS = 0.3  # a GPU that was idle needs work before its clock is up
 _HOST_STEPS = 32
 LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself costs some 3 µs
 
+BATCH_DEPTH = 128  # tokens before those of a batch, where nobody says how many
+BATCH_TOKENS = 32  # of each answer in a run of it
 _PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size
 _SECONDS = 45.0  # that all tests take at most where their sizes are chosen
 
@@ -200,7 +203,7 @@ class EngineBench:
         self.engine.forget()
         draw = random.Random(1)
         ids = range(self.engine.vocab_size)
-        steps = tokens * (self.repeats + 1) + batch_steps(self.engine, rows, depth)
+        steps = batch_positions(rows, depth, tokens, self.repeats) - depth
         params = replace(GREEDY, max_tokens=steps)
         answers = [self.engine.generate(draw.choices(ids, k=depth), params) for _ in range(rows)]
         seconds, made = [], []
@@ -219,7 +222,7 @@ class EngineBench:
                 answer.close()
         if set(made) != {rows * tokens}:
             raise RequestError(
-                f"{rows} answers do not run at once: the cache has no room for all of them."
+                f"{rows} answers did not run at once: the cache has no room for all of them."
             )
         kv_dtype = self.engine.options.kv_dtype
         nbytes = cache_bytes_per_token(self.engine.model, kv_dtype, depth, steps)
@@ -308,7 +311,8 @@ class EngineBench:
         batches: Sequence[tuple[int, int]] = (),
     ) -> list[Profile]:
         """The kernels of the prefill's first chunk, of a decode step in the middle of each test
-        (by depth), of steps of many sequences (rows, depth), and of the full sampler. host_seconds: the host's part of a decode step."""
+        (by depth), of steps of many answers (rows, depth), and of the full
+        sampler. host_seconds: the host's part of a decode step."""
         engine = self.engine
         chunks = list(engine.chunks(prefill.tokens))
         _, rows, kind = chunks[0]
@@ -390,9 +394,10 @@ class EngineBench:
             )
 
 
-def batch_steps(engine: Engine, rows: int, depth: int) -> int:
-    """How many tokens the first of so many answers may have when the last one begins."""
-    return rows * -(-depth // engine.steps.rows["prefill"]) + 1
+def batch_positions(rows: int, depth: int, tokens: int, repeats: int) -> int:
+    """That one of so many answers may take in `EngineBench.batch`: while the last of them begin,
+    the first go on, by a token for each chunk of a prompt, of 16 rows at least."""
+    return depth + tokens * (repeats + 1) + rows * (2 + depth // 16)
 
 
 def place_batch(engine: Engine, rows: int, kv_len: int) -> None:

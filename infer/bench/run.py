@@ -4,6 +4,7 @@
     tg128           decode: 128 steps, from the arrival of the first token to that of the last
     tg128 sampled   the same with every stage of the sampler
     tg128 @ d4096   the same after a prompt of 4096 tokens
+    tg32 x 8 @ d128 8 answers at once, each after a prompt of its own of 128 tokens
 
 Tests, prompts of random ids, and the table are llama-bench's. What decode could do is bounded by
 memory: its share is (weight bytes + KV bytes that a token reads) x tokens/s over the bandwidth of a
@@ -29,7 +30,16 @@ import wgpu
 from wgpu.backends.wgpu_native import lib_version_info
 
 import infer
-from infer.bench.measure import GREEDY, SAMPLED, EngineBench, Progress, deviation
+from infer.bench.measure import (
+    BATCH_DEPTH,
+    BATCH_TOKENS,
+    GREEDY,
+    SAMPLED,
+    EngineBench,
+    Progress,
+    batch_positions,
+    deviation,
+)
 from infer.bench.report import BenchReport
 from infer.engine import Engine, EngineOptions
 from infer.hub import resolve_adapter
@@ -39,7 +49,7 @@ from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
 from infer.kernels.gpu.bandwidth import copy_bandwidth
 from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.tensor import GpuTensor
-from infer.kernels.state.kv_cache import KV_DTYPES
+from infer.kernels.state.kv_cache import KV_DTYPES, PAGE
 from infer.keywords import Progress as LoadProgress
 from infer.loading import DTYPES, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, MemoryCount, checked_context
@@ -48,6 +58,7 @@ from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import LoadPlan, plan_random
 from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
+from infer.steps import MAX_BATCH
 
 
 def run_bench(
@@ -93,11 +104,10 @@ def run_bench(
         raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16, f32 or q8.")
     weight_dtype(dtype, quantize)
     needed = max(prompt_tokens or 1, max(depths, default=1) + (decode_tokens or 1)) + 1
-    batch_depths = (depths or [_BATCH_DEPTH]) if batches else []
-    for batch_depth in batch_depths:
-        needed = max(
-            needed, batch_depth + (decode_tokens or _BATCH_TOKENS) * ((repeats or 5) + 1) + 64
-        )
+    batched = [(rows, depth) for depth in depths or [BATCH_DEPTH] for rows in batches]
+    positions = [batch_positions(*sizes, BATCH_TOKENS, repeats or 5) for sizes in batched]
+    needed = max(needed, *positions, 0)
+    max_batch = max(batches, default=1)
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
     gpu = choose_adapter(device)
@@ -116,6 +126,7 @@ def run_bench(
         revision,
         offline,
         needed=needed,
+        max_batch=max_batch,
         loading=loading,
     )
     lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
@@ -132,13 +143,14 @@ def run_bench(
         prefill = bench.prefill(sizes.prompt)
         greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
         deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
+        together = [bench.batch(rows, BATCH_TOKENS, depth) for rows, depth in batched]
         progress("host and GPU of a step", 0, 0)
         submit_seconds, read_seconds = bench.host_seconds()
         host_seconds = submit_seconds + read_seconds
         gpu_seconds = bench.gpu_seconds(greedy)
         profiles = []
         if profile:
-            profiles = bench.profiles(prefill, {0: greedy, **deep}, host_seconds)
+            profiles = bench.profiles(prefill, {0: greedy, **deep}, host_seconds, batched)
         c, weights = engine.model.config, engine.weights.values()
         report = BenchReport(
             model=name,
@@ -157,7 +169,7 @@ def run_bench(
             commit=_commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             copy_bandwidth=bandwidth,
-            rows=(prefill, greedy, sampled, *deep.values()),
+            rows=(prefill, greedy, sampled, *deep.values(), *together),
             ttft_seconds=(statistics.fmean(prefill.seconds), deviation(prefill.seconds)),
             sampled_share=sampled.tps / greedy.tps,
             host_seconds=host_seconds,
@@ -214,11 +226,13 @@ def open_engine(
     offline: bool = False,
     *,
     needed: int = 2,
+    max_batch: int = 1,
     loading: LoadProgress | None = None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
 
-    As for `run_bench`. needed: positions that the context must hold. What can be checked before
+    As for `run_bench`. needed: positions that the context must hold, and
+    the cache for each of `max_batch` answers. What can be checked before
     anything is allocated is checked at once. Raises RequestError, also unless one of model and
     shape is given, and whatever `load` raises.
     """
@@ -232,10 +246,12 @@ def open_engine(
             "adapter": adapter,
             "revision": revision,
             "offline": offline,
-            "progress": loading,
         }
         _check_model(model, options, needed)
-        return _loaded(model, options)
+        together = (
+            {} if max_batch == 1 else _together(context or DEFAULT_CONTEXT, needed, max_batch)
+        )
+        return _loaded(model, options | {"progress": loading, "engine": together})
     if shape is not None and model is None:
         if adapter is not None:
             raise RequestError(
@@ -244,11 +260,19 @@ def open_engine(
         if format is not None and (dtype or quantize):
             raise RequestError("A format has dtypes of its own: give no other beside it.")
         stored = weight_dtype(dtype, quantize) or "bf16"
-        return _random(shape, device, context, stored, kv_dtype, format, needed)
+        return _random(shape, device, context, stored, kv_dtype, format, needed, max_batch)
     raise RequestError(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
         "format is for a shape."
     )
+
+
+def _together(context: int, needed: int, max_batch: int) -> dict[str, Any]:
+    """Options of an engine for so many answers of that many positions."""
+    if max_batch == 1:
+        return {}
+    whole = -(-needed // PAGE) * PAGE
+    return {"max_batch": max_batch, "cache_positions": max(context, whole * max_batch)}
 
 
 def _dtypes(weights: Iterable[GpuTensor]) -> str:
@@ -285,6 +309,7 @@ def _random(
     kv_dtype: str,
     format: str | None,
     needed: int,
+    max_batch: int,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """An engine of that shape on random weights."""
     model = build_model(shape_config(shape))
@@ -293,9 +318,13 @@ def _random(
     published = None if format is None else PUBLISHED[format]
     gpu = choose_adapter(selector)
     plan = plan_random(model.weights(), dtype, published).joined()
+    positions = checked_context(model, shape, context)
+    if max_batch > 1 and context is None:
+        positions = min(positions, needed)
+    together = _together(positions, needed, max_batch)
     options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
-        EngineOptions(checked_context(model, shape, context), kv_dtype=kv_dtype),
-        may_shrink=context is None,
+        EngineOptions(context=positions, kv_dtype=kv_dtype, **together),
+        may_shrink=context is None and max_batch == 1,
     )
     _check_positions(options.context, needed)
     return _on_random(shape, model, plan, gpu, options)

@@ -35,7 +35,7 @@ from infer.cli.options import (
     loading_option,
     output_option,
     parse_bias,
-    parse_depths,
+    parse_counts,
     parse_save,
     parse_template_arg,
     prompt_option,
@@ -512,6 +512,12 @@ def bench(
             "--depth", metavar="N,N", help="Also decode with so many tokens in the cache before."
         ),
     ] = None,
+    batch: Annotated[
+        str | None,
+        bench_option(
+            "--batch", metavar="N,N", help="Also decode so many answers at once (up to 64)."
+        ),
+    ] = None,
     profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
     device: DeviceOption = None,
     context: ContextOption = None,
@@ -539,7 +545,8 @@ def bench(
     weights may be random, as speed does not depend on them: with --shape nothing is fetched.
     """
     with exit_codes(verbose):
-        depths, path = parse_depths(depth), parse_save(save)
+        depths, path = parse_counts(depth, "--depth"), parse_save(save)
+        batches = parse_counts(batch, "--batch")
 
         from infer.bench import run as benchmark
         from infer.bench.report import format_report
@@ -573,6 +580,7 @@ def bench(
                 prompt_tokens=prompt_tokens,
                 decode_tokens=decode_tokens,
                 depths=depths,
+                batches=batches,
                 repeats=repeats,
                 profile=profile,
                 progress=tell,

@@ -214,13 +214,14 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
     )
 
 
-def parse_depths(option: str | None) -> list[int]:
-    """N,N as numbers. Raises typer.BadParameter."""
+def parse_counts(option: str | None, name: str) -> list[int]:
+    """N,N as numbers; name: of the option. Raises typer.BadParameter."""
     try:
-        return [int(depth) for depth in option.split(",")] if option is not None else []
+        return [int(count) for count in option.split(",")] if option is not None else []
     except ValueError:
+        example = "1,8,64" if name == "--batch" else "4096,16384"
         raise typer.BadParameter(
-            f"{shown(option)} are no numbers like 4096,16384", param_hint="--depth"
+            f"{shown(option)} are no numbers like {example}", param_hint=name
         ) from None
 
 

@@ -22,6 +22,7 @@ from infer.kernels.gpu.tensor import (
     GpuTensor,
     Shard,
 )
+from infer.kernels.ops.matmul_rows import chosen_variant, emit_rows
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 
 _SMALL = 1 << 25  # values of a matrix
@@ -180,7 +181,9 @@ class Linear(Projection):
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": self.activation,
         }
-        if rows > MAX_VEC_ROWS:
+        plain = all(item is None for item in (self.norm, self.gate, self.factors))
+        variant = chosen_variant(low, self, self.weight, self.gated, plain)
+        if variant is None and rows > MAX_VEC_ROWS:
             self._matmul(low, rows, inputs, [self, *added], params)
             return
         params |= of_norm
@@ -193,7 +196,12 @@ class Linear(Projection):
             params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         if params["STOPS"]:
             added.insert(0, low.step)
-        self._matmul_vec(low, rows, inputs, added, params)
+        if variant is None:
+            self._matmul_vec(low, rows, inputs, added, params)
+            return
+        read = [multiplied(shard, inputs) for shard in self.weight.shards]
+        params |= {"GATED": self.gated}
+        emit_rows(low, self, variant, self.weight, self.prepared, read, added, params)
 
     def _matmul(
         self,

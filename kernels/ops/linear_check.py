@@ -22,13 +22,20 @@ from infer.kernels.checks.inputs import (
 )
 from infer.kernels.compiler.graph import Value, split
 from infer.kernels.compiler.target import MAX_VEC_ROWS
+from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.elementwise import Activation
 from infer.kernels.ops.elementwise_check import ACTIVATIONS
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
+from infer.kernels.ops.matmul_rows import (
+    RowsVariant,
+    matmul_rows_variant,
+    possible_variant,
+)
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rotate
@@ -63,6 +70,38 @@ def run_matmul(bench: Bench, x: Array, weight: Array | Codes, **options: Any) ->
     """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
     is a kernel beside it."""
     return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
+
+
+class ByRows(Tuning):
+    """Takes matmul_rows wherever it can be, of this variant where that can."""
+
+    def __init__(self, device: Device, variant: RowsVariant | None = None) -> None:
+        super().__init__(device)
+        self.variant = variant
+
+    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
+        known: Any = rule
+        if known is not matmul_rows_variant:
+            return rule(self, *call)
+        forced: Any = self.variant
+        if forced is None or not forced.runs(self, *call):
+            known = possible_variant
+            forced = known(self, *call)
+        chosen: Variant = forced
+        return chosen
+
+
+def run_matmul_rows(
+    bench: Bench,
+    x: Array,
+    weight: Array | Codes,
+    variant: RowsVariant | None = None,
+    **options: Any,
+) -> Floats:
+    """What matmul_vec computes, for 2 to 64 rows, by matmul_rows where there are subgroups. Both
+    halves of a block share a scale of x from 9 rows on."""
+    bench.options["tuning"] = ByRows(bench.device, variant)
+    return bench.run(_linear(bench, x, weight, **options))
 
 
 def few(rows: int, other: str) -> None:
@@ -135,6 +174,12 @@ def cases() -> Iterator[Case]:
         form = "gelu bias residual"
         run = partial(_projection, run_matmul, dtype=dtype, rows=9, k=1024, n=37, form=form)
         yield Case("matmul_combine", f"{dtype}, {form}", run)
+    for dtype, (rows, form) in product(
+        FLOATS + QUANTIZED, ((4, "norm gelu gated"), (9, "gelu bias residual"), (33, "gated"))
+    ):
+        form = form.removeprefix("norm ") if dtype in QUANTIZED else form
+        run = partial(_projection, run_matmul_rows, dtype=dtype, rows=rows, k=331, n=37, form=form)
+        yield Case("matmul_rows", f"{dtype}, {rows} rows, {form}", run)
     kept = product(("bf16",), (1, 3, 40), ("alone", "kept", "half-split", "interleaved"))
     for dtype, rows, form in [*kept, *product(QUANTIZED, (3, 40), ("alone",))]:
         run = partial(_head_linear, dtype=dtype, rows=rows, form=form)

@@ -1,0 +1,419 @@
+// y = activated(x W^T + bias) factor + residual, as matmul_vec.wgsl, for 2 to 64 rows of x: each weight goes
+// from memory straight into registers, once for all rows of x.
+//
+// K_LANES invocations lie along the columns, a chunk each; N_LANES, which have other rows of W, share each
+// of these chunks of x, and are neighbours, so that they read it at once. All of them are a team, lanes of
+// one subgroup. A lane has N_TILE rows of W by M_TILE rows of x. A workgroup has N_TEAMS along the rows of
+// W, K_TEAMS along the columns, and as many along the rows of x as there are. SPLITS workgroups share
+// the columns too: each writes its sums below those of the one before, and matmul_combine does the rest.
+//
+// NORM, factors: as in matmul_vec.wgsl, but the weights of the norm are multiplied into W, which takes
+// fewer operations than to multiply rows of x. What goes out is said in next_input.wgsl.
+#include "grid.wgsl"
+#let X = 1
+#include "chunk_float.wgsl"
+#include "chunk_int8.wgsl"
+#include "step.wgsl"
+// @param START u32               the first output that this shard of W holds
+// @param Y_STRIDE u32
+// @param ROWS u32                rows of x, at most
+// @param M_TILE u32              rows of x per lane
+// @param N_TILE u32              rows of W per lane, even with GATED
+// @param K_LANES u32             a power of two, as is the next; the product is a subgroup at most
+// @param N_LANES u32
+// @param N_TEAMS u32
+// @param K_TEAMS u32
+// @param AHEAD u32               steps of chunks that are on their way for each row of W
+// @param SPLITS u32              of more than one: no NORM, factors, GATED, BIAS, RESIDUAL
+// @param SPLIT_ROWS u32          rows that each split has in y
+// @param SHARED bool             both halves of a block of x have the same scale
+// @param EPS f32
+// @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
+// @param GATED bool
+// @param FACTORS bool
+// @param SIGMOID_GATE bool       not with FACTORS; their gates and factors are:
+// @param GATE_STRIDE u32
+// @param GATE_OFFSET u32
+// @param KEEP bool
+// @param NEXT_NORM bool
+@group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
+#let EPILOGUE = AFTER_X + STOPS
+#if STOPS
+@group(0) @binding($(AFTER_X)) var<storage, read> step: Step;
+#endif
+#include "epilogue.wgsl"
+#let GATES = SIGMOID_GATE or FACTORS
+#if GATES
+@group(0) @binding($(EPILOGUE + BIAS + RESIDUAL)) var<storage, read> gates: array<f32>;
+#endif
+#let OUTPUT = EPILOGUE + BIAS + RESIDUAL + GATES
+#include "next_input.wgsl"
+
+const TEAM = K_LANES * N_LANES;
+const M_TEAMS = (ROWS + M_TILE - 1u) / M_TILE;
+const WG = TEAM * N_TEAMS * K_TEAMS * M_TEAMS;
+const M_ROWS = M_TEAMS * M_TILE;            // rows of x of a workgroup,
+const W_ROWS = N_LANES * N_TEAMS * N_TILE;  // and of W
+const OUTPUTS = W_ROWS / $(1 + GATED)u;
+const STEP = K_LANES * K_TEAMS;  // chunks that a workgroup multiplies at a time
+const SPLIT_STEPS = ((CHUNKS + STEP * SPLITS - 1u) / (STEP * SPLITS) + AHEAD - 1u) / AHEAD * AHEAD;
+#let COLUMNS = 8 + 24 * INTEGERS + 8 * (WEIGHT == e4m3)  // of a chunk
+// Whether all steps of all lanes have a chunk.
+#let EVEN = (K + COLUMNS - 1) / COLUMNS % (K_LANES * K_TEAMS * SPLITS * AHEAD) == 0
+#let VALUES = M_TILE * N_TILE
+#let ROUNDS = log2(K_LANES)
+// In so many of these a lane passes half of its values on; then their number is odd.
+#let EVEN_TWICE = (VALUES % 2 == 0) + (VALUES % 4 == 0) + (VALUES % 8 == 0)
+#let HALVINGS = min(ROUNDS, EVEN_TWICE + (VALUES % 16 == 0) + (VALUES % 32 == 0))
+#let LEFT = VALUES / (1 << HALVINGS)
+#if INTEGERS
+#let HALVES = GROUP_SIZE == 16 or not SHARED  // have scales of their own
+const PRODUCT_UNIT: f32 = INT8_UNIT;
+#else
+const PRODUCT_UNIT = UNIT;
+#endif
+
+var<workgroup> partial: array<f32, K_TEAMS * M_ROWS * W_ROWS>;
+#if NORM
+var<workgroup> partial_squares: array<f32, K_TEAMS * M_ROWS>;
+#endif
+
+fn total(row: u32, w_row: u32) -> f32 {
+  var sum = 0.0;
+#for k in 0..K_TEAMS
+  sum += partial[($ku * M_ROWS + row) * W_ROWS + w_row];
+#endfor
+  return PRODUCT_UNIT * sum;
+}
+
+// A chunk of a row of W as it is stored: what is on its way takes few registers.
+#if INTEGERS
+struct Stored {
+  integers: Integers,
+  scale: RawScale,
+#if GROUP_SIZE == 16
+  high_scale: RawScale,
+#endif
+}
+
+fn load_stored(row: u32, i: u32) -> Stored {
+#if GROUP_SIZE == 16
+  return Stored(
+    load_integers(row, i), load_scale(row, 2u * i), load_scale(row, min(2u * i + 1u, GROUPS - 1u)));
+#else
+  return Stored(load_integers(row, i), load_scale(row, i / (GROUP_SIZE / 32u)));
+#endif
+}
+#if PLANES == 2
+
+fn dot_half(w: Int8, x: vec4<u32>) -> f32 {
+  return f32(dot16(w[0], x) + 256 * dot16(w[1], x));
+}
+#else
+
+// 2^23 + 2^22 + sum, made as the bits of a float: cheaper than a conversion (|sum| < 2^22).
+fn dot_half(w: vec4<u32>, x: vec4<u32>) -> f32 {
+  return bitcast<f32>(0x4b400000 + dot16(w, x)) - 12582912.0;
+}
+#endif
+#elif CODES
+struct Stored {
+  codes: vec4<u32>,
+  scale: RawScale,
+}
+
+fn load_stored(row: u32, i: u32) -> Stored {
+  let scale = load_scale(row, i * 16u / GROUP_SIZE);
+  return Stored(weight[row * CHUNKS + i], scale);
+}
+
+fn widened(w: Stored, i: u32) -> array<vec4<f32>, 4> {
+  let scale = widen_scale(w.scale, i * 16u / GROUP_SIZE).x;
+  return array<vec4<f32>, 4>(
+    scale * low4(w.codes.xy), scale * high4(w.codes.xy),
+    scale * low4(w.codes.zw), scale * high4(w.codes.zw));
+}
+#else
+alias Stored = Packed8;
+
+fn load_stored(row: u32, i: u32) -> Stored {
+  return load8(row * CHUNKS + i);
+}
+
+fn widened(w: Stored, i: u32) -> array<vec4<f32>, 2> {
+  return array<vec4<f32>, 2>(low4(w), high4(w));
+}
+#endif
+
+// grid: linear_grid(N / OUTPUTS); its depth is SPLITS
+@compute @workgroup_size(WG)
+fn main(
+  @builtin(workgroup_id) id: vec3<u32>,
+  @builtin(num_workgroups) size: vec3<u32>,
+  @builtin(subgroup_id) subgroup: u32,
+  @builtin(num_subgroups) n_subgroups: u32,
+  @builtin(subgroup_invocation_id) lane: u32,
+) {
+  let first = workgroup_index(id, size) * OUTPUTS;
+  if (first >= N) {
+    return;
+  }
+  let tid = subgroup * (WG / n_subgroups) + lane;
+#if TABLE
+  fill_table(tid, WG);
+#endif
+  let k_lane = tid / N_LANES % K_LANES;
+  let team = tid / TEAM;
+  let k_team = team / N_TEAMS % K_TEAMS;
+  let first_row = team / (N_TEAMS * K_TEAMS) * M_TILE;
+  let w_row = (team % N_TEAMS * N_LANES + tid % N_LANES) * N_TILE;  // of the workgroup's
+#for r in 0..N_TILE
+#if GATED
+  let row$r = min(first + w_row / 2u + $($r / 2)u, N - 1u) + $($r % 2)u * N;
+#else
+  let row$r = min(first + w_row + $ru, N - 1u);
+#endif
+#endfor
+#for m in 0..M_TILE
+#if ROWS % M_TILE != 0
+  let x_row$m = min(first_row + $mu, ROWS - 1u);
+#else
+  let x_row$m = first_row + $mu;
+#endif
+#if NORM
+  var squares$m = 0.0;
+#endif
+#endfor
+#for i in 0..VALUES
+  var sum0_$i = 0.0;  // of row of x i / N_TILE and row of W i % N_TILE
+#endfor
+
+  let start = id.z * SPLIT_STEPS * STEP + k_team * K_LANES + k_lane;
+  let last = min(CHUNKS, (id.z + 1u) * SPLIT_STEPS * STEP) - 1u;
+#if STOPS
+  let steps = select(0u, SPLIT_STEPS, first_row < step.n_rows);
+#else
+  let steps = SPLIT_STEPS;
+#endif
+#for u in 0..AHEAD
+#for r in 0..N_TILE
+  var next$u_$r = load_stored(row$r, min(start + $uu * STEP, last));
+#endfor
+#endfor
+
+  for (var done = 0u; done < steps; done += AHEAD) {
+#for u in 0..AHEAD
+    {
+#if EVEN
+      let i = start + (done + $uu) * STEP;
+      let valid = true;
+#else
+      let own = start + (done + $uu) * STEP;
+      let valid = own <= last;
+      let i = min(own, last);
+#endif
+      // Not inside an `if`, from which a compiler may move it down to its use.
+      let later = min(start + (done + $(AHEAD + $u)u) * STEP, last);
+#for r in 0..N_TILE
+      let w$r = next$u_$r;
+      next$u_$r = load_stored(row$r, later);
+#endfor
+#if INTEGERS
+#for r in 0..N_TILE
+      let low$r = low_int8(w$r.integers);
+      let high$r = high_int8(w$r.integers);
+#if GROUP_SIZE == 16
+      let scale$r = widen_scale(w$r.scale, 2u * i);
+      let high_scale$r = widen_scale(w$r.high_scale, min(2u * i + 1u, GROUPS - 1u));
+#else
+      let scale$r = widen_scale(w$r.scale, i / (GROUP_SIZE / 32u));
+      let high_scale$r = scale$r;
+#endif
+#endfor
+#for m in 0..M_TILE
+      let x_low$m = x[x_row$m * 2u * BLOCKS + i];
+      let x_high$m = x[x_row$m * 2u * BLOCKS + BLOCKS + i];
+      let of_low$m = x_scales[x_row$m * 2u * BLOCKS + i];
+#if HALVES or NORM
+      let of_high$m = x_scales[x_row$m * 2u * BLOCKS + BLOCKS + i];
+#else
+      let of_high$m = of_low$m;
+#endif
+#if EVEN
+      let x_scale$m = vec2<f32>(of_low$m.x, of_high$m.x);
+#else
+      let x_scale$m = select(vec2<f32>(), vec2<f32>(of_low$m.x, of_high$m.x), valid);
+#endif
+#if NORM and EVEN
+      squares$m += of_low$m.y + of_high$m.y;
+#elif NORM
+      squares$m += select(0.0, of_low$m.y + of_high$m.y, valid);
+#endif
+#if AFFINE
+      let x_sums$m = x_scale$m / INT8_UNIT
+        * vec2<f32>(f32(dot16(x_low$m, ONES)), f32(dot16(x_high$m, ONES)));
+#endif
+#for r in 0..N_TILE
+#if HALVES
+      sum0_$($m * N_TILE + $r) = fma(
+        dot_half(low$r, x_low$m), x_scale$m.x * scale$r.x, sum0_$($m * N_TILE + $r));
+      sum0_$($m * N_TILE + $r) = fma(
+        dot_half(high$r, x_high$m), x_scale$m.y * high_scale$r.x, sum0_$($m * N_TILE + $r));
+#elif PLANES == 2
+      sum0_$($m * N_TILE + $r) = fma(
+        dot_half(low$r, x_low$m) + dot_half(high$r, x_high$m),
+        x_scale$m.x * scale$r.x, sum0_$($m * N_TILE + $r));
+#else
+      sum0_$($m * N_TILE + $r) = fma(
+        bitcast<f32>(0x4b400000 + dot16(low$r, x_low$m) + dot16(high$r, x_high$m)) - 12582912.0,
+        x_scale$m.x * scale$r.x, sum0_$($m * N_TILE + $r));
+#endif
+#if AFFINE
+      sum0_$($m * N_TILE + $r) = fma(x_sums$m.x, scale$r.y, sum0_$($m * N_TILE + $r));
+      sum0_$($m * N_TILE + $r) = fma(x_sums$m.y, high_scale$r.y, sum0_$($m * N_TILE + $r));
+#endif
+#endfor
+#endfor
+#else
+#for r in 0..N_TILE
+      let v$r = widened(w$r, i);
+#endfor
+#for h in 0..2 * EIGHTS
+#if EIGHTS > 1
+      let at$h = min($(2 * EIGHTS)u * i + $hu, 2u * ROW_EIGHTS - 1u);
+#else
+      let at$h = 2u * i + $hu;
+#endif
+#if NORM and not SCALED
+      let norm$h = norm_weight[at$h];
+#endif
+#for r in 0..N_TILE
+#if NORM and not SCALED
+      let v$h_$r = norm$h * v$r[$h];
+#else
+      let v$h_$r = v$r[$h];
+#endif
+#endfor
+#for m in 0..M_TILE
+#if EVEN and K % COLUMNS == 0
+      let x$h_$m = x[x_row$m * 2u * ROW_EIGHTS + at$h];
+#else
+      let x$h_$m = masked(
+        x[x_row$m * 2u * ROW_EIGHTS + at$h], $(8 * EIGHTS)u * i + $(4 * $h)u, valid);
+#endif
+#if NORM
+      squares$m += dot(x$h_$m, x$h_$m);
+#endif
+#if SCALED and EVEN and K % COLUMNS == 0
+      let a$h_$m = scaled_x[x_row$m * 2u * ROW_EIGHTS + at$h];
+#elif SCALED
+      let a$h_$m = masked(
+        scaled_x[x_row$m * 2u * ROW_EIGHTS + at$h], $(8 * EIGHTS)u * i + $(4 * $h)u, valid);
+#else
+      let a$h_$m = x$h_$m;
+#endif
+#for r in 0..N_TILE
+      sum0_$($m * N_TILE + $r) = fma(v$h_$r.x, a$h_$m.x, sum0_$($m * N_TILE + $r));
+#endfor
+#for r in 0..N_TILE
+      sum0_$($m * N_TILE + $r) = fma(v$h_$r.y, a$h_$m.y, sum0_$($m * N_TILE + $r));
+#endfor
+#for r in 0..N_TILE
+      sum0_$($m * N_TILE + $r) = fma(v$h_$r.z, a$h_$m.z, sum0_$($m * N_TILE + $r));
+#endfor
+#for r in 0..N_TILE
+      sum0_$($m * N_TILE + $r) = fma(v$h_$r.w, a$h_$m.w, sum0_$($m * N_TILE + $r));
+#endfor
+#endfor
+#endfor
+#endif
+    }
+#endfor
+  }
+
+  // Lanes along the columns add up: of two each keeps half of the values, as long as that goes.
+  var place = 0u;
+#for j in 0..HALVINGS
+#for h in VALUES / (2 << $j)..VALUES / (2 << $j) + 1
+  let upper$j = (k_lane & $(1 << $j)u) != 0u;
+  place += select(0u, $hu, upper$j);
+#for i in 0..$h
+  let sum$($j + 1)_$i = select(sum$j_$i, sum$j_$($i + $h), upper$j)
+    + subgroupShuffleXor(select(sum$j_$($i + $h), sum$j_$i, upper$j), $(N_LANES << $j)u);
+#endfor
+#endfor
+#endfor
+#for j in HALVINGS..ROUNDS
+#for i in 0..LEFT
+  let sum$($j + 1)_$i = sum$j_$i + subgroupShuffleXor(sum$j_$i, $(N_LANES << $j)u);
+#endfor
+#endfor
+  if (k_lane < $(1 << HALVINGS)u) {
+#for i in 0..LEFT
+    partial[(k_team * M_ROWS + first_row + (place + $iu) / N_TILE) * W_ROWS
+      + w_row + (place + $iu) % N_TILE] = sum$(ROUNDS)_$i;
+#endfor
+  }
+#if NORM
+#for m in 0..M_TILE
+#for j in 0..ROUNDS
+  squares$m += subgroupShuffleXor(squares$m, $(N_LANES << $j)u);
+#endfor
+  if (w_row == 0u && k_lane == 0u) {
+    partial_squares[k_team * M_ROWS + first_row + $mu] = squares$m;
+  }
+#endfor
+#endif
+  workgroupBarrier();
+
+  for (var i = tid; i < ROWS * OUTPUTS; i += WG) {
+    let row = i / OUTPUTS;
+    let own = i % OUTPUTS;
+    let n = first + own;
+    var writes = n < N;
+#if STOPS
+    writes = writes && row < step.n_rows && step.rows[row].alive != 0u;
+#endif
+    if (writes) {
+      let at = row * Y_STRIDE + START + n;
+#if NORM
+      var squares = 0.0;
+#for k in 0..K_TEAMS
+      squares += partial_squares[$ku * M_ROWS + row];
+#endfor
+      let scale = inverseSqrt(squares / f32(K) + EPS);
+#else
+      let scale = 1.0;
+#endif
+#if GATED
+      var gate = scale * total(row, 2u * own);
+      var up = scale * total(row, 2u * own + 1u);
+#if BIAS
+      gate += bias[START + n];
+      up += bias[START + N + n];
+#endif
+      var value = activated(gate, up);
+#else
+      var sum = scale * total(row, own);
+#if BIAS
+      sum += bias[START + n];
+#endif
+      var value = activated(sum, sum);
+#endif
+#if SIGMOID_GATE
+      value /= 1.0 + exp(-gates[row * GATE_STRIDE + GATE_OFFSET]);
+#elif FACTORS
+      value *= gates[row * GATE_STRIDE + GATE_OFFSET + START + n];
+#endif
+#if RESIDUAL
+      value += residual[at];
+#endif
+#if NEXT_NORM
+      let norm = next_norm[START + n];
+#else
+      let norm = 0.0;
+#endif
+      store_output(0u, id.z * SPLIT_ROWS * Y_STRIDE + at, value, norm);
+    }
+  }
+}
