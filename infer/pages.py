@@ -51,9 +51,9 @@ class PoolStats:
 class _Node:
     """A cached page: `tokens` are in its first positions, after those of the nodes above.
 
-    children: sorted by tokens. active: whether the page is referenced, plus the children that are
-    active. twins: other pages with the same tokens, all referenced, which need no node. snapshots:
-    slots of states by position in the page.
+    children: sorted by tokens; none are the beginning of another's. active: whether the page is
+    referenced, plus the children that are active. twins: other pages with the same tokens, all
+    referenced, which need no node. snapshots: slots of states by position in the page.
     """
 
     key: Hashable
@@ -160,10 +160,10 @@ class PagePool:
                 self._activate(node)
             self._count[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Those that nobody references any more become free, or stay cached: the last ones are
+    def release(self, pages: Iterable[int]) -> None:
+        """Those that nobody references any more become free, or stay cached, of which the last are
         evicted first. Raises ValueError for a page that is not referenced."""
-        for page in reversed(pages):
+        for page in pages:
             if not self._count[page]:
                 raise ValueError(f"Page {page} is not referenced.")
             self._count[page] -= 1
@@ -281,9 +281,8 @@ class PagePool:
             parent = self._roots.setdefault(key, _Node(key, -1, None, ()))
         for i in range(first, count):
             assert parent is not None  # the one before
-            parent = self._put(
-                parent, tuple(tokens[i * size : min((i + 1) * size, length)]), pages[i]
-            )
+            held = tuple(tokens[i * size : min((i + 1) * size, length)])
+            parent = self._put(parent, held, pages[i])
         return parent
 
     def _put(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:
@@ -292,27 +291,24 @@ class PagePool:
         if node is not None and len(node.tokens) >= len(tokens):
             return node
         if node is not None:  # the page holds more than when it was stored
-            parent.detach(node)
+            node.tokens = tokens
+            return node
         closest, common = parent.closest(tokens)
         if closest is not None and common == len(tokens):
-            if node is not None:
-                self._move_snapshots(node, closest)
-                parent.attach(node)
-                self._remove(node)
             if common == self.page_size:
                 self._nodes[page] = closest
                 closest.twins.add(page)
             return closest
-        if node is None:
-            node = self._nodes[page] = _Node(parent.key, page, parent, tokens)
-            parent.attach(node)
-            self._activate(node)
-        else:
-            node.tokens = tokens
-            parent.attach(node)
-        if closest is not None and common == len(closest.tokens) and not closest.active:
-            self._move_snapshots(closest, node)
-            self._remove(closest)  # it holds no more than the beginning of this one
+        node = self._nodes[page] = _Node(parent.key, page, parent, tokens)
+        parent.attach(node)
+        self._activate(node)
+        if closest is not None and common == len(closest.tokens):
+            # It holds no more than the beginning of this one.
+            for offset, slot in closest.snapshots.items():
+                node.snapshots[offset] = slot
+                self._saved[slot] = (node, offset)
+            closest.snapshots.clear()
+            self._remove(closest)
         return node
 
     def _remove(self, node: _Node) -> None:
@@ -377,10 +373,3 @@ class PagePool:
         node.snapshots[offset] = slot
         self._saved[slot] = (node, offset)
         return slot
-
-    def _move_snapshots(self, old: _Node, new: _Node) -> None:
-        """To a node with the same tokens, and maybe more."""
-        for offset, slot in list(old.snapshots.items()):
-            if offset not in new.snapshots:
-                new.snapshots[offset] = old.snapshots.pop(offset)
-                self._saved[slot] = (new, offset)

@@ -354,7 +354,7 @@ class Scheduler:
         assert sequence.slot is not None
         heappush(self._slots, sequence.slot)
         sequence.pages, sequence.slot = [], None
-        sequence.computed = sequence.stored = 0
+        sequence.computed = 0
         self._short = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from itertools import pairwise
 
 import pytest
 
@@ -25,6 +26,8 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
         assert node.parent is None or node.parent.parent is None or len(node.parent.tokens) == size
         assert node.parent is not None or node.children, "a root of nothing"
         assert [c.tokens for c in node.children] == sorted({c.tokens for c in node.children})
+        for a, b in pairwise(node.children):
+            assert b.tokens[: len(a.tokens)] != a.tokens, "a page that another covers"
         assert all(c.parent is node and c.key == node.key for c in node.children)
         nodes += [(child, before + list(child.tokens)) for child in node.children]
         if node.parent is None:
@@ -290,6 +293,8 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert looked_up(pool, tokens).length == 7
     assert looked_up(pool, tokens[:6]).length == 5
     check(pool, pages)
+    pool.store_snapshot(tokens[:7], None, pages)  # which is there
+    assert pool.store_snapshot(tokens[:3], None, pages) == slots[0]
 
 
 def test_a_snapshot_goes_with_its_page_and_moves_to_one_that_covers_it() -> None:
@@ -301,10 +306,18 @@ def test_a_snapshot_goes_with_its_page_and_moves_to_one_that_covers_it() -> None
     assert looked_up(pool, [1, 2, 3]).partial == (b[0], 2)
     pool.release(a + b)
     check(pool, [])
-    stored(pool, [1, 2, 3, 5])
     take(pool, 2)
     check(pool, [0, 1])
     assert len(pool._free_snapshots) == 2
+
+
+def test_a_snapshot_of_a_page_that_another_covers_stays() -> None:
+    pool = PagePool(2, SIZE, snapshots=2)
+    a, b = take(pool, 1), take(pool, 1)
+    pool.store_snapshot([1, 2], None, a)
+    pool.store([1, 2, 3], None, b)
+    assert set(check(pool, a + b)) == set(b)
+    assert looked_up(pool, [1, 2, 3]).partial == (b[0], 2)
 
 
 def test_none_without_room_for_snapshots() -> None:

@@ -185,6 +185,8 @@ class World:
             return False
         self.seen["preempted"] += scheduler.preemptions - preemptions
         self.last = "P" if isinstance(step, Prefill) else str(step.sequences[0].group or "D")
+        preempted = [s for s in holders if s.state == "waiting"]
+        assert not preempted or min(s.rank for s in preempted) > max(s.rank for s in self.holders())
         in_turn = scheduler.preemptions == preemptions and most_rows > 0
         if isinstance(step, Prefill):
             assert not in_turn or ready <= self.decoded, "decode waits for more than one chunk"
@@ -518,13 +520,60 @@ def test_the_lowest_priority_gives_its_pages_back_first() -> None:
 
 @pytest.mark.usefixtures("no_headroom")
 def test_a_prefill_is_given_up_for_one_that_was_first() -> None:
-    world = World(6, chunk=2)
-    first = world.add(Sequence([1, 0, 0], limit=21))
+    world = World(6, chunk=1)
+    world.add(Sequence([1, 0, 0], limit=21))
     second = world.add(Sequence([1, 2, 1] * 4, limit=2))
-    assert len(answer(first)) > 12
+    seen = []
+    while not world.scheduler.preemptions:
+        seen.append(second.state)
+        steps(world, 1)
+    assert seen[-1] == "prefill"
     world.finish()
-    assert world.begun == [first, second]
-    assert world.scheduler.preemptions == 1
+
+
+@pytest.mark.usefixtures("no_headroom")
+@pytest.mark.parametrize("group", [None, "other"])
+def test_there_is_a_step_after_the_last_row_was_given_up(group: str | None) -> None:
+    """A chunk, or a decode step of another group, although nothing is in flight."""
+    plan = Scheduler(PagePool(5, SIZE), slots=4, context=16, chunk=8 if group else 4, ahead=1)
+    low, high = Sequence([1] * 4, limit=9), Sequence([2] * 7, limit=3, priority=1, group=group)
+    for sequence in (low, high):
+        plan.add(sequence)
+        plan.next(100)
+    for sequence in (low, high):
+        if sequence.in_flight:
+            read(plan, sequence, 0)
+    assert (low.state, high.state) == ("running", "running" if group else "prefill")
+    assert plan.pool.allocate(2) is not None  # the last
+    step = plan.next(100)
+    assert low.state == "waiting"
+    assert step == Decode((high,)) if group else isinstance(step, Prefill)
+
+
+@pytest.mark.usefixtures("no_headroom")
+def test_one_that_waits_is_begun_when_another_ends() -> None:
+    plan = Scheduler(PagePool(7, SIZE), slots=4, context=24, chunk=64)
+    first, second, third = (Sequence([i] * n, limit=9) for i, n in enumerate((8, 8, 4)))
+    for sequence in (first, second, third):
+        plan.add(sequence)
+    while plan.next(100) is not None:
+        pass
+    assert [s.state for s in (first, second, third)] == ["running", "running", "waiting"]
+    read(plan, first, 5, True)
+    step = plan.next(100)
+    assert isinstance(step, Prefill)
+    assert step.sequence is third
+
+
+def test_the_first_is_prefilled_first() -> None:
+    """Of a higher priority, even before one that is in the middle of it."""
+    world = World(40, chunk=2)
+    low = world.add(Sequence([1] * 9, limit=1))
+    steps(world, 1)
+    high = world.add(Sequence([2] * 9, limit=1, priority=1))
+    steps(world, 5)
+    assert (low.computed, high.computed) == (2, 9)
+    world.finish()
 
 
 def test_what_is_known_of_a_prompt_is_not_computed_again() -> None:
@@ -543,6 +592,22 @@ def test_what_is_known_of_a_prompt_is_not_computed_again() -> None:
     other = world.add(Sequence(first.tokens, limit=1, key="adapter"))
     world.finish()
     assert other.reused == 0
+
+
+def test_a_page_of_an_answer_is_stored_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, lengths = World(40), []
+    sequence = world.add(Sequence([1, 1, 0, 0, 2], limit=50))
+    store = world.pool.store
+
+    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int) -> None:
+        lengths.append(length)
+        store(tokens, key, pages, length)
+
+    monkeypatch.setattr(world.pool, "store", counted)
+    world.finish()
+    known = len(sequence.tokens) - 1
+    assert known > 20
+    assert lengths == [5, *range(8, known, 4), known]
 
 
 def test_a_prompt_is_shared_while_it_is_used() -> None:
@@ -568,7 +633,7 @@ def test_a_row_that_was_dead_left_nothing() -> None:
 
 
 def test_states_are_saved_before_the_end_and_at_it() -> None:
-    world = World(40, snapshots=4)
+    world = World(40, snapshots=4, chunk=3)
     first = world.add(Sequence([1, 2, 0, 1, 2, 2, 1, 0, 1, 1], limit=3))
     world.finish()
     assert (world.seen["save"], world.seen["saved end"]) == (1, 1)
@@ -590,6 +655,20 @@ def test_a_state_is_saved_where_prompts_part() -> None:
         sequence = world.add(Sequence([*common, i, *[i] * 9], limit=1))
         world.finish()
         assert sequence.reused == (0, 0, 10)[i]
+    assert world.seen["save"] == 4
+    world.add(Sequence([*common[:3], *[0] * 9], limit=1))  # no more than a page in common
+    world.finish()
+    assert world.seen["save"] == 5
+
+
+@pytest.mark.usefixtures("no_headroom")
+def test_whole_pages_are_shared_where_there_is_no_room_for_a_copy() -> None:
+    world = World(4)
+    world.add(Sequence([1, 2, 0, 1, 2, 0, 1, 2, 0, 1], limit=1))
+    world.finish()
+    sequence = world.add(Sequence([1, 2, 0, 1, 2, 0, 1, 2, 0, 0, *[2] * 5], limit=1))
+    world.finish()
+    assert sequence.reused == 8
 
 
 def sequences_of_all_states(world: World) -> list[Sequence]:
@@ -627,10 +706,12 @@ def test_a_state_ends_with_what_is_in_flight(read: int) -> None:
         world.submit()
         if len(world.pending) > 2 or len(sequence.tokens) < 5 + read:
             world.read()
+    end = len(sequence.tokens) + sequence.in_flight
     assert sequence.in_flight > 0
     world.cancel(sequence)
     assert sequence.state == "running"
     world.finish()
+    assert len(sequence.tokens) == end
     later = world.add(Sequence([*sequence.tokens, 1], limit=1))
     world.finish()
     assert later.reused == len(sequence.tokens) - 1
