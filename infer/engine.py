@@ -479,7 +479,8 @@ class Engine:
         while len(self._in_flight) < self.options.ahead:
             if self._in_flight and self._in_flight[-1].prefilled and not self.pace.known:
                 break  # find out
-            work = self.scheduler.next(self._most_rows())
+            pace = self.pace
+            work = self.scheduler.next(pace.rows_beside if self.scheduler.running else pace.rows)
             if work is None:
                 break
             if isinstance(work, Prefill):
@@ -489,10 +490,6 @@ class Engine:
         self._is_whole = True
         if self._in_flight:
             self._read()
-
-    def _most_rows(self) -> int:
-        """Of a prefill step, while others wait for their next token, or nobody does."""
-        return self.pace.rows
 
     def _take_in(self) -> None:
         while self._inbox:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 SUBMISSION_SECONDS = 0.1  # of prefill at most
+PAUSE_SECONDS = 0.03  # that a prompt may hold up other answers, step by step
 FIRST_ROWS = 64  # of prefill, while it is not known how fast the GPU is
 
 
@@ -24,6 +25,13 @@ class Pace:
         if not self.known:
             return FIRST_ROWS
         return max(16, int(SUBMISSION_SECONDS / (self.row_seconds / self.layers)) // 16 * 16)
+
+    @property
+    def rows_beside(self) -> int:
+        """The same while other answers wait for their next tokens."""
+        if not self.known:
+            return self.rows
+        return min(self.rows, max(16, int(PAUSE_SECONDS / self.row_seconds) // 16 * 16))
 
     def submissions(self, rows: int) -> int:
         """Into how many submissions a step of so many rows is cut."""
