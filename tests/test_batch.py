@@ -146,6 +146,43 @@ def test_every_size_of_a_batch(
             assert_same(of(list(item)), own)
 
 
+@others_full("case", KINDS, ["llama"])
+def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
+    """No subgroups, no shader-f16, the smallest limits."""
+    prompts = prompts_of(case)[:3]
+    with least_device.scope():
+        folder = load(case).write_checkpoint(tmp_path / case)
+        engine = build_engine(least_device, folder, max_batch=4)
+        expected = [answer(engine, prompt, 4) for prompt in prompts]
+        engine.forget()
+        running = [begin(engine, prompt, 4) for prompt in prompts]
+        for item, own in zip(running, expected, strict=True):
+            assert_same(of(list(item)), own)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse": False, "raw": False, "ahead": 1},
+        pytest.param({"kv_dtype": "q8"}, marks=pytest.mark.full),
+        pytest.param({"kv_dtype": "f16", "dtype": "q4"}, marks=pytest.mark.full),
+        pytest.param({"dtype": "q8"}, marks=pytest.mark.full),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_options_do_not_change_the_answers(
+    engine_of: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """Neither those that dispatch otherwise nor those that round."""
+    engine, prompts = engine_of("llama", max_batch=4, **options), prompts_of("llama")[:4]
+    alone = [answer(engine, ids, STEPS) for ids in prompts]
+    engine.forget()
+    begun = [lambda ids=ids: begin(engine, ids) for ids in prompts]
+    for found, expected in zip(together(engine, begun), alone, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert relative_error(found.logits, expected.logits) <= 2e-2 * ("dtype" in options) + 1e-5
+
+
 def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) -> None:
     """Greedy, with all filters and penalties, and by a processor on the host, side by side."""
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")

@@ -56,6 +56,7 @@ from infer.models.loading.checkpoint import ADAPTER_CONFIG, ADAPTER_TENSORS, Che
 from infer.models.loading.formats.packed import read_rows
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import LoadPlan, plan_weights
+from infer.sampling import SamplingParams
 
 DATA = Path(__file__).resolve().parent / "data" / "adapters"
 CASES = sorted(folder.name for folder in DATA.iterdir())
@@ -347,6 +348,22 @@ def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> N
 
 
 # Chosen call by call
+
+
+def test_answers_with_unlike_adapters_run_side_by_side(device: Device) -> None:
+    """And reuse nothing of each other: the same tokens have other keys."""
+    two = {"a": DATA / "llama", "b": DATA / "llama_head"}
+    ids = Reference.load("llama").prompt_ids
+    with device.scope():
+        engine = build_engine(device, MODELS / "llama", adapters=two, max_batch=4, context=600)
+        names = [None, "a", "b", "a"]
+        alone = [answer(engine, ids, 9, adapter=name).token_ids for name in names]
+        engine.forget()
+        params = SamplingParams(max_tokens=9).resolved({})
+        running = [engine.generate(ids, params, adapter=name) for name in names]
+        assert [[step.token for step in item] for item in running] == alone
+        # The fourth begins when the prompt of the second is there.
+        assert [item.timings.reused_tokens for item in running] == [0, 0, 0, len(ids) - 1]
 
 
 def test_switching_is_as_good_as_separate_models(device: Device) -> None:
