@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from infer.engine import Engine, EngineOptions
@@ -118,11 +119,14 @@ class MemoryCount:
             largest = options.pages * of_page
             fits_binding = largest <= binding
             least = self._weight_bytes + self._kv_bytes(options)  # to build no engine in vain
+            fewer = "max_batch" in may_shrink and options.max_batch > 1
             if fits_binding and (free is None or least <= free):
-                need = self.needed(options)
-                if free is None or need.total <= free:
-                    return options
-            if "max_batch" in may_shrink and options.max_batch > 1:
+                # Steps of many rows may be too large for one binding.
+                with suppress(OutOfMemoryError) if fewer else nullcontext():
+                    need = self.needed(options)
+                    if free is None or need.total <= free:
+                        return options
+            if fewer:
                 options = replace(options, max_batch=1)
                 continue
             if "context" not in may_shrink or options.context // 2 < _LEAST_CONTEXT:

@@ -10,7 +10,7 @@ from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
-from infer.kernels.errors import UnsupportedError
+from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
 from infer.kernels.gpu.tensor import GpuTensor
@@ -97,6 +97,13 @@ class Steps:
             for adapter in adapters
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
+        largest = max([self.logits.nbytes, *(size for own in sizes for size in own)])
+        if self.batches and largest > device.limits.max_binding:
+            raise OutOfMemoryError(
+                f"Steps of {self.batches[-1]} rows need a buffer of {largest:,} bytes; one binding "
+                f"of this GPU holds {device.limits.max_binding:,}. Ask for fewer answers at once "
+                "(max_batch)."
+            )
         self.arena = Arena(device)
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
         self._plans: dict[tuple[str, str | None], DispatchPlan] = {}

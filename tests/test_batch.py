@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import infer.scheduler
 import infer.steps
 from infer.engine import Answer as Running
 from infer.engine import Engine, EngineOptions, Step
-from infer.kernels.errors import ModelError, RequestError
+from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
@@ -310,6 +311,15 @@ def test_nothing_is_left_of_many_answers(engine_of: Callable[..., Engine]) -> No
         now = engine.device.memory_stats().allocated
         assert turn == 0 or now == allocated
         allocated = now
+
+
+def test_a_batch_that_no_binding_holds(own_device: Device, tmp_path: Path) -> None:
+    limits = replace(own_device.limits, max_binding=1 << 16)
+    with own_device.scope(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_device, "limits", limits)
+        folder = load("llama").write_checkpoint(tmp_path / "llama")
+        with pytest.raises(OutOfMemoryError, match=r"Steps of 64 rows .* \(max_batch\)"):
+            build_engine(own_device, folder, max_batch=64)
 
 
 @pytest.mark.parametrize(
