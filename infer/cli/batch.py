@@ -215,9 +215,8 @@ def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
             file.writelines(line + b"\n" for line in lines)
         shutil.copymode(path, name)
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 @dataclass
