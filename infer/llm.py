@@ -160,6 +160,11 @@ class Stream(Iterator[Chunk]):
         self._llm._check_open()
         self._answer()
 
+    def _is_ready(self) -> bool:
+        """Whether its next piece, or its end, takes no step of the model."""
+        answer = self._answer()
+        return bool(answer.steps or answer.ended or answer.error)
+
     def _finish(self) -> Result:
         """All of it, to its end."""
         with self:

@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so that `infer --help` answers 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -109,6 +110,8 @@ Examples:
     infer run demo "Why is the sky blue?"
 
     cat report.txt | infer run Qwen/Qwen3-0.6B --system "Summarise this." --context 16384
+
+    infer run Qwen/Qwen3-0.6B --file prompts.jsonl --out answers.jsonl
 """,
 )
 def run(
@@ -131,6 +134,16 @@ def run(
         prompt_option(
             metavar="TEXT",
             help="A system message before the prompt, for models with a chat template.",
+        ),
+    ] = None,
+    file: Annotated[
+        str | None,
+        prompt_option(
+            "--file",
+            metavar="PATH",
+            help="Instead of a prompt a file of them, or - for standard input, answered many at "
+            'once. Each line is a JSON object: "prompt" or chat "messages", an "id", sampling '
+            "options of its own by their names below, such as max_tokens; or a JSON string.",
         ),
     ] = None,
     raw: Annotated[
@@ -229,6 +242,15 @@ def run(
     adapter: AdapterOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
+    max_batch: Annotated[
+        int | None,
+        loading_option(
+            "--max-batch",
+            metavar="N",
+            help="With --file: answers that are generated at once, up to 64. Without it 8, or 4 "
+            "where the CPU computes.",
+        ),
+    ] = None,
     no_fuse: Annotated[
         bool,
         loading_option(
@@ -236,6 +258,16 @@ def run(
             help="Run every operation as a kernel of its own: slower, to find a fault with.",
         ),
     ] = False,
+    out: Annotated[
+        str | None,
+        output_option(
+            "--out",
+            metavar="PATH",
+            help="With --file: write the answers there, a JSON object in each line, in the order "
+            "of the prompts. What the file has already is not answered again, but for errors: "
+            "after an interrupt, the same command goes on.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         output_option(
@@ -248,8 +280,8 @@ def run(
         int | None,
         output_option(
             metavar="N",
-            help="With --json: the log probability of each token, and those of the N (0 to 20) "
-            "most probable in its place.",
+            help="With --json or --file: the log probability of each token, and those of the N "
+            "(0 to 20) most probable in its place.",
         ),
     ] = None,
     quiet: Annotated[
@@ -263,17 +295,26 @@ def run(
     The answer appears on standard output as it is generated, followed by a line end; statistics
     follow on standard error. Ctrl-C ends the answer where it is: what has been generated stays,
     the statistics follow, and the exit code is 130.
+
+    With --file, the answers to a file of prompts are written as JSON lines; the exit code is 1 if
+    one of them failed.
     """
     with exit_codes(verbose):
         if raw and (system is not None or template_arg):
             raise typer.BadParameter("it leaves no chat template to fill", param_hint="--raw")
-        if logprobs is not None and not as_json:
+        if logprobs is not None and not as_json and file is None:
             raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
         bias = dict(map(parse_bias, logit_bias or ()))
         template_args = dict(map(parse_template_arg, template_arg or ()))
         if prompt is not None and words:
             raise typer.BadParameter("there is a prompt after the model", param_hint="--prompt")
-        text = read_prompt(" ".join(words) if words else prompt)
+        if file is None:
+            for name, given in (("--out", out), ("--max-batch", max_batch)):
+                if given is not None:
+                    raise typer.BadParameter("it belongs to --file", param_hint=name)
+            text = read_prompt(" ".join(words) if words else prompt)
+        else:
+            check_file(file, out, prompted=bool(words) or prompt is not None, as_json=as_json)
 
         from infer.kernels.gpu.adapters import start_drivers
 
@@ -297,6 +338,16 @@ def run(
             stop=stop or (),
             logprobs=logprobs,
         )
+        if file is not None:
+            from infer.cli import batch
+
+            requests = batch.read_requests(file, params, raw=raw)
+            answers = batch.Answers(out, requests)
+            if answers.done and not quiet:
+                note(f"note: {answers} already")
+            if len(answers.done) == len(requests):
+                answers.sort()
+                return
         begin = time.perf_counter()
         with warnings_as_notes(quiet), ProgressLine(False if quiet else None) as progress:
             llm = load(
@@ -306,7 +357,7 @@ def run(
                 dtype=dtype,
                 quantize=quantize,
                 kv_dtype=kv_dtype,
-                max_batch=1,
+                max_batch=1 if file is None else max_batch,
                 adapter=adapter,
                 revision=revision,
                 offline=offline,
@@ -320,6 +371,15 @@ def run(
                     f"note: {llm.device.adapter.name} is a software adapter: it computes on the "
                     "CPU, slowly"
                 )
+            if file is not None:
+                loading = report.Loading(time.perf_counter() - begin, progress.waiting)
+                if verbose:
+                    note(report.load_details(llm, params, loading))
+                ask = partial(make_prompt, llm, system=system, template_args=template_args, raw=raw)
+                code = batch.run(llm, requests, answers, ask, template_args, loading, quiet=quiet)
+                if code:
+                    raise typer.Exit(code)
+                return
             messages = make_prompt(llm, text, system, template_args, raw=raw)
             with llm.stream(messages, params=params, template_args=template_args) as stream:
                 with progress:
@@ -352,6 +412,16 @@ def make_prompt(
             "Put everything into the prompt."
         )
     return text
+
+
+def check_file(file: str, out: str | None, *, prompted: bool, as_json: bool) -> None:
+    """Raises typer.BadParameter for what --file leaves no room for."""
+    if prompted:
+        raise typer.BadParameter("there is a prompt beside it", param_hint="--file")
+    if as_json:
+        raise typer.BadParameter("with --file each line is JSON without it", param_hint="--json")
+    if out is not None and all(map(os.path.exists, (file, out))) and os.path.samefile(file, out):
+        raise typer.BadParameter("it is the file of the prompts", param_hint="--out")
 
 
 def generate(stream: Stream, *, streamed: bool) -> Result:

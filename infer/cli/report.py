@@ -22,6 +22,7 @@ from infer.progress import size, visible
 from infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from infer.cli.batch import Progress
     from infer.kernels.checks.bench import CheckResult
 
 # The features that kernels make use of where they are there.
@@ -268,11 +269,23 @@ def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
     )
 
 
-def result_json(
-    llm: LLM, result: Result, params: SamplingParams, loading: Loading
-) -> dict[str, Any]:
-    """All about a generation. params: as they were used."""
+def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
+    """The same of many answers together."""
     memory = llm.memory_stats()
+    return _table(
+        {
+            "answers": f"{progress.answers - progress.failed:,}, {progress.failed:,} failed",
+            "prompts": f"{progress.prompt_tokens:,} tokens",
+            "generation": f"{progress.tokens:,} tokens, {progress.tps:,.1f} tokens/s",
+            "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
+            f"({size(memory.peak)} at most)",
+            "loading": str(loading),
+        }
+    )
+
+
+def answer_json(result: Result) -> dict[str, Any]:
+    """What was answered."""
     return {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -282,6 +295,15 @@ def result_json(
         else [asdict(entry) for entry in result.logprobs],
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": result.completion_tokens,
+    }
+
+
+def result_json(
+    llm: LLM, result: Result, params: SamplingParams, loading: Loading
+) -> dict[str, Any]:
+    """All about a generation. params: as they were used."""
+    memory = llm.memory_stats()
+    return answer_json(result) | {
         "prompt_tps": result.prompt_tps,
         "generation_tps": result.generation_tps,
         "ttft_s": result.timings.prefill_seconds,

@@ -1,0 +1,209 @@
+"""`infer run --file`: a file of prompts, answered many at once."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import infer
+from infer import LLM
+from infer.cli.app import app
+from infer.engine import Answer, Engine, Step
+from infer.hub import DEMO
+
+pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
+
+PROMPTS = ["Once upon a time", "What is 4 plus 7?", "What colour is a banana?"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with infer.load(DEMO) as llm:
+        yield llm
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return tmp_path / "prompts.jsonl"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "answers.jsonl"
+
+
+def write(path: Path, *lines: Any) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(*arguments: object, stdin: bytes | None = None) -> Result:
+    given = ["run", DEMO, *map(str, arguments)]
+    return CliRunner().invoke(app, given, input=stdin, catch_exceptions=False)
+
+
+def test_each_answer_is_that_of_its_prompt_alone(llm: LLM, prompts: Path) -> None:
+    chat = [{"role": "user", "content": PROMPTS[2]}]
+    sampled = {"temperature": 0.9, "seed": 5, "max_tokens": 8, "logit_bias": {"7": 1.0}}
+    lines = [PROMPTS[0], {"id": "sum", "prompt": PROMPTS[1], "stop": ["11"], "max_tokens": 20}]
+    # Of a window of two, the first is the last to end.
+    lines += [{"id": 2.5, "messages": chat} | sampled, {"prompt": PROMPTS[1], "max_tokens": 1}]
+    content = "\ufeff" + "\r\n\r\n".join(json.dumps(line) for line in lines)
+    result = run("--file", "-", "-n", 24, "--max-batch", 1, "-q", stdin=content.encode())
+    assert (result.exit_code, result.stderr) == (0, "")
+    got = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["id"] for answer in got] == [1, "sum", 2.5, 7]
+    expected = [
+        llm.chat(PROMPTS[0], max_tokens=24),
+        llm.chat(PROMPTS[1], max_tokens=20, stop=["11"]),
+        llm.chat(chat, temperature=0.9, seed=5, max_tokens=8, logit_bias={7: 1.0}),
+        llm.chat(PROMPTS[1], max_tokens=1),
+    ]
+    for answer, alone in zip(got, expected, strict=True):
+        for name in ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens"):
+            assert answer[name] == getattr(alone, name)
+    assert got[1]["finish_reason"] == "stop"
+    assert got[2]["seed"] == 5
+
+
+def test_after_an_interrupt_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, prompts: Path, out: Path
+) -> None:
+    counts = [12, 2, 2, 2, 2]
+    write(prompts, *({"prompt": PROMPTS[i % 3], "max_tokens": n} for i, n in enumerate(counts)))
+    command = ("--file", prompts, "--out", out, "--max-batch", 2, "--context", 128)
+    next_step, opened = Engine.next_step, set()
+
+    def interrupted(self: Engine, answer: Answer) -> Step | None:
+        opened.add(answer)
+        assert len([answer for answer in opened if not answer.ended]) <= 4
+        if answer.count > 8:
+            raise KeyboardInterrupt
+        return next_step(self, answer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "next_step", interrupted)
+        result = run(*command, "-q")
+    assert result.exit_code == 130
+    # The first is not done; what others have come to is kept.
+    done = [answer["id"] for answer in read(out)]
+    assert done
+    assert set(done) <= {2, 3, 4, 5}
+    told = f"interrupted: {len(done)} of 5 answers are in {out}; the same command goes on"
+    assert result.stderr.startswith(told)
+
+    before = {answer["id"]: answer for answer in read(out)}
+    with open(out, "a") as file:
+        file.write('{"id": 1, "text": "cut o')
+    result = run(*command)
+    assert result.exit_code == 0
+    assert f"note: {len(done)} of 5 answers are in {out} already" in result.stderr
+    got = read(out)
+    assert [answer["id"] for answer in got] == [1, 2, 3, 4, 5]
+    assert all(got[key - 1] == answer for key, answer in before.items())  # seeds and all
+    assert got[0]["text"] == llm.chat(PROMPTS[0], max_tokens=12).text
+
+    monkeypatch.setattr(infer.loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert run(*command).exit_code == 0
+    assert read(out) == got
+
+
+def test_others_go_on_when_one_fails(prompts: Path, out: Path) -> None:
+    wrong: dict[str, Any] = {"id": "b", "messages": [{"content": "no role"}]}
+    lines = [{"id": "a", "prompt": "dog " * 300}, wrong, {"id": "c", "prompt": PROMPTS[1]}]
+    write(prompts, *lines)
+    command = ("--file", prompts, "--out", out, "-n", 2, "--context", 128, "-q")
+    result = run(*command)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: 2 of 3 prompts were not answered. ")
+    a, b, c = read(out)
+    assert list(a) == list(b) == ["id", "error"]
+    assert "the context holds 128" in a["error"]
+    assert "role" in b["error"]
+    assert c["completion_tokens"] == 2
+    # They are tried again, and no others.
+    write(prompts, lines[0], wrong | {"messages": [{"role": "user", "content": "x"}]}, lines[2])
+    assert run(*command).exit_code == 1
+    got = read(out)
+    assert [answer["id"] for answer in got] == ["a", "b", "c"]
+    assert ["error" in answer for answer in got] == [True, False, False]
+    assert got[2] == c
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "A line is an object or a string, not [1]"),
+        ('{"prompt": "a",}', "This is not one JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"promt": "a"}', "promt is not an option. Did you mean prompt?"),
+        ('{"prompt": "a", "max_new_tokens": 3}', "Did you mean max_tokens?"),
+        ('{"prompt": "a", "top_p": 2}', "top_p must be a number from 0 to 1 (off), not 2"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must map token ids"),
+        ('{"prompt": ""}', "prompt must be text, and not empty"),
+        ('{"prompt": "a", "messages": []}', "Give either prompt or messages."),
+        ('{"messages": "a"}', "messages must be a list such as"),
+        ('{"prompt": "a", "id": true}', "id must be a string or a number, not True"),
+        ('{"prompt": "a", "id": NaN}', "NaN is no number of JSON"),
+        ('{"prompt": "a", "id": 1}', "The id 1 is that of line 1 too"),
+        (b'"\xff"', "it is not UTF-8: byte 0xff at 1"),
+    ],
+)
+def test_wrong_lines_are_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, prompts: Path, line: str | bytes, message: str
+) -> None:
+    monkeypatch.setattr(infer.loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    wrong = line if isinstance(line, bytes) else line.encode()
+    prompts.write_bytes(b'"right"\n\n' + wrong + b'\n"right"\n')
+    result = run("--file", prompts)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: {prompts}, line 3: ")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("my notes", "line 1 is no answer"),
+        ('{"id": 1}\n', "line 1 is no answer"),
+        ('{"id": 1, "text": ""}\n{"id": 9, "text": ""}\n', "line 2 has the id 9, which no prompt"),
+        ('{"id": 1, "text": ""}\n{"id": 1, "text": ""}\n', "the id 1 for the second time"),
+    ],
+)
+def test_a_file_of_something_else_stays_as_it_is(
+    prompts: Path, out: Path, content: str, message: str
+) -> None:
+    write(prompts, "a", "b")
+    out.write_text(content)
+    result = run("--file", prompts, "--out", out)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert message in result.stderr
+    assert out.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--file", "p", "words"), "there is a prompt beside it"),
+        (("--file", "p", "--json"), "each line is JSON"),
+        (("--out", "o", "words"), "it belongs to --file"),
+        (("--max-batch", "2", "words"), "it belongs to --file"),
+    ],
+)
+def test_wrong_usage(flags: tuple[str, ...], message: str) -> None:
+    result = run(*flags)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_the_file_of_the_prompts_is_not_written(prompts: Path) -> None:
+    write(prompts, "a")
+    result = run("--file", prompts, "--out", prompts.parent / "." / prompts.name)
+    assert result.exit_code == 2
+    assert read(prompts) == ["a"]
