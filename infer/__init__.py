@@ -33,10 +33,20 @@ from infer.kernels.errors import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
+    from infer.aio import AsyncStream
     from infer.kept import generate, stream
     from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.gpu.device import Device, MemoryStats, Settings
-    from infer.llm import LLM, Chunk, Result, Stream, TokenLogprob, TopLogprob
+    from infer.llm import (
+        LLM,
+        Chunk,
+        LLMMemoryStats,
+        Result,
+        Score,
+        Stream,
+        TokenLogprob,
+        TopLogprob,
+    )
     from infer.loading import load
     from infer.sampling import SamplingParams
 
@@ -46,11 +56,14 @@ __version__ = "0.1.0"
 _LAZY = {
     "LLM": "infer.llm",
     "AdapterInfo": "infer.kernels.gpu.adapters",
+    "AsyncStream": "infer.aio",
     "Chunk": "infer.llm",
     "Device": "infer.kernels.gpu.device",
+    "LLMMemoryStats": "infer.llm",
     "MemoryStats": "infer.kernels.gpu.device",
     "Result": "infer.llm",
     "SamplingParams": "infer.sampling",
+    "Score": "infer.llm",
     "Settings": "infer.kernels.gpu.device",
     "Stream": "infer.llm",
     "TokenLogprob": "infer.llm",
@@ -65,6 +78,7 @@ _LAZY = {
 __all__ = [
     "LLM",
     "AdapterInfo",
+    "AsyncStream",
     "CheckpointError",
     "Chunk",
     "ClosedError",
@@ -72,6 +86,7 @@ __all__ = [
     "DeviceError",
     "InferError",
     "InferWarning",
+    "LLMMemoryStats",
     "MemoryStats",
     "ModelAccessError",
     "ModelError",
@@ -80,6 +95,7 @@ __all__ = [
     "RequestError",
     "Result",
     "SamplingParams",
+    "Score",
     "Settings",
     "ShaderError",
     "Stream",

@@ -160,6 +160,11 @@ class Answer(Iterator[Step]):
         self.engine.cancel(self)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether its next step, or its end, need not be waited for."""
+        return bool(self.steps) or self.error is not None or self.ended or self.cancelled
+
+    @property
     def table_length(self) -> int:
         """By which the table of its positions is chosen (rope.table_length)."""
         return int(self.sequence.group[1])
@@ -394,15 +399,22 @@ class Engine:
 
     def next_step(self, answer: Answer) -> Step | None:
         """The next of an answer's steps; None at its end. Raises what ended it."""
-        me = threading.get_ident()
         while True:
+            self.wait(lambda: answer.is_ready)
+            # Looked at first: another thread adds the last step, or the error, and then ends it.
+            over = answer.ended or answer.cancelled
             if answer.steps:
                 return answer.steps.popleft()
             if answer.error is not None:
                 error, answer.error = answer.error, None
                 raise error
-            if answer.ended or answer.cancelled:
+            if over:
                 return None
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Until `ready`, which is asked between steps; makes them where no other thread does."""
+        me = threading.get_ident()
+        while not ready():
             self._check_turn()
             try:
                 with self._turn:
@@ -681,10 +693,11 @@ class Engine:
                 )
             assert token != NO_TOKEN
         except BaseException as error:
+            if isinstance(error, Exception):
+                answer.error = error  # type: ignore[assignment]
             self._end(answer, at_once=True)
             if not isinstance(error, Exception):
                 raise
-            answer.error = error  # type: ignore[assignment]
             return
         timings = answer.timings
         if not answer.count:
@@ -699,6 +712,7 @@ class Engine:
         of_part = len(sequence.tokens) + 1 - sequence.prompt_tokens >= sequence.limit
         slot = sequence.slot
         self._save(slot, self.scheduler.read(sequence, token, last or of_part))
+        answer.steps.append(Step(token, logits if answer.with_logits else None))
         if last:
             self._end(answer)
         elif of_part:  # from here on, all positions rotate otherwise
@@ -711,7 +725,6 @@ class Engine:
         elif answer.sampler is not None and sequence.slot is not None:
             self.sampler.set_next(sequence.slot, token, len(sequence.tokens) - 1)
             self._rows = None
-        answer.steps.append(Step(token, logits if answer.with_logits else None))
 
     def _end(self, answer: Answer, *, at_once: bool = False) -> None:
         answer.ended = True

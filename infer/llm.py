@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Unpack, cast, overload
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,13 @@ from infer.kernels.errors import ClosedError, RequestError
 from infer.kernels.gpu.adapters import check_process, is_forked
 from infer.kernels.gpu.device import MemoryStats
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
+from infer.pages import PoolStats
 from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it imports asyncio
+    from infer.aio import AsyncStream, Runner
 
 Message = Mapping[str, Any]
 Chat = str | Sequence[Message]
@@ -98,6 +103,27 @@ class Result:
         return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
 
 
+@dataclass(frozen=True)
+class Score:
+    """How likely a continuation is. logprob: of all its tokens, the sum of token_logprobs.
+    is_greedy: whether each of them is the most probable one in its place. tokens: how many."""
+
+    logprob: float
+    token_logprobs: list[float]
+    is_greedy: bool
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_logprobs)
+
+
+@dataclass(frozen=True)
+class LLMMemoryStats(MemoryStats):
+    """Those of the device, and the pages of the KV cache."""
+
+    cache: PoolStats
+
+
 class _Lazy:
     """An answer that is begun when it is first asked for."""
 
@@ -130,6 +156,7 @@ class Stream(Iterator[Chunk]):
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
         self._reader: int | None = None  # the thread that asked for a piece last
         self._closed = False
+        self._is_elsewhere = False  # whether it is another thread that reads it for its reader
         self._error: ClosedError | None = None  # what closed it, if the reader does not know
         self._keeps: object = None  # what lives as long as it is open
 
@@ -162,8 +189,13 @@ class Stream(Iterator[Chunk]):
 
     def _is_ready(self) -> bool:
         """Whether its next piece, or its end, takes no step of the model."""
-        answer = self._answer()
-        return bool(answer.steps or answer.ended or answer.error)
+        return self._answer().is_ready
+
+    def begin_elsewhere(self) -> Answer:
+        """As `_begin`, for the thread of event loops, which reads it."""
+        self._begin()
+        self._is_elsewhere = True
+        return self._answer()
 
     def _finish(self) -> Result:
         """All of it, to its end."""
@@ -297,6 +329,42 @@ class LLM:
         )
         return Stream(self, begin, params, ids)
 
+    @overload
+    async def agenerate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+
+    @overload
+    async def agenerate(
+        self, prompt: Prompts, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    async def agenerate(
+        self, prompt: Prompt | Prompts, **options: Unpack[AnswerOptions]
+    ) -> Result | list[Result]:
+        """`generate` for event loops, which it never blocks. Answers that tasks wait for are
+        generated together; a task that is cancelled ends its own."""
+        from infer.aio import AsyncStream, together
+
+        several = are_several(prompt)
+        prompts = cast(Sequence[Prompt], prompt if several else [prompt])
+        streams = [self.stream(each, **options) for each in prompts]
+        results = await together([AsyncStream(self._runner, each, True) for each in streams])
+        return results if several else results[0]
+
+    def astream(
+        self, prompt: Prompt, **options: Unpack[AnswerOptions]
+    ) -> AsyncStream[Chunk, Result]:
+        """`stream` for event loops: `async for chunk in llm.astream(prompt)`. Raises RequestError
+        at once, too."""
+        from infer.aio import AsyncStream
+
+        return AsyncStream(self._runner, self.stream(prompt, **options), False)
+
+    @cached_property
+    def _runner(self) -> Runner:
+        from infer.aio import Runner
+
+        return Runner(self.engine, self._call)
+
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
         """The token ids of a prompt, as `generate` takes it."""
         if isinstance(prompt, str):
@@ -326,15 +394,70 @@ class LLM:
         self._check_open()
         self.engine.check_adapter(adapter)
         ids = self.encode(prompt)
-        self._check_thread()
-        thread = threading.get_ident()
-        try:
-            self._inside.add(thread)
+        with self._call():
             return np.concatenate(list(self.engine.score(ids, adapter)))
-        finally:
-            self._inside.discard(thread)
-            if self._closing:
-                self.close()
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str | None = None,
+    ) -> list[Score]:
+        """How likely each continuation is after a prompt, in their order.
+
+        A prompt and a continuation that are both text become tokens together, of which those after
+        the prompt's own count; spaces at the prompt's end count as the continuation's. Else the
+        continuation's tokens follow the prompt's, without special ones.
+
+        Raises RequestError for what cannot be served, and for a continuation without tokens.
+        """
+        self._check_open()
+        self.engine.check_adapter(adapter)
+        if isinstance(continuations, str) or not isinstance(continuations, Iterable):
+            raise RequestError(
+                f"continuations must be a list of texts or of token ids, not "
+                f"{shown(continuations)}."
+            )
+        pairs = [self._scored_ids(prompt, each) for each in continuations]
+        with self._call():
+            return [self._score(ids, begin, adapter) for ids, begin in pairs]
+
+    def _scored_ids(
+        self, prompt: Prompt, continuation: str | Sequence[int]
+    ) -> tuple[list[int], int]:
+        """The ids of both, and where the continuation begins."""
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            stripped = prompt.rstrip() or prompt
+            ids, begin = self.encode(prompt + continuation), len(self.encode(stripped))
+        else:
+            ids = self.encode(prompt)
+            begin = len(ids)
+            if isinstance(continuation, str):
+                ids += self.tokenizer.encode(continuation, add_special_tokens=False)
+            else:
+                ids += self.encode(continuation)
+        self.engine.check_prompt(ids[:begin], room=0)
+        self.engine.check_prompt(ids, room=0)
+        if len(ids) <= begin:
+            raise RequestError(
+                f"The continuation {shown(continuation)} has no token of its own after the prompt."
+            )
+        return ids, begin
+
+    def _score(self, ids: Sequence[int], begin: int, adapter: str | None) -> Score:
+        """Of ids from `begin` on."""
+        values: list[float] = []
+        is_greedy, position = True, 0
+        for chunk in self.engine.score(ids[:-1], adapter):
+            first = max(begin - 1 - position, 0)  # row that says something of the continuation
+            for row, token in zip(chunk[first:], ids[position + first + 1 :], strict=False):
+                wide = row.astype(np.float64)
+                top = wide.max()
+                values.append(float(wide[token] - top - np.log(np.exp(wide - top).sum())))
+                is_greedy &= bool(wide.argmax() == token)
+            position += len(chunk)
+        return Score(math.fsum(values), values, is_greedy)
 
     def _chunks(
         self,
@@ -386,6 +509,19 @@ class LLM:
         finally:
             answer.close()
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call of this thread, at whose end the LLM is closed if that was asked for in it."""
+        self._check_thread()
+        thread = threading.get_ident()
+        try:
+            self._inside.add(thread)
+            yield
+        finally:
+            self._inside.discard(thread)
+            if self._closing:
+                self.close()
+
     def _check_thread(self) -> None:
         """Raises RequestError for a call in the middle of another of this thread, and DeviceError
         in a process that was forked."""
@@ -399,9 +535,10 @@ class LLM:
 
     # End
 
-    def memory_stats(self) -> MemoryStats:
-        """GPU memory of this model's device."""
-        return self.device.memory_stats()
+    def memory_stats(self) -> LLMMemoryStats:
+        """GPU memory of this model's device, and the pages of its KV cache."""
+        device = self.device.memory_stats()
+        return LLMMemoryStats(**asdict(device), cache=self.engine.pool.stats)
 
     def close(self) -> None:
         """Free the GPU memory. A stream that is open ends: in another thread with a ClosedError at
@@ -414,7 +551,7 @@ class LLM:
         for reference in list(self._open_streams.values()):
             stream = reference()
             if stream is not None:
-                if stream._reader not in (None, thread):
+                if stream._is_elsewhere or stream._reader not in (None, thread):
                     stream._error = ClosedError("The LLM was closed in the middle of this stream.")
                 stream.close()
         if thread in self._inside:  # that call comes here at its end

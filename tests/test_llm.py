@@ -255,6 +255,76 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
         assert [top.logprob for top in entry.top] == pytest.approx(np.sort(row)[:-4:-1], abs=2e-3)
 
 
+def test_scores_are_those_of_the_logits(llm: LLM) -> None:
+    """By numpy's log-softmax, whether text or ids, in one chunk of positions or more."""
+    long = "Once upon a time, there was a clever witch. " * 15
+    assert len(llm.encode(long)) > 128
+    few = [" barrel banana", ", there", llm.encode(STORY)[:3]]
+    for prompt, continuations in ((STORY, few), (long + STORY, few[:1])):
+        begin = len(llm.encode(prompt))
+        scores = llm.score(prompt, continuations)
+        for score, continuation in zip(scores, continuations, strict=True):
+            if isinstance(continuation, str):
+                ids = llm.encode(prompt + continuation)
+                if prompt is STORY:
+                    assert llm.score(ids[:begin], [ids[begin:]]) == [score]
+            else:
+                ids = llm.encode(prompt) + continuation
+            logits = llm.logits(ids)[begin - 1 : -1].astype(np.float64)
+            logprob = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            expected = logprob[np.arange(len(logprob)), ids[begin:]]
+            assert score.token_logprobs == pytest.approx(expected, rel=1e-9, abs=1e-9)
+            assert score.logprob == pytest.approx(expected.sum(), rel=1e-9, abs=1e-9)
+            assert score.tokens == len(ids) - begin
+            assert score.is_greedy == (logits.argmax(axis=1).tolist() == ids[begin:])
+        assert not scores[0].is_greedy
+
+
+def test_the_greedy_answer_scores_best(llm: LLM) -> None:
+    result = llm.generate(COUNT, max_tokens=6, logprobs=0)
+    assert result.logprobs is not None
+    prompt = llm.encode(COUNT)
+    greedy, other = llm.score(prompt, [result.token_ids, result.token_ids[::-1]])
+    assert greedy.is_greedy
+    assert not other.is_greedy
+    assert other.logprob < greedy.logprob
+    expected = [token.logprob for token in result.logprobs]
+    assert greedy.token_logprobs == pytest.approx(expected, abs=2e-2)  # the cache's are f16
+    assert llm.score(STORY + " ", ["witch"]) == llm.score(STORY, [" witch"])
+    assert llm.score(STORY, []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuations", "message"),
+    [
+        (STORY, " witch", "continuations must be a list of texts or of token ids, not ' witch'"),
+        (STORY, 3, "continuations must be a list"),
+        (STORY, ["", "!"], "The continuation '' has no token"),
+        (STORY, [[]], r"The continuation \[\] has no token"),
+        (STORY, [[10**6]], "not in the model's vocabulary"),
+        ([], ["!"], "The prompt is empty"),
+    ],
+)
+def test_continuations_that_cannot_be_scored(
+    llm: LLM, prompt: Any, continuations: Any, message: str
+) -> None:
+    with pytest.raises(infer.RequestError, match=message):
+        llm.score(prompt, continuations)
+
+
+def test_memory_stats_tell_the_pages(llm: LLM) -> None:
+    stats = llm.memory_stats()
+    assert isinstance(stats, infer.MemoryStats)
+    assert stats.allocated == llm.device.memory_stats().allocated
+    pages = llm.engine.options.pages
+    with llm.stream(COUNT) as stream:
+        next(stream)
+        cache = llm.memory_stats().cache
+        assert cache.in_use >= 1
+        assert cache.in_use + cache.cached + cache.free == pages
+    assert llm.memory_stats().cache == llm.engine.pool.stats
+
+
 def test_logprobs_come_with_the_chunks(llm: LLM) -> None:
     with llm.stream(COUNT, logprobs=0, max_tokens=5) as stream:
         own = [chunk.logprob for chunk in stream if chunk.token_id is not None]
@@ -496,7 +566,7 @@ def test_close_in_mid_stream() -> None:
     assert list(stream) == []
     assert stream.result.finish_reason == "cancelled"
     assert llm.memory_stats().allocated == 0
-    for use in (llm.generate, llm.stream, llm.chat, llm.logits):
+    for use in (llm.generate, llm.stream, llm.chat, llm.logits, llm.astream):
         with pytest.raises(infer.ClosedError, match="has been closed"):
             use(STORY)
 

@@ -1,0 +1,195 @@
+"""Answers in event loops: one thread of the LLM generates for all of them, while there are any.
+
+After each step it hands what has come to each loop, by one call. Loops never wait for the GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from infer.engine import Answer, Engine
+
+PieceT = TypeVar("PieceT")
+ResultT = TypeVar("ResultT")
+_PieceT_co = TypeVar("_PieceT_co", covariant=True)
+_ResultT_co = TypeVar("_ResultT_co", covariant=True)
+
+
+class Source(Protocol[_PieceT_co, _ResultT_co]):
+    """What `llm.Stream` is."""
+
+    @property
+    def result(self) -> _ResultT_co: ...
+
+    def begin_elsewhere(self) -> Answer:
+        """From here on it is generated whenever any other is, and read by another thread."""
+
+    def __next__(self) -> _PieceT_co: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _End:
+    """Of a stream, and the error that ended it."""
+
+    error: BaseException | None
+
+
+@dataclass(eq=False)
+class _Feed(Generic[PieceT]):
+    """A stream that the thread reads, and where its pieces go; of those that are read `whole`, its
+    end alone."""
+
+    stream: Source[PieceT, object]
+    answer: Answer
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[PieceT | _End]
+    whole: bool
+    ended: bool = False
+
+    def take(self, failed: BaseException | None) -> list[PieceT | _End]:
+        """What has come, without waiting. failed: why nothing will come any more."""
+        pieces: list[PieceT | _End] = []
+        if failed is not None:
+            self.stream.close()
+        try:
+            while failed is not None or self.answer.is_ready:
+                piece = next(self.stream)
+                if not self.whole:
+                    pieces.append(piece)
+        except StopIteration:
+            pieces.append(_End(failed))
+        except BaseException as error:  # the task's, not this thread's
+            pieces.append(_End(error))
+        else:
+            return pieces
+        self.ended = True
+        return pieces
+
+
+class Runner:
+    """Reads all streams of an LLM that event loops wait for."""
+
+    def __init__(self, engine: Engine, call: Callable[[], AbstractContextManager[None]]) -> None:
+        """call: the context of a call of the LLM."""
+        self._engine, self._call = engine, call
+        self._lock = threading.Lock()  # of the two below
+        self._feeds: list[_Feed[object]] = []
+        self._runs = False
+
+    def add(self, feed: _Feed[object]) -> None:
+        with self._lock:
+            self._feeds.append(feed)
+            if not self._runs:
+                # No daemon: those are cut off in the middle of a driver's call.
+                threading.Thread(target=self._run, name="infer.aio").start()
+                self._runs = True
+
+    def _run(self) -> None:
+        while True:
+            failed: BaseException | None = None
+            try:
+                with self._call():
+                    self._engine.wait(lambda: any(feed.answer.is_ready for feed in self._feeds))
+            except BaseException as error:  # the device is lost
+                failed = error
+            self._hand_out(failed)
+            with self._lock:
+                self._feeds = [feed for feed in self._feeds if not feed.ended]
+                if not self._feeds:
+                    self._runs = False
+                    return
+
+    def _hand_out(self, failed: BaseException | None) -> None:
+        handed: dict[asyncio.AbstractEventLoop, list[tuple[_Feed[object], list[object]]]] = {}
+        for feed in list(self._feeds):
+            pieces = feed.take(failed)
+            if pieces:
+                handed.setdefault(feed.loop, []).append((feed, pieces))
+        for loop, parts in handed.items():
+            try:
+                loop.call_soon_threadsafe(_put, parts)
+            except RuntimeError:  # the loop is closed
+                for feed, _ in parts:
+                    feed.stream.close()
+
+
+def _put(parts: Sequence[tuple[_Feed[object], Sequence[object]]]) -> None:
+    for feed, pieces in parts:
+        for piece in pieces:
+            feed.queue.put_nowait(piece)
+
+
+class AsyncStream(AsyncIterator[PieceT], Generic[PieceT, ResultT]):
+    """A `Stream` for `async for`. It begins when it is first asked for a piece, and then comes as
+    fast as it can. Iterate it to its end, close it (`aclose`, `async with`), drop it, or cancel the
+    task that waits for it: each frees its place for the next. `result` holds what has been
+    generated so far, which may be more than what was taken, and in the end everything."""
+
+    def __init__(self, runner: Runner, stream: Source[PieceT, ResultT], whole: bool) -> None:
+        self._runner, self._stream, self._whole = runner, stream, whole
+        self._feed: _Feed[PieceT] | None = None
+        self._closed = False
+
+    @property
+    def result(self) -> ResultT:
+        return self._stream.result
+
+    def begin(self) -> asyncio.Queue[PieceT | _End]:
+        """Where its pieces come."""
+        if self._feed is None:
+            loop, answer = asyncio.get_running_loop(), self._stream.begin_elsewhere()
+            self._feed = _Feed(self._stream, answer, loop, asyncio.Queue(), self._whole)
+            self._runner.add(self._feed)  # type: ignore[arg-type]
+        return self._feed.queue
+
+    async def __anext__(self) -> PieceT:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            queue = self.begin()
+            piece = await queue.get()
+        except BaseException:
+            self.close()
+            raise
+        if not isinstance(piece, _End):
+            return piece
+        self.close()
+        queue.put_nowait(_End(None))  # for other tasks that wait
+        raise piece.error or StopAsyncIteration
+
+    def close(self) -> None:
+        """As `Stream.close`."""
+        self._closed = True
+        self._stream.close()
+
+    async def aclose(self) -> None:
+        self.close()
+
+    async def __aenter__(self) -> AsyncStream[PieceT, ResultT]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._stream.close()
+
+
+async def together(streams: Sequence[AsyncStream[PieceT, ResultT]]) -> list[ResultT]:
+    """All of them, to their ends, generated at once."""
+    try:
+        for stream in streams:
+            stream.begin()
+        for stream in streams:
+            async for _ in stream:
+                pass
+        return [stream.result for stream in streams]
+    finally:
+        for stream in streams:
+            stream.close()
