@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infer.cli.report import Loading, answer_json, batch_text
+from infer.cli.report import Loading, answer_json, table
 from infer.cli.terminal import INTERRUPTED, note, of_system, uninterrupted, write
 from infer.foreign import reason, shown
 from infer.kernels.errors import InferError, ModelError, RequestError, TokenizerError
 from infer.keywords import check_names
 from infer.llm import LLM, Chat, Stream
-from infer.progress import ProgressLine, is_terminal
+from infer.progress import ProgressLine, is_terminal, size
 from infer.sampling import SamplingOptions, SamplingParams
 
 Id = str | int | float
@@ -346,3 +346,18 @@ def run(
     again = "" if answers.path is None else f" {answers.path} says why; a rerun tries them again."
     note(f"error: {progress.failed:,} of {len(requests):,} prompts were not answered.{again}")
     return 1
+
+
+def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
+    """What many answers took together, as `infer run --verbose` says of one."""
+    memory = llm.memory_stats()
+    return table(
+        {
+            "answers": f"{progress.answers - progress.failed:,}, {progress.failed:,} failed",
+            "prompts": f"{progress.prompt_tokens:,} tokens",
+            "generation": f"{progress.tokens:,} tokens, {progress.tps:,.1f} tokens/s",
+            "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
+            f"({size(memory.peak)} at most)",
+            "loading": str(loading),
+        }
+    )

@@ -22,14 +22,13 @@ from infer.progress import size, visible
 from infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from infer.cli.batch import Progress
     from infer.kernels.checks.bench import CheckResult
 
 # The features that kernels make use of where they are there.
 _FEATURES = ("subgroup", "shader-f16", "timestamp-query")
 
 
-def _table(rows: Mapping[str, str], indent: str = "") -> str:
+def table(rows: Mapping[str, str], indent: str = "") -> str:
     """A line for each entry, its values in one column."""
     width = max(map(len, rows))
     lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
@@ -101,7 +100,7 @@ def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
 def _adapter_table(adapter: AdapterInfo) -> str:
     has = {name: "yes" if name in adapter.features else "no" for name in _FEATURES}
     limits, memory = Limits.of(adapter.limits), memory_info(adapter)
-    return _table(
+    return table(
         {
             "type": adapter.kind,
             "backend": adapter.backend,
@@ -200,7 +199,7 @@ class ModelReport:
         unused = f"the files' way to quantise {listed(m.ignored)}"
         missing = "missing: the model cannot be run without tokenizer.json"
         fits = {True: "yes", False: "no", None: "unknown"}[m.fits]
-        return _table(
+        return table(
             {
                 "model": f"{m.name}, {m.architecture}{parts}",
                 "files": m.path,
@@ -258,25 +257,10 @@ def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
     generation = f"{result.completion_tokens} tokens"
     if timings.decoded_tokens:
         generation += f", {result.generation_tps:,.1f} tokens/s"
-    return _table(
+    return table(
         {
             "prompt": prompt,
             "generation": f"{generation}, finish reason {result.finish_reason}",
-            "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
-            f"({size(memory.peak)} at most)",
-            "loading": str(loading),
-        }
-    )
-
-
-def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
-    """The same of many answers together."""
-    memory = llm.memory_stats()
-    return _table(
-        {
-            "answers": f"{progress.answers - progress.failed:,}, {progress.failed:,} failed",
-            "prompts": f"{progress.prompt_tokens:,} tokens",
-            "generation": f"{progress.tokens:,} tokens, {progress.tps:,.1f} tokens/s",
             "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
             f"({size(memory.peak)} at most)",
             "loading": str(loading),
@@ -324,7 +308,7 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
     dtypes = sorted({tensor.dtype for tensor in engine.weights.values() if len(tensor.shape) > 1})
     nbytes = sum(tensor.nbytes for tensor in engine.weights.values())
     given = {name: value for name, value in asdict(params).items() if value not in (None, ())}
-    return _table(
+    return table(
         {
             "model": f"{llm.name}, {llm.config.model_type}, {llm.config.num_hidden_layers} layers",
             "adapter": f"{device.adapter}, driver {device.adapter.driver}",
