@@ -163,7 +163,7 @@ def test_scores_are_those_of_what_is_generated(
     with infer.load("demo") as llm:
         result = llm.generate(names["PROMPT"], max_tokens=6, logprobs=0)
         assert result.logprobs is not None
-        score = names["log_likelihood"](llm, names["PROMPT"], result.text)
+        score = llm.score(names["PROMPT"], [result.text])[0].logprob
     assert score == pytest.approx(sum(entry.logprob for entry in result.logprobs), abs=2e-2)
 
 
