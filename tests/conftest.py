@@ -44,7 +44,7 @@ OF_A_DEVICE = {"device", "least_device", "own_device", "open_device"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test of a device every eighth case is of the default run, which mostly compiles, and
+    """Of each test of a device every tenth case is of the default run, which mostly compiles, and
     the others are of the full run; but of models all that are named there."""
     cases = Counter[tuple[object, str]]()
     for item in items:
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_a_device = not OF_A_DEVICE.isdisjoint(getattr(item, "fixturenames", ()))
         if of_a_device and not marked and item.path.name != "test_models.py":
             test = (item.parent, getattr(item, "originalname", item.name))
-            if cases[test] % 8:
+            if cases[test] % 10:
                 item.add_marker(pytest.mark.full)
             cases[test] += 1
 

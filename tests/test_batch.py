@@ -288,6 +288,7 @@ def test_threads_share_the_steps(engine_of: Callable[..., Engine]) -> None:
         assert_same(found[i], own)
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_many_answers(engine_of: Callable[..., Engine]) -> None:
     """Of which some are closed at any time: neither pages and slots, nor memory on the GPU."""
     engine = engine_of("llama", max_batch=4)

@@ -704,6 +704,7 @@ def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> N
     assert "matmul_rows K=48 N=32: 4 positions, 3 variants" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short")
 def test_sweep_goes_on_after_a_variant_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -48,6 +48,7 @@ def run(*arguments: object, stdin: bytes | None = None) -> Result:
     return CliRunner().invoke(app, given, input=stdin, catch_exceptions=False)
 
 
+@pytest.mark.full
 def test_each_answer_is_that_of_its_prompt_alone(llm: LLM, prompts: Path) -> None:
     chat = [{"role": "user", "content": PROMPTS[2]}]
     sampled = {"temperature": 0.9, "seed": 5, "max_tokens": 8, "logit_bias": {"7": 1.0}}

@@ -124,6 +124,7 @@ def test_the_chat_remembers(run_example: RunExample, capsys: pytest.CaptureFixtu
     assert "\n> Your cat is called Milo.\n" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_chat_forgets_what_has_no_room(
     run_example: RunExample,
     capsys: pytest.CaptureFixture[str],
@@ -134,6 +135,7 @@ def test_the_chat_forgets_what_has_no_room(
     assert capsys.readouterr().out.count("4 plus 7 is 11.\n") == 6
 
 
+@pytest.mark.full
 def test_summaries_compute_their_instructions_once(
     run_example: RunExample,
     capsys: pytest.CaptureFixture[str],
@@ -153,6 +155,7 @@ def test_summaries_compute_their_instructions_once(
     assert tokens - 5 < reused < prompts - tokens
 
 
+@pytest.mark.full
 def test_scores_are_those_of_what_is_generated(
     run_example: RunExample, capsys: pytest.CaptureFixture[str]
 ) -> None:

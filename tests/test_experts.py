@@ -232,7 +232,7 @@ def test_experts_in_codes(device: Device, rng: np.random.Generator, dtype: str, 
     with device.scope():
         forward = Forward(device, rows)
         routing = ops.route(forward.input(logits), 2, normalize=False)
-        weight = codes.to_gpu(device)
+        weight = to_gpu(device, codes)
         y = forward.run(ops.expert_gate_up(forward.input(x), weight, routing))
     ids, _ = experts_check.route(logits, 2, False)
     expected = experts_check.expert_gate_up(
@@ -388,6 +388,7 @@ def test_prefill_is_deterministic(device: Device, rng: np.random.Generator) -> N
     assert all((run == runs[0]).all() for run in runs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "dtype", "binding"),
     [

@@ -1006,6 +1006,7 @@ def test_delta_nets_of_blocks_are_read_as_on_the_hub(tmp_path: Path, name: str) 
         np.testing.assert_array_equal(matrix.read(1, 3).dequantize(), values[1:3])
 
 
+@pytest.mark.full
 def test_a_delta_net_of_blocks_computes_nearly_the_same(device: Device, tmp_path: Path) -> None:
     gguf = converted(tmp_path / "m.gguf", "qwen3_5_text", kind=Kind.Q8_0)
     reference = load("qwen3_5_text")

@@ -255,6 +255,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
         assert [top.logprob for top in entry.top] == pytest.approx(np.sort(row)[:-4:-1], abs=2e-3)
 
 
+@pytest.mark.full
 def test_scores_are_those_of_the_logits(llm: LLM) -> None:
     """By numpy's log-softmax, whether text or ids, in one chunk of positions or more."""
     long = "Once upon a time, there was a clever witch. " * 15
@@ -443,6 +444,7 @@ def test_a_logits_processor_that_fails_leaves_the_model_usable(llm: LLM) -> None
     assert answers(llm)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     folder = copy_of_demo(tmp_path)

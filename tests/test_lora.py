@@ -350,6 +350,7 @@ def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> N
 # Chosen call by call
 
 
+@pytest.mark.full
 def test_answers_with_unlike_adapters_run_side_by_side(device: Device) -> None:
     """And reuse nothing of each other: the same tokens have other keys."""
     two = {"a": DATA / "llama", "b": DATA / "llama_head"}
@@ -770,6 +771,7 @@ def test_a_benchmark_names_its_adapter(
     assert path.name.endswith("-demo-bf16-adapter-story.json")
 
 
+@pytest.mark.full
 @pytest.mark.demo
 @pytest.mark.usefixtures("same_kernels")
 def test_the_api(demo_adapter: Path, expected: str, tmp_path: Path) -> None:

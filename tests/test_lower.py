@@ -101,6 +101,7 @@ def logits(
 NO_SUBGROUPS = Settings(subgroups=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "last_only", "normed"),
     [

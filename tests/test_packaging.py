@@ -161,6 +161,7 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(built: Path) -> None:
     assert wanted | {"pyproject.toml", "README.md", "LICENSE"} <= names
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_the_wheel_runs_anywhere(clean: Path) -> None:
     text = run(clean / "infer", "run", "demo", "--prompt", STORY, "--max-tokens", "16")

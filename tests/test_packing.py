@@ -446,6 +446,7 @@ def mxfp4_packed(values: Array) -> tuple[Array, Array, Array]:
     return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).astype(np.uint8), exact
 
 
+@pytest.mark.full
 def test_gpt_oss_as_it_is_published(device: Device, tmp_path: Path) -> None:
     """Its experts in MXFP4 have the values that those of floats have, which lie transposed."""
     source = LLAMA.parent / "gpt_oss"

@@ -414,6 +414,7 @@ def test_divergence_and_perplexity_by_hand(quality: dict[str, Any]) -> None:
     assert quality["perplexity"]([exact], [[9, 1, 2]]) == pytest.approx(40**0.5)
 
 
+@pytest.mark.full
 def test_forced_decoding_gives_the_logits_of_scoring(quality: dict[str, Any]) -> None:
     with infer.load("demo", kv_dtype="f32", context=64) as llm:
         (ids,) = quality["enough"](iter([llm.encode("Once upon a time")]), 9, 64)

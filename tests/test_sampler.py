@@ -301,6 +301,7 @@ def test_draws_follow_softmax(device: Device, vocab: int, settings: dict[str, An
     bench.sampler.destroy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scale", "vocab", "settings"),
     [
