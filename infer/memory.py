@@ -139,10 +139,11 @@ class MemoryCount:
                 f"Ask for at most {binding // of_page * PAGE} (--context)."
             )
         need = self.needed(options)
+        positions = options.context if options.max_batch == 1 else options.pages * PAGE
         quantized = any(weight.stored.dtype in QUANTIZED for weight in self.plan.weights)
         raise OutOfMemoryError(
             f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
-            f"{need.kv_cache:,} of KV cache for {options.pages * PAGE} positions, {need.other:,} "
+            f"{need.kv_cache:,} of KV cache for {positions} positions, {need.other:,} "
             f"besides); {gpu.name} has {free:,} free. A smaller context (--context), "
             f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
             "device (--device) would help."

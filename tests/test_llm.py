@@ -142,6 +142,7 @@ def test_demo_agrees_with_transformers() -> None:
         assert margin > (1e-2 if messages == COUNT else 1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 @pytest.mark.skipif("INFER_TEST_MODELS" not in os.environ, reason="INFER_TEST_MODELS is not set")
 @pytest.mark.parametrize(
@@ -832,6 +833,7 @@ def test_a_stream_that_fails_at_once_has_no_timings(
     assert stream.result.timings == Timings()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("same_kernels")
 def test_two_models_at_once(llm: LLM) -> None:
     with infer.load(DEMO, context=200) as other:

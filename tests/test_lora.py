@@ -130,6 +130,7 @@ def test_agrees_on_the_weakest_device(least_device: Device, case: str) -> None:
         Reference.load(case).assert_same(engine, "own")
 
 
+@pytest.mark.full
 def test_a_gguf_file_takes_an_adapter(device: Device, tmp_path: Path) -> None:
     """The rows of its q and k are in another order than the adapter's."""
     file, adapter = tmp_path / "m.gguf", DATA / "llama"

@@ -121,6 +121,7 @@ def test_fusing_changes_nothing(
     assert nmse(fused, plain) <= 1e-10
 
 
+@pytest.mark.full
 def test_chunks_change_nothing(device: Device) -> None:
     """Prefill, a few rows and single rows are different kernels with the same result."""
     expected = logits(device, [1] * 19, False, fuse=True, normed="heads")
@@ -549,6 +550,7 @@ def test_no_live_activation_is_overwritten(rows: int, fuse: bool) -> None:
         check_lifetimes(lowering.kernels, device.bound, rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [1, 5, 12])
 def test_fusing_a_random_graph_changes_nothing(device: Device, rows: int) -> None:
     for seed in range(4):

@@ -684,6 +684,7 @@ def by_mlx_lm(name: str) -> dict[str, Array]:
     return {key: np.array(values) for key, values in made.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MLX_KEYS)
 @pytest.mark.parametrize("convert", [as_mlx, pytest.param(by_mlx_lm, marks=pytest.mark.live)])
 def test_models_as_mlx_has_them(

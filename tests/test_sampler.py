@@ -181,6 +181,7 @@ def test_survivors_are_transformers(device: Device, n: int) -> None:
 SCALES = (0.0, 1e-3, 4.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("vocab", "scale"),
     [
