@@ -40,7 +40,7 @@ from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
 
 SECONDS = 30.0  # of this thread's time
-SOURCE = 1 << 19  # characters of a template; published ones have up to some 50,000
+SOURCE = 1 << 18  # characters of a template; published ones have up to some 50,000
 SIZE = 1 << 24  # characters of a value, and of the result, more where the messages are long
 _TOTAL = 16  # times as much in all
 _DEPTH = 200  # of lists in lists
