@@ -292,12 +292,12 @@ def test_templates_of_other_limits(tokenizer: Tokenizer) -> None:
     nest = "{% set ns = namespace(x=1) %}{% for i in range(9999) %}{% set ns.x = (ns.x,) %}"
     with pytest.raises(TokenizerError, match="more than 200 deep"):
         tokenizer.render_chat(USER, template=nest + "{% endfor %}{{ {ns.x: 1} | length }}")
-    with pytest.raises(TokenizerError, match=r"has 600,003 characters; at most 524,288"):
+    with pytest.raises(TokenizerError, match=r"has 600,003 characters; at most 262,144"):
         tokenizer.render_chat(USER, template="{{}" + "x" * 600_000)
     large = "{{ 1 }}" * 1_500_000
     tracemalloc.start()
     try:
-        with pytest.raises(TokenizerError, match=r"has 10,500,000 characters; at most 524,288"):
+        with pytest.raises(TokenizerError, match=r"has 10,500,000 characters; at most 262,144"):
             tokenizer.render_chat(USER, template=large)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20  # it is not parsed
     finally:

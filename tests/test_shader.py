@@ -33,6 +33,7 @@ from infer.kernels.gpu.shader import (
 )
 from infer.kernels.gpu.tensor import allocate
 from infer.kernels.ops import experts_check
+from infer.kernels.ops.linear_check import ByRows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
@@ -369,15 +370,15 @@ SAMPLERS = [
 ]
 
 
-STEPS = [*product(KV_DTYPES, (True, False), ((1, 1), (8, 1), (512, 1), (128, None)))]
+STEPS = [*product(KV_DTYPES, (True, False), ((1, 1), (8, 1), (512, 1), (128, None), (16, None)))]
 
 
 def model_specs(
     shape: str, limits: Limits, lanes: int, dtype: str, steps: Iterable[Any] = STEPS
 ) -> Iterator[KernelSpec]:
-    """The kernels of the steps (dtype of the cache; fused or not; rows, and those with logits) of a
-    real model, of which nothing is allocated, on an adapter with so many lanes in a subgroup, or 0
-    for none."""
+    """The kernels of the steps (dtype of the cache; fused or not; rows, and those with logits: all
+    of up to 64, in a batch) of a real model, of which nothing is allocated, on an adapter with so
+    many lanes in a subgroup, or 0 for none."""
     raw = shape_config(shape)
     kinds = build_model(raw).config.states
     few = kinds.index(None) + 1  # attention, and what comes before
@@ -406,8 +407,15 @@ def model_specs(
             own = c.local_rope if c.local_rope and c.windows[layer] else c.rope
             ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
         output = model.forward(weights, ropes, caches)
+        batch = logits is None and rows <= 64
         lowering = lower(
-            dry, output, StepKind(rows, logits), dry.buffer(1), dry.buffer(1), fuse=fuse
+            dry,
+            output,
+            StepKind(rows, logits, batch=batch),
+            dry.buffer(1),
+            dry.buffer(1),
+            fuse=fuse,
+            tuning=ByRows(dry) if batch else None,
         )
         yield from (kernel.spec for kernel in lowering.kernels)
 
@@ -416,6 +424,7 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
     with device.scope():
         logits, step = device.buffer(8 * 4 * 5000), device.buffer(4096)
         sampler = Sampler(device, 5000, logits, step, max_rows=8)
+        yield sampler.rows_of([0]).pipeline.spec
         for chain, gather in product(SAMPLERS, (False, True)):
             yield from (item.pipeline.spec for item in sampler.dispatches(chain, gather))
 
