@@ -55,7 +55,8 @@ _NOTHING = Recording([])
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine runs. Only context and kv_dtype change what it computes.
+    """How an engine runs. Only context and kv_dtype change what it computes; in a batch the last
+    bits may differ from those of the same answer alone.
 
     context: positions of a sequence at most. max_batch: sequences that are served at once; more
     wait. cache_positions: of the KV cache, of all sequences together; None: the context, and 1,024
@@ -187,6 +188,20 @@ class _InFlight:
     since: float
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Sequences that share decode steps, and what these dispatch: made once, while the same ones
+    stay. joins: the same for a step that takes their rows from wherever they are. logits_of: which
+    of them have their logits read back."""
+
+    sequences: tuple[scheduler.Sequence, ...]
+    slots: tuple[int, ...]
+    table_length: int
+    recording: Recording
+    joins: Recording
+    logits_of: tuple[int, ...]
+
+
 class _Staging:
     """Where the ids of a step in flight go, and the logits of some rows."""
 
@@ -245,9 +260,7 @@ class Engine:
             chosen_rows=1,
         )
         self.pace = Pace(model.config.num_hidden_layers)
-        self.pool = PagePool(
-            options.pages, PAGE, snapshots=2 * options.max_batch if self.states else 0
-        )
+        self.pool = PagePool(options.pages, PAGE, snapshots=self.steps.places if self.states else 0)
         self.scheduler = Scheduler(
             self.pool,
             slots=options.max_batch,
@@ -256,8 +269,7 @@ class Engine:
             ahead=options.ahead,
             snapshot_tail=_TAIL if self.states else 0,
         )
-        self._recordings: dict[tuple[str, str | None, bool, SamplerChain | None], Recording] = {}
-        self._joining: dict[tuple[str, str | None, SamplerChain], Recording] = {}
+        self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
         self._in_flight: deque[_InFlight] = deque()
         self._submitted = 0
@@ -281,6 +293,7 @@ class Engine:
         """Nothing is known of what the GPU has of sequences: their pages, the rows of a step."""
         self._pages: list[list[int]] = [[] for _ in range(self.options.max_batch)]
         self._rows: tuple[int, ...] | None = None
+        self._batch: _Batch | None = None
 
     def warm_up(
         self,
@@ -400,7 +413,8 @@ class Engine:
     def next_step(self, answer: Answer) -> Step | None:
         """The next of an answer's steps; None at its end. Raises what ended it."""
         while True:
-            self.wait(lambda: answer.is_ready)
+            if not answer.steps:
+                self.wait(lambda: answer.is_ready)
             # Looked at first: another thread adds the last step, or the error, and then ends it.
             over = answer.ended or answer.cancelled
             if answer.steps:
@@ -517,6 +531,7 @@ class Engine:
         sequence, count, end = work.sequence, work.count, work.start + work.count
         answer, slot = self._answers[sequence], _slot(sequence)
         if work.first:
+            self._batch = None  # it may have had another slot
             self._begin(answer, slot)
         self._rotate_for(answer.table_length)
         self._give_pages(slot, sequence.pages)
@@ -540,7 +555,9 @@ class Engine:
             self.queue.submit(piece, count, end, ())
         self._rows = (slot,) if work.last else None
         prefilled = count if count > MAX_VEC_ROWS else 0
-        self._submit(rest, count, end, (sequence,) if work.last else (), prefilled)
+        sampled = (sequence,) if work.last else ()
+        logits_of = (0,) if work.last and answer.reads_logits else ()
+        self._submit(rest, count, end, sampled, logits_of, prefilled)
         if work.save is not None:
             self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
 
@@ -573,32 +590,34 @@ class Engine:
         self._pages[slot] = list(pages)
 
     def _decode(self, work: Decode) -> None:
-        slots = tuple(_slot(sequence) for sequence in work.sequences)
-        answers = [self._answers[sequence] for sequence in work.sequences]
-        self._rotate_for(answers[0].table_length)
-        for sequence, slot in zip(work.sequences, slots, strict=True):
+        batch = self._batch
+        if batch is None or batch.sequences != work.sequences:
+            batch = self._batch = self._new_batch(work.sequences)
+        if batch.table_length != self._table_length:
+            self._rotate_for(batch.table_length)
+        longest = 0
+        for sequence, slot in zip(batch.sequences, batch.slots, strict=True):
+            longest = max(longest, sequence.computed)
             if len(sequence.pages) != len(self._pages[slot]):
                 self._give_pages(slot, sequence.pages)
-        chain = reduce(or_, (answer.chain for answer in answers))
-        kind, adapter = self.steps.batch(len(slots)), answers[0].adapter
-        if slots == self._rows:
-            recording = self.recording(kind, True, chain, adapter)
-        else:
-            recording = self._joined(kind, chain, adapter, slots)
-        self._rows = slots
-        longest = max(sequence.computed for sequence in work.sequences)
-        self._submit(recording, len(slots), longest, work.sequences)
+        recording = batch.recording
+        if batch.slots != self._rows:
+            self.sampler.take_rows_of(batch.slots)
+            self._rows, recording = batch.slots, batch.joins
+        self._submit(recording, len(batch.slots), longest, batch.sequences, batch.logits_of)
 
-    def _joined(
-        self, kind: str, chain: SamplerChain, adapter: str | None, slots: Sequence[int]
-    ) -> Recording:
-        """A batch of other sequences than the step before had."""
-        first = self.sampler.rows_of(slots)
-        key = kind, adapter, chain
-        if key not in self._joining:
-            rest = self.recording(kind, True, chain, adapter).dispatches
-            self._joining[key] = Recording([first, *rest])
-        return self._joining[key]
+    def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> _Batch:
+        answers = [self._answers[sequence] for sequence in sequences]
+        chain = reduce(or_, (answer.chain for answer in answers))
+        kind, adapter = self.steps.batch(len(sequences)), answers[0].adapter
+        return _Batch(
+            sequences,
+            tuple(map(_slot, sequences)),
+            answers[0].table_length,
+            self.recording(kind, True, chain, adapter),
+            self.recording(kind, True, chain, adapter, joins=True),
+            tuple(i for i, answer in enumerate(answers) if answer.reads_logits),
+        )
 
     def _kind(self, rows: int) -> str:
         """Of the steps of one sequence the one for the fewest rows that has room."""
@@ -614,12 +633,20 @@ class Engine:
             start += rows
 
     def recording(
-        self, kind: str, head: bool, chain: SamplerChain | None, adapter: str | None = None
+        self,
+        kind: str,
+        head: bool,
+        chain: SamplerChain | None,
+        adapter: str | None = None,
+        *,
+        joins: bool = False,
     ) -> Recording:
-        key = (kind, adapter, head, chain)
+        """joins: its rows are taken from the table of sequences first."""
+        key = (kind, adapter, head, chain, joins)
         if key not in self._recordings:
             plan = self.steps.plan(kind, adapter)
-            dispatches = [*plan.body, *plan.head] if head else [*plan.body]
+            dispatches = [self.sampler.step_rows] if joins else []
+            dispatches += [*plan.body, *plan.head] if head else plan.body
             if chain is not None:
                 dispatches += self.sampler.dispatches(chain, gather=self.steps.gathers(kind))
             self._recordings[key] = Recording(dispatches)
@@ -631,18 +658,20 @@ class Engine:
         rows: int,
         kv_len: int,
         sampled: tuple[scheduler.Sequence, ...],
+        logits_of: tuple[int, ...],
         prefilled: int = 0,
     ) -> None:
         staging = self._staging[self._submitted % len(self._staging)]
         self._submitted += 1
-        asked = [self._answers[sequence].reads_logits for sequence in sampled]
-        logits_of = tuple(i for i, reads in enumerate(asked) if reads)
-        read_back = [Copy((self.sampler.sampled, 0), (staging.ids, 0), 4 * len(sampled))]
-        row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
-        for at, i in enumerate(logits_of):
-            to = staging.logits(len(logits_of)), at * row
-            read_back.append(Copy((self.steps.logits, i * row), to, nbytes))
-        submission = self.queue.submit(recording, rows, kv_len, read_back if sampled else ())
+        read_back: list[Copy] = []
+        if sampled:
+            read_back.append(Copy((self.sampler.sampled, 0), (staging.ids, 0), 4 * len(sampled)))
+        if logits_of:
+            row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
+            for at, i in enumerate(logits_of):
+                to = staging.logits(len(logits_of)), at * row
+                read_back.append(Copy((self.steps.logits, i * row), to, nbytes))
+        submission = self.queue.submit(recording, rows, kv_len, read_back)
         self._in_flight.append(
             _InFlight(submission, staging, sampled, logits_of, prefilled, time.perf_counter())
         )
@@ -650,27 +679,28 @@ class Engine:
     def _read(self) -> None:
         """Take in the oldest step in flight, once it is done."""
         step = self._in_flight[0]  # it stays there if an interrupt comes
-        ids, logits = np.zeros(0, np.uint32), np.zeros((0, 1), np.float32)
+        ids, logits = [], dict[int, NDArray[np.float32]]()
         if step.rows:
-            ids = self.queue.read(step.staging.ids, 4 * len(step.rows), step.submission)
+            nbytes = 4 * len(step.rows)
+            ids = self.queue.read(step.staging.ids, nbytes, step.submission).tolist()
         else:
             self.queue.wait(step.submission)
         if step.logits_of:
             row, count = 4 * stride(self.vocab_size), len(step.logits_of)
             buffer = step.staging.logits(count)
             raw = self.queue.read(buffer, count * row, step.submission)
-            logits = raw.view(np.float32).reshape(count, -1)[:, : self.vocab_size]
+            values = raw.view(np.float32).reshape(count, -1)[:, : self.vocab_size]
+            logits = dict(zip(step.logits_of, values, strict=True))
         self._is_whole = False
         self._in_flight.popleft()
         now = time.perf_counter()
         if step.prefilled:
             self.pace.row_seconds = (now - max(step.since, self._read_at)) / step.prefilled
         self._read_at = now
-        rows_of_logits = dict(zip(step.logits_of, logits, strict=True))
-        for i, sequence in enumerate(step.rows):
+        for i, (sequence, token) in enumerate(zip(step.rows, ids, strict=True)):
             answer = self._answers.get(sequence)
             if answer is not None:
-                self._take_token(answer, int(ids[i]), rows_of_logits.get(i), now)
+                self._take_token(answer, token, logits.get(i), now)
         self._is_whole = True
 
     def _take_token(

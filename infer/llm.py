@@ -238,7 +238,7 @@ class LLM:
         self.name, self.engine, self.tokenizer, self.defaults = name, engine, tokenizer, defaults
         self.config = engine.model.config
         self.device = engine.device
-        self._open_streams: dict[int, weakref.ref[Stream]] = {}  # those that are dropped must end
+        self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
         self._inside: set[int] = set()  # threads that are in the middle of a call
         self._closing = False
 

@@ -59,11 +59,12 @@ class Steps:
         self.cache = KVCache(
             device, c.kv_shapes, context, sequences=max_batch, dtype=kv_dtype, n_pages=n_pages
         )
+        self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
         keys_and_values = iter(self.cache.layers)
         self.caches: list[Cache] = []  # of each layer
         for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
             if shape is not None:
-                self.caches.append(LayerState.new(device, shape, layer, max_batch, 2 * max_batch))
+                self.caches.append(LayerState.new(device, shape, layer, max_batch, self.places))
             else:
                 own = source == layer
                 self.caches.append(next(keys_and_values) if own else self.caches[source])

@@ -355,6 +355,22 @@ def test_sampled_test_uses_every_stage() -> None:
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("of", [("--shape", "tiny"), ("demo",)], ids=lambda of: of[-1])
+def test_many_answers_at_once(tmp_path: Path, of: tuple[str, ...]) -> None:
+    counts = ("--prompt-tokens", 8, "-n", 2, "-r", 1, "--depth", 20, "--batch", "1,3")
+    done = invoke("bench", *of, *counts, "--profile", "--save", tmp_path)
+    assert done.exit_code == 0
+    (path,) = tmp_path.iterdir()
+    report = BenchReport.from_json(path.read_text(encoding="utf-8"))
+    alone, together = report.rows[-2:]
+    assert [alone.test, together.test] == ["tg32 x 1 @ d20", "tg32 x 3 @ d20"]
+    assert (alone.tokens, together.tokens) == (32, 96)
+    assert together.tps == pytest.approx(96 / together.seconds[0])
+    (batch,) = (p for p in report.profiles if p.step == "decode of 3 sequences")
+    assert (batch.rows, batch.kv_len) == (3, 20)
+
+
+@pytest.mark.usefixtures("short")
 def test_end_to_end(tmp_path: Path) -> None:
     counts = ("--prompt-tokens", 20, "-n", 4, "-r", 2, "--depth", 30, "--context", 256)
     done = invoke("bench", "--shape", "tiny", *counts, "--profile", "--save", tmp_path)

@@ -424,7 +424,7 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
     with device.scope():
         logits, step = device.buffer(8 * 4 * 5000), device.buffer(4096)
         sampler = Sampler(device, 5000, logits, step, max_rows=8)
-        yield sampler.rows_of([0]).pipeline.spec
+        yield sampler.step_rows.pipeline.spec
         for chain, gather in product(SAMPLERS, (False, True)):
             yield from (item.pipeline.spec for item in sampler.dispatches(chain, gather))
 

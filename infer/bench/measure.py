@@ -281,11 +281,10 @@ class EngineBench:
         submits, reads = [], []
         with engine.device.scope():
             staging = engine.device.buffer(16, "read", "id")
+            copies = [Copy((engine.sampler.sampled, 0), (staging, 0), 4)]
             for _ in range(_HOST_STEPS):
                 begin = time.perf_counter()
-                submission = queue.submit(
-                    recording, 1, 1, [Copy((engine.sampler.sampled, 0), (staging, 0), 4)]
-                )
+                submission = queue.submit(recording, 1, 1, copies)
                 submits.append(time.perf_counter() - begin)
                 queue.wait(submission)
                 begin = time.perf_counter()
@@ -311,8 +310,8 @@ class EngineBench:
         batches: Sequence[tuple[int, int]] = (),
     ) -> list[Profile]:
         """The kernels of the prefill's first chunk, of a decode step in the middle of each test
-        (by depth), of steps of many answers (rows, depth), and of the full
-        sampler. host_seconds: the host's part of a decode step."""
+        (by depth), of steps of many answers (rows, depth), and of the full sampler. host_seconds:
+        the host's part of a decode step."""
         engine = self.engine
         chunks = list(engine.chunks(prefill.tokens))
         _, rows, kind = chunks[0]

@@ -95,8 +95,8 @@ def run_bench(
     profile: time every kernel. progress is told what runs; loading: as progress of `load`. Raises
     RequestError and whatever `load` raises.
     """
-    given = [n for n in (prompt_tokens, decode_tokens, repeats, *depths, *batches) if n]
-    if min(given, default=1) < 1 or 0 in (prompt_tokens, decode_tokens, repeats, *depths, *batches):
+    given = (prompt_tokens, decode_tokens, repeats, *depths, *batches)
+    if min((n for n in given if n is not None), default=1) < 1:
         raise RequestError("Counts of tokens, depths, answers and repeats must be at least 1.")
     if max(batches, default=1) > MAX_BATCH:
         raise RequestError(f"At most {MAX_BATCH} answers run at once, not {max(batches)}.")
@@ -231,10 +231,9 @@ def open_engine(
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
 
-    As for `run_bench`. needed: positions that the context must hold, and
-    the cache for each of `max_batch` answers. What can be checked before
-    anything is allocated is checked at once. Raises RequestError, also unless one of model and
-    shape is given, and whatever `load` raises.
+    As for `run_bench`. needed: positions that the context must hold, and the cache for each of
+    `max_batch` answers. What can be checked before anything is allocated is checked at once. Raises
+    RequestError, also unless one of model and shape is given, and whatever `load` raises.
     """
     if model is not None and shape is None and format is None:
         options = {
@@ -248,10 +247,9 @@ def open_engine(
             "offline": offline,
         }
         _check_model(model, options, needed)
-        together = (
-            {} if max_batch == 1 else _together(context or DEFAULT_CONTEXT, needed, max_batch)
-        )
-        return _loaded(model, options | {"progress": loading, "max_batch": 1} | together)
+        room = {"cache_positions": _room(context or DEFAULT_CONTEXT, needed, max_batch)}
+        own = {"progress": loading, "max_batch": max_batch, "engine": room}
+        return _loaded(model, options | own)
     if shape is not None and model is None:
         if adapter is not None:
             raise RequestError(
@@ -267,12 +265,9 @@ def open_engine(
     )
 
 
-def _together(context: int, needed: int, max_batch: int) -> dict[str, Any]:
-    """Options of an engine for so many answers of that many positions."""
-    whole = -(-needed // PAGE) * PAGE
-    if max_batch == 1:
-        return {}
-    return {"max_batch": max_batch, "cache_positions": max(context, whole * max_batch)}
+def _room(context: int, needed: int, max_batch: int) -> int | None:
+    """Positions of a cache for so many answers of so many each; None: what is usual for one."""
+    return None if max_batch == 1 else max(context, -(-needed // PAGE) * PAGE * max_batch)
 
 
 def _dtypes(weights: Iterable[GpuTensor]) -> str:
@@ -321,9 +316,13 @@ def _random(
     positions = checked_context(model, shape, context)
     if max_batch > 1 and context is None:
         positions = min(positions, needed)
-    together = _together(positions, needed, max_batch)
     options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
-        EngineOptions(context=positions, kv_dtype=kv_dtype, **together),
+        EngineOptions(
+            context=positions,
+            max_batch=max_batch,
+            cache_positions=_room(positions, needed, max_batch),
+            kv_dtype=kv_dtype,
+        ),
         may_shrink=("context",) if context is None and max_batch == 1 else (),
     )
     _check_positions(options.context, needed)

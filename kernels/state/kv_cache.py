@@ -127,7 +127,6 @@ class KVCache:
         self.pages = device.made(
             4 * entries, lambda: np.arange(entries, dtype=np.uint32) % self.n_pages, "pages"
         )
-        self._page: Buffer | None = None
         layers = []
         for layer, (n_kv_heads, head_dim, latent) in enumerate(KVShape(*s) for s in shapes):
             nbytes = keys_bytes(KVShape(n_kv_heads, head_dim), slots, dtype)
@@ -139,6 +138,8 @@ class KVCache:
                 )
             )
         self.layers = tuple(layers)
+        page = max((keys_bytes(KVShape(*shape), PAGE, dtype) for shape in shapes), default=0)
+        self._page = device.buffer(page if n_pages else 0, label="page")  # being copied
 
     def assign(self, sequence: int, first: int, pages: Sequence[int]) -> None:
         """Let a sequence have these pages, from its page `first` on."""
@@ -148,9 +149,6 @@ class KVCache:
     def copies(self, page: int, to: int, positions: int) -> list[Copy]:
         """What to copy so that the first positions of one page are those of another, too. By way
         of a buffer, as none may be copied into itself."""
-        if self._page is None:
-            most = max(keys_bytes(layer.shape, PAGE, layer.dtype) for layer in self.layers)
-            self._page = self.device.buffer(most, label="page")
         found = []
         for layer in self.layers:
             heads, d = layer.n_kv_heads, layer.head_dim

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,8 @@ class SamplerChain:
     min_p: bool = False
 
     def __or__(self, other: SamplerChain) -> SamplerChain:
+        if self == other:
+            return self
         return SamplerChain(*(a or b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
@@ -111,7 +114,6 @@ class Sampler:
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
         self._dispatches: dict[tuple[SamplerChain, bool], tuple[Dispatch, ...]] = {}
-        self._step_rows: Dispatch | None = None
         self.sampled = self._buffer("sampled")
         self._buffer("sampling")
 
@@ -155,16 +157,17 @@ class Sampler:
             self._dispatches[chain, gather] = self._build(chain, gather)
         return self._dispatches[chain, gather]
 
-    def rows_of(self, sequences: Sequence[int]) -> Dispatch:
-        """What makes the rows of the next step those of these sequences, in this order, wherever
-        they are."""
+    def take_rows_of(self, sequences: Sequence[int]) -> None:
+        """What `step_rows` makes the rows of the next step: those of these sequences, in this
+        order, wherever they are."""
         members = np.array([len(sequences), *sequences], np.uint32)
         self.device.write(self._buffer("members"), members)
-        if self._step_rows is None:
-            names = ("members", "sequences", "step")
-            buffers = [self._buffer(name) for name in names]
-            self._step_rows = dispatch(self.device, KernelSpec.of("step_rows"), buffers, (1, 1, 1))
-        return self._step_rows
+
+    @cached_property
+    def step_rows(self) -> Dispatch:
+        """The kernel that takes the rows of a step from the table of sequences."""
+        buffers = [self._buffer(name) for name in ("members", "sequences", "step")]
+        return dispatch(self.device, KernelSpec.of("step_rows"), buffers, (1, 1, 1))
 
     def set_next(self, sequence: int, token: int, position: int) -> None:
         """The next row of a sequence, where the host has chosen its token."""
