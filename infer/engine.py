@@ -679,7 +679,8 @@ class Engine:
     def _read(self) -> None:
         """Take in the oldest step in flight, once it is done."""
         step = self._in_flight[0]  # it stays there if an interrupt comes
-        ids, logits = [], dict[int, NDArray[np.float32]]()
+        ids: list[int] = []
+        logits: dict[int, NDArray[np.float32]] = {}
         if step.rows:
             nbytes = 4 * len(step.rows)
             ids = self.queue.read(step.staging.ids, nbytes, step.submission).tolist()
@@ -741,7 +742,9 @@ class Engine:
         last = token in answer.stop_ids or answer.count >= answer.limit
         of_part = len(sequence.tokens) + 1 - sequence.prompt_tokens >= sequence.limit
         slot = sequence.slot
-        self._save(slot, self.scheduler.read(sequence, token, last or of_part))
+        place = self.scheduler.read(sequence, token, last or of_part)
+        if place is not None:
+            self._save(slot, place)
         answer.steps.append(Step(token, logits if answer.with_logits else None))
         if last:
             self._end(answer)
