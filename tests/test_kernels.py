@@ -23,6 +23,7 @@ from infer.kernels.checks.arrays import Array, rounded, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.gpu.codes import TABLES
@@ -54,6 +55,8 @@ from infer.kernels.ops.linear import (
     matmul_variant,
     matmul_vec_variant,
 )
+from infer.kernels.ops.linear_check import ByVec
+from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig
@@ -396,12 +399,21 @@ def test_quantized_weights_larger_than_a_binding(
 
 
 def chain_error(
-    device: Device, rng: np.random.Generator, dtype: str, kind: str, rows: int, **options: Any
+    device: Device,
+    rng: np.random.Generator,
+    dtype: str,
+    kind: str,
+    rows: int,
+    *,
+    tuning: Tuning | None = None,
+    **options: Any,
 ) -> float:
     """Of two projections; what lies between them prepares its result for the second: times the
-    weights of a norm, or as int8."""
+    weights of a norm, or as int8. tuning: without one, few rows take matmul_vec."""
     k, n = 96, 64
-    x, exact = int8_rows(rng, rows, k)
+    whole = rows > MAX_VEC_ROWS or tuning is not None  # blocks have one scale, not two
+    options["tuning"] = tuning or ByVec(device)
+    x, exact = int8_rows(rng, rows, k, many=whole)
     shapes = ((2 * n, k), (n, n)) if kind == "gated" else ((n, k), (n, n))
     if dtype in ("q8", "q4"):
         first, second = (exact_weight(rng, *shape, dtype) for shape in shapes)
@@ -416,7 +428,7 @@ def chain_error(
         gate, up = ops.split(value, n, n) if kind == "gated" else (value, forward.input(added))
         value = ops.activation(gate, "silu") * up
         y = elementwise_check.silu(y[:, :n]) * (y[:, n:] if kind == "gated" else added)
-        expected = linear_check.matmul(prepared(y, dtype), second)
+        expected = linear_check.matmul(prepared(y, dtype, whole), second)
         output = ops.linear(value, to_gpu(device, second, dtype))
     else:
         if kind != "added":  # with a norm behind the first
@@ -427,22 +439,23 @@ def chain_error(
         if kind == "scaled":
             value, y = ops.scale(value, to_gpu(device, np.full(1, 0.4))), np.float32(0.4) * y
         if kind == "bare":  # no norm before the second
-            normed, normed_y = value, prepared(y, dtype)
+            normed, normed_y = value, prepared(y, dtype, whole)
         else:
             scale = 1 / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + EPS)
             normed = ops.rmsnorm(value, to_gpu(device, norm), EPS)
-            normed_y = scale * prepared(y * norm, dtype)
+            normed_y = scale * prepared(y * norm, dtype, whole)
         expected = y + linear_check.matmul(normed_y, second)
         output = value + ops.linear(normed, to_gpu(device, second, dtype))
     return nmse(forward.run(output), expected)
 
 
-def prepared(y: Array, dtype: str) -> Array:
-    """As a projection reads it: in int8, in blocks or (few rows) halves of them, when its weights
-    are quantised."""
+def prepared(y: Array, dtype: str, whole: bool | None = None) -> Array:
+    """As a projection reads it: in int8, in whole blocks or halves of them (None: by
+    the number of rows, as where few take matmul_vec), when its weights are quantised."""
     if dtype not in ("q8", "q4"):
         return y
-    blocks = y.reshape(len(y), -1, 16 if len(y) <= 8 else 32)
+    whole = len(y) > MAX_VEC_ROWS if whole is None else whole
+    blocks = y.reshape(len(y), -1, 32 if whole else 16)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / 127
     return (np.rint(blocks / scale) * scale).reshape(y.shape)
 
@@ -548,7 +561,8 @@ def test_heads_before_a_quantized_projection(
         kernels = {kernel.spec.name for kernel in forward.lower(output)[0].kernels}
         assert ("quantize" in kernels) == ((rows, n) != (1, 48))
         y = forward.run(output)
-    expected = prepared(linear_check.head_linear(x, first.reshape(4, n, 40)), "q8")
+    whole = few_rows(Tuning(device), rows)
+    expected = prepared(linear_check.head_linear(x, first.reshape(4, n, 40)), "q8", whole)
     assert nmse(y, linear_check.matmul(expected, second)) <= LIMIT
 
 

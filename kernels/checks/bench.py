@@ -17,15 +17,15 @@ from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Floats, Forward, Ids, Options
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops.matmul_rows import MOST_ROWS
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
 EPS = 1e-6
-TILED = MAX_VEC_ROWS + 1  # rows of a plan that has the kernels of prefill
+TILED = MOST_ROWS + 1  # rows of a plan that has the kernels of prefill
 
 Outcome = tuple[Array, Array]  # what the kernel gave, what it should have given
 

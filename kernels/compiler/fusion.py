@@ -19,6 +19,7 @@ from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.kv_write import Heads, LatentKey, LatentWrite, RopeKVWrite
 from infer.kernels.ops.linear import Changes, Linear, Projection
+from infer.kernels.ops.matmul_rows import by_rows
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 from infer.kernels.ops.rope import Rope, Rotate
@@ -67,15 +68,16 @@ def size_tiles(graph: Graph, target: Target) -> None:
 
 def quantize_inputs(graph: Graph, target: Target) -> None:
     """x -> int8(x), for projections by weights of integers, unless x comes with it."""
-    made: dict[tuple[Value, Norm | None], Prepared] = {}
+    made: dict[tuple[Value, Norm | None, str], Prepared] = {}
     for projection in each(graph, Projection):
         if not projection.int8 or projection.prepared is not None:
             continue
-        key = projection.x, projection.norm
+        scales = projection.x_scales(target)
+        key = projection.x, projection.norm, scales
         order = projection.weight.order
         prepared = made.get(key) if order is None else None
         if prepared is None:
-            prepared = _prepared(projection, target, int8=True)
+            prepared = _prepared(projection, target, scales)
             graph.insert(prepared, before=projection)
         if order is None:
             made[key] = prepared
@@ -83,13 +85,13 @@ def quantize_inputs(graph: Graph, target: Target) -> None:
 
 
 def _prepared(
-    reader: Projection, target: Target, *, int8: bool, keep: bool = True, made: bool = False
+    reader: Projection, target: Target, scales: str, *, keep: bool = True, made: bool = False
 ) -> Prepared:
     """What a projection reads of its x."""
     return Prepared(
         reader.x,
         reader.norm,
-        int8,
+        scales,
         target.rows(reader),
         order=reader.weight.order,
         parts=reader.x_parts,
@@ -103,11 +105,12 @@ def _prepared(
 
 
 def norm_into_projections(graph: Graph, target: Target) -> None:
-    """rmsnorm -> projections: into all of them, if nothing else reads it (decode)."""
+    """rmsnorm -> projections: into all of them, if nothing else reads it (decode of one row, or
+    where no kernel is for a few)."""
     for norm in each(graph, RMSNorm):
         users = graph.users(norm)
         only = users and all(isinstance(user, Projection) and user.x is norm for user in users)
-        if not (target.kind.vec and norm.of_whole_rows and only):
+        if not (target.kind.vec and norm.of_whole_rows and only) or by_rows(target, norm):
             continue
         own = Norm(norm.weight, norm.eps, norm.of_logits)
         for user in list(users):
@@ -384,24 +387,24 @@ def prepare_in_makers(graph: Graph, target: Target) -> None:
     """x -> times the weights of the norm behind it, or int8(x): the kernel that makes x writes that
     too, if projections want to read it so (decode)."""
     for maker in each(graph, Maker):
-        form = _wanted(graph, maker) if target.kind.vec else None
+        form = _wanted(graph, maker, target) if target.kind.few else None
         if form is None or not maker.writes(form, target):
             continue
         users = [user for user in graph.users(maker) if isinstance(user, Projection)]
         readers = [
             user
             for user in users
-            if user.x is maker and user.norm is form.norm and user.int8 == form.int8
+            if user.x is maker and user.norm is form.norm and user.x_scales(target) == form.scales
             if user.weight.order is None
         ]
-        prepared = _prepared(readers[0], target, int8=form.int8, keep=form.keep, made=True)
+        prepared = _prepared(readers[0], target, form.scales, keep=form.keep, made=True)
         graph.insert(prepared, before=maker)
         for reader in readers:
             graph.update(reader, prepared=prepared)
         maker.prepares = prepared
 
 
-def _wanted(graph: Graph, x: Value) -> Form | None:
+def _wanted(graph: Graph, x: Value, target: Target) -> Form | None:
     """The one form, if there is one, in which projections want to read x. Where some read int8 and
     others not, as a router does, those read x itself."""
     projections: dict[Norm | None, list[Projection]] = {}
@@ -424,10 +427,11 @@ def _wanted(graph: Graph, x: Value) -> Form | None:
         if norm is not None and not in_order:
             others = True
             continue
-        int8 = {reader.int8 and reader.weight.order is None for reader in readers}
-        if norm is not None or True in int8:
-            forms.append(Form(norm, True in int8))
-        others = others or len(int8) > 1 or (norm is None and int8 == {False})
+        scales = {"" if r.weight.order is not None else r.x_scales(target) for r in readers}
+        forms += [Form(norm, own) for own in scales if own]
+        if norm is not None and scales == {""}:
+            forms.append(Form(norm, ""))
+        others = others or len(scales) > 1 or (norm is None and scales == {""})
     return replace(forms[0], alone=not others) if len(forms) == 1 else None
 
 

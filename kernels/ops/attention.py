@@ -21,7 +21,7 @@ from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import NOTHING, Size
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.kv_write import Heads, kv_params
-from infer.kernels.ops.prepared import Form, Maker
+from infer.kernels.ops.prepared import Form, Maker, scale_params
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
 
 
@@ -46,6 +46,7 @@ class Attention(Maker):
     window: int = 0
     softcap: float = 0.0
     sinks: GpuTensor | None = None
+    quantizes_rows = True
     kernels: Literal["chain", "split", "tiled"] = field(default="chain", kw_only=True)
     written: Value | None = field(default=None, kw_only=True)
     heads: Heads | None = field(default=None, kw_only=True)
@@ -251,6 +252,7 @@ class Attention(Maker):
                 "Y_STRIDE": stride(self.width),
                 "QUANTIZE": quantize,
                 "SINKS": self.sinks is not None,
+                **scale_params(self.prepares),
             },
         )
 

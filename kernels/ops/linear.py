@@ -22,7 +22,7 @@ from infer.kernels.gpu.tensor import (
     GpuTensor,
     Shard,
 )
-from infer.kernels.ops.matmul_rows import chosen_variant, emit_rows
+from infer.kernels.ops.matmul_rows import RowsVariant, chosen_variant, emit_rows
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 
 _SMALL = 1 << 25  # values of a matrix
@@ -74,6 +74,10 @@ class Projection(Maker):
     def int8(self) -> bool:
         """Whether it multiplies integers."""
         return self.weight.dtype in INTEGERS
+
+    def x_scales(self, target: Target) -> str:
+        """Of x as int8 (quantize_block.wgsl); none where it is read as it is."""
+        return ("halves" if target.rows(self) <= MAX_VEC_ROWS else "blocks") if self.int8 else ""
 
     def read(self, low: Lowering) -> tuple[list[Operand], dict[str, Any]]:
         """What it reads besides its weights: the activation and what belongs to that; and the
@@ -153,8 +157,12 @@ class Linear(Projection):
         later = (self.residual, self.gate, self.factors)
         return self.activation == "none" and all(item is None for item in later)
 
+    def x_scales(self, target: Target) -> str:
+        by_rows = self.int8 and self._rows_variant(target) is not None
+        return "rows" if by_rows else super().x_scales(target)
+
     def writes(self, form: Form, target: Target) -> bool:
-        if target.rows(self) > MAX_VEC_ROWS:
+        if target.rows(self) > MAX_VEC_ROWS or self._rows_variant(target) is not None:
             return False
         optional = (self.bias, self.residual, self.gate or self.factors)
         bound = self.bound + sum(item is not None for item in optional) + self._stops(target)
@@ -165,6 +173,10 @@ class Linear(Projection):
     def _stops(self, target: Target) -> bool:
         """Whether a row that has stopped writes nothing: where rows are those of the step."""
         return target.kind.rows == 1 or not (self.of_logits and target.kind.logits)
+
+    def _rows_variant(self, target: Target) -> RowsVariant | None:
+        plain = self.gate is None and self.factors is None
+        return chosen_variant(target, self, self.weight, self.gated, plain)
 
     def lower(self, low: Lowering) -> None:
         rows = low.rows(self)
@@ -181,12 +193,10 @@ class Linear(Projection):
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": self.activation,
         }
-        plain = all(item is None for item in (self.norm, self.gate, self.factors))
-        variant = chosen_variant(low, self, self.weight, self.gated, plain)
+        variant = self._rows_variant(low)
         if variant is None and rows > MAX_VEC_ROWS:
             self._matmul(low, rows, inputs, [self, *added], params)
             return
-        params |= of_norm
         params |= {"SIGMOID_GATE": self.gate is not None, "FACTORS": self.factors is not None}
         params |= {"GATE_STRIDE": 0, "GATE_OFFSET": 0, "STOPS": self._stops(low)}
         gates = self.gate or self.factors
@@ -197,11 +207,12 @@ class Linear(Projection):
         if params["STOPS"]:
             added.insert(0, low.step)
         if variant is None:
-            self._matmul_vec(low, rows, inputs, added, params)
+            self._matmul_vec(low, rows, inputs, added, params | of_norm)
             return
         read = [multiplied(shard, inputs) for shard in self.weight.shards]
+        scale_rows = 0 if self.prepared is None else self.prepared.scale_rows
         params |= {"GATED": self.gated}
-        emit_rows(low, self, variant, self.weight, self.prepared, read, added, params)
+        emit_rows(low, self, variant, self.weight, scale_rows, read, added, params)
 
     def _matmul(
         self,

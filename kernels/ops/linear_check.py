@@ -32,7 +32,10 @@ from infer.kernels.ops.elementwise_check import ACTIVATIONS
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.matmul_rows import (
+    LEAST_LANES,
+    MOST_ROWS,
     RowsVariant,
+    few_rows,
     matmul_rows_variant,
     possible_variant,
 )
@@ -63,6 +66,7 @@ def run_matmul_vec(bench: Bench, x: Array, weight: Array | Codes, **options: Any
     added to. gated: W is gate on top of up, and y = activation(gate) * up, by default silu.
     """
     few(len(x), "matmul")
+    bench.options["tuning"] = ByVec(bench.device)
     return bench.run(_linear(bench, x, weight, **options))
 
 
@@ -70,6 +74,16 @@ def run_matmul(bench: Bench, x: Array, weight: Array | Codes, **options: Any) ->
     """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
     is a kernel beside it."""
     return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
+
+
+class ByVec(Tuning):
+    """Takes matmul_vec for 2 to 8 rows, and tiles for more, everywhere."""
+
+    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
+        known: Any = rule
+        never: Any = False
+        given: Variant = never if known is few_rows else rule(self, *call)
+        return given
 
 
 class ByRows(Tuning):
@@ -81,14 +95,15 @@ class ByRows(Tuning):
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
         known: Any = rule
-        if known is not matmul_rows_variant:
-            return rule(self, *call)
-        forced: Any = self.variant
-        if forced is None or not forced.runs(self, *call):
-            known = possible_variant
-            forced = known(self, *call)
-        chosen: Variant = forced
-        return chosen
+        asked: Any = call and call[0]
+        chosen: Any = rule(self, *call)
+        if known is few_rows:
+            chosen = 2 <= asked <= MOST_ROWS and self.subgroup_size >= LEAST_LANES
+        elif known is matmul_rows_variant:
+            fits = self.variant is not None and self.variant.runs(self, asked)
+            chosen = self.variant if fits else possible_variant(self, asked)
+        given: Variant = chosen
+        return given
 
 
 def run_matmul_rows(
@@ -98,8 +113,8 @@ def run_matmul_rows(
     variant: RowsVariant | None = None,
     **options: Any,
 ) -> Floats:
-    """What matmul_vec computes, for 2 to 64 rows, by matmul_rows where there are subgroups. Both
-    halves of a block share a scale of x from 9 rows on."""
+    """What matmul_vec computes, for 2 to 64 rows, by matmul_rows where there are subgroups; the
+    norm is a kernel beside it."""
     bench.options["tuning"] = ByRows(bench.device, variant)
     return bench.run(_linear(bench, x, weight, **options))
 
@@ -201,7 +216,8 @@ def _projection(
     gated = "gated" in form
     activation = next((word for word in form.split() if word in ACTIVATIONS), None)
     activate = ACTIVATIONS[activation or "silu"]
-    x, expected = activations(bench.rng, rows, k, dtype)
+    by_rows = function is run_matmul_rows
+    x, expected = activations(bench.rng, rows, k, dtype, many=rows > MAX_VEC_ROWS or by_rows)
     weight = exact_weight(bench.rng, 2 * n if gated else n, k, dtype)
     options: dict[str, Any] = {"dtype": dtype, "gated": gated, "activation": activation}
     if "norm" in form:

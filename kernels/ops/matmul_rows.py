@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import stride
+from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import MAX_VEC_ROWS, Target, padded_rows, per_row
+from infer.kernels.compiler.target import Target, padded_rows, per_row
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import linear_grid
 from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTensor
-from infer.kernels.ops.prepared import Maker, Prepared
+from infer.kernels.ops.prepared import Maker
 
 MOST_ROWS = 64
-_LEAST_LANES = 4
+_MOST_FLOAT_ROWS = 16
+LEAST_LANES = 4
 _MOST_SPLITS = 8  # of a matrix' columns
 
 
@@ -67,9 +68,9 @@ class RowsVariant:
         return self.k_lanes * self.n_lanes * self.n_teams * self.k_teams * -(-rows // self.m_tile)
 
     def storage(self, rows: int, dtype: str) -> int:
-        """Bytes of workgroup memory, a table of codes and a norm's sums of squares among them."""
+        """Bytes of workgroup memory, a table of codes among them."""
         padded = -(-rows // self.m_tile) * self.m_tile
-        return 4 * self.k_teams * padded * (self.w_rows + 1) + 1024 * (dtype in LOOKED_UP) + 16
+        return 4 * self.k_teams * padded * self.w_rows + 1024 * (dtype in LOOKED_UP)
 
     def runs(self, tuning: Tuning, shape: RowsShape) -> bool:
         """Whether the kernel can be of that variant."""
@@ -98,16 +99,23 @@ class RowsVariant:
         }
 
 
+def few_rows(tuning: Tuning, rows: int) -> bool:
+    """Whether products of so many rows are matmul_rows's."""
+    lanes = tuning.subgroup_size >= LEAST_LANES
+    return lanes and 2 <= rows <= MOST_ROWS and not tuning.software
+
+
 def matmul_rows_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
-    """None, where other kernels stay: everywhere, until whole steps have been measured."""
-    return None
+    """None, where other kernels stay: of many rows of floats, matmul's tiles."""
+    many = shape.dtype not in INTEGERS and shape.rows > _MOST_FLOAT_ROWS
+    return possible_variant(tuning, shape) if few_rows(tuning, shape.rows) and not many else None
 
 
 def possible_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
     """What was fastest on a large GPU whose subgroups have 32 lanes, for 4, 8, 16 and more rows;
     lanes of other subgroups that are left over have other rows of W."""
     lanes = tuning.subgroup_size
-    if lanes < _LEAST_LANES:
+    if lanes < LEAST_LANES:
         return None
     m_tile, n_tile, k_lanes, n_teams, k_teams, ahead = _fastest(shape)
     if tuning.software:  # large kernels compile for seconds
@@ -124,11 +132,7 @@ def possible_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
         variant = replace(variant, n_teams=variant.n_teams // 2)
     if not variant.runs(tuning, shape):
         variant = replace(variant, n_teams=max(1, tuning.largest_subgroup // lanes))
-    variant = _spread(tuning, shape, variant)
-    together = variant.k_lanes * variant.k_teams * variant.splits
-    while ahead > 1 and shape.chunks % (together * ahead):
-        ahead //= 2  # so that no lane is left over in the last step
-    variant = replace(variant, ahead=ahead)
+    variant = replace(_spread(tuning, shape, variant), ahead=ahead)
     return variant if variant.runs(tuning, shape) else None
 
 
@@ -178,16 +182,20 @@ def _spread(tuning: Tuning, shape: RowsShape, variant: RowsVariant) -> RowsVaria
     return variant
 
 
+def by_rows(target: Target, x: Value) -> bool:
+    """Whether products of x are matmul_rows's, where it has a variant for them."""
+    return target.tuning.choose(few_rows, target.rows(x))
+
+
 def chosen_variant(
     target: Target, y: Maker, weight: GpuTensor, gated: bool, plain: bool
 ) -> RowsVariant | None:
-    """None: y takes matmul_vec or matmul. plain: no norm goes into it, and no factor."""
+    """None: y takes matmul_vec or matmul. plain: no factor goes into it."""
     rows = target.rows(y)
-    if not 2 <= rows <= MOST_ROWS or target.device.subgroup_size < _LEAST_LANES:
+    if not by_rows(target, y):
         return None
     sums = 4 * _MOST_SPLITS * padded_rows(rows) * stride(weight.shape[0])
-    plain = plain and not gated and y.prepares is None
-    room = plain and sums <= target.device.limits.max_binding
+    room = plain and not gated and sums <= target.device.limits.max_binding
     shape = RowsShape(weight.shape[1], y.width, rows, weight.dtype, gated, room)
     return target.tuning.choose(matmul_rows_variant, shape)
 
@@ -197,18 +205,18 @@ def emit_rows(
     y: Maker,
     variant: RowsVariant,
     weight: GpuTensor,
-    prepared: Prepared | None,
+    scale_rows: int,
     read: Sequence[Sequence[Operand]],
     added: Sequence[Operand],
     params: dict[str, Any],
 ) -> None:
-    """The kernels of a projection, for each shard. prepared: what it reads. read: what they bind
+    """The kernels of a projection, for each shard. scale_rows: of x in int8. read: what they bind
     first. added, params: as of matmul_vec."""
-    k, form, rows, gated = weight.shape[1], y.prepares, low.rows(y), bool(params["GATED"])
+    k, rows, gated = weight.shape[1], low.rows(y), bool(params["GATED"])
     stops = 1 if params["STOPS"] else 0
     for shard, operands in zip(weight.shards, read, strict=True):
         n = shard.rows // 2 if gated else shard.rows
-        own, written = params | {"START": shard.start, "SPLIT_ROWS": 0}, y.outputs_bound
+        own, written = params | {"START": shard.start, "SPLIT_ROWS": 0}, list[Operand]([y])
         rest = list(added)
         if variant.splits > 1:
             own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
@@ -224,15 +232,7 @@ def emit_rows(
             own
             | weight.grouping.params
             | variant.params
-            | {
-                "N": n,
-                "ROWS": rows,
-                "SHARED": prepared is not None and prepared.rows > MAX_VEC_ROWS,
-                "TABLE_COPIES": 1,
-                "KEEP": form is None or form.keep,
-                "QUANTIZE": False,
-                "NEXT_NORM": form is not None and form.norm is not None,
-            },
+            | {"N": n, "ROWS": rows, "SCALE_ROWS": scale_rows},
             moved=shard.nbytes,
             flops=2 * rows * shard.rows * k,
         )

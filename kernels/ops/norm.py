@@ -8,8 +8,8 @@ from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Slice, Value, same_width, source, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
-from infer.kernels.gpu.tensor import HALF, GpuTensor
-from infer.kernels.ops.prepared import Form, Maker
+from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
+from infer.kernels.ops.prepared import Form, Maker, scale_params
 
 
 def _checked(x: Value, weight: GpuTensor, groups: int) -> int:
@@ -28,6 +28,7 @@ class RMSNorm(Maker):
     Rules add: a residual [as x], then a factor [1]; what the next projection reads.
     """
 
+    quantizes_rows = True
     x: Value
     weight: GpuTensor
     eps: float
@@ -54,7 +55,8 @@ class RMSNorm(Maker):
         optional = (self.gate, self.residual, self.factor)
         bound = 2 + sum(item is not None for item in optional)
         fits = 2 * self.part + 4 * target.tuning.workgroup(self.part)
-        int8 = fits <= target.device.limits.workgroup_storage and self.part % HALF == 0
+        whole = self.part % (HALF if form.scales == "halves" else BLOCK) == 0
+        int8 = fits <= target.device.limits.workgroup_storage and whole
         return form.fits(self, target, bound) and (not form.int8 or (int8 and self._lanes() == 4))
 
     def _lanes(self) -> int:
@@ -92,6 +94,7 @@ class RMSNorm(Maker):
                 "RESIDUAL": self.residual is not None,
                 "FACTOR": self.factor is not None,
                 **self.output_params,
+                **scale_params(self.prepares),
             },
             moved=lambda rows, kv_len: 8 * rows * self.width,
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import MAX_VEC_ROWS, Target, padded_rows
+from infer.kernels.compiler.target import Target, padded_rows
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.tensor import BLOCK, GpuTensor
 
@@ -24,11 +25,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Form:
-    """How projections read an activation: after a norm, as int8; alone: nothing else reads it."""
+    """How projections read an activation: after a norm; as int8, with such scales
+    (quantize_block.wgsl), or, without, as f32; alone: nothing else reads it."""
 
     norm: Norm | None
-    int8: bool
+    scales: str
     alone: bool = False
+
+    @property
+    def int8(self) -> bool:
+        return bool(self.scales)
 
     @property
     def keep(self) -> bool:
@@ -40,19 +46,21 @@ class Form:
         """What the kernel that makes it binds: the activation, the form, the norm's weights."""
         return self.keep + (2 if self.int8 else 1) + (self.norm is not None)
 
-    def fits(self, maker: Value, target: Target, bound: int) -> bool:
+    def fits(self, maker: Maker, target: Target, bound: int) -> bool:
         """Whether a kernel that binds so many buffers besides can write it."""
         if self.bindings + bound > target.device.limits.storage_buffers:
             return False
         if self.norm is not None and self.norm.of_logits and target.kind.rows > 1:
             return False  # the logits' rows are copied first
-        return not self.int8 or (target.kind.rows == 1 and maker.width % BLOCK == 0)
+        if not self.int8:
+            return True
+        return maker.width % BLOCK == 0 and (target.kind.rows == 1 or maker.quantizes_rows)
 
 
 @dataclass(eq=False, repr=False)
 class Prepared(Value):
-    """x in a form: its values times the norm's weights, f32; or, as int8, integers, and the scale
-    and the sum of squares of every half of a block of 32. order: of its columns, u32 [width].
+    """x in a form: its values times the norm's weights, f32; or, with scales, integers and those
+    (quantize_block.wgsl). order: of its columns, u32 [width].
 
     rows: of x, at most. parts: side by side in x, each a row of its own (results of experts).
     keep: whether x itself is needed too. made: the kernel that makes x makes this too.
@@ -60,7 +68,7 @@ class Prepared(Value):
 
     x: Value
     norm: Norm | None
-    int8: bool
+    scales: str
     rows: int
     order: Buffer | None = None
     parts: int = 1
@@ -75,8 +83,13 @@ class Prepared(Value):
         blocks = -(-self.part // BLOCK) * rows
         int8: list[Operand] = [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
         floats: list[Operand] = [Scratch(4 * self.rows * stride(self.part))]
-        self.operands = int8 if self.int8 else floats
+        self.operands = int8 if self.scales else floats
         return self.x.width
+
+    @property
+    def scale_rows(self) -> int:
+        """Of which scales lie side by side, where they do."""
+        return -(-self.rows // 4) * 4
 
     @property
     def written(self) -> list[Operand]:
@@ -100,19 +113,27 @@ class Prepared(Value):
                 "X_STRIDE": stride(self.part),
                 "NORM": self.norm is not None,
                 "ORDER": self.order is not None,
-                "SHARED": self.rows > MAX_VEC_ROWS,
                 "QUANTIZE": True,
+                **scale_params(self),
             },
         )
+
+
+def scale_params(form: Prepared | None) -> dict[str, Any]:
+    """Of quantize_block.wgsl, where it is not of one row."""
+    if form is None or not form.scales:
+        return {"X_SCALES": "halves", "SCALE_ROWS": 0}
+    return {"X_SCALES": form.scales, "SCALE_ROWS": form.scale_rows}
 
 
 @dataclass(eq=False, repr=False)
 class Maker(Value):
     """An operation whose kernel can also write its result as projections want to read it.
 
-    Rules add: prepares: that form.
+    Rules add: prepares: that form. quantizes_rows: its kernel does so for more rows than one.
     """
 
+    quantizes_rows: ClassVar[bool] = False
     prepares: Prepared | None = field(default=None, kw_only=True)
 
     def writes(self, form: Form, target: Target) -> bool:
@@ -125,7 +146,7 @@ class Maker(Value):
         form = self.prepares
         return {
             "KEEP": form is None or form.keep,
-            "QUANTIZE": form is not None and form.int8,
+            "QUANTIZE": form is not None and form.scales != "",
             "NEXT_NORM": form is not None and form.norm is not None,
         }
 

@@ -14,6 +14,8 @@
 // @param N_HEADS u32
 // @param AT_ONCE u32             splits whose loads are in flight together: divides STORED_SPLITS
 // @param Y_STRIDE u32
+// @param X_SCALES halves|blocks|rows
+// @param SCALE_ROWS u32
 // @param SINKS bool
 // @param GATED bool
 // @param GATE_STRIDE u32
@@ -22,7 +24,7 @@
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;  // see attention_split.wgsl
 #if QUANTIZE
 @group(0) @binding(2) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding(3) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+@group(0) @binding(3) var<storage, read_write> x_int8_scales: array<Int8Scale>;
 
 var<workgroup> magnitudes: array<u32, WG>;
 #else
@@ -101,16 +103,12 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #if QUANTIZE
   magnitudes[tid] = magnitude(value);
   workgroupBarrier();
-  var half_most = 0u;
-#for j in 0..4
-  half_most = max(half_most, magnitudes[tid / 4u * 4u + $ju]);
+  var most_of_all = 0u;
+#for j in 0..SHARERS
+  most_of_all = max(most_of_all, magnitudes[tid / $(SHARERS)u * $(SHARERS)u + $ju]);
 #endfor
   if (id.x * WG + tid < VALUES) {
-    let at = half_at(id.z, VALUES / 8u, i / 4u);
-    store_int8(at, i % 4u, value, half_most);
-    if (i % 4u == 0u) {
-      store_scale(at, half_most, 0.0);
-    }
+    store_int8(id.z, VALUES / 8u, i / 4u, i % 4u, value, most_of_all, 0.0);
   }
 #else
   y[id.z * (Y_STRIDE / 4u) + i] = value;

@@ -5,6 +5,7 @@
 // Else (max, sum) and o of each head and split go to attention_combine.wgsl, as attention_split.wgsl
 // says. SINKS: a logit of each head that takes part in softmax, with no value; only with JOINED, as GATED
 // and QUANTIZE are.
+#let X_SCALES = halves
 #include "quantize_block.wgsl"
 // @param JOINED bool
 // @param SINKS bool
@@ -14,7 +15,7 @@
 // @param Y_STRIDE u32
 #if QUANTIZE
 @group(0) @binding(5) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding(6) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+@group(0) @binding(6) var<storage, read_write> x_int8_scales: array<Int8Scale>;
 #elif JOINED
 @group(0) @binding(5) var<storage, read_write> y: array<vec4<f32>>;
 #else
@@ -46,11 +47,7 @@ fn store_output(
   half_most = max(half_most, subgroupShuffleXor(half_most, 1u));
   half_most = max(half_most, subgroupShuffleXor(half_most, 2u));
   if (writes) {
-    let half = half_at(row, n_heads * HEAD_DIM / 32u, at / 4u);
-    store_int8(half, at % 4u, value, half_most);
-    if (at % 4u == 0u) {
-      store_scale(half, half_most, 0.0);
-    }
+    store_int8(row, n_heads * HEAD_DIM / 32u, at / 4u, at % 4u, value, half_most, 0.0);
   }
 #else
   if (writes) {

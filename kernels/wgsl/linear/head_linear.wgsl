@@ -7,7 +7,7 @@
 // these; TEAM invocations share an output.
 #include "step.wgsl"
 #include "weight_group.wgsl"
-#include "quantize_block.wgsl"
+#include "int8.wgsl"
 #include "reduce.wgsl"
 #if ROPE
 #include "rotate_pair.wgsl"

@@ -7,12 +7,13 @@
 // W, K_TEAMS along the columns, and as many along the rows of x as there are. SPLITS workgroups share
 // the columns too: each writes its sums below those of the one before, and matmul_combine does the rest.
 //
-// NORM, factors: as in matmul_vec.wgsl, but the weights of the norm are multiplied into W, which takes
-// fewer operations than to multiply rows of x. What goes out is said in next_input.wgsl.
+// x is f32, or int8 with a scale for each block (quantize_block.wgsl, X_SCALES rows). The factor is as in
+// matmul_vec.wgsl.
 #include "grid.wgsl"
-#let X = 1
-#include "chunk_float.wgsl"
-#include "chunk_int8.wgsl"
+#include "weight.wgsl"
+#include "scales.wgsl"
+#let COPIES = 1
+#include "integers.wgsl"
 #include "step.wgsl"
 // @param START u32               the first output that this shard of W holds
 // @param Y_STRIDE u32
@@ -23,31 +24,42 @@
 // @param N_LANES u32
 // @param N_TEAMS u32
 // @param K_TEAMS u32
-// @param AHEAD u32               steps of chunks that are on their way for each row of W
-// @param SPLITS u32              of more than one: no NORM, factors, GATED, BIAS, RESIDUAL
+// @param AHEAD u32               chunks that are on their way for each row of W
+// @param SPLITS u32              of more than one: no factors, GATED, BIAS, RESIDUAL
 // @param SPLIT_ROWS u32          rows that each split has in y
-// @param SHARED bool             both halves of a block of x have the same scale
-// @param EPS f32
+// @param SCALE_ROWS u32          rows that x_scales has
 // @param STOPS bool              rows of x are those of the step: one that has stopped writes nothing
 // @param GATED bool
 // @param FACTORS bool
 // @param SIGMOID_GATE bool       not with FACTORS; their gates and factors are:
 // @param GATE_STRIDE u32
 // @param GATE_OFFSET u32
-// @param KEEP bool
-// @param NEXT_NORM bool
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
-#let EPILOGUE = AFTER_X + STOPS
+#if INTEGERS
+@group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;
+#else
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+#endif
+#let SCALED = INTEGERS or CODES
+#if SCALED
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+#endif
+#let FOURS = M_TILE % 4 == 0
+#if INTEGERS and FOURS
+@group(0) @binding(3) var<storage, read> x_scales: array<vec4<f32>>;
+#elif INTEGERS
+@group(0) @binding(3) var<storage, read> x_scales: array<f32>;
+#endif
+#let EPILOGUE = 2 + SCALED + INTEGERS + STOPS
 #if STOPS
-@group(0) @binding($(AFTER_X)) var<storage, read> step: Step;
+@group(0) @binding($(EPILOGUE - 1)) var<storage, read> step: Step;
 #endif
 #include "epilogue.wgsl"
 #let GATES = SIGMOID_GATE or FACTORS
 #if GATES
 @group(0) @binding($(EPILOGUE + BIAS + RESIDUAL)) var<storage, read> gates: array<f32>;
 #endif
-#let OUTPUT = EPILOGUE + BIAS + RESIDUAL + GATES
-#include "next_input.wgsl"
+@group(0) @binding($(EPILOGUE + BIAS + RESIDUAL + GATES)) var<storage, read_write> y: array<f32>;
 
 const TEAM = K_LANES * N_LANES;
 const M_TEAMS = (ROWS + M_TILE - 1u) / M_TILE;
@@ -56,10 +68,18 @@ const M_ROWS = M_TEAMS * M_TILE;            // rows of x of a workgroup,
 const W_ROWS = N_LANES * N_TEAMS * N_TILE;  // and of W
 const OUTPUTS = W_ROWS / $(1 + GATED)u;
 const STEP = K_LANES * K_TEAMS;  // chunks that a workgroup multiplies at a time
-const SPLIT_STEPS = ((CHUNKS + STEP * SPLITS - 1u) / (STEP * SPLITS) + AHEAD - 1u) / AHEAD * AHEAD;
-#let COLUMNS = 8 + 24 * INTEGERS + 8 * (WEIGHT == e4m3)  // of a chunk
+const SPLIT_STEPS = (CHUNKS + STEP * SPLITS - 1u) / (STEP * SPLITS);
+#if INTEGERS
+#let COLUMNS = 32  // of a chunk
+const CHUNKS = BLOCKS;  // of a row
+#else
+#let EIGHTS = 1 + CODES
+#let COLUMNS = 8 * EIGHTS
+const CHUNKS = (K + $(COLUMNS - 1)u) / $(COLUMNS)u;
+const ROW_FOURS = (K + 7u) / 8u * 2u;  // of x
+#endif
 // Whether all steps of all lanes have a chunk.
-#let EVEN = (K + COLUMNS - 1) / COLUMNS % (K_LANES * K_TEAMS * SPLITS * AHEAD) == 0
+#let EVEN = (K + COLUMNS - 1) / COLUMNS % (K_LANES * K_TEAMS * SPLITS) == 0
 #let VALUES = M_TILE * N_TILE
 #let ROUNDS = log2(K_LANES)
 // In so many of these a lane passes half of its values on; then their number is odd.
@@ -67,23 +87,21 @@ const SPLIT_STEPS = ((CHUNKS + STEP * SPLITS - 1u) / (STEP * SPLITS) + AHEAD - 1
 #let HALVINGS = min(ROUNDS, EVEN_TWICE + (VALUES % 16 == 0) + (VALUES % 32 == 0))
 #let LEFT = VALUES / (1 << HALVINGS)
 #if INTEGERS
-#let HALVES = GROUP_SIZE == 16 or not SHARED  // have scales of their own
-const PRODUCT_UNIT: f32 = INT8_UNIT;
+const UNIT: f32 = INT8_UNIT;  // what sums are multiples of
+#elif CODES
+const UNIT = CODE;
 #else
-const PRODUCT_UNIT = UNIT;
+const UNIT = 1.0;
 #endif
 
 var<workgroup> partial: array<f32, K_TEAMS * M_ROWS * W_ROWS>;
-#if NORM
-var<workgroup> partial_squares: array<f32, K_TEAMS * M_ROWS>;
-#endif
 
 fn total(row: u32, w_row: u32) -> f32 {
   var sum = 0.0;
 #for k in 0..K_TEAMS
   sum += partial[($ku * M_ROWS + row) * W_ROWS + w_row];
 #endfor
-  return PRODUCT_UNIT * sum;
+  return UNIT * sum;
 }
 
 // A chunk of a row of W as it is stored: what is on its way takes few registers.
@@ -104,16 +122,33 @@ fn load_stored(row: u32, i: u32) -> Stored {
   return Stored(load_integers(row, i), load_scale(row, i / (GROUP_SIZE / 32u)));
 #endif
 }
+#if AFFINE
+
+const ONES = vec4<u32>(0x01010101u);
+#endif
+
+fn dot16(a: vec4<u32>, b: vec4<u32>) -> i32 {
+  return dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y)
+    + dot4I8Packed(a.z, b.z) + dot4I8Packed(a.w, b.w);
+}
 #if PLANES == 2
 
 fn dot_half(w: Int8, x: vec4<u32>) -> f32 {
   return f32(dot16(w[0], x) + 256 * dot16(w[1], x));
+}
+
+fn dot_both(low: Int8, x_low: vec4<u32>, high: Int8, x_high: vec4<u32>) -> f32 {
+  return dot_half(low, x_low) + dot_half(high, x_high);
 }
 #else
 
 // 2^23 + 2^22 + sum, made as the bits of a float: cheaper than a conversion (|sum| < 2^22).
 fn dot_half(w: vec4<u32>, x: vec4<u32>) -> f32 {
   return bitcast<f32>(0x4b400000 + dot16(w, x)) - 12582912.0;
+}
+
+fn dot_both(low: vec4<u32>, x_low: vec4<u32>, high: vec4<u32>, x_high: vec4<u32>) -> f32 {
+  return bitcast<f32>(0x4b400000 + dot16(low, x_low) + dot16(high, x_high)) - 12582912.0;
 }
 #endif
 #elif CODES
@@ -142,6 +177,18 @@ fn load_stored(row: u32, i: u32) -> Stored {
 
 fn widened(w: Stored, i: u32) -> array<vec4<f32>, 2> {
   return array<vec4<f32>, 2>(low4(w), high4(w));
+}
+#endif
+#if not INTEGERS
+
+// Columns beyond K are padding: zero in W, anything in x.
+fn masked(value: vec4<f32>, column: u32, valid: bool) -> vec4<f32> {
+#if K % COLUMNS != 0
+  let inside = column + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(K);
+  return select(vec4<f32>(), value, inside & vec4<bool>(valid));
+#else
+  return select(vec4<f32>(), value, valid);
+#endif
 }
 #endif
 
@@ -180,9 +227,6 @@ fn main(
 #else
   let x_row$m = first_row + $mu;
 #endif
-#if NORM
-  var squares$m = 0.0;
-#endif
 #endfor
 #for i in 0..VALUES
   var sum0_$i = 0.0;  // of row of x i / N_TILE and row of W i % N_TILE
@@ -201,134 +245,97 @@ fn main(
 #endfor
 #endfor
 
-  for (var done = 0u; done < steps; done += AHEAD) {
-#for u in 0..AHEAD
-    {
+  for (var done = 0u; done < steps; done++) {
 #if EVEN
-      let i = start + (done + $uu) * STEP;
-      let valid = true;
+    let i = start + done * STEP;
+    let valid = true;
 #else
-      let own = start + (done + $uu) * STEP;
-      let valid = own <= last;
-      let i = min(own, last);
+    let valid = start + done * STEP <= last;
+    let i = min(start + done * STEP, last);
 #endif
-      // Not inside an `if`, from which a compiler may move it down to its use.
-      let later = min(start + (done + $(AHEAD + $u)u) * STEP, last);
+    // Not inside an `if`, from which a compiler may move it down to its use.
+    let later = min(start + (done + AHEAD) * STEP, last);
 #for r in 0..N_TILE
-      let w$r = next$u_$r;
-      next$u_$r = load_stored(row$r, later);
+    let w$r = next0_$r;
+#for u in 1..AHEAD
+    next$($u - 1)_$r = next$u_$r;
+#endfor
+    next$(AHEAD - 1)_$r = load_stored(row$r, later);
 #endfor
 #if INTEGERS
 #for r in 0..N_TILE
-      let low$r = low_int8(w$r.integers);
-      let high$r = high_int8(w$r.integers);
+    let low$r = low_int8(w$r.integers);
+    let high$r = high_int8(w$r.integers);
 #if GROUP_SIZE == 16
-      let scale$r = widen_scale(w$r.scale, 2u * i);
-      let high_scale$r = widen_scale(w$r.high_scale, min(2u * i + 1u, GROUPS - 1u));
+    let scale$r = widen_scale(w$r.scale, 2u * i);
+    let high_scale$r = widen_scale(w$r.high_scale, min(2u * i + 1u, GROUPS - 1u));
 #else
-      let scale$r = widen_scale(w$r.scale, i / (GROUP_SIZE / 32u));
-      let high_scale$r = scale$r;
+    let scale$r = widen_scale(w$r.scale, i / (GROUP_SIZE / 32u));
+    let high_scale$r = scale$r;
 #endif
 #endfor
+#if FOURS
+#for q in 0..M_TILE / 4
+    let four$q = x_scales[i * (SCALE_ROWS / 4u) + min(first_row / 4u + $qu, SCALE_ROWS / 4u - 1u)];
+#endfor
+#endif
 #for m in 0..M_TILE
-      let x_low$m = x[x_row$m * 2u * BLOCKS + i];
-      let x_high$m = x[x_row$m * 2u * BLOCKS + BLOCKS + i];
-      let of_low$m = x_scales[x_row$m * 2u * BLOCKS + i];
-#if HALVES or NORM
-      let of_high$m = x_scales[x_row$m * 2u * BLOCKS + BLOCKS + i];
+    let x_low$m = x[x_row$m * 2u * BLOCKS + i];
+    let x_high$m = x[x_row$m * 2u * BLOCKS + BLOCKS + i];
+#if FOURS
+    let of_block$m = four$($m / 4)[$($m % 4)];
 #else
-      let of_high$m = of_low$m;
+    let of_block$m = x_scales[i * SCALE_ROWS + x_row$m];
 #endif
 #if EVEN
-      let x_scale$m = vec2<f32>(of_low$m.x, of_high$m.x);
+    let x_scale$m = of_block$m;
 #else
-      let x_scale$m = select(vec2<f32>(), vec2<f32>(of_low$m.x, of_high$m.x), valid);
-#endif
-#if NORM and EVEN
-      squares$m += of_low$m.y + of_high$m.y;
-#elif NORM
-      squares$m += select(0.0, of_low$m.y + of_high$m.y, valid);
+    let x_scale$m = select(0.0, of_block$m, valid);
 #endif
 #if AFFINE
-      let x_sums$m = x_scale$m / INT8_UNIT
-        * vec2<f32>(f32(dot16(x_low$m, ONES)), f32(dot16(x_high$m, ONES)));
+    let x_low_sum$m = x_scale$m / INT8_UNIT * f32(dot16(x_low$m, ONES));
+    let x_high_sum$m = x_scale$m / INT8_UNIT * f32(dot16(x_high$m, ONES));
 #endif
 #for r in 0..N_TILE
-#if HALVES
-      sum0_$($m * N_TILE + $r) = fma(
-        dot_half(low$r, x_low$m), x_scale$m.x * scale$r.x, sum0_$($m * N_TILE + $r));
-      sum0_$($m * N_TILE + $r) = fma(
-        dot_half(high$r, x_high$m), x_scale$m.y * high_scale$r.x, sum0_$($m * N_TILE + $r));
-#elif PLANES == 2
-      sum0_$($m * N_TILE + $r) = fma(
-        dot_half(low$r, x_low$m) + dot_half(high$r, x_high$m),
-        x_scale$m.x * scale$r.x, sum0_$($m * N_TILE + $r));
+#if GROUP_SIZE == 16
+    sum0_$($m * N_TILE + $r) = fma(
+      dot_half(low$r, x_low$m), x_scale$m * scale$r.x, sum0_$($m * N_TILE + $r));
+    sum0_$($m * N_TILE + $r) = fma(
+      dot_half(high$r, x_high$m), x_scale$m * high_scale$r.x, sum0_$($m * N_TILE + $r));
 #else
-      sum0_$($m * N_TILE + $r) = fma(
-        bitcast<f32>(0x4b400000 + dot16(low$r, x_low$m) + dot16(high$r, x_high$m)) - 12582912.0,
-        x_scale$m.x * scale$r.x, sum0_$($m * N_TILE + $r));
+    sum0_$($m * N_TILE + $r) = fma(
+      dot_both(low$r, x_low$m, high$r, x_high$m), x_scale$m * scale$r.x, sum0_$($m * N_TILE + $r));
 #endif
 #if AFFINE
-      sum0_$($m * N_TILE + $r) = fma(x_sums$m.x, scale$r.y, sum0_$($m * N_TILE + $r));
-      sum0_$($m * N_TILE + $r) = fma(x_sums$m.y, high_scale$r.y, sum0_$($m * N_TILE + $r));
+    sum0_$($m * N_TILE + $r) = fma(x_low_sum$m, scale$r.y, sum0_$($m * N_TILE + $r));
+    sum0_$($m * N_TILE + $r) = fma(x_high_sum$m, high_scale$r.y, sum0_$($m * N_TILE + $r));
 #endif
 #endfor
 #endfor
 #else
 #for r in 0..N_TILE
-      let v$r = widened(w$r, i);
+    let v$r = widened(w$r, i);
 #endfor
 #for h in 0..2 * EIGHTS
 #if EIGHTS > 1
-      let at$h = min($(2 * EIGHTS)u * i + $hu, 2u * ROW_EIGHTS - 1u);
+    let at$h = min($(2 * EIGHTS)u * i + $hu, ROW_FOURS - 1u);
 #else
-      let at$h = 2u * i + $hu;
+    let at$h = 2u * i + $hu;
 #endif
-#if NORM and not SCALED
-      let norm$h = norm_weight[at$h];
-#endif
-#for r in 0..N_TILE
-#if NORM and not SCALED
-      let v$h_$r = norm$h * v$r[$h];
-#else
-      let v$h_$r = v$r[$h];
-#endif
-#endfor
 #for m in 0..M_TILE
 #if EVEN and K % COLUMNS == 0
-      let x$h_$m = x[x_row$m * 2u * ROW_EIGHTS + at$h];
+    let x$h_$m = x[x_row$m * ROW_FOURS + at$h];
 #else
-      let x$h_$m = masked(
-        x[x_row$m * 2u * ROW_EIGHTS + at$h], $(8 * EIGHTS)u * i + $(4 * $h)u, valid);
+    let x$h_$m = masked(x[x_row$m * ROW_FOURS + at$h], $(COLUMNS)u * i + $(4 * $h)u, valid);
 #endif
-#if NORM
-      squares$m += dot(x$h_$m, x$h_$m);
-#endif
-#if SCALED and EVEN and K % COLUMNS == 0
-      let a$h_$m = scaled_x[x_row$m * 2u * ROW_EIGHTS + at$h];
-#elif SCALED
-      let a$h_$m = masked(
-        scaled_x[x_row$m * 2u * ROW_EIGHTS + at$h], $(8 * EIGHTS)u * i + $(4 * $h)u, valid);
-#else
-      let a$h_$m = x$h_$m;
-#endif
+#for c in 0..4
 #for r in 0..N_TILE
-      sum0_$($m * N_TILE + $r) = fma(v$h_$r.x, a$h_$m.x, sum0_$($m * N_TILE + $r));
+    sum0_$($m * N_TILE + $r) = fma(v$r[$h][$c], x$h_$m[$c], sum0_$($m * N_TILE + $r));
 #endfor
-#for r in 0..N_TILE
-      sum0_$($m * N_TILE + $r) = fma(v$h_$r.y, a$h_$m.y, sum0_$($m * N_TILE + $r));
-#endfor
-#for r in 0..N_TILE
-      sum0_$($m * N_TILE + $r) = fma(v$h_$r.z, a$h_$m.z, sum0_$($m * N_TILE + $r));
-#endfor
-#for r in 0..N_TILE
-      sum0_$($m * N_TILE + $r) = fma(v$h_$r.w, a$h_$m.w, sum0_$($m * N_TILE + $r));
 #endfor
 #endfor
 #endfor
 #endif
-    }
-#endfor
   }
 
   // Lanes along the columns add up: of two each keeps half of the values, as long as that goes.
@@ -354,16 +361,6 @@ fn main(
       + w_row + (place + $iu) % N_TILE] = sum$(ROUNDS)_$i;
 #endfor
   }
-#if NORM
-#for m in 0..M_TILE
-#for j in 0..ROUNDS
-  squares$m += subgroupShuffleXor(squares$m, $(N_LANES << $j)u);
-#endfor
-  if (w_row == 0u && k_lane == 0u) {
-    partial_squares[k_team * M_ROWS + first_row + $mu] = squares$m;
-  }
-#endfor
-#endif
   workgroupBarrier();
 
   for (var i = tid; i < ROWS * OUTPUTS; i += WG) {
@@ -376,25 +373,16 @@ fn main(
 #endif
     if (writes) {
       let at = row * Y_STRIDE + START + n;
-#if NORM
-      var squares = 0.0;
-#for k in 0..K_TEAMS
-      squares += partial_squares[$ku * M_ROWS + row];
-#endfor
-      let scale = inverseSqrt(squares / f32(K) + EPS);
-#else
-      let scale = 1.0;
-#endif
 #if GATED
-      var gate = scale * total(row, 2u * own);
-      var up = scale * total(row, 2u * own + 1u);
+      var gate = total(row, 2u * own);
+      var up = total(row, 2u * own + 1u);
 #if BIAS
       gate += bias[START + n];
       up += bias[START + N + n];
 #endif
       var value = activated(gate, up);
 #else
-      var sum = scale * total(row, own);
+      var sum = total(row, own);
 #if BIAS
       sum += bias[START + n];
 #endif
@@ -408,12 +396,7 @@ fn main(
 #if RESIDUAL
       value += residual[at];
 #endif
-#if NEXT_NORM
-      let norm = next_norm[START + n];
-#else
-      let norm = 0.0;
-#endif
-      store_output(0u, id.z * SPLIT_ROWS * Y_STRIDE + at, value, norm);
+      y[id.z * SPLIT_ROWS * Y_STRIDE + at] = value;
     }
   }
 }

@@ -2,13 +2,14 @@
 // that one's norm (NEXT_NORM); or that, or y, as int8 (QUANTIZE), of which the outputs of a workgroup,
 // 4 * FOURS, are whole halves of blocks. KEEP and NEXT_NORM are parameters or #let, FOURS is a const, and
 // `#let OUTPUT` is the first of the bindings.
+#let X_SCALES = halves
 #include "quantize_block.wgsl"
 #if KEEP
 @group(0) @binding($(OUTPUT)) var<storage, read_write> y: array<f32>;
 #endif
 #if QUANTIZE
 @group(0) @binding($(OUTPUT + KEEP)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(OUTPUT + KEEP + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+@group(0) @binding($(OUTPUT + KEEP + 1)) var<storage, read_write> x_int8_scales: array<Int8Scale>;
 #elif NEXT_NORM
 @group(0) @binding($(OUTPUT + KEEP)) var<storage, read_write> next_x: array<f32>;
 #endif
@@ -63,10 +64,6 @@ fn quantize_outputs(i: u32, row: u32, blocks: u32, first: u32) {
   most = max(most, magnitude(four_scaled(4u * half + $ju)));
   squares += dot(four$j, four$j);
 #endfor
-  let at = half_at(row, blocks, first + half);
-  store_int8(at, i % 4u, four_scaled(i), most);
-  if (i % 4u == 0u) {
-    store_scale(at, most, squares);
-  }
+  store_int8(row, blocks, first + half, i % 4u, four_scaled(i), most, squares);
 }
 #endif

@@ -1,17 +1,16 @@
-// x_int8 = round(127 x / max|x|) for each half of a block of 32 columns of x [rows][K], with the scale
-// max|x| / 127 and the sum of x^2 (quantize_block.wgsl): four invocations share half a block.
-// SHARED: both halves have the scale of the larger one, so that a product of many rows (matmul_int8.wgsl)
-// needs one for a block.
+// x_int8 = round(127 x / max|x|) for x [rows][K], in halves of blocks of 32 columns (quantize_block.wgsl), each
+// of which four invocations have.
 // NORM: what is quantised is x * norm_weight; the squares are those of x.
 #include "quantize_block.wgsl"
 // @param K u32
 // @param X_STRIDE u32
-// @param SHARED bool
+// @param X_SCALES halves|blocks|rows
+// @param SCALE_ROWS u32
 // @param NORM bool
 // @param ORDER bool              column i is column order[i] of x
 @group(0) @binding(0) var<storage, read> x: array<f32>;
 @group(0) @binding(1) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding(2) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+@group(0) @binding(2) var<storage, read_write> x_int8_scales: array<Int8Scale>;
 #if NORM
 @group(0) @binding(3) var<storage, read> norm_weight: array<f32>;
 #endif
@@ -20,7 +19,6 @@
 #endif
 
 const BLOCKS = (K + 31u) / 32u;
-const SHARERS = $(4 + 4 * SHARED)u;  // invocations whose values have one scale
 
 var<workgroup> most: array<u32, 64>;
 var<workgroup> squares: array<f32, 64>;
@@ -54,18 +52,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   most[tid] = magnitude(value);
   workgroupBarrier();
   var half_most = 0u;
-  for (var i = 0u; i < SHARERS; i++) {
-    half_most = max(half_most, most[tid / SHARERS * SHARERS + i]);
+  for (var i = 0u; i < $(SHARERS)u; i++) {
+    half_most = max(half_most, most[tid / $(SHARERS)u * $(SHARERS)u + i]);
   }
   var half_squares = 0.0;
   for (var i = 0u; i < 4u; i++) {
     half_squares += squares[tid / 4u * 4u + i];
   }
   if (half < 2u * BLOCKS) {
-    let at = half_at(id.y, BLOCKS, half);
-    store_int8(at, tid % 4u, value, half_most);
-    if (tid % 4u == 0u) {
-      store_scale(at, half_most, half_squares);
-    }
+    store_int8(id.y, BLOCKS, half, tid % 4u, value, half_most, half_squares);
   }
 }

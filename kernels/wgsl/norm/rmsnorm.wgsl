@@ -20,6 +20,8 @@
 // @param GATE_OFFSET u32
 // @param RESIDUAL bool
 // @param FACTOR bool
+// @param X_SCALES halves|blocks|rows
+// @param SCALE_ROWS u32
 // @param KEEP bool
 // @param NEXT_NORM bool
 #if LANES == 4
@@ -52,7 +54,7 @@ fn sum(v: Vector) -> f32 {
 #endif
 #if QUANTIZE
 @group(0) @binding($(OUT + KEEP)) var<storage, read_write> x_int8: array<u32>;
-@group(0) @binding($(OUT + KEEP + 1)) var<storage, read_write> x_int8_scales: array<vec2<f32>>;
+@group(0) @binding($(OUT + KEEP + 1)) var<storage, read_write> x_int8_scales: array<Int8Scale>;
 
 var<workgroup> most: array<u32, VECTORS>;
 var<workgroup> squares: array<f32, VECTORS>;
@@ -138,15 +140,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     let half = i$j / 4u;
     var half_most = 0u;
     var half_squares = 0.0;
-    for (var i = 4u * half; i < 4u * half + 4u; i++) {
+    for (var i = i$j / $(SHARERS)u * $(SHARERS)u; i < i$j / $(SHARERS)u * $(SHARERS)u + $(SHARERS)u; i++) {
       half_most = max(half_most, most[i]);
+    }
+#if X_SCALES != rows
+    for (var i = 4u * half; i < 4u * half + 4u; i++) {
       half_squares += squares[i];
     }
-    let at = half_at(id.y, Y_STRIDE / 32u, id.x * (WIDTH / 16u) + half);
-    store_int8(at, i$j % 4u, value$j, half_most);
-    if (i$j % 4u == 0u) {
-      store_scale(at, half_most, half_squares);
-    }
+#endif
+    store_int8(
+      id.y, Y_STRIDE / 32u, id.x * (WIDTH / 16u) + half, i$j % 4u, value$j, half_most, half_squares);
   }
 #endfor
 #endif
