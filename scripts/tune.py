@@ -42,7 +42,7 @@ from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
-from infer.kernels.gpu.tensor import BLOCK, HALF, INTEGERS, LOOKED_UP, QUANTIZED
+from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
 from infer.kernels.ops.attention import attention_variant
 from infer.kernels.ops.head_linear import head_linear_variant
 from infer.kernels.ops.linear import (
@@ -52,7 +52,12 @@ from infer.kernels.ops.linear import (
     matmul_variant,
     matmul_vec_variant,
 )
-from infer.kernels.ops.matmul_rows import RowsVariant, matmul_rows_variant, possible_variant
+from infer.kernels.ops.matmul_rows import (
+    RowsVariant,
+    few_rows,
+    matmul_rows_variant,
+    possible_variant,
+)
 from infer.kernels.ops.recurrent import ScanVariant, delta_rule_variant, ssm_scan_variant
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.loading import DTYPES
@@ -96,7 +101,15 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "head_linear": {"team": (8, 16, 32, 64), "outputs": (8, 16, 32)},
     "matmul": TILES,
     "matmul_int8": TILES,
-    "matmul_rows": {},  # rows_variants
+    "matmul_rows": {
+        "m_tile": (2, 4, 8, 16),
+        "n_tile": (2, 4, 8),
+        "k_lanes": (8, 16, 32),
+        "n_teams": (1, 2, 4),
+        "k_teams": (1, 2, 4),
+        "splits": (1, 2),
+        "staged": (0, 1),
+    },
     "ssm_scan": SCANS,
     "delta_rule": SCANS | {"loaders": (8, 16), "subgroups": (0, 1)},
     "attention": {
@@ -117,18 +130,6 @@ ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
 
 
-def rows_variants(rows: int, lanes: int, int8: bool) -> Iterator[RowsVariant]:
-    """Sensible ones of matmul_rows, for subgroups of so many lanes: fewer than 20, of which each
-    takes seconds to compile."""
-    tiles = [(4, 4), (4, 8)] if rows <= 4 else [(8, 4), (8, 2 if int8 else 8)]
-    tiles += [(16, 4)] if rows > 8 else []
-    shares = [(32, 2, 2, 1), (32, 2, 1, 2), (16, 4, 1, 1), (16, 4, 1, 2), (16, 1, 4, 2)]
-    shares += [(16, 2, 2, 2), (16, 1, 8, 4), (8, 4, 1, 2)] if rows <= 8 else [(8, 4, 1, 2)]
-    for (m_tile, n_tile), (k_lanes, n_teams, k_teams, ahead) in product(tiles, shares):
-        k = min(k_lanes, lanes)
-        yield RowsVariant(min(m_tile, rows), n_tile, k, lanes // k, n_teams, k_teams, ahead)
-
-
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
     """Whether a kernel can be of that variant on this device."""
     limits, lanes = engine.device.limits, engine.device.subgroup_size
@@ -146,7 +147,8 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
     if kernel == "head_linear":
         return bool(variant.workgroup <= limits.max_invocations)
     if kernel == "matmul_rows":
-        return bool(variant.k_lanes * variant.n_lanes <= lanes)  # the rest depends on shapes
+        sums = variant.m_tile * variant.n_tile  # in registers; the rest depends on shapes
+        return bool(variant.k_lanes * variant.n_lanes <= lanes and sums <= 64)
     if kernel == "attention":
         c = engine.model.config
         return bool(
@@ -224,10 +226,10 @@ class ForcedTuning(Tuning):
 
     def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
         own = rule is RULES[self.kernel]
-        if rule is matmul_rows_variant:
-            if not own:
-                return None  # it takes the place of others only where it is swept
-            rule = possible_variant
+        if self.kernel == "matmul_rows" and rule is few_rows:
+            return call[0] > 1
+        if own and rule is matmul_rows_variant:
+            rule = possible_variant  # also where tiles are chosen
         chosen = rule(self, *call)
         if not own:
             return chosen
@@ -306,11 +308,10 @@ class Sweep:
             [(name, type(getattr(like, name))(value)) for value in values]
             for name, values in self.values.items()
         ]
-        bases = [like]
-        if isinstance(like, RowsVariant):
-            int8 = any(weight.dtype in INTEGERS for weight in self.engine.weights.values())
-            bases = list(rows_variants(self.rows, self.engine.device.subgroup_size, int8))
-        made = (replace(base, **dict(own)) for base, own in product(bases, list(product(*grid))))
+        made = (replace(like, **dict(own)) for own in product(*grid))
+        if isinstance(like, RowsVariant):  # teams are whole subgroups
+            lanes = self.engine.device.subgroup_size
+            made = (replace(one, n_lanes=max(1, lanes // one.k_lanes)) for one in made)
         variants = [variant for variant in made if valid(self.kernel, variant, self.engine)]
         random.Random(0).shuffle(variants)
         return variants

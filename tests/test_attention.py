@@ -652,7 +652,7 @@ def test_every_variant_of_attention_that_joins(device: Device, rng: np.random.Ge
     found: dict[tuple[AttentionVariant, int], AttentionVariant] = {}
     for tuning, group, d in product(rules(device), (1, 8), (16, 64, 80, 128, 256)):
         variant = attention_variant(tuning, group, 2, d)
-        joined = variant and attention_joined_variant(tuning, variant)
+        joined = variant and attention_joined_variant(tuning, variant, 1, 2 * group, group)
         if variant is not None and joined is not None:
             found[joined, d] = variant
     assert found

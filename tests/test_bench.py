@@ -714,9 +714,9 @@ def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> N
     tiles += ["--splits", "1,2", "--only", "K=48"]
     assert sweep("--kernel", "matmul", *tiles) == 0
     assert "matmul K=48 N=32: 512 positions, 5 variants" in capsys.readouterr().out
-    lanes = ["--m-tile", "2,4", "--n-tile", "2", "--k-lanes", "4", "--n-lanes", "1", "--n-teams"]
-    lanes += ["2", "--k-teams", "1", "--ahead", "1", "--step-rows", "4", "--only", "K=48"]
-    assert sweep("--kernel", "matmul_rows", *lanes) == 0
+    lanes = ["--m-tile", "2,4", "--n-tile", "2", "--k-lanes", "4", "--n-teams", "2"]
+    lanes += ["--k-teams", "1", "--splits", "1", "--staged", "0", "--only", "K=48"]
+    assert sweep("--kernel", "matmul_rows", "--step-rows", "4", *lanes) == 0
     assert "matmul_rows K=48 N=32: 4 positions, 3 variants" in capsys.readouterr().out
 
 

@@ -46,16 +46,18 @@ from infer.kernels.ops.norm_check import rmsnorm
 VARIANTS = (
     None,
     RowsVariant(8, 2, k_lanes=8, n_lanes=1, n_teams=2),
-    RowsVariant(4, 4, k_lanes=4, n_lanes=2, n_teams=1, k_teams=2, ahead=2),
-    RowsVariant(3, 2, k_lanes=2, n_lanes=4, n_teams=2, k_teams=3, ahead=3),
-    RowsVariant(16, 1, k_lanes=8, n_lanes=1, n_teams=3, ahead=2, splits=2),
+    RowsVariant(4, 4, k_lanes=4, n_lanes=2, n_teams=1, k_teams=2, staged=True),
+    RowsVariant(4, 4, k_lanes=8, n_lanes=1, n_teams=1, k_teams=2),
+    RowsVariant(3, 2, k_lanes=2, n_lanes=4, n_teams=2, k_teams=3),
+    RowsVariant(16, 1, k_lanes=8, n_lanes=1, n_teams=3, splits=2),
     RowsVariant(2, 3, k_lanes=8, n_lanes=1, n_teams=1, k_teams=2, splits=3),
+    RowsVariant(8, 2, k_lanes=4, n_lanes=2, n_teams=3, splits=2, staged=True),
     RowsVariant(4, 2, k_lanes=1, n_lanes=8, n_teams=1),
 )
 ROWS: Factors = {
     "rows": (2, 3, 4, 7, 8, 9, 16, 17, 32, 33, 64),
     "stored": (*((dtype, None) for dtype in (*FLOATS, *QUANTIZED)), *PUBLISHED),
-    "shape": ((1, 1), (37, 130), (256, 40), (331, 61), (1024, 15)),
+    "shape": ((1, 7), (37, 130), (256, 40), (331, 61), (1024, 15)),
     "variant": VARIANTS,
     "norm": (False, True),
     "bias": (False, True),

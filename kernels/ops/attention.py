@@ -19,7 +19,7 @@ from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import NOTHING, Size
-from infer.kernels.gpu.tensor import HALF, GpuTensor
+from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
 from infer.kernels.ops.kv_write import Heads, kv_params
 from infer.kernels.ops.prepared import Form, Maker, scale_params
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
@@ -67,7 +67,11 @@ class Attention(Maker):
     def variant(self, target: Target) -> AttentionVariant | None:
         """Of `attention`; None without subgroups."""
         return target.tuning.choose(
-            attention_variant, self.group, self.cache.n_kv_heads, self.cache.head_dim
+            attention_variant,
+            self.group,
+            self.cache.n_kv_heads,
+            self.cache.head_dim,
+            target.kind.rows,
         )
 
     def has_room(self, heads: Heads, target: Target) -> bool:
@@ -197,12 +201,14 @@ class Attention(Maker):
             | (heads.params if heads is not None else {"LATENT": cache.shape.latent})
             | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(self.width)}
         )
-        joined = (
-            low.tuning.choose(attention_joined_variant, variant) if low.kind.rows == 1 else None
+        joined = low.tuning.choose(
+            attention_joined_variant, variant, low.kind.rows, n_heads, self.group
         )
         operands = [*inputs, *outputs, *last, *own]
+        scales = scale_params(self.prepares)
+        shared = HALF if scales["X_SCALES"] == "halves" else BLOCK  # values that share one
         if len(operands) > low.device.limits.storage_buffers or (
-            quantize and cache.head_dim % HALF
+            quantize and cache.head_dim % shared
         ):
             joined = None
         longest = (
@@ -218,7 +224,8 @@ class Attention(Maker):
                 | _split_params(cache, joined, window, 2)
                 | _variant_params(low, joined)
                 | {"JOINED": True, "QUANTIZE": quantize, "SINKS": self.sinks is not None}
-                | gated,
+                | gated
+                | scales,
                 moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
             )
         if min(positions, window or positions) <= longest:
@@ -236,7 +243,8 @@ class Attention(Maker):
             | split
             | _variant_params(low, variant)
             | {"JOINED": False, "QUANTIZE": False, "SINKS": False}
-            | ungated,
+            | ungated
+            | scale_params(None),
             moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
         )
         low.emit(
@@ -252,7 +260,7 @@ class Attention(Maker):
                 "Y_STRIDE": stride(self.width),
                 "QUANTIZE": quantize,
                 "SINKS": self.sinks is not None,
-                **scale_params(self.prepares),
+                **scales,
             },
         )
 
@@ -389,7 +397,7 @@ class AttentionVariant:
 
 
 def attention_variant(
-    tuning: Tuning, group: int, n_kv_heads: int, head_dim: int
+    tuning: Tuning, group: int, n_kv_heads: int, head_dim: int, rows: int = 1
 ) -> AttentionVariant | None:
     """None without subgroups: then attention_scores, softmax and weighted_sum do it."""
     if not tuning.subgroup_size:
@@ -410,6 +418,8 @@ def attention_variant(
         workgroup, batch = 128 if chunks <= 8 else 256, 2 if per_lane <= 8 else 1
     # More splits than that cost more in attention_combine than they gain.
     splits = max(1, min(64, (8 if tuning.software else 128) // (n_kv_heads * group // heads)))
+    if rows > 1 and not tuning.software:
+        splits = max(1, 2 * splits // rows)  # the rows fill the GPU
     workgroup = max(workgroup, tuning.subgroup_size)
     while True:
         at_once = batch * workgroup // cluster
@@ -422,16 +432,23 @@ def attention_variant(
         workgroup //= 2
 
 
-def attention_joined_variant(tuning: Tuning, variant: AttentionVariant) -> AttentionVariant | None:
-    """For a context so short that one workgroup for each head takes less time than splits and
-    attention_combine. None where it has no room, or on a CPU, which gains nothing."""
+def attention_joined_variant(
+    tuning: Tuning, variant: AttentionVariant, rows: int, n_heads: int, group: int
+) -> AttentionVariant | None:
+    """For a context so short that one workgroup for each head, or for some where there are many
+    rows, takes less time than splits and attention_combine. None where it has no room, or on a CPU,
+    which gains nothing."""
     if tuning.software:
         return None
-    workgroup, batch = max(256, variant.workgroup), 4 if variant.per_lane <= 8 else 1
+    enough = 3 * tuning.multiprocessors // 2  # workgroups
+    shared = (n for n in range(variant.heads, 1, -1) if group % n == 0)
+    heads = next((n for n in shared if rows * n_heads >= n * enough), 1)
+    workgroup = max(256, variant.workgroup) if heads == 1 else max(128, tuning.subgroup_size)
+    batch = 4 if variant.per_lane <= 8 else 1
     at_once = batch * workgroup // variant.cluster
-    longest = min(1024, 6 * at_once)
+    longest = min(1024, 6 * at_once) if rows == 1 else 1024
     joined = AttentionVariant(
-        workgroup, 1, variant.cluster, variant.per_lane, batch, 1, longest, longest
+        workgroup, heads, variant.cluster, variant.per_lane, batch, 1, longest, longest
     )
     fits = joined.merged(tuning.limits.workgroup_storage, tuning.subgroup_size)
     return joined if fits else None

@@ -475,10 +475,12 @@ class Int8TileVariant(TileVariant):
 def matmul_variant(
     tuning: Tuning, rows: int, n: int, k: int, splits: bool, heads: int = 1
 ) -> TileVariant:
-    """128x128, 128x96, 64x128 or 64x64: the tiles that take a large GPU the least time, for so
-    many products at once; with splits, columns may be shared where there are too few."""
+    """128x128, 128x96, 64x128, 64x64, or, of few rows, 64x256: the tiles that take a large GPU the
+    least time, for so many products at once; with splits, columns may be shared where there are too few."""
     tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
     choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
+    if rows <= 64:
+        choice[TileVariant(8, 8, True, 8, 32)] = 1.09
     if tuning.software:
         tile = (4, 4) if n * k <= _SMALL_SOFTWARE else (8, 8)
         choice = {TileVariant(*tile, True, 8, 8): 1.0}

@@ -16,7 +16,7 @@ from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTenso
 from infer.kernels.ops.prepared import Maker
 
 MOST_ROWS = 64
-_MOST_FLOAT_ROWS = 16
+_MOST_FLOAT_ROWS = 32
 LEAST_LANES = 4
 _MOST_SPLITS = 8  # of a matrix' columns
 
@@ -39,12 +39,17 @@ class RowsShape:
         columns = BLOCK if self.dtype in INTEGERS else 128 // CODED.get(self.dtype, 16)
         return -(-self.k // columns)
 
+    @property
+    def w_rows(self) -> int:
+        """Rows of W."""
+        return self.n * (1 + self.gated)
+
 
 @dataclass(frozen=True)
 class RowsVariant:
     """matmul_rows: rows of x and of W of a lane, lanes of a team along the columns and along W's
-    rows, teams of a workgroup along W's rows and along the columns, steps that are on their way,
-    and workgroups that share the columns.
+    rows, teams of a workgroup along W's rows and along the columns, workgroups that share the
+    columns; staged: x goes through workgroup memory (weights of floats only).
 
     Lanes are powers of two, a team is a subgroup at most, and n_tile is even for gated outputs.
     """
@@ -55,13 +60,17 @@ class RowsVariant:
     n_lanes: int
     n_teams: int
     k_teams: int = 1
-    ahead: int = 1
     splits: int = 1
+    staged: bool = False
 
     @property
     def w_rows(self) -> int:
         """Rows of W of a workgroup."""
         return self.n_lanes * self.n_teams * self.n_tile
+
+    def workgroups(self, shape: RowsShape) -> int:
+        """Along the outputs."""
+        return -(-shape.w_rows // self.w_rows)
 
     def invocations(self, rows: int) -> int:
         """Of a workgroup, for so many rows of x."""
@@ -70,7 +79,9 @@ class RowsVariant:
     def storage(self, rows: int, dtype: str) -> int:
         """Bytes of workgroup memory, a table of codes among them."""
         padded = -(-rows // self.m_tile) * self.m_tile
-        return 4 * self.k_teams * padded * self.w_rows + 1024 * (dtype in LOOKED_UP)
+        columns = 128 // CODED.get(dtype, 16) * self.k_lanes * self.k_teams  # of a step
+        staged = 8 * padded * columns * self.staged
+        return 4 * self.k_teams * padded * self.w_rows + staged + 1024 * (dtype in LOOKED_UP)
 
     def runs(self, tuning: Tuning, shape: RowsShape) -> bool:
         """Whether the kernel can be of that variant."""
@@ -82,10 +93,11 @@ class RowsVariant:
             and self.storage(shape.rows, shape.dtype) <= limits.workgroup_storage
             and self.n_tile % (1 + shape.gated) == 0
             and (self.splits == 1 or shape.splits)
+            and not (self.staged and shape.dtype in INTEGERS)
         )
 
     @property
-    def params(self) -> dict[str, int]:
+    def params(self) -> dict[str, int | bool]:
         """The kernel's."""
         return {
             "M_TILE": self.m_tile,
@@ -94,8 +106,8 @@ class RowsVariant:
             "N_LANES": self.n_lanes,
             "N_TEAMS": self.n_teams,
             "K_TEAMS": self.k_teams,
-            "AHEAD": self.ahead,
             "SPLITS": self.splits,
+            "STAGED": self.staged,
         }
 
 
@@ -112,74 +124,74 @@ def matmul_rows_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
 
 
 def possible_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
-    """What was fastest on a large GPU whose subgroups have 32 lanes, for 4, 8, 16 and more rows;
-    lanes of other subgroups that are left over have other rows of W."""
-    lanes = tuning.subgroup_size
-    if lanes < LEAST_LANES:
+    """What was fastest, or nearly, on a large GPU whose subgroups have 32 lanes; lanes of larger
+    ones have other rows of W. None without subgroups."""
+    if tuning.subgroup_size < LEAST_LANES:
         return None
-    m_tile, n_tile, k_lanes, n_teams, k_teams, ahead = _fastest(shape)
+    variant = _int8_variant(tuning, shape) if shape.dtype in INTEGERS else _variant(tuning, shape)
     if tuning.software:  # large kernels compile for seconds
-        m_tile, n_tile, n_teams, k_teams, ahead = 4, 2, 2, 1, 1
-    k_lanes = min(k_lanes, lanes)
-    # As few rows of x too many as can be.
-    m_tile = -(-shape.rows // -(-shape.rows // m_tile))
-    variant = RowsVariant(
-        m_tile, n_tile, k_lanes, lanes // k_lanes, n_teams, _fitting(shape, k_lanes, k_teams)
-    )
-    while not variant.runs(tuning, shape) and variant.k_teams > 1:
-        variant = replace(variant, k_teams=variant.k_teams // 2)
-    while not variant.runs(tuning, shape) and variant.n_teams > 1:
-        variant = replace(variant, n_teams=variant.n_teams // 2)
-    if not variant.runs(tuning, shape):
-        variant = replace(variant, n_teams=max(1, tuning.largest_subgroup // lanes))
-    variant = replace(_spread(tuning, shape, variant), ahead=ahead)
-    return variant if variant.runs(tuning, shape) else None
-
-
-def _fastest(shape: RowsShape) -> tuple[int, int, int, int, int, int]:
-    """m_tile, n_tile, k_lanes, n_teams, k_teams and ahead."""
-    rows = shape.rows
-    if shape.dtype not in INTEGERS:
-        if rows <= 4:
-            return 4, 4, 16, 1, 8, 4
-        return (8, 8, 16, 4, 1, 2) if rows <= 8 else (16, 4, 8, 4, 1, 2)
-    if shape.dtype == "q8" and rows <= 16:
-        if rows <= 4:
-            return 4, 8, 32, 2, 2, 1
-        return (8, 2, 16, 4, 1, 1) if rows <= 8 else (8, 4, 32, 1, 1, 2)
-    if rows <= 4:
-        return 4, 4, 16, 2, 2, 1
-    if rows <= 8:
-        return 8, 4, 32, 2, 1, 2
-    return (16, 4, 32, 2, 1, 1) if rows <= 16 else (16, 4, 16, 1, 1, 2)
-
-
-def _fitting(shape: RowsShape, k_lanes: int, k_teams: int) -> int:
-    """No more teams along the columns than have a chunk."""
-    while k_teams > 1 and k_lanes * k_teams > shape.chunks:
-        k_teams //= 2
-    return k_teams
-
-
-def _spread(tuning: Tuning, shape: RowsShape, variant: RowsVariant) -> RowsVariant:
-    """With more workgroups where outputs are too few for all multiprocessors: they share columns,
-    or teams of a workgroup do instead of having outputs of their own."""
-
-    def few(variant: RowsVariant) -> bool:
-        count = -(-shape.n * (1 + shape.gated) // variant.w_rows) * variant.splits
-        return not tuning.software and 2 * count < 3 * tuning.multiprocessors
-
-    while few(variant):
-        more = variant
-        if shape.splits and variant.splits < _MOST_SPLITS:
-            more = replace(variant, splits=2 * variant.splits)
-        elif not shape.splits and variant.n_teams % 2 == 0:
-            more = replace(variant, n_teams=variant.n_teams // 2, k_teams=2 * variant.k_teams)
-        together = more.k_lanes * more.k_teams * more.splits
-        if more == variant or together > shape.chunks or not more.runs(tuning, shape):
-            break
-        variant = more
+        variant = _made(tuning, shape, 4, 2, 32, 2)
+    while not variant.runs(tuning, shape):
+        if variant.k_teams > 1:
+            variant = replace(variant, k_teams=variant.k_teams // 2)
+        elif variant.staged:
+            variant = replace(variant, staged=False)
+        elif variant.n_teams > 1:
+            variant = replace(variant, n_teams=variant.n_teams // 2)
+        else:
+            return None
     return variant
+
+
+def _made(
+    tuning: Tuning, shape: RowsShape, m_tile: int, n_tile: int, k_lanes: int, n_teams: int
+) -> RowsVariant:
+    """With as few rows of x too many as can be, and whole subgroups."""
+    lanes = tuning.subgroup_size
+    m_tile = -(-shape.rows // -(-shape.rows // m_tile))
+    k_lanes = min(k_lanes, lanes)
+    n_teams = max(n_teams, tuning.largest_subgroup // lanes)
+    return RowsVariant(m_tile, n_tile, k_lanes, lanes // k_lanes, n_teams)
+
+
+def _int8_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant:
+    """Small workgroups, as nothing is shared in them: a subgroup along the columns, and more of
+    them where there are too few outputs. Arithmetic bounds many rows of x: then tiles are large."""
+    rows, large = shape.rows, shape.w_rows >= 32 * tuning.multiprocessors
+    if rows > 16 and large:
+        return _made(tuning, shape, 16, 4, 16, 1)
+    variant = _made(tuning, shape, 8 if rows <= 32 else 16, 4, 32, 1)
+    return _filled(shape, variant, 8 * tuning.multiprocessors)
+
+
+def _variant(tuning: Tuning, shape: RowsShape) -> RowsVariant:
+    """x, which is four bytes a value, goes through workgroup memory from five rows on, to be read
+    by many subgroups."""
+    if shape.rows <= 4:
+        return replace(_made(tuning, shape, 4, 4, 32, 2), k_teams=_most_k_teams(shape, 32))
+    if shape.rows <= 8:
+        variant = replace(_made(tuning, shape, 8, 8, 16, 2), staged=True)
+        return _filled(shape, variant, 3 * tuning.multiprocessors)
+    variant = replace(_made(tuning, shape, 16, 4, 16, 4), staged=True)
+    few = 2 * variant.workgroups(shape) < 3 * tuning.multiprocessors
+    return replace(variant, splits=2 if few and shape.splits and shape.rows <= 16 else 1)
+
+
+def _filled(shape: RowsShape, variant: RowsVariant, workgroups: int) -> RowsVariant:
+    """With teams along the columns, until they would fill so many workgroups of one."""
+    most, together = _most_k_teams(shape, variant.k_lanes), 1
+    m_teams = -(-shape.rows // variant.m_tile)
+    while together < most and variant.workgroups(shape) * m_teams * together < workgroups:
+        together *= 2
+    return replace(variant, k_teams=together)
+
+
+def _most_k_teams(shape: RowsShape, k_lanes: int) -> int:
+    """Four, but no more than have a chunk."""
+    most = 4
+    while most > 1 and k_lanes * most > shape.chunks:
+        most //= 2
+    return most
 
 
 def by_rows(target: Target, x: Value) -> bool:

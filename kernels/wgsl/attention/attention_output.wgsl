@@ -5,8 +5,9 @@
 // Else (max, sum) and o of each head and split go to attention_combine.wgsl, as attention_split.wgsl
 // says. SINKS: a logit of each head that takes part in softmax, with no value; only with JOINED, as GATED
 // and QUANTIZE are.
-#let X_SCALES = halves
 #include "quantize_block.wgsl"
+// @param X_SCALES halves|blocks|rows
+// @param SCALE_ROWS u32
 // @param JOINED bool
 // @param SINKS bool
 // @param GATED bool
@@ -43,11 +44,12 @@ fn store_output(
   let value = o / sums.y;
 #endif
 #if QUANTIZE
-  var half_most = magnitude(value);
-  half_most = max(half_most, subgroupShuffleXor(half_most, 1u));
-  half_most = max(half_most, subgroupShuffleXor(half_most, 2u));
+  var most_of_all = magnitude(value);
+#for i in 0..log2(SHARERS)
+  most_of_all = max(most_of_all, subgroupShuffleXor(most_of_all, $(1 << $i)u));
+#endfor
   if (writes) {
-    store_int8(row, n_heads * HEAD_DIM / 32u, at / 4u, at % 4u, value, half_most, 0.0);
+    store_int8(row, n_heads * HEAD_DIM / 32u, at / 4u, at % 4u, value, most_of_all, 0.0);
   }
 #else
   if (writes) {

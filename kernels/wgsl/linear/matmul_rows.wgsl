@@ -24,7 +24,7 @@
 // @param N_LANES u32
 // @param N_TEAMS u32
 // @param K_TEAMS u32
-// @param AHEAD u32               chunks that are on their way for each row of W
+// @param STAGED bool             x goes through workgroup memory; not int8
 // @param SPLITS u32              of more than one: no factors, GATED, BIAS, RESIDUAL
 // @param SPLIT_ROWS u32          rows that each split has in y
 // @param SCALE_ROWS u32          rows that x_scales has
@@ -95,6 +95,12 @@ const UNIT = 1.0;
 #endif
 
 var<workgroup> partial: array<f32, K_TEAMS * M_ROWS * W_ROWS>;
+#if STAGED
+const IN_ROW = STEP * $(2 * EIGHTS)u;  // vec4s of a row of x that are staged,
+const TILE = M_ROWS * IN_ROW;          // and of all rows
+#let LOADS = (M_TILE * 2 * EIGHTS + N_LANES * N_TEAMS - 1) / (N_LANES * N_TEAMS)
+var<workgroup> x_tile: array<vec4<f32>, 2u * TILE>;  // this step's, and the next one's
+#endif
 
 fn total(row: u32, w_row: u32) -> f32 {
   var sum = 0.0;
@@ -192,6 +198,21 @@ fn masked(value: vec4<f32>, column: u32, valid: bool) -> vec4<f32> {
 }
 #endif
 
+#if STAGED
+
+// Where vec4 i of the part of x that begins with a chunk lies, row after row.
+fn staged_from(i: u32, chunk: u32, last: u32) -> u32 {
+  let row = min(i / IN_ROW, ROWS - 1u);
+  let at = min(chunk + i % IN_ROW / $(2 * EIGHTS)u, last) * $(2 * EIGHTS)u + i % $(2 * EIGHTS)u;
+  return row * ROW_FOURS + min(at, ROW_FOURS - 1u);
+}
+
+// And where in x_tile: what lanes along the columns read at once is side by side.
+fn staged_to(i: u32) -> u32 {
+  return (i % $(2 * EIGHTS)u * M_ROWS + i / IN_ROW) * STEP + i % IN_ROW / $(2 * EIGHTS)u;
+}
+#endif
+
 // grid: linear_grid(N / OUTPUTS); its depth is SPLITS
 @compute @workgroup_size(WG)
 fn main(
@@ -212,6 +233,7 @@ fn main(
   let k_lane = tid / N_LANES % K_LANES;
   let team = tid / TEAM;
   let k_team = team / N_TEAMS % K_TEAMS;
+  let in_step = k_team * K_LANES + k_lane;
   let first_row = team / (N_TEAMS * K_TEAMS) * M_TILE;
   let w_row = (team % N_TEAMS * N_LANES + tid % N_LANES) * N_TILE;  // of the workgroup's
 #for r in 0..N_TILE
@@ -232,17 +254,25 @@ fn main(
   var sum0_$i = 0.0;  // of row of x i / N_TILE and row of W i % N_TILE
 #endfor
 
-  let start = id.z * SPLIT_STEPS * STEP + k_team * K_LANES + k_lane;
+  let start = id.z * SPLIT_STEPS * STEP + in_step;
   let last = min(CHUNKS, (id.z + 1u) * SPLIT_STEPS * STEP) - 1u;
-#if STOPS
+#if STOPS and not STAGED
   let steps = select(0u, SPLIT_STEPS, first_row < step.n_rows);
 #else
   let steps = SPLIT_STEPS;
 #endif
-#for u in 0..AHEAD
-#for r in 0..N_TILE
-  var next$u_$r = load_stored(row$r, min(start + $uu * STEP, last));
+#if STAGED
+  let first_chunk = id.z * SPLIT_STEPS * STEP;
+#for l in 0..LOADS
+  let own$l = tid + $lu * WG;
+  if (own$l < TILE) {
+    x_tile[staged_to(own$l)] = x[staged_from(own$l, first_chunk, last)];
+  }
 #endfor
+  workgroupBarrier();
+#endif
+#for r in 0..N_TILE
+  var next$r = load_stored(row$r, min(start, last));
 #endfor
 
   for (var done = 0u; done < steps; done++) {
@@ -254,14 +284,16 @@ fn main(
     let i = min(start + done * STEP, last);
 #endif
     // Not inside an `if`, from which a compiler may move it down to its use.
-    let later = min(start + (done + AHEAD) * STEP, last);
+    let later = min(start + (done + 1u) * STEP, last);
 #for r in 0..N_TILE
-    let w$r = next0_$r;
-#for u in 1..AHEAD
-    next$($u - 1)_$r = next$u_$r;
+    let w$r = next$r;
+    next$r = load_stored(row$r, later);
 #endfor
-    next$(AHEAD - 1)_$r = load_stored(row$r, later);
+#if STAGED
+#for l in 0..LOADS
+    let staged$l = x[staged_from(own$l, first_chunk + (done + 1u) * STEP, last)];
 #endfor
+#endif
 #if INTEGERS
 #for r in 0..N_TILE
     let low$r = low_int8(w$r.integers);
@@ -323,10 +355,15 @@ fn main(
     let at$h = 2u * i + $hu;
 #endif
 #for m in 0..M_TILE
-#if EVEN and K % COLUMNS == 0
-    let x$h_$m = x[x_row$m * ROW_FOURS + at$h];
+#if STAGED
+    let four$h_$m = x_tile[done % 2u * TILE + ($hu * M_ROWS + first_row + $mu) * STEP + in_step];
 #else
-    let x$h_$m = masked(x[x_row$m * ROW_FOURS + at$h], $(COLUMNS)u * i + $(4 * $h)u, valid);
+    let four$h_$m = x[x_row$m * ROW_FOURS + at$h];
+#endif
+#if EVEN and K % COLUMNS == 0
+    let x$h_$m = four$h_$m;
+#else
+    let x$h_$m = masked(four$h_$m, $(COLUMNS)u * i + $(4 * $h)u, valid);
 #endif
 #for c in 0..4
 #for r in 0..N_TILE
@@ -335,6 +372,14 @@ fn main(
 #endfor
 #endfor
 #endfor
+#endif
+#if STAGED
+#for l in 0..LOADS
+    if (own$l < TILE) {
+      x_tile[(done + 1u) % 2u * TILE + staged_to(own$l)] = staged$l;
+    }
+#endfor
+    workgroupBarrier();
 #endif
   }
 
