@@ -181,7 +181,8 @@ def test_options_do_not_change_the_answers(
     begun = [lambda ids=ids: begin(engine, ids) for ids in prompts]
     for found, expected in zip(together(engine, begun), alone, strict=True):
         assert found.token_ids == expected.token_ids
-        assert relative_error(found.logits, expected.logits) <= 2e-2 * ("dtype" in options) + 1e-5
+        # In int8 a block of 32 activations has one scale, and alone two.
+        assert relative_error(found.logits, expected.logits) <= 6e-2 * ("dtype" in options) + 1e-5
 
 
 def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) -> None:

@@ -55,7 +55,7 @@ from infer.kernels.ops.linear import (
     matmul_variant,
     matmul_vec_variant,
 )
-from infer.kernels.ops.linear_check import ByVec
+from infer.kernels.ops.linear_check import ByRows, ByVec
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
@@ -411,7 +411,7 @@ def chain_error(
     """Of two projections; what lies between them prepares its result for the second: times the
     weights of a norm, or as int8. tuning: without one, few rows take matmul_vec."""
     k, n = 96, 64
-    whole = rows > MAX_VEC_ROWS or tuning is not None  # blocks have one scale, not two
+    whole = rows > MAX_VEC_ROWS or isinstance(tuning, ByRows)  # blocks have one scale, not two
     options["tuning"] = tuning or ByVec(device)
     x, exact = int8_rows(rng, rows, k, many=whole)
     shapes = ((2 * n, k), (n, n)) if kind == "gated" else ((n, k), (n, n))
@@ -822,6 +822,8 @@ class Forced(Tuning):
     def choose(self, rule: Any, *call: Any) -> Any:
         if rule in (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant):
             return self.variant
+        if rule is few_rows:
+            return False
         return self.joined if rule is attention_joined_variant else rule(self, *call)
 
 
