@@ -476,7 +476,8 @@ def matmul_variant(
     tuning: Tuning, rows: int, n: int, k: int, splits: bool, heads: int = 1
 ) -> TileVariant:
     """128x128, 128x96, 64x128, 64x64, or, of few rows, 64x256: the tiles that take a large GPU the
-    least time, for so many products at once; with splits, columns may be shared where there are too few."""
+    least time, for so many products at once; with splits, columns may be shared where there are too
+    few."""
     tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
     choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
     if rows <= 64:
