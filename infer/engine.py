@@ -505,8 +505,10 @@ class Engine:
         while len(self._in_flight) < self.options.ahead:
             if self._in_flight and self._in_flight[-1].prefilled and not self.pace.known:
                 break  # find out
-            pace = self.pace
-            work = self.scheduler.next(pace.rows_beside if self.scheduler.running else pace.rows)
+            rows = 0
+            if self.scheduler.has_prompts:
+                rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+            work = self.scheduler.next(rows)
             if work is None:
                 break
             if isinstance(work, Prefill):

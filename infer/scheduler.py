@@ -127,6 +127,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.prefilling or self.running)
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there are tokens to be computed before some sequence can go on."""
+        return bool(self.waiting or self.prefilling)
+
     def add(self, sequence: Sequence) -> None:
         """Raises RequestError for a prompt that leaves no room for an answer. The limit is cut to
         the room there is."""
@@ -149,7 +154,9 @@ class Scheduler:
         step: Prefill | Decode | None = None
         groups = self._ready()
         # A chunk comes after one decode step of each group.
-        if not groups or min(map(self._last_decode, groups)) > self._prefilled:
+        if self.has_prompts and (
+            not groups or min(map(self._last_decode, groups)) > self._prefilled
+        ):
             step = self._prefill(most_rows)
         return step or self._decode(groups) or self._prefill(most_rows)
 
@@ -295,10 +302,14 @@ class Scheduler:
         """A step of that group that is ready and whose last is longest ago."""
         while groups:
             group = min(groups, key=self._last_decode)
-            for sequence in sorted(groups[group], key=_rank):
+            size = self.pool.page_size
+            full = [s for s in groups[group] if s.computed >= len(s.pages) * size]
+            for sequence in sorted(full, key=_rank):
                 while sequence.state == "running" and not self._grant(sequence):
                     self._preempt(max([*self.running, *self.prefilling], key=_rank))
-            rows = tuple(s for s in groups[group] if s.state == "running")
+            rows = tuple(groups[group])
+            if full:
+                rows = tuple(s for s in rows if s.state == "running")
             if not rows:  # they had to give their pages back
                 groups = self._ready()
                 continue
@@ -313,9 +324,7 @@ class Scheduler:
         return None
 
     def _grant(self, sequence: Sequence) -> bool:
-        """Whether there is a page for its next position."""
-        if sequence.computed < len(sequence.pages) * self.pool.page_size:
-            return True
+        """Whether there is a page for its next position, which needs one."""
         pages = self.pool.allocate(1)
         sequence.pages += pages or []
         return pages is not None
