@@ -23,11 +23,14 @@ ensure_adapter
 run_tests() {
   .venv/bin/python -m pytest -n auto "$@" || [ $? = 5 ]
 }
+# Reading the files that have none of the demo's tests takes seconds of each process.
+of_demo=
+[ $# -gt 0 ] || of_demo=$(grep -l 'mark\.demo' tests/test_*.py)
 for marks in "${marked[@]}"; do
   # The demo's answers run longer than they compile: with the driver's optimisations, which
   # tests/conftest.py switches off for all others.
   GALLIVM_PERF=${GALLIVM_PERF-} run_tests --dist worksteal \
-    -m "$marks and demo and not live and not exhaustive" "$@"
+    -m "$marks and demo and not live and not exhaustive" $of_demo "$@"
   # A file of tests for each process: drivers compile kernels on one core, and keep them. In order of
   # their names: by their number of tests the longest would come last.
   run_tests --dist loadfile --no-loadscope-reorder \

@@ -196,10 +196,9 @@ reveal_type(infer.UnsupportedError)
 """
 
 
+@pytest.mark.full
 @pytest.mark.packaging
-@pytest.mark.parametrize(
-    "script", ["quickstart.sh", pytest.param("test.sh", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
 def test_it_is_found_beside_a_clone_of_its_name(
     installed_by: Callable[[str], Path], script: str
 ) -> None:
