@@ -147,6 +147,26 @@ def test_every_size_of_a_batch(
             assert_same(of(list(item)), own)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("case", KINDS)
+def test_a_batch_by_the_rules_for_a_gpu(
+    own_device: Device, tmp_path: Path, case: str, rows: int
+) -> None:
+    """Which have kernels for 2 to 64 rows, and leave norms apart."""
+    own_device.software = False
+    ids: list[int] = load(case).prompt_ids.tolist()
+    prompts = [ids[i % 20 : 25 + i] for i in range(rows)]
+    with own_device.scope():
+        folder = load(case).write_checkpoint(tmp_path / case)
+        engine = build_engine(own_device, folder, max_batch=rows)
+        expected = [answer(engine, prompt, 4) for prompt in prompts]
+        engine.forget()
+        running = [begin(engine, prompt, 4) for prompt in prompts]
+        for item, own in zip(running, expected, strict=True):
+            assert_same(of(list(item)), own)
+
+
 @others_full("case", KINDS, ["llama"])
 def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""

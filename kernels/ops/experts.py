@@ -131,7 +131,7 @@ class Route(Value):
             low.row_grid(self, 1),
             params | {"WG": low.tuning.workgroup(4 * self.experts)} | self.choice(low),
         )
-        if low.kind.vec:
+        if self.by_row(low):
             return
         tile = self.tile(low, "f32").rows
         tiles = self.tiles(tile, low.kind.rows)
@@ -145,6 +145,14 @@ class Route(Value):
             (self.all_experts, 1, 1),
             params | {"WG": low.tuning.workgroup(1024), "TILE": tile, "TILES": tiles},
         )
+
+    def by_row(self, target: Target) -> bool:
+        """Whether each row goes to its experts on its own (expert_matmul_vec), because there are
+        too few rows to fill tiles: an expert has four or fewer."""
+        if target.kind.vec:
+            return True
+        few = target.kind.rows * self.all_slots <= 4 * self.all_experts
+        return target.kind.batch and few and not target.tuning.software
 
     def tile(self, low: Lowering, dtype: str) -> TileVariant:
         """The tile of prefill: its rows are the same for all of a layer's projections."""
@@ -200,6 +208,9 @@ class _Experts(Projection):
     def parts(self) -> int:
         """Matrices of an expert."""
         return 1
+
+    def x_scales(self, target: Target) -> str:
+        return ("halves" if self.routing.by_row(target) else "blocks") if self.int8 else ""
 
     @property
     def biases(self) -> list[Operand]:
@@ -325,11 +336,11 @@ class ExpertGateUp(_Experts):
         bound = self.bound - len(self.weight.shards[0].buffers) + len(self.biases) + 4 + corrected
         fits = form.bindings + bound <= target.device.limits.storage_buffers
         whole = form.int8 and self.outputs % BLOCK == 0 and target.tuning.subgroup_size
-        return bool(target.kind.vec and fits and whole)
+        return bool(self.routing.by_row(target) and fits and whole)
 
     def lower(self, low: Lowering) -> None:
         inputs, of_norm = self.read(low)
-        if low.kind.vec:
+        if self.routing.by_row(low):
             choice = self.routing.choice(low) if self.chooses else _CHOSEN_BEFORE
             self.lower_vec(low, inputs, of_norm | choice, self.function, combine=False)
         else:
@@ -359,7 +370,7 @@ class ExpertDown(_Experts):
     def lower(self, low: Lowering) -> None:
         inputs, of_norm = self.read(low)
         routing = self.routing
-        if low.kind.vec:
+        if routing.by_row(low):
             self.lower_vec(low, inputs, of_norm | _CHOSEN_BEFORE, "none", combine=True)
             return
         parts = Scratch(4 * low.kind.rows * routing.all_slots * stride(self.width))
