@@ -27,6 +27,7 @@ from infer.models.loading.config import RopeConfig
 
 SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
 MAX_BATCH = 64
+_BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
 
 
 class Steps:
@@ -150,8 +151,10 @@ class Steps:
 
 def _batches(most: int, device: Device) -> list[int]:
     """Rows of the kinds of batches. A CPU has one: compiling takes it longer than idle rows."""
-    sizes = [rows for rows in (2, 4, 8, 16, 32, MAX_BATCH) if rows < 2 * most]
-    return sizes[-1:] if device.software else sizes
+    if most == 1:
+        return []
+    enough = next(rows for rows in _BATCHES if rows >= most)
+    return [enough] if device.software else [rows for rows in _BATCHES if rows <= enough]
 
 
 def _check_projections(
