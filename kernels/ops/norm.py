@@ -54,10 +54,9 @@ class RMSNorm(Maker):
     def writes(self, form: Form, target: Target) -> bool:
         optional = (self.gate, self.residual, self.factor)
         bound = 2 + sum(item is not None for item in optional)
-        fits = 2 * self.part + 4 * target.tuning.workgroup(self.part)
         whole = self.part % (HALF if form.scales == "halves" else BLOCK) == 0
-        int8 = fits <= target.device.limits.workgroup_storage and whole
-        return form.fits(self, target, bound) and (not form.int8 or (int8 and self._lanes() == 4))
+        int8 = whole and self._lanes() == 4 and target.tuning.subgroup_size >= BLOCK // 4
+        return form.fits(self, target, bound) and (int8 or not form.int8)
 
     def _lanes(self) -> int:
         offsets = [source(x)[2] for x in (self.x, self.gate) if x is not None]

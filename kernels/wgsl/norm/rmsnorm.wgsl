@@ -4,8 +4,8 @@
 //
 // GATED: y is multiplied by silu(gate). RESIDUAL is added to y, and FACTOR, one number, multiplies
 // the sum. What the next projection wants to read goes out too: y times the weights of its norm
-// (NEXT_NORM); or that, or y, as int8, of which a part is whole halves of blocks (QUANTIZE). KEEP: y
-// itself is needed.
+// (NEXT_NORM); or that, or y, as int8, of which a part is whole halves of blocks, and subgroups have as
+// many lanes as share a scale (QUANTIZE). KEEP: y itself is needed.
 #include "reduce.wgsl"
 #include "quantize_block.wgsl"
 // @param WIDTH u32
@@ -55,9 +55,6 @@ fn sum(v: Vector) -> f32 {
 #if QUANTIZE
 @group(0) @binding($(OUT + KEEP)) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding($(OUT + KEEP + 1)) var<storage, read_write> x_int8_scales: array<Int8Scale>;
-
-var<workgroup> most: array<u32, VECTORS>;
-var<workgroup> squares: array<f32, VECTORS>;
 #elif NEXT_NORM
 @group(0) @binding($(OUT + KEEP)) var<storage, read_write> next_x: array<Vector>;
 #endif
@@ -75,8 +72,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let y_row = id.y * Y_STRIDE / LANES + id.x * VECTORS;
   // All that is read is under way before the sum is known.
   var sums = Vector();
+#if SUBGROUPS
+  let first = me.subgroup * (WG / me.n_subgroups) + me.lane;  // lanes are neighbours
+#else
+  let first = me.index;
+#endif
 #for j in 0..ROUNDS
-  let i$j = me.index + $ju * WG;
+  let i$j = first + $ju * WG;
   var value$j = Vector();
   var weight$j = Vector();
 #if GATED
@@ -119,38 +121,26 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #if KEEP
     y[y_row + i$j] = value$j;
 #endif
-#if QUANTIZE
-    squares[i$j] = dot(value$j, value$j);
+#if NEXT_NORM and not QUANTIZE
+    next_x[y_row + i$j] = value$j * next_norm$j;
 #endif
+  }
+#if QUANTIZE
+  var squares$j = dot(value$j, value$j);
 #if NEXT_NORM
-    value$j *= next_norm$j;
+  value$j *= next_norm$j;
 #endif
-#if QUANTIZE
-    most[i$j] = magnitude(value$j);
-#elif NEXT_NORM
-    next_x[y_row + i$j] = value$j;
-#endif
-  }
+  var most$j = magnitude(value$j);
+#for k in 0..log2(SHARERS)
+  most$j = max(most$j, subgroupShuffleXor(most$j, $(1 << $k)u));
 #endfor
-#if QUANTIZE
-
-  workgroupBarrier();
-#for j in 0..ROUNDS
+#for k in 0..2
+  squares$j += subgroupShuffleXor(squares$j, $(1 << $k)u);
+#endfor
   if (i$j < VECTORS) {
-    let half = i$j / 4u;
-    var half_most = 0u;
-    var half_squares = 0.0;
-    for (var i = i$j / $(SHARERS)u * $(SHARERS)u; i < i$j / $(SHARERS)u * $(SHARERS)u + $(SHARERS)u; i++) {
-      half_most = max(half_most, most[i]);
-    }
-#if X_SCALES != rows
-    for (var i = 4u * half; i < 4u * half + 4u; i++) {
-      half_squares += squares[i];
-    }
-#endif
-    store_int8(
-      id.y, Y_STRIDE / 32u, id.x * (WIDTH / 16u) + half, i$j % 4u, value$j, half_most, half_squares);
+    let half = id.x * (WIDTH / 16u) + i$j / 4u;
+    store_int8(id.y, Y_STRIDE / 32u, half, i$j % 4u, value$j, most$j, squares$j);
   }
-#endfor
 #endif
+#endfor
 }
