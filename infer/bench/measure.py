@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
-from infer.bench.report import KernelTime, Profile, Row
-from infer.engine import Engine
+from infer.bench.report import KernelTime, Load, Profile, Row
+from infer.engine import AHEAD, Answer, Engine
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.plan import Dispatch, needed
 from infer.kernels.gpu.profile import profile_passes
@@ -43,6 +45,7 @@ LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself cos
 
 BATCH_DEPTH = 128  # tokens before those of a batch, where nobody says how many
 BATCH_TOKENS = 32  # of each answer in a run of it
+_SETTLE = 2  # steps of all of a batch before those that are timed: the first gathers their rows
 _PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size
 _SECONDS = 45.0  # that all tests take at most where their sizes are chosen
 
@@ -105,6 +108,16 @@ def prefill_flops(model: Decoder, tokens: int) -> int:
     """Operations of a prefill: 2 for every value of a layer's matrices that a token multiplies
     with, and of the head for the last token; 4 in attention for every query value and position
     that it attends to. Those of an adapter beside the weights are left out."""
+    return _flops(model, range(1, tokens + 1), heads=1)
+
+
+def decode_flops(model: Decoder, prompt_tokens: int, tokens: int) -> int:
+    """The same of so many decode steps of one sequence after a prompt: each has the head."""
+    return _flops(model, range(prompt_tokens + 1, prompt_tokens + tokens + 1), heads=tokens)
+
+
+def _flops(model: Decoder, lengths: range, heads: int) -> int:
+    """Of a token for each of these lengths, to which it attends, and of the head so many times."""
     c = model.config
     head = c.vocab_size * c.hidden_size
     layers = sum(
@@ -114,9 +127,9 @@ def prefill_flops(model: Decoder, tokens: int) -> int:
     )
     attention = sum(
         4 * c.num_attention_heads * c.kv_shape(layer)[1] * attended
-        for layer, attended in _attended(c, range(1, tokens + 1))
+        for layer, attended in _attended(c, lengths)
     )
-    return 2 * (layers * tokens + head) + attention
+    return 2 * (layers * len(lengths) + head * heads) + attention
 
 
 # Measuring
@@ -196,38 +209,110 @@ class EngineBench:
         ]
 
     def batch(self, rows: int, tokens: int, depth: int) -> Row:
-        """Decode of so many answers at once, each after a prompt of its own of `depth` tokens:
-        `repeats` times so many steps, one after the other."""
-        test = f"tg{tokens} x {rows} @ d{depth}"
-        self.progress(test, 0, self.repeats)
-        self.engine.forget()
+        """Decode of so many answers at once, each after `depth` tokens: a prompt of its own, and
+        what it has generated while the last of them began."""
         draw = random.Random(1)
-        ids = range(self.engine.vocab_size)
-        steps = batch_positions(rows, depth, tokens, self.repeats) - depth
-        params = replace(GREEDY, max_tokens=steps)
-        answers = [self.engine.generate(draw.choices(ids, k=depth), params) for _ in range(rows)]
-        seconds, made = [], []
-        try:
-            for _ in range(tokens):  # of the last, when all others have begun
-                next(answers[-1])
-            for number in range(1, self.repeats + 1):
-                self.progress(test, number, self.repeats)
-                before, begin = sum(answer.count for answer in answers), time.perf_counter()
+        ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
+        # Each begins a step after the one before it, which has a token more by then.
+        lengths = [max(1, depth - _SETTLE - later) for later in reversed(range(rows))]
+        prompts = [draw.choices(ids, k=depth)[:length] for length in lengths]
+        for prompt in prompts:  # cached from here on, so that one step begins it
+            self._generate(prompt, replace(GREEDY, max_tokens=1))
+        depths: list[float] = []
+
+        def run() -> float:
+            answers = [
+                self.engine.generate(prompt, replace(GREEDY, max_tokens=end - len(prompt)))
+                for prompt in prompts
+            ]
+            try:
+                for _ in range(1 + _SETTLE):  # of the last, when all others have begun
+                    next(answers[-1])
+                before, begin = [answer.count for answer in answers], time.perf_counter()
                 for _ in range(tokens):
                     next(answers[-1])
-                seconds.append(time.perf_counter() - begin)
-                made.append(sum(answer.count for answer in answers) - before)
-        finally:
-            for answer in answers:
-                answer.close()
-        if set(made) != {rows * tokens}:
-            raise RequestError(
-                f"{rows} answers did not run at once: the cache has no room for all of them."
-            )
-        kv_dtype = self.engine.options.kv_dtype
-        nbytes = cache_bytes_per_token(self.engine.model, kv_dtype, depth, steps)
+                seconds = time.perf_counter() - begin
+                made = {answer.count - n for answer, n in zip(answers, before, strict=True)}
+            finally:
+                for answer in answers:
+                    answer.close()
+            if made != {tokens}:
+                raise RequestError(
+                    f"{rows} answers did not run at once: the cache has no room for all of them."
+                )
+            depths.append(statistics.fmean(map(sum, zip(lengths, before, strict=True))) - 1)
+            return seconds
+
+        (seconds,) = self._repeat(f"tg{tokens} x {rows} @ d{depth}", run)
+        true = round(statistics.fmean(depths))  # more, where many begin at less than one step each
+        model, kv_dtype = self.engine.model, self.engine.options.kv_dtype
+        nbytes = cache_bytes_per_token(model, kv_dtype, true, tokens)
         nbytes += weight_bytes_per_token(self.engine) / rows
-        return self._decode_row(test, rows * tokens, tuple(seconds), nbytes)
+        row = self._decode_row(f"tg{tokens} x {rows} @ d{true}", rows * tokens, seconds, nbytes)
+        flops = rows * decode_flops(model, true, tokens)
+        rate = flops / statistics.fmean(seconds)
+        return replace(row, sequences=rows, flops=flops, flops_per_second=rate)
+
+    def load(self, clients: int, prompt: int, tokens: int) -> Load:
+        """So many clients at once, each of which sends `repeats` requests, the next when it has
+        read the answer to the one before. Prompts are random, of an eighth of `prompt` tokens to
+        all of them; answers of `tokens`, or of 2."""
+        draw = random.Random(2)
+        ids, lengths = range(self.engine.vocab_size), (max(1, prompt // 8), prompt)
+        params = replace(GREEDY, max_tokens=max(2, tokens))
+
+        def requests(count: int) -> list[list[int]]:
+            return [draw.choices(ids, k=draw.randint(*lengths)) for _ in range(count)]
+
+        test = f"{clients} clients"
+        self.progress(test, 0, 1)
+        self._serve(requests(clients), clients, params)  # the first time compiles
+        prompts = requests(clients * self.repeats)
+        self.progress(test, 1, 1)
+        self.engine.forget()
+        hits, preemptions = self.engine.pool.stats.hits, self.engine.scheduler.preemptions
+        times = self._serve(prompts, clients, params)
+        seconds = max(own[-1] for own in times) - times[0][0]
+        made = sum(len(own) - 1 for own in times)
+        return Load(
+            clients=clients,
+            requests=len(prompts),
+            prompt_tokens=sum(map(len, prompts)),
+            tokens=made,
+            seconds=seconds,
+            tps=made / seconds,
+            ttft_seconds=_percentiles([own[1] - own[0] for own in times]),
+            itl_seconds=_percentiles(np.concatenate([np.diff(own[1:]) for own in times])),
+            reused_tokens=self.engine.pool.stats.hits - hits,
+            preemptions=self.engine.scheduler.preemptions - preemptions,
+        )
+
+    def _serve(
+        self, prompts: Sequence[Sequence[int]], clients: int, params: SamplingParams
+    ) -> list[list[float]]:
+        """Of each request when it was sent, and when each token came. One thread is all clients:
+        it makes the steps, and after each takes what there is for all of them."""
+        times: list[list[float]] = [[] for _ in prompts]
+        waiting = iter(enumerate(prompts))
+        opened: dict[int, Answer] = {}
+        try:
+            while True:
+                for number, prompt in islice(waiting, clients - len(opened)):
+                    times[number].append(time.perf_counter())
+                    opened[number] = self.engine.generate(prompt, params)
+                if not opened:
+                    return times
+                self.engine.wait(lambda: any(answer.is_ready for answer in opened.values()))
+                now = time.perf_counter()
+                for number, answer in list(opened.items()):
+                    while answer.is_ready:
+                        if next(answer, None) is None:
+                            del opened[number]
+                            break
+                        times[number].append(now)
+        finally:
+            for answer in opened.values():
+                answer.close()
 
     def _decode_row(self, test: str, tokens: int, seconds: tuple[float, ...], nbytes: float) -> Row:
         tps, deviation = _tps(tokens, seconds)
@@ -393,10 +478,10 @@ class EngineBench:
             )
 
 
-def batch_positions(rows: int, depth: int, tokens: int, repeats: int) -> int:
-    """That one of so many answers may take in `EngineBench.batch`: while the last of them begin,
-    the first go on, by a token for each chunk of a prompt, of 16 rows at least."""
-    return depth + tokens * (repeats + 1) + rows * (2 + depth // 16)
+def batch_positions(rows: int, depth: int, tokens: int) -> int:
+    """That one of so many answers may take in `EngineBench.batch`: the first has a token for each
+    other that begins, and the pipeline stays full behind the last step that is timed."""
+    return max(depth, rows + _SETTLE) + tokens + 1 + AHEAD
 
 
 def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
@@ -447,6 +532,12 @@ def _tps(tokens: int, seconds: Sequence[float]) -> tuple[float, float]:
     """Tokens per second, mean of the runs and standard deviation."""
     speeds = [tokens / second for second in seconds]
     return statistics.fmean(speeds), deviation(speeds)
+
+
+def _percentiles(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+    """The median, and what 99 of 100 are at most."""
+    p50, p99 = np.percentile(values, (50, 99)).tolist()
+    return p50, p99
 
 
 def deviation(values: Sequence[float]) -> float:

@@ -17,7 +17,8 @@ class Row:
 
     tokens: of one run. tps: tokens per second, mean of the runs, and its standard deviation.
     Decode has bytes_per_token, bandwidth (bytes per second) and share, the bandwidth over the copy
-    bandwidth. Prefill has flops, of one run, and flops_per_second.
+    bandwidth. Prefill has flops, of one run, and flops_per_second. Decode of several answers at
+    once has both, and how many sequences they are, to which its tokens belong together.
     """
 
     test: str
@@ -30,6 +31,31 @@ class Row:
     share: float | None = None
     flops: int | None = None
     flops_per_second: float | None = None
+    sequences: int | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of so many clients at once, each of which sends its next when it has read the answer
+    to the one before.
+
+    prompt_tokens and tokens: of all prompts and of all answers. seconds: from the first request to
+    the last token. tps: tokens of answers per second. ttft_seconds: time to first token, from when
+    a request is sent, and itl_seconds: from one token of an answer to its next (inter-token
+    latency), each the median and the 99th percentile. reused_tokens: of prompts, that the cache
+    had. preemptions: of answers that had to give their pages of the cache back.
+    """
+
+    clients: int
+    requests: int
+    prompt_tokens: int
+    tokens: int
+    seconds: float
+    tps: float
+    ttft_seconds: tuple[float, float]
+    itl_seconds: tuple[float, float]
+    reused_tokens: int
+    preemptions: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +141,7 @@ class BenchReport:
     gpu_seconds: float | None = None
     profiles: tuple[Profile, ...] = ()
     lora: str | None = None
+    loads: tuple[Load, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
@@ -133,6 +160,10 @@ class BenchReport:
             for profile in values["profiles"]
         )
         values["ttft_seconds"] = tuple(values["ttft_seconds"])
+        values["loads"] = tuple(
+            Load(**load | {name: tuple(load[name]) for name in ("ttft_seconds", "itl_seconds")})
+            for load in values.get("loads", ())  # reports from before these have none
+        )
         return cls(**values)
 
     @property
@@ -182,23 +213,47 @@ def format_report(report: BenchReport, width: int | None = None) -> str:
         f"peak GPU memory      {r.peak_bytes / 2**30:.2f} GiB",
         f"load                 {r.load_seconds:.2f} s",
     ]
+    if r.loads:
+        lines += ["", loads_table(r, width)]
     for profile in r.profiles:
         lines += ["", profile_table(profile, r.copy_bandwidth, width)]
     return "\n".join(lines)
 
 
 def results_table(report: BenchReport, width: int | None = None) -> str:
-    """The tests of a report, a row each."""
-    header = ["test", "t/s", "GB/s", "share", "TFLOP/s"]
+    """The tests of a report, a row each; "each": tokens per second of one of several sequences."""
+    header = ["test", "t/s", "each", "GB/s", "share", "TFLOP/s"]
     rows = [
         [
             row.test,
             f"{row.tps:,.2f} ± {row.tps_deviation:,.2f}",
+            f"{row.tps / row.sequences:,.1f}" if row.sequences else "",
             *_rates(row.bandwidth, row.share, row.flops_per_second),
         ]
         for row in report.rows
     ]
+    if not any(row.sequences for row in report.rows):
+        header.remove("each")
+        rows = [[*row[:2], *row[3:]] for row in rows]
     return _fitting(header, rows, ("GB/s", "TFLOP/s"), width)
+
+
+def loads_table(report: BenchReport, width: int | None = None) -> str:
+    """Clients, a row for each number of them; the times to first token (TTFT) and between tokens
+    (ITL) in milliseconds. hits: of the prompts' tokens, those that the cache had."""
+    header = ["clients", "requests", "t/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "hits"]
+    rows = [
+        [
+            f"{load.clients}",
+            f"{load.requests:,}",
+            f"{load.tps:,.1f}",
+            *(f"{1e3 * seconds:,.1f}" for seconds in (*load.ttft_seconds, *load.itl_seconds)),
+            f"{100 * load.reused_tokens / load.prompt_tokens:.0f} %",
+        ]
+        for load in report.loads
+    ]
+    title = "clients at once; ms to the first token (TTFT) and between tokens (ITL)"
+    return f"{title}\n\n{_fitting(header, rows, ('requests', 'hits'), width)}"
 
 
 def profile_table(profile: Profile, copy_bandwidth: float, width: int | None = None) -> str:

@@ -4,7 +4,8 @@
     tg128           decode: 128 steps, from the arrival of the first token to that of the last
     tg128 sampled   the same with every stage of the sampler
     tg128 @ d4096   the same after a prompt of 4096 tokens
-    tg32 x 8 @ d128 8 answers at once, each after a prompt of its own of 128 tokens
+    tg32 x 8 @ d128 8 answers at once, each after 128 tokens of its own
+    8 clients       requests of drawn lengths, of which 8 are open at any time
 
 Tests, prompts of random ids, and the table are llama-bench's. What decode could do is bounded by
 memory: its share is (weight bytes + KV bytes that a token reads) x tokens/s over the bandwidth of a
@@ -37,6 +38,7 @@ from infer.bench.measure import (
     SAMPLED,
     EngineBench,
     Progress,
+    Sizes,
     batch_positions,
     deviation,
 )
@@ -60,6 +62,8 @@ from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
 from infer.steps import MAX_BATCH
 
+_CONTEXT = 1024  # of a shape with many answers, where nobody says more: the other tests fit
+
 
 def run_bench(
     model: str | None = None,
@@ -78,6 +82,7 @@ def run_bench(
     decode_tokens: int | None = None,
     depths: Sequence[int] = (),
     batches: Sequence[int] = (),
+    clients: Sequence[int] = (),
     repeats: int | None = None,
     profile: bool = False,
     progress: Progress = lambda test, run, runs: None,
@@ -90,14 +95,18 @@ def run_bench(
     `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the prefill test;
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
     that are in the cache before it. batches: of so many answers at once, after as many tokens each
-    as the depths say, or 128. Each test runs `repeats` times after a warm-up. What of these
-    three is None is 512, 128 and 5, or as much less as keeps a slow adapter to about a minute.
-    profile: time every kernel. progress is told what runs; loading: as progress of `load`. Raises
-    RequestError and whatever `load` raises.
+    as the depths say, or 128. clients: of so many at once, each of which sends `repeats` requests,
+    one after the other: prompts of an eighth of prompt_tokens to all of them, answers of
+    decode_tokens. Each test runs `repeats` times after a warm-up. What of these three is None is
+    512, 128 and 5, or as much less as keeps a slow adapter to about a minute. profile: time every
+    kernel. progress is told what runs; loading: as progress of `load`. Raises RequestError and
+    whatever `load` raises.
     """
-    given = (prompt_tokens, decode_tokens, repeats, *depths, *batches)
+    given = (prompt_tokens, decode_tokens, repeats, *depths, *batches, *clients)
     if min((n for n in given if n is not None), default=1) < 1:
-        raise RequestError("Counts of tokens, depths, answers and repeats must be at least 1.")
+        raise RequestError(
+            "Counts of tokens, depths, answers, clients and repeats must be at least 1."
+        )
     if max(batches, default=1) > MAX_BATCH:
         raise RequestError(f"At most {MAX_BATCH} answers run at once, not {max(batches)}.")
     if dtype not in (None, *DTYPES) or kv_dtype not in KV_DTYPES:
@@ -105,9 +114,12 @@ def run_bench(
     weight_dtype(dtype, quantize)
     needed = max(prompt_tokens or 1, max(depths, default=1) + (decode_tokens or 1)) + 1
     batched = [(rows, depth) for depth in depths or [BATCH_DEPTH] for rows in batches]
-    positions = [batch_positions(*sizes, BATCH_TOKENS, repeats or 5) for sizes in batched]
-    needed = max(needed, *positions, 0)
-    max_batch = max(batches, default=1)
+    needed = max(needed, *(batch_positions(*sizes, BATCH_TOKENS) for sizes in batched), 0)
+    if clients:
+        most = Sizes()
+        longest = prompt_tokens or most.prompt, max(2, decode_tokens or most.decode)
+        needed = max(needed, sum(longest) + 1)
+    max_batch = min(max([1, *batches, *clients]), MAX_BATCH)
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
     gpu = choose_adapter(device)
@@ -144,6 +156,7 @@ def run_bench(
         greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
         deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
         together = [bench.batch(rows, BATCH_TOKENS, depth) for rows, depth in batched]
+        loads = [bench.load(count, sizes.prompt, sizes.decode) for count in clients]
         progress("host and GPU of a step", 0, 0)
         submit_seconds, read_seconds = bench.host_seconds()
         host_seconds = submit_seconds + read_seconds
@@ -180,6 +193,7 @@ def run_bench(
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
             profiles=tuple(profiles),
+            loads=tuple(loads),
         )
     return report
 
@@ -266,8 +280,10 @@ def open_engine(
 
 
 def _room(context: int, needed: int, max_batch: int) -> int | None:
-    """Positions of a cache for so many answers of so many each; None: what is usual for one."""
-    return None if max_batch == 1 else max(context, -(-needed // PAGE) * PAGE * max_batch)
+    """Positions of a cache for so many answers of so many each; None: what is usual for one. Each
+    has two pages more: one that the scheduler leaves it to grow, and one of its prompt, whose
+    beginning it copies."""
+    return None if max_batch == 1 else max(context, (-(-needed // PAGE) + 2) * PAGE * max_batch)
 
 
 def _dtypes(weights: Iterable[GpuTensor]) -> str:
@@ -315,7 +331,7 @@ def _random(
     plan = plan_random(model.weights(), dtype, published).joined()
     positions = checked_context(model, shape, context)
     if max_batch > 1 and context is None:
-        positions = min(positions, needed)
+        positions = min(positions, max(needed, _CONTEXT))
     options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
         EngineOptions(
             context=positions,

@@ -537,6 +537,8 @@ Examples:
     infer bench demo
 
     infer bench --shape llama-3.2-1b --quantize q4 --depth 4096
+
+    infer bench --shape llama-3.2-1b --batch 1,8,64 --clients 16
 """,
 )
 def bench(
@@ -586,7 +588,19 @@ def bench(
     batch: Annotated[
         str | None,
         bench_option(
-            "--batch", metavar="N,N", help="Also decode so many answers at once (up to 64)."
+            "--batch",
+            metavar="N,N-N",
+            help="Also decode so many answers at once, up to 64: 1,8,64, or 1-64 for all of them.",
+        ),
+    ] = None,
+    clients: Annotated[
+        str | None,
+        bench_option(
+            "--clients",
+            metavar="N,N",
+            help="Also serve so many clients at once, each of which sends a request, reads the "
+            "answer and sends its next, --repeats times. Prompts have an eighth of --prompt-tokens "
+            "to all of them, answers have --decode-tokens.",
         ),
     ] = None,
     profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
@@ -617,7 +631,7 @@ def bench(
     """
     with exit_codes(verbose):
         depths, path = parse_counts(depth, "--depth"), parse_save(save)
-        batches = parse_counts(batch, "--batch")
+        batches, at_once = parse_counts(batch, "--batch"), parse_counts(clients, "--clients")
 
         from infer.bench import run as benchmark
         from infer.bench.report import format_report
@@ -652,6 +666,7 @@ def bench(
                 decode_tokens=decode_tokens,
                 depths=depths,
                 batches=batches,
+                clients=at_once,
                 repeats=repeats,
                 profile=profile,
                 progress=tell,

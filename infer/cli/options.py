@@ -4,6 +4,7 @@ several commands take, and the values that typer cannot read."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from enum import StrEnum
@@ -214,15 +215,23 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
     )
 
 
+_MOST_COUNTS = 1024  # in a range
+
+
 def parse_counts(option: str | None, name: str) -> list[int]:
-    """N,N as numbers; name: of the option. Raises typer.BadParameter."""
-    try:
-        return [int(count) for count in option.split(",")] if option is not None else []
-    except ValueError:
-        example = "1,8,64" if name == "--batch" else "4096,16384"
-        raise typer.BadParameter(
-            f"{shown(option)} are no numbers like {example}", param_hint=name
-        ) from None
+    """N,N as numbers, of which N-N is all from the one to the other; name: of the option. Raises
+    typer.BadParameter."""
+    counts: list[int] = []
+    for part in option.split(",") if option is not None else ():
+        found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part, re.ASCII)
+        first, last = (int(n or found[1]) for n in found.groups()) if found else (1, 0)
+        if not first <= last < first + _MOST_COUNTS:
+            example = "4096,16384" if name == "--depth" else "1,8,64 or 1-64"
+            raise typer.BadParameter(
+                f"{shown(option)} are no numbers like {example}", param_hint=name
+            )
+        counts += range(first, last + 1)
+    return counts
 
 
 def parse_save(option: str | None) -> Path | None:
