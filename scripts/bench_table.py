@@ -1,22 +1,28 @@
-"""The README's table of benchmarks, from the reports in scripts/results/.
+"""The README's tables of benchmarks: of one sequence from the reports in scripts/results/, of many
+from those in scripts/results/batch/.
 
-    python scripts/bench_table.py                     print it
-    python scripts/bench_table.py --write README.md   put it between the file's markers
+    python scripts/bench_table.py                     print them
+    python scripts/bench_table.py --write README.md   put them between the file's markers
 
 Of several reports of one model, dtypes and adapter the newest counts.
 """
 
 import argparse
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
+RESULTS = SCRIPTS / "results"
 sys.path.insert(0, str(SCRIPTS.parent))
 
 from infer.bench.report import BenchReport, markdown_table  # noqa: E402
 
 BEGIN, END = "<!-- benchmarks: scripts/bench_table.py -->", "<!-- end of benchmarks -->"
+BATCHES = "<!-- batches: scripts/bench_table.py -->", "<!-- end of batches -->"
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # at once, a column each
+_BATCH = re.compile(r"tg\d+ x (\d+) @ d(\d+)")  # the name of a test
 
 
 def newest(reports: Iterable[BenchReport]) -> list[BenchReport]:
@@ -30,6 +36,17 @@ def newest(reports: Iterable[BenchReport]) -> list[BenchReport]:
 
 def table(reports: Sequence[BenchReport]) -> str:
     """A table for each adapter, a model in a row, and above it what it ran on."""
+    return _by_adapter(reports, adapter_table)
+
+
+def batches(reports: Sequence[BenchReport]) -> str:
+    """The same of many sequences at once; and of many clients, where they were measured."""
+    return _by_adapter(reports, batch_tables)
+
+
+def _by_adapter(
+    reports: Sequence[BenchReport], tables: Callable[[Sequence[BenchReport]], str]
+) -> str:
     parts = []
     for adapter in dict.fromkeys(report.adapter for report in reports):
         own = [report for report in reports if report.adapter == adapter]
@@ -39,14 +56,44 @@ def table(reports: Sequence[BenchReport]) -> str:
             f"{r.adapter}, {r.backend}, driver {r.driver}, wgpu {r.versions['wgpu']}, "
             f"{' to '.join(sorted({dates[0], dates[-1]}))}; "
             f"copies {max(report.copy_bandwidth for report in own) / 1e9:,.0f} GB/s\n\n"
-            + adapter_table(own)
+            + tables(own)
         )
+    return "\n\n".join(parts)
+
+
+def batch_tables(reports: Sequence[BenchReport]) -> str:
+    """Tokens/s of all sequences together, by how many they are; a row for each depth."""
+    rows = []
+    for report in reports:
+        speeds: dict[int, dict[int, float]] = {}  # by depth and sequences
+        for row in report.rows:
+            if found := _BATCH.fullmatch(row.test):
+                speeds.setdefault(int(found[2]), {})[int(found[1])] = row.tps
+        for depth, of in sorted(speeds.items()):
+            cells = [f"{of[n]:,.0f}" if n in of else "" for n in SEQUENCES]
+            rows.append([report.model_and_dtypes, f"{depth:,}", *cells])
+    parts = [markdown_table(["model", "depth", *map(str, SEQUENCES)], rows, left=1)]
+    loads = [
+        [
+            report.model_and_dtypes,
+            f"{load.clients}",
+            f"{load.tps:,.0f}",
+            *(f"{1e3 * seconds:,.0f} ms" for seconds in load.ttft_seconds),
+            *(f"{1e3 * seconds:,.1f} ms" for seconds in load.itl_seconds),
+        ]
+        for report in reports
+        for load in report.loads
+    ]
+    if loads:
+        header = ["model", "clients", "t/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"]
+        parts.append(markdown_table(header, loads, left=1))
     return "\n\n".join(parts)
 
 
 def adapter_table(reports: Sequence[BenchReport]) -> str:
     """Tokens/s of prefill and decode, and of the latter at depth, where that was measured."""
     tests = {row.test for report in reports for row in report.rows}
+    tests = {test for test in tests if not _BATCH.fullmatch(test)}
     (prefill,) = {test for test in tests if test.startswith("pp")}
     (decode,) = {test for test in tests if test.startswith("tg") and " " not in test}
     deep = {int(test.split("@ d")[1]): test for test in tests if "@ d" in test}
@@ -73,25 +120,33 @@ def adapter_table(reports: Sequence[BenchReport]) -> str:
     return markdown_table(header, rows, left=1)
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, markers: tuple[str, str] = (BEGIN, END)) -> None:
     """Put text between the markers of a file. Raises ValueError where there are none."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = path.read_text(encoding="utf-8").partition(markers[0])
+    _, end, after = rest.partition(markers[1])
     if not (begin and end):
-        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r}.")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{path} has no lines {markers[0]!r} and {markers[1]!r}.")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def read(folder: Path) -> list[BenchReport]:
+    """The newest reports of a folder."""
+    files = sorted(folder.glob("*.json"))
+    return newest(BenchReport.from_json(file.read_text(encoding="utf-8")) for file in files)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The table of benchmarks.")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put it between FILE's markers")
+    parser = argparse.ArgumentParser(description="The tables of benchmarks.")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="put them between FILE's markers"
+    )
     options = parser.parse_args()
-    files = sorted((SCRIPTS / "results").glob("*.json"))
-    text = table(newest(BenchReport.from_json(file.read_text(encoding="utf-8")) for file in files))
+    one, many = table(read(RESULTS)), batches(read(RESULTS / "batch"))
     if options.write is None:
-        print(text)
+        print(f"{one}\n\n{many}")
     else:
-        write(options.write, text)
+        write(options.write, one)
+        write(options.write, many, BATCHES)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -23,13 +23,15 @@ from infer.bench import run as bench
 from infer.bench.report import (
     BenchReport,
     KernelTime,
+    Load,
     Profile,
     Row,
     format_report,
+    loads_table,
     profile_table,
     results_table,
 )
-from infer.engine import Engine, EngineOptions
+from infer.engine import Answer, Engine, EngineOptions
 from infer.kernels.checks.forward import Forward
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.bandwidth import COPIED, copy, copy_bandwidth
@@ -309,6 +311,7 @@ def test_flops_of_a_prefill() -> None:
     assert measure.prefill_flops(model, 5) == 2 * (5 * 15360 + 2048) + 4 * 32 * 2 * (
         1 + 2 + 3 + 4 + 5
     )
+    assert measure.decode_flops(model, 5, 3) == 3 * 2 * (15360 + 2048) + 4 * 32 * 2 * (6 + 7 + 8)
 
 
 # The tests
@@ -355,19 +358,114 @@ def test_sampled_test_uses_every_stage() -> None:
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("of", [("--shape", "tiny"), ("demo",)], ids=lambda of: of[-1])
+@pytest.mark.parametrize(
+    "of",
+    [("--shape", "tiny"), pytest.param(("demo",), marks=pytest.mark.full)],
+    ids=lambda of: of[-1],
+)
 def test_many_answers_at_once(tmp_path: Path, of: tuple[str, ...]) -> None:
     counts = ("--prompt-tokens", 8, "-n", 2, "-r", 1, "--depth", 20, "--batch", "1,3")
-    done = invoke("bench", *of, *counts, "--profile", "--save", tmp_path)
+    done = invoke("bench", *of, *counts, "--clients", 2, "--profile", "--save", tmp_path)
     assert done.exit_code == 0
     (path,) = tmp_path.iterdir()
     report = BenchReport.from_json(path.read_text(encoding="utf-8"))
     alone, together = report.rows[-2:]
     assert [alone.test, together.test] == ["tg32 x 1 @ d20", "tg32 x 3 @ d20"]
     assert (alone.tokens, together.tokens) == (32, 96)
+    assert (alone.sequences, together.sequences) == (1, 3)
     assert together.tps == pytest.approx(96 / together.seconds[0])
+    (load,) = report.loads
+    assert (load.clients, load.requests, load.tokens) == (2, 2, 4)
+    assert done.stdout == format_report(report) + "\n"
     (batch,) = (p for p in report.profiles if p.step == "decode of 3 sequences")
     assert (batch.rows, batch.kv_len) == (3, 20)
+
+
+def serving(device: Device, config: dict[str, Any], max_batch: int) -> Engine:
+    model = build_model(RawConfig(config))
+    weights = random_weights(device, list(model.weights()), "bf16")
+    options = EngineOptions(context=256, max_batch=max_batch, cache_positions=max_batch * 256)
+    return Engine(device, model, weights, options)
+
+
+def begun(engine: Engine) -> list[Answer]:
+    """All that the engine begins from now on."""
+    answers: list[Answer] = []
+    generate = engine.generate
+
+    def noting(ids: Sequence[int], params: SamplingParams) -> Answer:
+        answers.append(generate(ids, params))
+        return answers[-1]
+
+    engine.generate = noting  # type: ignore[assignment]
+    return answers
+
+
+STATES = {"model_type": "lfm2", "full_attn_idxs": [1], "conv_L_cache": 3}
+STATES |= {"block_auto_adjust_ff_dim": False}
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("own", [{}, STATES], ids=["llama", "lfm2"])
+def test_a_batch_is_as_deep_as_it_says(device: Device, own: dict[str, Any]) -> None:
+    """Of the tokens that are timed, each answer's first comes after `depth` others and one."""
+    with device.scope():
+        engine = serving(device, TINY | own, 6)
+        answers = begun(engine)
+        row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).batch(6, 5, 90)
+        assert (row.test, row.tokens, row.sequences) == ("tg5 x 6 @ d90", 30, 6)
+        for run in (answers[-12:-6], answers[-6:]):
+            assert {len(a.prompt) + a.count for a in run} == {90 + 1 + 5}
+            assert {len(a.prompt) for a in run} == set(range(83, 89))
+            assert min(a.timings.reused_tokens - len(a.prompt) for a in run) >= -8  # one step
+        kv_dtype, model = engine.options.kv_dtype, engine.model
+        nbytes = measure.cache_bytes_per_token(model, kv_dtype, 90, 5)
+        assert row.bytes_per_token == nbytes + measure.weight_bytes_per_token(engine) / 6
+        assert row.flops == 6 * measure.decode_flops(model, 90, 5)
+        # Prompts of one token, after which the answers have 8, 7, 6, 5, 4 and 3: 5.5 before these.
+        row = measure.EngineBench(engine, 1e9, 1, lambda *_: None).batch(6, 5, 3)
+        assert row.test == "tg5 x 6 @ d6"
+
+
+@pytest.mark.usefixtures("short")
+def test_a_batch_without_room_is_no_batch(device: Device) -> None:
+    with device.scope():
+        engine = serving(device, TINY, 2)
+        measured = measure.EngineBench(engine, 1e9, 1, lambda *_: None)
+        with pytest.raises(RequestError, match="3 answers did not run at once"):
+            measured.batch(3, 5, 20)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_load_of_requests(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says against what the engine did."""
+    with device.scope():
+        engine = serving(device, TINY, 2)
+        answers = begun(engine)
+        most = 0
+
+        def wait(ready: Callable[[], bool]) -> None:
+            nonlocal most
+            most = max(most, sum(not (a.ended or a.cancelled) for a in answers))
+            Engine.wait(engine, ready)
+
+        monkeypatch.setattr(engine, "wait", wait)
+        load = measure.EngineBench(engine, 1e9, 2, lambda *_: None).load(3, 40, 6)
+        assert most == 3  # of which one waits for a slot
+        assert len(answers) == 3 + 6  # of the warm-up, and
+        served = answers[3:]
+        assert (load.clients, load.requests, load.tokens) == (3, 6, 36)
+        assert [a.count for a in served] == [6] * 6
+        assert all(5 <= len(a.prompt) <= 40 for a in served)
+        assert len({len(a.prompt) for a in served}) > 1
+        assert load.prompt_tokens == sum(len(a.prompt) for a in served)
+        assert load.reused_tokens == sum(a.timings.reused_tokens for a in served)
+        assert load.tps == 36 / load.seconds
+        ends = [a.begun + a.timings.prefill_seconds + a.timings.decode_seconds for a in served]
+        assert load.seconds == pytest.approx(max(ends) - served[0].begun, abs=0.05)
+        first = [a.timings.prefill_seconds for a in served]
+        assert load.ttft_seconds == pytest.approx(np.percentile(first, (50, 99)), abs=0.05)
+        assert 0 < load.itl_seconds[0] <= load.itl_seconds[1] < load.seconds
 
 
 @pytest.mark.usefixtures("short")
@@ -443,6 +541,8 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "adapter": "/no/such"}, "no folder /no/such. An adapter is"),
         ({"model": "demo", "repeats": 0}, "at least 1"),
         ({"model": "demo", "depths": [100, 0]}, "at least 1"),
+        ({"model": "demo", "clients": [4, 0]}, "clients and repeats must be at least 1"),
+        ({"model": "demo", "batches": [1, 65]}, "At most 64 answers run at once, not 65"),
         ({"shape": "smollm2-135m", "dtype": "int4"}, "f32, f16 or bf16"),
         ({"model": "/no/such"}, "no folder or file /no/such"),
         ({"model": "demo", "context": 1025}, "1025 .* positions up to 1024"),
@@ -475,6 +575,7 @@ def test_a_model_that_does_not_fit_is_not_measured(monkeypatch: pytest.MonkeyPat
     [
         (("--context", "256", "--prompt-tokens", "512"), "need 513 positions, and the context"),
         (("--context", "256", "--depth", "300"), "need 302 positions, and the context holds 256"),
+        (("--clients", "2", "--context", "512"), "need 641 positions, and the context holds 512"),
         (("--save", "/no/such/folder/x.json"), "no folder /no/such/folder"),
         (("--save", "x" * 300), "cannot be written .*too long"),
         (("demo",), "either a model or a shape"),
@@ -499,15 +600,23 @@ def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "run_bench", run_bench)
     flags = ("--device", "1", "--dtype", "f16", "--revision", "v2", "--offline", "--profile")
     sizes = ("--prompt-tokens", 7, "-n", 8, "-r", 9, "--depth", "3,4", "--kv-dtype", "q8")
+    sizes += ("--batch", "1,4-7, 64", "--clients", "16")
     assert refused("bench", "org/name", *flags, *sizes) == "error: seen enough"
     expected = {"model": "org/name", "shape": None, "device": "1", "dtype": "f16", "format": None}
     expected |= {"revision": "v2", "offline": True, "profile": True, "kv_dtype": "q8"}
     expected |= {"prompt_tokens": 7, "decode_tokens": 8, "repeats": 9, "depths": [3, 4]}
+    expected |= {"batches": [1, 4, 5, 6, 7, 64], "clients": [16]}
     assert seen.items() >= expected.items()
 
 
 def test_wrong_usage() -> None:
     assert "are no numbers like 4096,16384" in refused("bench", "demo", "--depth", "1,x", code=2)
+    for counts in ("", "1,", "x", "1-", "-4", "8-4", "1-2-3", "1.5", "1-999999999", "9" * 5000):
+        told = refused("bench", "demo", "--batch", counts, code=2)
+        assert "are no numbers like 1,8,64 or 1-64" in told
+    assert "are no numbers like 1,8,64 or 1-64" in refused(
+        "bench", "demo", "--clients", "n", code=2
+    )
     assert "neither a file" in refused("bench", "demo", "--save", "none/", code=2)
     assert "No such option: -p" in refused("bench", "demo", "-p", "4", code=2)
 
@@ -555,6 +664,8 @@ def test_json_holds_everything() -> None:
     assert values["rows"][0]["seconds"] == [0.01, 0.03]
     assert values["versions"] == {"infer": "0.1.0", "wgpu": "0.32.0"}
     assert BenchReport.from_json(REPORT.to_json()) == REPORT
+    before = {name: value for name, value in values.items() if name != "loads"}
+    assert BenchReport.from_json(json.dumps(before)) == REPORT
     assert REPORT.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16.json"
     with pytest.raises(ValueError, match="schema 1"):
         BenchReport.from_json(json.dumps(values | {"schema": 2}))
@@ -567,6 +678,28 @@ def test_results_table() -> None:
         "| pp512 | 34,133.33 ± 24,135.71 |         |        |   50.00 |",
         "| tg128 |       1,280.00 ± 0.00 | 1,600.0 | 40.0 % |         |",
     ]
+
+
+BATCH = Row("tg32 x 64 @ d128", 2048, (0.5,), 4096.0, 0.5, 1e9, 2.5e12, 0.625, 10**12, 2e12, 64)
+LOAD = Load(64, 320, 92_160, 40_960, 12.8, 3200.0, (0.25, 1.5), (0.02, 0.0305), 4608, 0)
+
+
+def test_results_of_many() -> None:
+    report = replace(REPORT, rows=(*REPORT.rows, BATCH), loads=(LOAD,))
+    assert BenchReport.from_json(report.to_json()) == report
+    assert results_table(report).splitlines()[-1] == (
+        "| tg32 x 64 @ d128 |       4,096.00 ± 0.50 | 64.0 | 2,500.0 | 62.5 % |    2.00 |"
+    )
+    assert loads_table(report).splitlines() == [
+        "clients at once; ms to the first token (TTFT) and between tokens (ITL)",
+        "",
+        "| clients | requests |     t/s | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 | hits |",
+        "| ------- | -------: | ------: | -------: | -------: | ------: | ------: | ---: |",
+        "| 64      |      320 | 3,200.0 |    250.0 |  1,500.0 |    20.0 |    30.5 |  5 % |",
+    ]
+    assert loads_table(report) in format_report(report)
+    narrow = format_report(report, 80).splitlines()
+    assert max(len(line) for line in narrow if line.startswith(("| tg", "| 64"))) <= 80
 
 
 def test_tables_are_no_wider_than_the_terminal() -> None:
@@ -664,6 +797,30 @@ def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
     readme.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match="has no lines"):
         tables.write(readme, "text")
+
+
+def test_readme_table_of_many(tmp_path: Path) -> None:
+    tables = script("bench_table")
+    pair = Row("tg32 x 2 @ d128", 64, (0.1,), 640.0, 0.0)
+    odd = replace(pair, test="tg32 x 3 @ d128")  # has no column
+    deep = replace(pair, test="tg32 x 2 @ d4096", tps=64.0)
+    report = replace(REPORT, rows=(*REPORT.rows, pair, odd, BATCH, deep))
+    (tmp_path / "a.json").write_text(report.to_json(), encoding="utf-8")
+    assert tables.read(tmp_path) == [report]
+    assert tables.table([report]) == tables.table([REPORT])  # that of one sequence
+    heading, *lines = tables.batches([report]).splitlines()
+    assert heading.startswith("A GPU (x), Vulkan, driver 1.2")
+    assert lines == [
+        "",
+        "| model               | depth |  1 |   2 |  4 |  8 | 16 | 32 |    64 |",
+        "| ------------------- | ----: | -: | --: | -: | -: | -: | -: | ----: |",
+        "| org/Tiny Model bf16 |   128 |    | 640 |    |    |    |    | 4,096 |",
+        "| org/Tiny Model bf16 | 4,096 |    |  64 |    |    |    |    |       |",
+    ]
+    *_, row = tables.batches([replace(report, loads=(LOAD,))]).splitlines()
+    assert row == (
+        "| org/Tiny Model bf16 |      64 | 3,200 |   250 ms | 1,500 ms | 20.0 ms | 30.5 ms |"
+    )
 
 
 # The sweep

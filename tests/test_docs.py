@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 import infer
 import infer.kept
 from infer import LLM
-from infer.bench.report import BenchReport
 from infer.cli.app import app
 from infer.engine import Engine, EngineOptions
 from infer.hub import DEMO, resolve
@@ -315,7 +314,9 @@ def test_quantised_checkpoints_are_refused_by_name() -> None:
 
 def test_the_benchmarks_are_those_of_the_results() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "bench_table.py"))
-    files = sorted((ROOT / "scripts" / "results").glob("*.json"))
-    reports = [BenchReport.from_json(file.read_text(encoding="utf-8")) for file in files]
-    table: Any = script["table"](script["newest"](reports))
-    assert f"{script['BEGIN']}\n{table}\n{script['END']}" in read("README.md")
+    results = ROOT / "scripts" / "results"
+    one: Any = script["table"](script["read"](results))
+    many: Any = script["batches"](script["read"](results / "batch"))
+    assert f"{script['BEGIN']}\n{one}\n{script['END']}" in read("README.md")
+    begin, end = script["BATCHES"]
+    assert f"{begin}\n{many}\n{end}" in read("README.md")

@@ -337,7 +337,8 @@ def _fitting(
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """A markdown table whose columns also line up as text; the first `left` are left-aligned."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    columns = zip(header, *rows, strict=True)
+    widths = [max(2, *map(len, column)) for column in columns]  # the rule has a dash and a colon
 
     def line(cells: Sequence[str]) -> str:
         aligned = [
