@@ -17,8 +17,8 @@ class Row:
 
     tokens: of one run. tps: tokens per second, mean of the runs, and its standard deviation.
     Decode has bytes_per_token, bandwidth (bytes per second) and share, the bandwidth over the copy
-    bandwidth. Prefill has flops, of one run, and flops_per_second. Decode of several answers at
-    once has both, and how many sequences they are, to which its tokens belong together.
+    bandwidth. Prefill has flops, of one run, and flops_per_second. Decode of many sequences at
+    once has both, and says how many; tokens and tps are of all together.
     """
 
     test: str
