@@ -69,8 +69,8 @@ struct Task {  // of a workgroup
 }
 
 struct Tile {
-  base: u32,  // its first position
-  slot: u32,  // and where that lies
+  base: u32,    // its first position
+  offset: u32,  // from its positions to where they lie
 }
 
 struct SliceOfQK {
@@ -101,7 +101,7 @@ fn load_qk(task: Task, tile: Tile, slice: u32, tid: u32) -> SliceOfQK {
   let column$l = (tid + $lu * SIZE) / (DEPTH / 8u) % COLUMNS;
   let j$l = column$l / N_SIZE;
   let place$l = tile.base + (j$l / 4u * N_SIZE + column$l % N_SIZE) * 4u + j$l % 4u;
-  let k_slot$l = tile.slot + min(place$l, task.end - 1u) - tile.base;
+  let k_slot$l = tile.offset + min(place$l, task.end - 1u);
   loaded.k$l = load_key(
     kv_index(task.head / GROUP, k_slot$l) + slice * (DEPTH / 8u)
       + (tid + $lu * SIZE) % (DEPTH / 8u));
@@ -139,7 +139,7 @@ fn load_v(task: Task, tile: Tile, slice: u32, tid: u32) -> SliceOfV {
   // What lies beyond the end may be anything; its weight is zero.
   let place$l = min(tile.base + slice * V_DEPTH + row$l, task.end - 1u);
   loaded.v$l = load_value(
-    kv_index(task.head / GROUP, tile.slot + place$l - tile.base)
+    kv_index(task.head / GROUP, tile.offset + place$l)
       + (tid + $lu * SIZE) % (HEAD_DIM / 8u));
 #endfor
   return loaded;
@@ -198,13 +198,14 @@ fn main(
 
   var buffer = 0u;
   let begin = first_position(first_place) / COLUMNS * COLUMNS;
-  var tile = Tile(begin, kv_slot(sequence, begin));
+  var tile = Tile(begin, kv_slot(sequence, begin) - begin);
   var qk = load_qk(task, tile, 0u, tid);
   store_qk(buffer, qk, tid);
   workgroupBarrier();
   loop {
-    let next = Tile(
-      tile.base + COLUMNS, kv_slot(sequence, min(tile.base + COLUMNS, last_place)));
+    let next_base = tile.base + COLUMNS;
+    let next_found = min(next_base, last_place);
+    let next = Tile(next_base, kv_slot(sequence, next_found) - next_found);
     var v: SliceOfV;
 
     // S = Q K^T
