@@ -7,9 +7,9 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,9 @@ class Result:
         """Tokens per second after the first one."""
         t = self.timings
         return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
+
+
+Results = Result | list[Result] | list[list[Result]]  # by what was asked for
 
 
 @dataclass(frozen=True)
@@ -255,38 +258,68 @@ class LLM:
     # Generating
 
     @overload
-    def generate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> Result: ...
 
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[AnswerOptions]) -> list[Result]: ...
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompts, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[list[Result]]: ...
 
     def generate(
-        self, prompt: Prompt | Prompts, **options: Unpack[AnswerOptions]
-    ) -> Result | list[Result]:
+        self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
+    ) -> Results:
         """The whole answer to a prompt, or those to a list of prompts, in their order, which are
         generated together.
 
         prompt: text to be continued, token ids, or chat messages ({"role", "content"}), which go
-        through the model's chat template. options: as for `stream`.
+        through the model's chat template. n: samples of each prompt, which is computed once; if
+        more than one, each prompt has a list of them. Of a seed, sample i has seed + i, so that the
+        first is that of n=1; without a temperature all are the same. options: as for `stream`.
         """
-        if are_several(prompt):
-            return together(self.stream(each, **options) for each in cast(Prompts, prompt))
-        return self.stream(cast(Prompt, prompt), **options)._finish()
+        streams = (self.stream(each, **own) for each, own in samples(prompt, n, options))
+        return by_prompt(together(streams), prompt, n)
 
     @overload
-    def chat(self, messages: Chat, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+    def chat(  # type: ignore[overload-overlap]
+        self, messages: Chat, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> Result: ...
 
     @overload
-    def chat(self, messages: Chats, **options: Unpack[AnswerOptions]) -> list[Result]: ...
+    def chat(  # type: ignore[overload-overlap]
+        self, messages: Chats, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def chat(  # type: ignore[overload-overlap]
+        self, messages: Chat, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def chat(
+        self, messages: Chats, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[list[Result]]: ...
 
     def chat(
-        self, messages: Chat | Chats, **options: Unpack[AnswerOptions]
-    ) -> Result | list[Result]:
+        self, messages: Chat | Chats, *, n: int = 1, **options: Unpack[AnswerOptions]
+    ) -> Results:
         """The answer to chat messages, or to one user message given as text; or those to a list of
-        either, generated together. options: as for `stream`."""
+        either, generated together. n, options: as for `generate`."""
         if isinstance(messages, Sequence) and are_several(messages):
-            return self.generate([_messages(cast(Chat, each)) for each in messages], **options)
-        return self.generate(_messages(cast(Chat, messages)), **options)
+            prompts = [_messages(cast(Chat, each)) for each in messages]
+            return self.generate(prompts, n=n, **options)
+        return self.generate(_messages(cast(Chat, messages)), n=n, **options)
 
     def stream(
         self,
@@ -330,25 +363,35 @@ class LLM:
         return Stream(self, begin, params, ids)
 
     @overload
-    async def agenerate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> Result: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
 
     @overload
     async def agenerate(
-        self, prompt: Prompts, **options: Unpack[AnswerOptions]
-    ) -> list[Result]: ...
+        self, prompt: Prompts, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[list[Result]]: ...
 
     async def agenerate(
-        self, prompt: Prompt | Prompts, **options: Unpack[AnswerOptions]
-    ) -> Result | list[Result]:
+        self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
+    ) -> Results:
         """`generate` for event loops, which it never blocks. Answers that tasks wait for are
         generated together; a task that is cancelled ends its own."""
         from infer.aio import AsyncStream, together
 
-        several = are_several(prompt)
-        prompts = cast(Sequence[Prompt], prompt if several else [prompt])
-        streams = [self.stream(each, **options) for each in prompts]
+        streams = [self.stream(each, **own) for each, own in samples(prompt, n, options)]
         results = await together([AsyncStream(self._runner, each, True) for each in streams])
-        return results if several else results[0]
+        return by_prompt(results, prompt, n)
 
     def astream(
         self, prompt: Prompt, **options: Unpack[AnswerOptions]
@@ -580,6 +623,32 @@ def are_several(prompt: Any) -> bool:
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return all(isinstance(each, str | list | tuple | np.ndarray) for each in prompt)
+
+
+def samples(
+    prompt: Prompt | Prompts, n: int, options: Mapping[str, Any]
+) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    """Each prompt n times, one after another, with the options of that sample: of a seed, its own.
+    Raises RequestError for an n that is no number of samples."""
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n must be a positive integer, not {shown(n)}.")
+    params, seed = options.get("params"), options.get("seed")
+    for each in cast(Sequence[Prompt], prompt if are_several(prompt) else [prompt]):
+        yield each, dict(options)  # whose values nobody has checked yet
+        for i in range(1, n):
+            own: dict[str, Any] = {}
+            if params is not None and params.seed is not None:
+                own["params"] = replace(params, seed=(params.seed + i) % 2**64)
+            elif seed is not None:
+                own["seed"] = (seed + i) % 2**64
+            yield each, {**options, **own}
+
+
+def by_prompt(results: list[Result], prompt: Prompt | Prompts, n: int) -> Results:
+    """The results of `samples`, as who asked for them gets them."""
+    if n > 1 and are_several(prompt):
+        return [results[i : i + n] for i in range(0, len(results), n)]
+    return results if n > 1 or are_several(prompt) else results[0]
 
 
 def together(streams: Iterable[Stream]) -> list[Result]:
