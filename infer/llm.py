@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine import Answer, Engine, Timings
 from infer.foreign import shown
-from infer.kernels.errors import ClosedError, RequestError
+from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import check_process, is_forked
 from infer.kernels.gpu.device import MemoryStats
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
@@ -236,9 +237,15 @@ class LLM:
     """
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: Tokenizer, defaults: Mapping[str, Any]
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        defaults: Mapping[str, Any],
+        embedding: EmbeddingConfig,
     ) -> None:
         self.name, self.engine, self.tokenizer, self.defaults = name, engine, tokenizer, defaults
+        self._embedding = embedding
         self.config = engine.model.config
         self.device = engine.device
         self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
@@ -431,6 +438,47 @@ class LLM:
                     f"Token ids are integers from 0 to {self.engine.vocab_size - 1}, not {i!r}."
                 )
         return self.tokenizer.decode(list(map(int, listed)), skip_special_tokens)
+
+    def embed(
+        self,
+        texts: Prompt | Prompts,
+        *,
+        pooling: Literal["mean", "last"] | None = None,
+        normalize: bool | None = None,
+        adapter: str | None = None,
+    ) -> NDArray[np.float32]:
+        """The embedding of a text, [hidden_size], or those of a list of texts,
+        [texts, hidden_size]: its tokens' hidden states after the last norm, pooled. Computed beside
+        what else is generated.
+
+        texts: as `generate` takes prompts. An instruction that a model wants before a text is not
+        added. pooling: the "mean" of all tokens, or the "last" one; None: what the model's files
+        say (those of sentence-transformers), else the mean. normalize: whether each has length 1;
+        None: what these files say, else true. adapter: the name of one of `adapters`.
+
+        Raises RequestError for what cannot be served, and UnsupportedError where the files say what
+        is not implemented, unless `pooling` is given.
+        """
+        self._check_open()
+        self.engine.check_adapter(adapter)
+        if pooling not in (None, *POOLINGS):
+            raise RequestError(f"pooling must be mean or last, not {shown(pooling)}.")
+        if not (normalize is None or isinstance(normalize, bool)):
+            raise RequestError(f"normalize must be true or false, not {shown(normalize)}.")
+        own = self._embedding
+        if pooling is None and own.refused:
+            raise UnsupportedError(f"{own.refused} Give embed() a pooling to do without.")
+        several = are_several(texts) or (isinstance(texts, list | tuple) and not texts)
+        prompts = [
+            self.encode(each) for each in cast(Sequence[Prompt], texts if several else [texts])
+        ]
+        with self._call():
+            pooled = list(self.engine.embed(prompts, pooling or own.pooling, adapter))
+        vectors = np.array(pooled).reshape(len(pooled), self.config.hidden_size)
+        if own.normalize if normalize is None else normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        embeddings = vectors.astype(np.float32)
+        return embeddings if several else embeddings[0]
 
     def logits(self, prompt: Prompt, *, adapter: str | None = None) -> NDArray[np.float32]:
         """The logits after every token of a prompt, [tokens, vocab_size]: for scoring."""
