@@ -133,42 +133,31 @@ def test_texts_beside_a_stream(build: Build, case: str) -> None:
     assert again.timings.reused_tokens >= len(ids) - 8
 
 
-def test_a_text_is_computed_anew_where_pages_are_short(build: Build) -> None:
-    """Two answers outgrow the cache while texts wait, are begun and give their pages back."""
-    case = "llama"
-    reference, engine = load(case), build(case, max_batch=3, cache_positions=192)
-    ids = reference.prompt_ids.tolist()
-    texts, hidden = [ids] * 6, load_hidden(case)
-    params = SamplingParams(max_tokens=80).resolved({})
-    answers = [engine.generate(ids, params), engine.generate([*ids[:40], 7], params)]
-    vectors = engine.embed(texts, "mean")
-    for _ in texts:
-        assert relative_error(next(vectors), pooled(hidden, "mean")) < TOLERANCE
-        for answer in answers:
-            for _ in range(12):
-                next(answer, None)
-    tokens = [[step.token for step in answer] for answer in answers]
-    assert all(answer.count == 80 for answer in answers), tokens
-    assert is_idle(engine)
+@pytest.mark.parametrize("begun_again", ["prefill", "running", "reset"])
+@pytest.mark.parametrize("case", hidden_cases())
+def test_a_text_is_begun_again(build: Build, case: str, begun_again: str) -> None:
+    """It gives its pages back while chunks of it are in flight, the last among them or not, or
+    all that was on the GPU is forgotten."""
+    engine, texts = build(case, max_batch=2), [load(case).prompt_ids.tolist()]
+    read, reads = engine._read, []
 
-
-def test_a_reset_in_the_middle_of_a_text(build: Build) -> None:
-    """What scores does: the cache is empty, and all that was begun is computed anew."""
-    engine = build("llama")
-    ids, hidden = load("llama").prompt_ids.tolist(), load_hidden("llama")
-    read, done = engine._read, []
-
-    def reset() -> None:
-        read()
-        if len(done) < 2:
-            done.append(True)
-            engine._reset()
+    def read_and_begin_again() -> None:
+        (sequence,) = engine._answers
+        reads.append(sequence.state)
+        if len(reads) == 2 and begun_again == "reset":
             engine._in_flight.clear()
+            engine._reset()
+        elif sequence.state == begun_again and "waiting" not in reads:
+            engine.scheduler._preempt(sequence)
+            reads.append(sequence.state)
+            read()
+        else:
+            read()
 
-    engine._read = reset  # type: ignore[method-assign]
-    (found,) = engine.embed([ids], "mean")
-    assert len(done) == 2
-    assert relative_error(found, pooled(hidden, "mean")) < TOLERANCE
+    engine._read = read_and_begin_again  # type: ignore[method-assign]
+    (found,) = engine.embed(texts, "mean")
+    assert len(reads) > 3
+    assert relative_error(found, pooled(load_hidden(case), "mean")) < TOLERANCE
     assert is_idle(engine)
 
 
