@@ -13,6 +13,7 @@ import pytest
 from engines import build_engine
 from numpy.typing import NDArray
 from reference_models import (
+    DATA,
     cases,
     hidden_cases,
     load,
@@ -159,6 +160,19 @@ def test_a_text_is_begun_again(build: Build, case: str, begun_again: str) -> Non
     assert len(reads) > 3
     assert relative_error(found, pooled(load_hidden(case), "mean")) < TOLERANCE
     assert is_idle(engine)
+
+
+def test_an_adapter_counts(own_device: Device) -> None:
+    """As that one merged into the weights; without its name it does not."""
+    folder, adapter = DATA / "llama", DATA.parent / "adapters" / "llama"
+    ids = load("llama").prompt_ids.tolist()
+    merged = build_engine(own_device, folder, dtype="f32", adapter=adapter)
+    beside = build_engine(own_device, folder, adapters={"own": adapter})
+    (expected,), (found,) = merged.embed([ids], "mean"), beside.embed([ids], "mean", "own")
+    assert relative_error(found, expected) < TOLERANCE
+    (plain,) = beside.embed([ids], "mean")
+    assert relative_error(plain, pooled(load_hidden("llama"), "mean")) < TOLERANCE
+    assert relative_error(plain, expected) > 1e-2
 
 
 def test_texts_that_nobody_waits_for_any_more(build: Build) -> None:
