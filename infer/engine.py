@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ from infer.pace import Pace
 from infer.pages import PagePool
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
 from infer.scheduler import Decode, Prefill, Scheduler
-from infer.steps import MAX_BATCH, Steps
+from infer.steps import HIDDEN, MAX_BATCH, Steps
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded
 _TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
@@ -176,15 +176,60 @@ class Answer(Iterator[Step]):
 
 
 @dataclass(eq=False)
+class Embedding:
+    """A text whose hidden states are pooled; `pooled` [hidden_size] is whole once it has `ended`.
+
+    pooling: "mean" of all its tokens, or the "last" alone.
+    """
+
+    prompt: Sequence[int]
+    pooling: str
+    adapter: str | None
+    sequence: scheduler.Sequence
+    pooled: NDArray[np.float64] | None = None
+    ended: bool = False
+    cancelled: bool = False
+
+    @property
+    def table_length(self) -> int:
+        """As that of an Answer."""
+        return int(self.sequence.group[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """A step's part of a text: tokens from `start` on, and the rows whose hidden states count."""
+
+    text: Embedding
+    start: int
+    rows: range
+    last: bool
+
+    @classmethod
+    def of(cls, text: Embedding, work: Prefill) -> _Chunk:
+        first = 0 if text.pooling == "mean" else len(text.prompt) - 1 - work.start
+        return cls(text, work.start, range(first, work.count), work.last)
+
+    def pool(self, hidden: NDArray[np.float32]) -> None:
+        """hidden: [rows, hidden_size]. A text that is computed anew comes from 0 on again."""
+        count = len(self.text.prompt) if self.text.pooling == "mean" else 1
+        part = hidden.sum(0, dtype=np.float64) / count
+        before = self.text.pooled if self.start else None
+        self.text.pooled = part if before is None else before + part
+
+
+@dataclass(eq=False)
 class _InFlight:
     """A submitted step that has not been read. rows: of those that are sampled the sequences, and
-    which of them have their logits read back. prefilled: rows of a prompt."""
+    which of them have their logits read back. prefilled: rows of a prompt. chunk: of a text that is
+    embedded."""
 
     submission: Any
     staging: _Staging
     rows: tuple[scheduler.Sequence, ...]
     logits_of: tuple[int, ...]
     prefilled: int
+    chunk: _Chunk | None
     since: float
 
 
@@ -203,22 +248,23 @@ class _Batch:
 
 
 class _Staging:
-    """Where the ids of a step in flight go, and the logits of some rows."""
+    """Where the ids of a step in flight go, and the logits, or the hidden states, of some rows."""
 
-    def __init__(self, device: Device, max_batch: int, row_bytes: int) -> None:
-        self._device, self._row_bytes = device, row_bytes
+    def __init__(self, device: Device, max_batch: int, nbytes: int) -> None:
+        """nbytes: of `rows`, to begin with."""
+        self._device = device
         self.ids = device.buffer(4 * max_batch, "read", "ids")
-        self._logits = device.buffer(row_bytes, "read", "logits")
+        self._rows = device.buffer(nbytes, "read", "rows")
 
-    def logits(self, rows: int) -> Buffer:
-        """Room for so many rows; made anew where it is too small."""
-        if self._logits.nbytes < rows * self._row_bytes:
-            self._device.destroy([self._logits])
-            self._logits = self._device.buffer(rows * self._row_bytes, "read", "logits")
-        return self._logits
+    def rows(self, nbytes: int) -> Buffer:
+        """Room for so many bytes; made anew where it is too small."""
+        if self._rows.nbytes < nbytes:
+            self._device.destroy([self._rows])
+            self._rows = self._device.buffer(nbytes, "read", "rows")
+        return self._rows
 
     def destroy(self) -> None:
-        self._device.destroy([self.ids, self._logits])
+        self._device.destroy([self.ids, self._rows])
 
 
 class Engine:
@@ -273,8 +319,9 @@ class Engine:
         self._staging = self._new_staging()
         self._in_flight: deque[_InFlight] = deque()
         self._submitted = 0
-        self._answers: dict[scheduler.Sequence, Answer] = {}
-        self._inbox: deque[Answer] = deque()  # those to begin, and those to cancel
+        self._answers: dict[scheduler.Sequence, Answer | Embedding] = {}
+        self._embeds: set[str | None] = set()  # adapters whose steps of hidden states are made
+        self._inbox: deque[Answer | Embedding] = deque()  # those to begin, and those to cancel
         self._turn = threading.Condition()
         self._leader: int | None = None  # the thread that submits and reads
         self._is_whole = True  # not in the middle of a change that an interrupt would cut in half
@@ -401,7 +448,7 @@ class Engine:
         ahead = 1 if on_host else self.options.ahead
         return scheduler.Sequence(ids, limit=part, key=group, group=group, ahead=ahead)
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: Answer | Embedding) -> None:
         """Safe at any time, in any thread, and twice."""
         if not (answer.ended or answer.cancelled):
             answer.cancelled = True
@@ -534,7 +581,8 @@ class Engine:
         answer, slot = self._answers[sequence], _slot(sequence)
         if work.first:
             self._batch = None  # it may have had another slot
-            self._begin(answer, slot)
+            if isinstance(answer, Answer):
+                self._begin(answer, slot)
         self._rotate_for(answer.table_length)
         self._give_pages(slot, sequence.pages)
         before: list[Copy] = []
@@ -545,21 +593,28 @@ class Engine:
         if before:
             self.queue.submit(_NOTHING, 0, 0, before)
         ids = sequence.tokens[work.start : end]
-        chosen = (count - 1,) if work.last else ()
+        kind = self._kind(count)
+        sampled: tuple[scheduler.Sequence, ...] = ()
+        logits_of: tuple[int, ...] = ()
+        chunk = None
+        if isinstance(answer, Embedding):
+            chunk = _Chunk.of(answer, work)
+            recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, answer.adapter)
+        else:
+            chain = answer.chain if work.last else None
+            recording = self.recording(kind, work.last, chain, answer.adapter)
+            sampled = (sequence,) if work.last else ()
+            logits_of = (0,) if work.last and answer.reads_logits else ()
+        chosen = (count - 1,) if sampled else ()
         step = pack_step(ids, work.start, sequence=slot, logits_rows=chosen)
         self.device.write(self.steps.step, step)
-        kind = self._kind(count)
-        chain = answer.chain if work.last else None
-        recording = self.recording(kind, work.last, chain, answer.adapter)
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         *first, rest = recording.parts(pieces)
         for piece in first:
             self.queue.submit(piece, count, end, ())
-        self._rows = (slot,) if work.last else None
+        self._rows = (slot,) if sampled else None
         prefilled = count if count > MAX_VEC_ROWS else 0
-        sampled = (sequence,) if work.last else ()
-        logits_of = (0,) if work.last and answer.reads_logits else ()
-        self._submit(rest, count, end, sampled, logits_of, prefilled)
+        self._submit(rest, count, end, sampled, logits_of, prefilled, chunk)
         if work.save is not None:
             self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
 
@@ -609,7 +664,7 @@ class Engine:
         self._submit(recording, len(batch.slots), longest, batch.sequences, batch.logits_of)
 
     def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> _Batch:
-        answers = [self._answers[sequence] for sequence in sequences]
+        answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
         chain = reduce(or_, (answer.chain for answer in answers))
         kind, adapter = self.steps.batch(len(sequences)), answers[0].adapter
         return _Batch(
@@ -662,6 +717,7 @@ class Engine:
         sampled: tuple[scheduler.Sequence, ...],
         logits_of: tuple[int, ...],
         prefilled: int = 0,
+        chunk: _Chunk | None = None,
     ) -> None:
         staging = self._staging[self._submitted % len(self._staging)]
         self._submitted += 1
@@ -671,11 +727,16 @@ class Engine:
         if logits_of:
             row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
             for at, i in enumerate(logits_of):
-                to = staging.logits(len(logits_of)), at * row
+                to = staging.rows(len(logits_of) * row), at * row
                 read_back.append(Copy((self.steps.logits, i * row), to, nbytes))
+        if chunk is not None and chunk.rows:
+            row = 4 * stride(self.model.config.hidden_size)
+            nbytes, begin = len(chunk.rows) * row, chunk.rows.start * row
+            read_back.append(Copy((self.steps.hidden, begin), (staging.rows(nbytes), 0), nbytes))
         submission = self.queue.submit(recording, rows, kv_len, read_back)
+        now = time.perf_counter()
         self._in_flight.append(
-            _InFlight(submission, staging, sampled, logits_of, prefilled, time.perf_counter())
+            _InFlight(submission, staging, sampled, logits_of, prefilled, chunk, now)
         )
 
     def _read(self) -> None:
@@ -689,11 +750,11 @@ class Engine:
         else:
             self.queue.wait(step.submission)
         if step.logits_of:
-            row, count = 4 * stride(self.vocab_size), len(step.logits_of)
-            buffer = step.staging.logits(count)
-            raw = self.queue.read(buffer, count * row, step.submission)
-            values = raw.view(np.float32).reshape(count, -1)[:, : self.vocab_size]
+            values = self._read_rows(step, len(step.logits_of), self.vocab_size)
             logits = dict(zip(step.logits_of, values, strict=True))
+        chunk, hidden = step.chunk, None
+        if chunk is not None and chunk.rows:
+            hidden = self._read_rows(step, len(chunk.rows), self.model.config.hidden_size)
         self._is_whole = False
         self._in_flight.popleft()
         now = time.perf_counter()
@@ -702,9 +763,20 @@ class Engine:
         self._read_at = now
         for i, (sequence, token) in enumerate(zip(step.rows, ids, strict=True)):
             answer = self._answers.get(sequence)
-            if answer is not None:
+            if isinstance(answer, Answer):
                 self._take_token(answer, token, logits.get(i), now)
+        if chunk is not None and not chunk.text.ended:
+            if hidden is not None:
+                chunk.pool(hidden)
+            if chunk.last:
+                self._end(chunk.text)
         self._is_whole = True
+
+    def _read_rows(self, step: _InFlight, count: int, width: int) -> NDArray[np.float32]:
+        """[count, width]: what was read back of a step."""
+        nbytes = 4 * count * stride(width)
+        raw = self.queue.read(step.staging.rows(nbytes), nbytes, step.submission)
+        return raw.view(np.float32).reshape(count, -1)[:, :width]
 
     def _take_token(
         self, answer: Answer, token: int, logits: NDArray[np.float32] | None, now: float
@@ -761,7 +833,7 @@ class Engine:
             self.sampler.set_next(sequence.slot, token, len(sequence.tokens) - 1)
             self._rows = None
 
-    def _end(self, answer: Answer, *, at_once: bool = False) -> None:
+    def _end(self, answer: Answer | Embedding, *, at_once: bool = False) -> None:
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
@@ -793,6 +865,58 @@ class Engine:
         for answer in list(self._answers.values()):
             if answer.ended:  # it only had a state to be saved
                 self._end(answer, at_once=True)
+
+    # Embedding
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
+    ) -> Generator[NDArray[np.float64], None, None]:
+        """Of each text the hidden states after the last norm, pooled [hidden_size], in their order,
+        computed beside what else is generated. Nothing in the cache is reused, because a position
+        in it has no hidden state any more, and nothing is left there.
+
+        pooling: "mean" of all tokens, or the "last" alone.
+        """
+        for ids in texts:
+            self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        if adapter not in self._embeds:
+            with self.turn():  # what fails here fails for nobody else
+                for kind in self.steps.rows:
+                    self.steps.plan(HIDDEN + kind, adapter)
+                self._embeds.add(adapter)
+        # A few at a time, so that an answer that comes meanwhile need not wait for all of them.
+        running: deque[Embedding] = deque()
+        try:
+            for ids in texts:
+                running.append(self._begin_text(ids, pooling, adapter))
+                if len(running) > self.options.ahead:
+                    yield self._pooled(running[0])
+                    running.popleft()
+            while running:
+                yield self._pooled(running[0])
+                running.popleft()
+        finally:
+            for text in running:
+                self.cancel(text)
+
+    def _begin_text(self, ids: Sequence[int], pooling: str, adapter: str | None) -> Embedding:
+        group = adapter, table_length(self.model.config.rope, len(ids))
+        sequence = scheduler.Sequence(ids, limit=0, key=group, group=group, shares=False)
+        text = Embedding(ids, pooling, adapter, sequence)
+        self._inbox.append(text)
+        return text
+
+    def _pooled(self, text: Embedding) -> NDArray[np.float64]:
+        """Waited for. Raises ModelError for what is not finite."""
+        self.wait(lambda: text.ended)
+        assert text.pooled is not None
+        if not np.isfinite(text.pooled).all():
+            raise ModelError(
+                "The model's hidden states are not finite: its weights may be damaged, or its "
+                "values too large for the KV cache's f16 (load it with kv_dtype f32)."
+            )
+        return text.pooled
 
     # Scoring
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from infer.download import Listing, Progress, Repository, settings
+from infer.embedding import MODULES, POOLING
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -43,6 +44,8 @@ SMALL_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     OLD_GPTQ,
+    MODULES,
+    POOLING,
     ADAPTER_CONFIG,  # which a model has not: to say what it is
     INDEX,
 )

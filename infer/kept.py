@@ -5,40 +5,62 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 from infer.kernels.errors import RequestError
 from infer.keywords import LOAD_NAMES, LoadOptions, Options, check_names
-from infer.llm import LLM, Prompt, Prompts, Result, Stream, are_several, check_options, together
+from infer.llm import (
+    LLM,
+    Prompt,
+    Prompts,
+    Result,
+    Results,
+    Stream,
+    by_prompt,
+    check_options,
+    samples,
+    together,
+)
 from infer.loading import load
 
 
 @overload
 def generate(  # type: ignore[overload-overlap]
-    model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]
+    model: str | Path | LLM, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[Options]
 ) -> Result: ...
 
 
 @overload
-def generate(
-    model: str | Path | LLM, prompt: Prompts, **options: Unpack[Options]
+def generate(  # type: ignore[overload-overlap]
+    model: str | Path | LLM, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[Options]
 ) -> list[Result]: ...
 
 
+@overload
+def generate(  # type: ignore[overload-overlap]
+    model: str | Path | LLM, prompt: Prompt, *, n: int, **options: Unpack[Options]
+) -> list[Result]: ...
+
+
+@overload
 def generate(
-    model: str | Path | LLM, prompt: Prompt | Prompts, **options: Unpack[Options]
-) -> Result | list[Result]:
+    model: str | Path | LLM, prompt: Prompts, *, n: int, **options: Unpack[Options]
+) -> list[list[Result]]: ...
+
+
+def generate(
+    model: str | Path | LLM, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[Options]
+) -> Results:
     """The answer of a model to a prompt, or those to a list of prompts: `load` and `LLM.generate`
     in one.
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
-    asked for, and until what uses it is done. options: those of `LLM.stream`, and of `load`:
-    device, context, dtype, quantize, kv_dtype, max_batch, cache_memory, revision, offline,
-    progress, and, where the model is not an LLM, adapter.
+    asked for, and until what uses it is done. n: as for `LLM.generate`. options: those of
+    `LLM.stream`, and of `load`: device, context, dtype, quantize, kv_dtype, max_batch,
+    cache_memory, revision, offline, progress, and, where the model is not an LLM, adapter.
     """
-    if are_several(prompt):
-        return together(stream(model, each, **options) for each in cast(Prompts, prompt))
-    return stream(model, cast(Prompt, prompt), **options)._finish()
+    streams = (stream(model, each, **own) for each, own in samples(prompt, n, options))
+    return by_prompt(together(streams), prompt, n)
 
 
 def stream(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Stream:

@@ -7,16 +7,17 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine import Answer, Engine, Timings
 from infer.foreign import shown
-from infer.kernels.errors import ClosedError, RequestError
+from infer.kernels.errors import ClosedError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import check_process, is_forked
 from infer.kernels.gpu.device import MemoryStats
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
@@ -101,6 +102,9 @@ class Result:
         """Tokens per second after the first one."""
         t = self.timings
         return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
+
+
+Results = Result | list[Result] | list[list[Result]]  # by what was asked for
 
 
 @dataclass(frozen=True)
@@ -233,9 +237,15 @@ class LLM:
     """
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: Tokenizer, defaults: Mapping[str, Any]
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        defaults: Mapping[str, Any],
+        embedding: EmbeddingConfig,
     ) -> None:
         self.name, self.engine, self.tokenizer, self.defaults = name, engine, tokenizer, defaults
+        self._embedding = embedding
         self.config = engine.model.config
         self.device = engine.device
         self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
@@ -255,38 +265,68 @@ class LLM:
     # Generating
 
     @overload
-    def generate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> Result: ...
 
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[AnswerOptions]) -> list[Result]: ...
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompts, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[list[Result]]: ...
 
     def generate(
-        self, prompt: Prompt | Prompts, **options: Unpack[AnswerOptions]
-    ) -> Result | list[Result]:
+        self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
+    ) -> Results:
         """The whole answer to a prompt, or those to a list of prompts, in their order, which are
         generated together.
 
         prompt: text to be continued, token ids, or chat messages ({"role", "content"}), which go
-        through the model's chat template. options: as for `stream`.
+        through the model's chat template. n: samples of each prompt, which is computed once; if
+        more than one, each prompt has a list of them. Of a seed, sample i has seed + i, so that the
+        first is that of n=1; without a temperature all are the same. options: as for `stream`.
         """
-        if are_several(prompt):
-            return together(self.stream(each, **options) for each in cast(Prompts, prompt))
-        return self.stream(cast(Prompt, prompt), **options)._finish()
+        streams = (self.stream(each, **own) for each, own in samples(prompt, n, options))
+        return by_prompt(together(streams), prompt, n)
 
     @overload
-    def chat(self, messages: Chat, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+    def chat(  # type: ignore[overload-overlap]
+        self, messages: Chat, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> Result: ...
 
     @overload
-    def chat(self, messages: Chats, **options: Unpack[AnswerOptions]) -> list[Result]: ...
+    def chat(  # type: ignore[overload-overlap]
+        self, messages: Chats, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def chat(  # type: ignore[overload-overlap]
+        self, messages: Chat, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    def chat(
+        self, messages: Chats, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[list[Result]]: ...
 
     def chat(
-        self, messages: Chat | Chats, **options: Unpack[AnswerOptions]
-    ) -> Result | list[Result]:
+        self, messages: Chat | Chats, *, n: int = 1, **options: Unpack[AnswerOptions]
+    ) -> Results:
         """The answer to chat messages, or to one user message given as text; or those to a list of
-        either, generated together. options: as for `stream`."""
+        either, generated together. n, options: as for `generate`."""
         if isinstance(messages, Sequence) and are_several(messages):
-            return self.generate([_messages(cast(Chat, each)) for each in messages], **options)
-        return self.generate(_messages(cast(Chat, messages)), **options)
+            prompts = [_messages(cast(Chat, each)) for each in messages]
+            return self.generate(prompts, n=n, **options)
+        return self.generate(_messages(cast(Chat, messages)), n=n, **options)
 
     def stream(
         self,
@@ -330,25 +370,35 @@ class LLM:
         return Stream(self, begin, params, ids)
 
     @overload
-    async def agenerate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Result: ...  # type: ignore[overload-overlap]
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> Result: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @overload
+    async def agenerate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
 
     @overload
     async def agenerate(
-        self, prompt: Prompts, **options: Unpack[AnswerOptions]
-    ) -> list[Result]: ...
+        self, prompt: Prompts, *, n: int, **options: Unpack[AnswerOptions]
+    ) -> list[list[Result]]: ...
 
     async def agenerate(
-        self, prompt: Prompt | Prompts, **options: Unpack[AnswerOptions]
-    ) -> Result | list[Result]:
+        self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
+    ) -> Results:
         """`generate` for event loops, which it never blocks. Answers that tasks wait for are
         generated together; a task that is cancelled ends its own."""
         from infer.aio import AsyncStream, together
 
-        several = are_several(prompt)
-        prompts = cast(Sequence[Prompt], prompt if several else [prompt])
-        streams = [self.stream(each, **options) for each in prompts]
+        streams = [self.stream(each, **own) for each, own in samples(prompt, n, options)]
         results = await together([AsyncStream(self._runner, each, True) for each in streams])
-        return results if several else results[0]
+        return by_prompt(results, prompt, n)
 
     def astream(
         self, prompt: Prompt, **options: Unpack[AnswerOptions]
@@ -388,6 +438,47 @@ class LLM:
                     f"Token ids are integers from 0 to {self.engine.vocab_size - 1}, not {i!r}."
                 )
         return self.tokenizer.decode(list(map(int, listed)), skip_special_tokens)
+
+    def embed(
+        self,
+        texts: Prompt | Prompts,
+        *,
+        pooling: Literal["mean", "last"] | None = None,
+        normalize: bool | None = None,
+        adapter: str | None = None,
+    ) -> NDArray[np.float32]:
+        """The embedding of a text, [hidden_size], or those of a list of texts,
+        [texts, hidden_size]: its tokens' hidden states after the last norm, pooled. Computed beside
+        what else is generated.
+
+        texts: as `generate` takes prompts. An instruction that a model wants before a text is not
+        added. pooling: the "mean" of all tokens, or the "last" one; None: what the model's files
+        say (those of sentence-transformers), else the mean. normalize: whether each has length 1;
+        None: what these files say, else true. adapter: the name of one of `adapters`.
+
+        Raises RequestError for what cannot be served, and UnsupportedError where the files say what
+        is not implemented, unless `pooling` is given.
+        """
+        self._check_open()
+        self.engine.check_adapter(adapter)
+        if pooling not in (None, *POOLINGS):
+            raise RequestError(f"pooling must be mean or last, not {shown(pooling)}.")
+        if not (normalize is None or isinstance(normalize, bool)):
+            raise RequestError(f"normalize must be true or false, not {shown(normalize)}.")
+        own = self._embedding
+        if pooling is None and own.refused:
+            raise UnsupportedError(f"{own.refused} Give embed() a pooling to do without.")
+        several = are_several(texts) or (isinstance(texts, list | tuple) and not texts)
+        prompts = [
+            self.encode(each) for each in cast(Sequence[Prompt], texts if several else [texts])
+        ]
+        with self._call():
+            pooled = list(self.engine.embed(prompts, pooling or own.pooling, adapter))
+        vectors = np.array(pooled).reshape(len(pooled), self.config.hidden_size)
+        if own.normalize if normalize is None else normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        embeddings = vectors.astype(np.float32)
+        return embeddings if several else embeddings[0]
 
     def logits(self, prompt: Prompt, *, adapter: str | None = None) -> NDArray[np.float32]:
         """The logits after every token of a prompt, [tokens, vocab_size]: for scoring."""
@@ -580,6 +671,32 @@ def are_several(prompt: Any) -> bool:
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return all(isinstance(each, str | list | tuple | np.ndarray) for each in prompt)
+
+
+def samples(
+    prompt: Prompt | Prompts, n: int, options: Mapping[str, Any]
+) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    """Each prompt n times, one after another, with the options of that sample: of a seed, its own.
+    Raises RequestError for an n that is no number of samples."""
+    if type(n) is not int or n < 1:
+        raise RequestError(f"n must be a positive integer, not {shown(n)}.")
+    params, seed = options.get("params"), options.get("seed")
+    for each in cast(Sequence[Prompt], prompt if are_several(prompt) else [prompt]):
+        yield each, dict(options)  # whose values nobody has checked yet
+        for i in range(1, n):
+            own: dict[str, Any] = {}
+            if params is not None and params.seed is not None:
+                own["params"] = replace(params, seed=(params.seed + i) % 2**64)
+            elif seed is not None:
+                own["seed"] = (seed + i) % 2**64
+            yield each, {**options, **own}
+
+
+def by_prompt(results: list[Result], prompt: Prompt | Prompts, n: int) -> Results:
+    """The results of `samples`, as who asked for them gets them."""
+    if n > 1 and are_several(prompt):
+        return [results[i : i + n] for i in range(0, len(results), n)]
+    return results if n > 1 or are_several(prompt) else results[0]
 
 
 def together(streams: Iterable[Stream]) -> list[Result]:

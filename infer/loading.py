@@ -13,6 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Never
 
+from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine import Engine, EngineOptions
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
@@ -169,6 +170,7 @@ class _Files:
     loras: Loras
     tokenizer: Tokenizer
     defaults: Mapping[str, Any]
+    embedding: EmbeddingConfig
 
     @classmethod
     def open(
@@ -189,7 +191,9 @@ class _Files:
             warnings.warn(text, InferWarning, stacklevel=3)
         plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
         loras = Loras.fit(model, plan, always=always, named=named)
-        return cls(resolved.name, model, plan.joined(loras.names), loras, tokenizer, defaults)
+        plan = plan.joined(loras.names)
+        embedding = read_embedding_config(path)
+        return cls(resolved.name, model, plan, loras, tokenizer, defaults, embedding)
 
     def fill(
         self,
@@ -229,7 +233,7 @@ class _Files:
                 raise
         ((engine, compiled),) = started
         compiled.result()
-        return LLM(self.name, engine, self.tokenizer, self.defaults)
+        return LLM(self.name, engine, self.tokenizer, self.defaults, self.embedding)
 
 
 class _Thread:

@@ -42,14 +42,17 @@ class Sequence:
         priority: int = 0,
         group: Hashable = None,
         ahead: int = 1 << 30,
+        shares: bool = True,
     ) -> None:
-        """limit: tokens to generate at most. key: what keys and values depend on beside the tokens.
+        """limit: tokens to generate at most. 0: none, and it is to be cancelled when the last chunk
+        of the prompt has been read. key: what keys and values depend on beside the tokens.
         priority: higher ones are begun first. group: of those that can share a decode step. ahead:
-        tokens in flight at most."""
+        tokens in flight at most. shares: whether it takes from the cache what others have left
+        there, and leaves what it has; else all of its prompt is computed."""
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.limit, self.key, self.priority = limit, key, priority
         self.group: Any = group
-        self.ahead = ahead
+        self.ahead, self.shares = ahead, shares
         self.pages: list[int] = []
         self.slot: int | None = None
         self.computed = self.in_flight = self.reused = 0
@@ -138,7 +141,7 @@ class Scheduler:
         room = min(self.context, self.pool.pages * self.pool.page_size)
         if not sequence.prompt_tokens:
             raise RequestError("The prompt is empty: give at least one token.")
-        if sequence.prompt_tokens + 1 > room:
+        if sequence.prompt_tokens + min(sequence.limit, 1) > room:
             raise RequestError(
                 f"The prompt has {sequence.prompt_tokens} tokens, and the context holds {room}, "
                 "the answer included. Shorten the prompt or raise the context (--context)."
@@ -183,7 +186,8 @@ class Scheduler:
         if sequence.state == "ended":
             return None
         place = None
-        if self.snapshot_tail and sequence.state == "running" and not at_once:
+        saves = self.snapshot_tail and sequence.shares
+        if saves and sequence.state == "running" and not at_once:
             if sequence.in_flight:
                 sequence.limit -= sequence.left
                 return None
@@ -205,7 +209,7 @@ class Scheduler:
 
     def _snapshot(self, sequence: Sequence) -> int | None:
         """Where the state goes that a sequence ends with: after all its tokens but the last."""
-        if not self.snapshot_tail or sequence.state != "running":
+        if not self.snapshot_tail or not sequence.shares or sequence.state != "running":
             return None
         known = sequence.tokens[:-1]
         return self.pool.store_snapshot(known, sequence.key, sequence.pages)
@@ -252,9 +256,10 @@ class Scheduler:
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
             return None
         pool, length = self.pool, len(sequence.tokens)
-        need = pool.pages_for(length + (1 if alone else min(sequence.left, HEADROOM)))
+        need = pool.pages_for(length + min(sequence.left, 1 if alone else HEADROOM))
         need += len(self.running) + len(self.prefilling)  # these grow, too
-        limit = length - 1  # the last token's row is what is sampled from
+        # The last token's row is what is sampled from.
+        limit = length - 1 if sequence.shares else 0
         match = pool.match(sequence.tokens, sequence.key, limit)
         while need - len(match.pages) > pool.available:
             pool.unmatch(match, limit)
@@ -275,7 +280,7 @@ class Scheduler:
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
         sequence.computed = sequence.stored = match.length
-        if self.snapshot_tail:
+        if self.snapshot_tail and sequence.shares:
             sequence.saves = [length - self.snapshot_tail]
             # What two prompts have in common a third may have, too.
             if match.length + pool.page_size <= match.cached < sequence.saves[0]:
@@ -346,7 +351,7 @@ class Scheduler:
         which otherwise is stored when it is full."""
         if not partial:
             known -= known % self.pool.page_size
-        if known > sequence.stored:
+        if known > sequence.stored and sequence.shares:
             self.pool.store(sequence.tokens, sequence.key, sequence.pages, known)
             sequence.stored = known
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from itertools import zip_longest
 
 from infer.kernels.compiler.arena import Arena
@@ -25,6 +26,7 @@ from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
 
+HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
 SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
 MAX_BATCH = 64
 _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
@@ -35,7 +37,8 @@ class Steps:
     tables of positions, the step buffer, the logits and the activations.
 
     rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
-    batches: of the kinds of which each row is of another, from the smallest.
+    batches: of the kinds of which each row is of another, from the smallest. Each of `rows` has a
+    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows.
     """
 
     def __init__(
@@ -91,7 +94,8 @@ class Steps:
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
         self._kinds = kinds | {f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches}
-        # Other batches take less room, and are made when they are needed.
+        self._kinds |= {f"{HIDDEN}{name}": StepKind(rows) for name, rows in self.rows.items()}
+        # Other batches take less room, and are made when they are needed, as hidden states are.
         lowered = [*self.rows, *(f"batch {rows}" for rows in self.batches[-1:])]
         self.lowered = {
             (kind, adapter): self.lower(self._kinds[kind], self.logits, adapter)
@@ -115,11 +119,22 @@ class Steps:
         table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
         return Rope(table, rope.rotary_dim, rope.interleaved)
 
+    @cached_property
+    def hidden(self) -> Buffer:
+        """The hidden states of a step's rows, after the last norm; there when first asked for."""
+        row = stride(_before_head(self._traced).width)
+        nbytes = 4 * row * padded_rows(self.rows["prefill"])
+        return self.device.buffer(nbytes, label="hidden states")
+
     def lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
         """The kernels of a kind of step."""
+        return self._lower(self._traced, kind, logits, adapter)
+
+    def _lower(
+        self, output: Value, kind: StepKind, buffer: Buffer, adapter: str | None
+    ) -> Lowering:
         changes, fuse = self.adapters[adapter], self._fuse
-        traced, step = self._traced, self.step
-        return lower(self.device, traced, kind, step, logits, fuse=fuse, changes=changes)
+        return lower(self.device, output, kind, self.step, buffer, fuse=fuse, changes=changes)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile, in threads, what every generation needs, so that none has to wait for it; but
@@ -136,7 +151,10 @@ class Steps:
         key = kind, adapter
         if key not in self._plans:
             if key not in self.lowered:
-                self.lowered[key] = self.lower(self._kinds[kind], self.logits, adapter)
+                is_hidden = kind.startswith(HIDDEN)
+                output = _before_head(self._traced) if is_hidden else self._traced
+                buffer = self.hidden if is_hidden else self.logits
+                self.lowered[key] = self._lower(output, self._kinds[kind], buffer, adapter)
             self._plans[key] = self.lowered[key].place(self.arena)
         return self._plans[key]
 
@@ -155,6 +173,13 @@ def _batches(most: int, device: Device) -> list[int]:
         return []
     enough = next(rows for rows in _BATCHES if rows >= most)
     return [enough] if device.software else [rows for rows in _BATCHES if rows <= enough]
+
+
+def _before_head(logits: Value) -> Value:
+    """What the head, the last projection before the logits, reads: the normed hidden states."""
+    while not isinstance(logits, Linear):
+        (logits,) = logits.inputs
+    return logits.x
 
 
 def _check_projections(

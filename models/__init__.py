@@ -137,7 +137,7 @@ def open_model(path: Path) -> tuple[Decoder, Checkpoint]:
     Raises ModelError for what is missing, damaged or not implemented."""
     from infer.kernels.errors import UnsupportedError
     from infer.models.blocks.multimodal import text_model
-    from infer.models.loading.checkpoint import Checkpoint
+    from infer.models.loading.checkpoint import Checkpoint, with_head
     from infer.models.loading.config import RawConfig
     from infer.models.loading.formats import find_format, find_packed
     from infer.models.loading.formats.gguf import Gguf
@@ -150,7 +150,7 @@ def open_model(path: Path) -> tuple[Decoder, Checkpoint]:
         checkpoint = gguf_checkpoint(gguf, raw)
     else:
         raw = RawConfig.open(path)
-        checkpoint = unstacked(untransposed(Checkpoint.open(path)))
+        raw, checkpoint = with_head(raw, unstacked(untransposed(Checkpoint.open(path))))
         if raw.get("model_type", "", str) in MULTIMODAL:
             raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw, path)

@@ -17,6 +17,7 @@ reference.npz          prompt_ids      int64 [prompt]
                                        chosen - first other logit) / norm of logits of a router
 long.npz               of some: the same for a prompt of 1,200 tokens, which takes several pages of
                        the cache and several chunks; of its logits LONG_ROWS, as `rows`
+hidden.npz             of some: float32 [prompt, hidden_size], the last hidden states of the prompt
 
 Everything is computed in float32 with eager attention, from the weights as the checkpoint rounds
 them. A float64 run would say little more: transformers computes norms, the rope tables and softmax
@@ -118,7 +119,8 @@ MIN_DISTINCT = 12
 class Case:
     """One tiny model; config is its config.published.json. The embeddings' standard deviation is
     `embedding`. stacked: the experts of a layer are two tensors in the file, as in memory.
-    transposed: each of their matrices is, as the hub has them. long: with long.npz."""
+    transposed: each of their matrices is, as the hub has them. long, hidden: with long.npz, with
+    hidden.npz."""
 
     config: dict[str, Any]
     shards: int = 1
@@ -126,6 +128,7 @@ class Case:
     stacked: bool = False
     transposed: bool = False
     long: bool = False
+    hidden: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,13 +153,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_text_experts": _SMALL,
     "gemma4_unified": _SMALL,
     "gpt2": _SMALL,
-    "llama": {"long": True},
+    "llama": {"long": True, "hidden": True},
     "llama_rope_llama3": {"shards": 2},
     "minicpm3": _SMALL,
     "mixtral": {"long": True},
     "persimmon": {"embedding": 1.0},
     "qwen3_5_moe": {"stacked": True},  # as published
-    "qwen3_5_text": {"long": True},
+    "qwen3_5_text": {"long": True, "hidden": True},
     # As published, too. No matrix is square: transformers goes by the shapes.
     "qwen3_vl_moe": {"transposed": True},
     "vaultgemma": _SMALL,
@@ -339,6 +342,14 @@ def long_answers(model: PreTrainedModel, seed: int) -> dict[str, Any]:
     return reference | {"rows": np.array(LONG_ROWS), "logits": reference["logits"][LONG_ROWS]}
 
 
+def hidden_states(model: PreTrainedModel, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[tokens, hidden_size], after the last norm, from one pass."""
+    with torch.no_grad():
+        out = model(torch.from_numpy(token_ids)[None], output_hidden_states=True)
+    states: NDArray[np.float32] = out.hidden_states[-1][0].numpy()
+    return states
+
+
 def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     """Write one case into `folder`, beside its config, from the first seed that is fair.
 
@@ -359,6 +370,8 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
             file.unlink()
     if case.long:
         np.savez_compressed(folder / "long.npz", **long_answers(model, seed))
+    if case.hidden:
+        np.savez_compressed(folder / "hidden.npz", hidden=hidden_states(model, prompt_ids))
     model.to(case.dtype)
     # A little above an equal share, since shards end between tensors.
     shard_bytes = 1.1 * sum(p.nbytes for p in model.parameters()) / case.shards

@@ -89,6 +89,18 @@ def load_long(case: str) -> LongReference:
         return LongReference(**arrays)
 
 
+def hidden_cases() -> list[str]:
+    """The names of those with hidden states, sorted."""
+    return sorted(file.parent.name for file in DATA.glob("*/hidden.npz"))
+
+
+def load_hidden(case: str) -> NDArray[np.float32]:
+    """The stored hidden states of one case's prompt, after the last norm: [prompt, hidden_size]."""
+    with np.load(DATA / case / "hidden.npz") as arrays:
+        hidden: NDArray[np.float32] = arrays["hidden"]
+    return hidden
+
+
 def tolerance_of(case: str) -> float:
     """The relative error of its logits at most. With large embeddings and soft caps those of
     transformers, in float32, are up to 1e-5 from what it computes in float64."""

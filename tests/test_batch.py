@@ -268,6 +268,22 @@ def test_a_prompt_in_the_cache_of_another_is_not_computed(
     assert len(list(first)) == STEPS - 1
 
 
+@others_full("case", ["llama", "lfm2", "granitemoehybrid_mamba"], ["llama", "lfm2"])
+def test_equal_prompts_are_computed_once(engine_of: Callable[..., Engine], case: str) -> None:
+    """Though all begin at once, in chunks, and two wait for a slot; of a state but the last tokens,
+    before which it is saved."""
+    engine = engine_of(case, max_batch=4, prefill_chunk=16)
+    ids: list[int] = load(case).prompt_ids.tolist()
+    expected = answer(engine, ids, STEPS)
+    engine.forget()
+    running = [begin(engine, ids) for _ in range(6)]
+    for item in running:
+        assert_same(of(list(item)), expected)
+    most = 8 if engine.states else 1
+    computed = [item.timings.prefilled_tokens for item in running]
+    assert computed == [len(ids), *[most] * 5]
+
+
 def test_what_ends_one_answer_ends_no_other(engine_of: Callable[..., Engine]) -> None:
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
     expected = answer(engine, prompts[0], STEPS)

@@ -39,6 +39,7 @@ UNWANTED = [
     "pytorch_model.bin",
     "model.gguf",
     "tokenizer.model",
+    "2_Dense/config.json",
 ]
 Q4, Q8 = "tiny-Q4_K_M.gguf", "Q8_0/tiny-Q8_0-00001-of-00002.gguf"
 # Repositories of a hub that is broken or hostile: of files that are not what they should be,
@@ -86,7 +87,10 @@ ANSWERS: dict[str, Any] = {
     "org/teapot": (418, b""),
 }
 WANTED = {
-    "org/sharded": [*COMMON, INDEX, *SHARDS, "additional_chat_templates/rag.jinja"],
+    "org/sharded": [
+        *[*COMMON, INDEX, *SHARDS, "additional_chat_templates/rag.jinja"],
+        *["modules.json", "1_Pooling/config.json"],
+    ],
     "org/single": ["config.json", "tokenizer.json", "model.safetensors"],
     "org/gated": ["config.json", "model.safetensors"],
     "org/private": ["config.json", "model.safetensors"],

@@ -407,6 +407,61 @@ def test_same_seed_same_text(llm: LLM) -> None:
     assert len(unseeded) > 1
 
 
+def test_samples_are_those_of_seeds_side_by_side(llm: LLM) -> None:
+    """Of whatever is asked for: a prompt, a list, messages, a seed in params, the last seed."""
+    sampling: dict[str, Any] = {"temperature": 1.5, "max_tokens": 12}
+
+    def seeded(seed: int, prompt: Any = STORY) -> list[int]:
+        return llm.generate(prompt, seed=seed, **sampling).token_ids
+
+    expected = [seeded(seed) for seed in (7, 8, 9)]
+    assert len(set(map(tuple, expected))) == 3
+    found = llm.generate(STORY, n=3, seed=7, **sampling)
+    assert [each.token_ids for each in found] == expected
+    params = infer.SamplingParams(seed=7, **sampling)
+    assert [each.token_ids for each in llm.generate(STORY, n=2, params=params)] == expected[:2]
+    listed = llm.generate([STORY, COUNT], n=2, seed=7, **sampling)
+    assert [each.token_ids for each in listed[0]] == expected[:2]
+    assert [each.token_ids for each in listed[1]] == [seeded(7, COUNT), seeded(8, COUNT)]
+    chats = llm.chat("Count from 1 to 9.", n=2, seed=7, **sampling)
+    assert [each.token_ids for each in chats] == [each.token_ids for each in listed[1]]
+    last = llm.generate(STORY, n=2, seed=2**64 - 1, **sampling)
+    assert [each.token_ids for each in last] == [seeded(2**64 - 1), seeded(0)]
+    assert llm.generate(STORY, n=1, seed=7, **sampling).token_ids == expected[0]
+    unseeded = {tuple(each.token_ids) for each in llm.generate(STORY, n=3, **sampling)}
+    assert len(unseeded) > 1
+    of_module = infer.generate(llm, STORY, n=2, seed=7, **sampling)
+    assert [each.token_ids for each in of_module] == expected[:2]
+
+
+def test_samples_share_their_prompt(llm: LLM) -> None:
+    """It is computed once, though all begin at once, and its whole pages are there once."""
+    prompt = [5, 6, 7] * 50
+    whole = len(prompt) // PAGE
+    llm.engine.forget()
+    used: list[int] = []
+    before = llm.memory_stats().cache
+
+    def seen(ids: Any, logits: Any) -> Any:
+        used.append(llm.memory_stats().cache.in_use)
+        return np.eye(1, len(logits), 65)[0]  # no end
+
+    found = llm.generate(prompt, n=4, max_tokens=12, logits_processor=seen)
+    computed = [result.timings.prefilled_tokens for result in found]
+    assert computed == [len(prompt), 1, 1, 1]  # a token that is sampled from
+    assert max(used) == whole + 4
+    after = llm.memory_stats().cache
+    assert after.hits - before.hits == 3 * (len(prompt) - 1)
+    assert after.in_use == 0
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0, "2", None])
+def test_numbers_of_samples_that_cannot_be(llm: LLM, n: Any) -> None:
+    for generate in (llm.generate, llm.chat):
+        with pytest.raises(infer.RequestError, match="n must be a positive integer, not"):
+            generate(STORY, n=n)
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -1237,7 +1292,8 @@ def test_one_engine_is_built_to_find_a_context(llm: LLM, monkeypatch: pytest.Mon
         init(self, *arguments)
 
     model, limits = llm.engine.model, llm.device.limits
-    count = infer.memory.MemoryCount(model, plan_random(model.weights(), "f16"), limits)
+    plan, gpu = plan_random(model.weights(), "f16"), llm.device.adapter
+    count = infer.memory.MemoryCount(model, plan, limits, gpu)
     contexts = (512, 1 << 14, 1 << 16)
     of = {c: count.needed(replace(llm.engine.options, context=c)).total for c in contexts}
     monkeypatch.setattr(infer.memory.Engine, "__init__", building)

@@ -14,7 +14,9 @@ from reference_models import (
     DATA,
     Spelling,
     cases,
+    hidden_cases,
     load,
+    load_hidden,
     load_long,
     long_cases,
     relative_error,
@@ -148,6 +150,7 @@ def test_every_case_is_stored(script: ModuleType) -> None:
     assert cases() == list(script.CASES)
     assert set(script.OPTIONS) <= set(cases())
     assert long_cases() == [name for name, case in script.CASES.items() if case.long]
+    assert hidden_cases() == [name for name, case in script.CASES.items() if case.hidden]
 
 
 @pytest.mark.parametrize("spelling", get_args(Spelling))
@@ -176,6 +179,16 @@ def test_transformers_agrees_over_pages_and_chunks(
     assert relative_error(again["final_logits"], reference.final_logits) < TOLERANCE
     assert again["greedy_ids"].tolist() == reference.greedy_ids.tolist()
     assert script.is_fair(again)
+
+
+@pytest.mark.parametrize("case", hidden_cases())
+def test_transformers_agrees_on_hidden_states(
+    script: ModuleType, case: str, tmp_path: Path
+) -> None:
+    reference = load(case)
+    model = from_pretrained(reference.write_checkpoint(tmp_path / case))
+    again = script.hidden_states(model, reference.prompt_ids)
+    assert relative_error(again, load_hidden(case)) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", cases())

@@ -216,6 +216,9 @@ class World:
         assert len(s.pages) == self.pool.pages_for(len(s.tokens))
         assert s.state == ("running" if step.last else "prefill")
         assert s.in_flight == step.last
+        if not s.shares:
+            assert step.start == 0 or not step.first
+            assert step.save is step.restore is step.copy is None
         if s not in self.begun:
             self.seen["sequences"] += 1
             self.seen["reused"] += s.reused > 0
@@ -247,6 +250,9 @@ class World:
             if s.state == "ended":
                 continue
             assert token != DEAD
+            if s.limit == 0:  # nothing is sampled
+                assert self.scheduler.cancel(s, at_once=True) is None
+                continue
             slot = s.slot
             place = self.scheduler.read(s, token, token == STOP)
             self.save(slot, place)
@@ -333,11 +339,12 @@ def test_at_random(seed: int, snapshots: int, monkeypatch: pytest.MonkeyPatch) -
         if action < 0.1 and len(world.scheduler.waiting) < 10:
             sequence = Sequence(
                 prompt(rng, texts, 30),
-                limit=rng.choice([1, 10, 1000]),
+                limit=rng.choice([0, 1, 10, 1000]),
                 key=rng.choice([None, "adapter"]),
                 priority=rng.choice([0, 0, 1]),
                 group=rng.randrange(groups),
                 ahead=rng.choice([1, 1000]),
+                shares=rng.random() < 0.8,
             )
             world.add(sequence)
             texts = [*texts[-8:], answer(sequence)]
@@ -548,6 +555,25 @@ def test_there_is_a_step_after_the_last_row_was_given_up(group: str | None) -> N
     step = plan.next(100)
     assert low.state == "waiting"
     assert step == Decode((high,)) if group else isinstance(step, Prefill)
+
+
+def test_what_does_not_share_leaves_the_cache_alone() -> None:
+    """It computes what is cached, in pages of its own, and evicts no more than it needs; without an
+    answer it may fill all that there is."""
+    world = World(8, context=32)
+    world.add(Sequence([1] * 12, limit=1))
+    world.finish()
+    cached = world.pool.stats.cached
+    for shares in (False, False, True):
+        world.add(Sequence([1] * 12, limit=0, shares=shares))
+        world.finish()
+        assert world.begun[-1].reused == (11 if shares else 0)
+        assert world.pool.stats.cached == cached
+    world.add(Sequence([2] * 32, limit=0, shares=False))
+    world.finish()
+    assert (world.pool.stats.cached, world.pool.stats.free) == (0, 8)
+    with pytest.raises(RequestError, match="has 33 tokens, and the context holds 32"):
+        world.add(Sequence([2] * 33, limit=0, shares=False))
 
 
 @pytest.mark.usefixtures("no_headroom")

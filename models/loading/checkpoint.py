@@ -12,13 +12,14 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError
+from infer.models.loading.config import RawConfig
 from infer.models.loading.files import open_file, read_text
 from infer.models.loading.formats.packed import Packed
 from infer.models.loading.tensors import TensorInfo
@@ -85,6 +86,23 @@ class Checkpoint:
             f"{folder} holds no *.safetensors file, only {listed(names) or 'nothing at all'}. "
             "Other formats (.bin, .pt, .gguf) are not read: take a repository with safetensors."
         )
+
+
+def with_head(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:
+    """A model that was saved without its head, as those for embeddings are, by the names that its
+    tensors have beside one. The embeddings take the place of a head that is not there: nobody
+    reads logits of such a model, whatever its config says of the head."""
+    if "embed_tokens.weight" not in checkpoint.tensors:
+        return raw, checkpoint
+    named = {_beside_head(name): info for name, info in checkpoint.tensors.items()}
+    tensors = {name: replace(info, name=name) for name, info in named.items()}
+    if not any(name.startswith("lm_head.") for name in tensors):
+        raw = raw.with_values(tie_word_embeddings=True)
+    return raw, replace(checkpoint, tensors=tensors)
+
+
+def _beside_head(name: str) -> str:
+    return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:
