@@ -24,6 +24,7 @@ from infer.kernels.state.step import step_bytes
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
+from infer.models.loading.lora import Adapters
 
 SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
 MAX_BATCH = 64
@@ -31,8 +32,9 @@ _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for 
 
 
 class Steps:
-    """The steps of one model on one device, for each adapter, and what they share: the cache, the
-    tables of positions, the step buffer, the logits and the activations.
+    """The steps of one model on one device, and what they share: the cache, the tables of
+    positions, the step buffer, the logits and the activations. Where adapters have names, each kind
+    of step is there without them, and by row, where each row has its own or none.
 
     rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
     batches: of the kinds of which each row is of another, from the smallest.
@@ -43,7 +45,7 @@ class Steps:
         device: Device,
         model: Decoder,
         weights: Mapping[str, GpuTensor],
-        adapters: Mapping[str | None, Changes],
+        adapters: Adapters,
         *,
         context: int,
         kv_dtype: str,
@@ -52,9 +54,8 @@ class Steps:
         max_batch: int,
         n_pages: int,
     ) -> None:
-        """adapters: what lies beside the weights, by name; None: when none is asked for. The
-        others: as in EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an
-        adapter changes."""
+        """adapters: what lies beside the weights. The others: as in EngineOptions. Raises
+        OutOfMemoryError, and UnsupportedError for what an adapter changes."""
         self.device, self.adapters, self.context, self._fuse = device, adapters, context, fuse
         c = model.config
         self.cache = KVCache(
@@ -77,7 +78,7 @@ class Steps:
         ]
         self._traced = model.forward(weights, self.ropes, self.caches)
         values = Graph(self._traced).values
-        for changes in adapters.values():
+        for changes in (adapters.always, adapters.by_row):
             _check_projections(values, weights, changes)
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
         chunk = max(16, min(prefill_chunk, context, bound))
@@ -94,9 +95,9 @@ class Steps:
         # Other batches take less room, and are made when they are needed.
         lowered = [*self.rows, *(f"batch {rows}" for rows in self.batches[-1:])]
         self.lowered = {
-            (kind, adapter): self.lower(self._kinds[kind], self.logits, adapter)
+            (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
             for kind in lowered
-            for adapter in adapters
+            for by_row in ((False, True) if adapters.names else (False,))
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
         largest = max([self.logits.nbytes, *(size for own in sizes for size in own)])
@@ -108,16 +109,17 @@ class Steps:
             )
         self.arena = Arena(device)
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
-        self._plans: dict[tuple[str, str | None], DispatchPlan] = {}
+        self._plans: dict[tuple[str, bool], DispatchPlan] = {}
 
     def _upload(self, rope: RopeConfig) -> Rope:
         nbytes = table_bytes(rope, self.context)
         table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
         return Rope(table, rope.rotary_dim, rope.interleaved)
 
-    def lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
-        """The kernels of a kind of step."""
-        changes, fuse = self.adapters[adapter], self._fuse
+    def lower(self, kind: StepKind, logits: Buffer, by_row: bool) -> Lowering:
+        """The kernels of a kind of step. by_row: its rows have adapters."""
+        changes = self.adapters.by_row if by_row else self.adapters.always
+        fuse = self._fuse
         traced, step = self._traced, self.step
         return lower(self.device, traced, kind, step, logits, fuse=fuse, changes=changes)
 
@@ -128,15 +130,15 @@ class Steps:
         keys = [key for key in self.lowered if key[0] in self.rows]
         specs = (kernel.spec for key in keys for kernel in self.lowered[key].kernels)
         self.device.pipelines(specs, progress)
-        for kind, adapter in keys:
-            self.plan(kind, adapter)
+        for kind, by_row in keys:
+            self.plan(kind, by_row)
 
-    def plan(self, kind: str, adapter: str | None) -> DispatchPlan:
+    def plan(self, kind: str, by_row: bool) -> DispatchPlan:
         """Made, and compiled where it is not yet, when it is first needed."""
-        key = kind, adapter
+        key = kind, by_row
         if key not in self._plans:
             if key not in self.lowered:
-                self.lowered[key] = self.lower(self._kinds[kind], self.logits, adapter)
+                self.lowered[key] = self.lower(self._kinds[kind], self.logits, by_row)
             self._plans[key] = self.lowered[key].place(self.arena)
         return self._plans[key]
 

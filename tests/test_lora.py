@@ -255,7 +255,7 @@ def test_merged_weights_are_rounded_once(device: Device, dtype: str | None) -> N
     expected = merged_tensors(folder, adapter)
     with device.scope():
         loras = Loras.fit(model, plan_of(model, checkpoint), always=lora)
-        assert not loras.beside[None]
+        assert not loras.always
         weights = load_weights(
             device, list(model.weights()), checkpoint, dtype=dtype, changes=loras.merged
         )
