@@ -293,8 +293,10 @@ def test_merged_before_it_is_quantised(device: Device, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("case", ["gptq_4bit_act_order", "mlx_4bit", "fp8_block", "mlx_mxfp4"])
-def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> None:
-    """h + W x + B A x, against float64, from activations that are known as int8."""
+@pytest.mark.parametrize("by_row", [False, True])
+def test_beside_each_kind_of_weight(device: Device, case: str, rows: int, by_row: bool) -> None:
+    """h + W x + B A x, against float64, from activations that are known as int8. by_row: B and A
+    are the second of a stack, and the first row has none."""
     rng, values = np.random.default_rng(rows), values_of(case)
     n, k = shape_of(case)
     a, b = (rng.standard_normal(shape, np.float32) / 8 for shape in ((5, k), (n, 5)))
@@ -309,10 +311,15 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> Non
             quantized = int8_rows(rng, rows, k)
             x, exact = (np.empty_like(part) for part in quantized)
             x[:, order], exact[:, order] = quantized
-        changes = {weight: LowRank(to_gpu(device, a), to_gpu(device, b))}
+        stacks = [np.concatenate([2 * part, part]) if by_row else part for part in (a, b)]
+        changes = {weight: LowRank(*(to_gpu(device, part) for part in stacks), by_row)}
         forward = Forward(device, rows, changes=changes)
-        y = forward.run(forward.input(h) + ops.linear(forward.input(x), weight))
+        adapters = [2] * rows if rows == 1 else [0, *[2] * (rows - 1)]
+        summed = forward.input(h) + ops.linear(forward.input(x), weight)
+        y = forward.run(summed, adapters=adapters)
     change = linear_check.matmul(linear_check.matmul(x, a), b)
+    if by_row and rows > 1:
+        change[0] = 0
     assert nmse(y, h + linear_check.matmul(exact, values) + change) <= 1e-10
     assert nmse(y, h + linear_check.matmul(exact, values)) > 1e-3
 
