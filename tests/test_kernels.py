@@ -57,7 +57,7 @@ from infer.kernels.ops.linear import (
     matmul_vec_variant,
 )
 from infer.kernels.ops.linear_check import ByRows, ByVec
-from infer.kernels.ops.lora import LoraDown, down_outputs
+from infer.kernels.ops.lora import LoraDown, lora_outputs, lora_rows
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
@@ -578,13 +578,31 @@ def test_lora(open_device: OpenDevice, rng: np.random.Generator, cases: list[Cas
         assert nmse(y, expected if own is None else expected + own) <= LIMIT, case
 
 
-@pytest.mark.parametrize("outputs", [1, 4])
-def test_lora_of_many_rows(device: Device, rng: np.random.Generator, outputs: int) -> None:
-    """With so many outputs for a workgroup, the last of which has fewer."""
-    x, a = normal(rng, 70, 61), normal(rng, 3, 6, 61)
-    adapters = np.sort(rng.integers(0, 4, 70))
-    y = functions.lora_down(device, x, a, adapters, tuning=Forced(device, outputs))
-    assert nmse(y, lora_check.by_row(x, a, adapters)) <= LIMIT
+@pytest.mark.parametrize("variant", [(8, 4), (4, 2), (2, 1), (1, 4)])
+def test_every_variant_of_lora(
+    device: Device, rng: np.random.Generator, variant: tuple[int, int]
+) -> None:
+    """Rows and outputs of a workgroup, the last of which has fewer outputs."""
+    tuning = Forced(device, variant)
+    for rows, settled in ((8, True), (70, True), (70, False)):
+        adapters = rng.integers(0, 4, rows)
+        adapters = np.sort(adapters) if settled else adapters
+        x, a, norm = normal(rng, rows, 61), normal(rng, 3, 6, 61), (normal(rng, 61), EPS)
+        y = functions.lora_down(device, x, a, adapters, norm=norm, tuning=tuning)
+        expected = lora_check.by_row(norm_check.rmsnorm(x, *norm), a, adapters)
+        assert nmse(y, expected) <= LIMIT
+        b, low = normal(rng, 3, 61, 6), normal(rng, rows, 6)
+        y = functions.lora_up(device, low, b, adapters, tuning=tuning)
+        assert nmse(y, lora_check.by_row(low, b, adapters)) <= LIMIT
+
+
+def test_workgroups_of_lora(device: Device) -> None:
+    """Rows of prefill share weights, and their outputs what is read of them."""
+    tuning = Tuning(device)
+    tuning.software, tuning.multiprocessors = False, 128
+    assert [lora_rows(tuning, rows) for rows in (1, 8, 16, 64, 128, 512)] == [1, 1, 2, 8, 8, 8]
+    shapes = [(1, 16), (8, 16), (16, 16), (64, 4), (64, 16)]
+    assert [lora_outputs(tuning, *shape) for shape in shapes] == [1, 1, 2, 2, 4]
 
 
 def test_lora_in_several_shards(open_device: OpenDevice, rng: np.random.Generator) -> None:
@@ -880,7 +898,7 @@ class Forced(Tuning):
     def __init__(
         self,
         device: Device,
-        variant: VecVariant | TileVariant | AttentionVariant | int,
+        variant: VecVariant | TileVariant | AttentionVariant | tuple[int, int],
         joined: AttentionVariant | None = None,
     ):
         super().__init__(device)
@@ -889,8 +907,8 @@ class Forced(Tuning):
     def choose(self, rule: Any, *call: Any) -> Any:
         if rule in (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant):
             return self.variant
-        if rule is down_outputs:
-            return self.variant
+        if rule in (lora_rows, lora_outputs):
+            return self.variant[rule is lora_outputs]
         if rule is few_rows:
             return False
         return self.joined if rule is attention_joined_variant else rule(self, *call)

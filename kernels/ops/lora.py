@@ -14,11 +14,11 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import GpuTensor, Shard
 from infer.kernels.ops.linear import Projection, multiplied
-from infer.kernels.ops.matmul_rows import MOST_ROWS
 from infer.kernels.ops.prepared import Form
 
-_ROWS = 8  # of a workgroup: in prefill all have one adapter
-_UP = 64  # outputs of a workgroup
+_TILES = 8  # of rows, at the least, if there are so many
+_ROWS = 8  # of a tile, at most
+_UP = 64  # outputs of a workgroup of lora_up
 
 
 @dataclass(eq=False, repr=False)
@@ -37,8 +37,9 @@ class LoraDown(Projection):
 
     def lower(self, low: Lowering) -> None:
         inputs, of_norm = self.read(low)
-        rows, k = min(_ROWS, low.rows(self)), self.weight.shape[1]
-        outputs = low.tuning.choose(down_outputs, low.rows(self))
+        rows = low.tuning.choose(lora_rows, low.rows(self))
+        outputs = low.tuning.choose(lora_outputs, -(-low.rows(self) // rows), self.rank)
+        k = self.weight.shape[1]
         workgroup = low.tuning.workgroup(k)
         for shard in self.weight.shards:
             low.emit(
@@ -81,7 +82,7 @@ class LoraUp(Value):
         if offset:
             raise ValueError("a projection reads whole rows")
         added: list[Operand] = [] if self.residual is None else [low.source(self.residual)[0]]
-        rows, k = min(_ROWS, low.rows(self)), self.weight.shape[1]
+        rows, k = low.tuning.choose(lora_rows, low.rows(self)), self.weight.shape[1]
         for shard in self.weight.shards:
             low.emit(
                 "lora_up",
@@ -95,10 +96,19 @@ class LoraUp(Value):
             )
 
 
-def down_outputs(tuning: Tuning, rows: int) -> int:
-    """Outputs of a workgroup: of few rows there would be too few workgroups; a CPU takes long to
-    compile many."""
-    return 4 if rows > MOST_ROWS and not tuning.software else 1
+def lora_rows(tuning: Tuning, rows: int) -> int:
+    """Rows of a workgroup. Those of one adapter share what is read of it; those of others wait for
+    theirs one after the other, so that of few rows each has workgroups of its own."""
+    return min(_ROWS, -(-rows // _TILES))
+
+
+def lora_outputs(tuning: Tuning, tiles: int, rank: int) -> int:
+    """Outputs of a workgroup of lora_down, which reads x for them: as many as leave each
+    multiprocessor a workgroup; a CPU takes long to compile more than one."""
+    outputs = 1 if tuning.software else 4
+    while outputs > 1 and -(-rank // outputs) * tiles < tuning.multiprocessors:
+        outputs //= 2
+    return outputs
 
 
 def _check(weight: GpuTensor, n: int, x: Value) -> None:
