@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
-from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -35,13 +34,13 @@ from infer.kernels.gpu.adapters import check_process
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
-from infer.kernels.ops.linear import Changes
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
+from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.pace import Pace
 from infer.pages import PagePool
 from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
@@ -141,7 +140,7 @@ class Answer(Iterator[Step]):
     limit: int  # of tokens
     sampler: NumpySampler | None  # where the host chooses
     chain: SamplerChain
-    sequence: scheduler.Sequence  # of its group: the adapter, and by what length it is rotated
+    sequence: scheduler.Sequence  # of its group: by what length it is rotated
     timings: Timings = field(default_factory=Timings)
     steps: deque[Step] = field(default_factory=deque)  # those that nobody has taken
     count: int = 0  # of all steps
@@ -168,7 +167,7 @@ class Answer(Iterator[Step]):
     @property
     def table_length(self) -> int:
         """By which the table of its positions is chosen (rope.table_length)."""
-        return int(self.sequence.group[1])
+        return int(self.sequence.group)
 
     @property
     def reads_logits(self) -> bool:
@@ -276,13 +275,13 @@ class Engine:
         model: Decoder,
         weights: Mapping[str, GpuTensor],
         options: EngineOptions,
-        adapters: Mapping[str | None, Changes] = MappingProxyType({}),
+        adapters: Adapters = NO_ADAPTERS,
     ) -> None:
-        """adapters: by name what lies beside the weights; None: what does when none is asked for.
-        Allocates everything but the weights and these. Raises OutOfMemoryError."""
+        """adapters: what lies beside the weights. Allocates everything but the weights and these.
+        Raises OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
         self.context, self.vocab_size = options.context, model.config.vocab_size
-        self.adapters: dict[str | None, Changes] = {None: {}, **adapters}
+        self.adapters = adapters
         self.steps = Steps(
             device,
             model,
@@ -320,7 +319,7 @@ class Engine:
         self._in_flight: deque[_InFlight] = deque()
         self._submitted = 0
         self._answers: dict[scheduler.Sequence, Answer | Embedding] = {}
-        self._embeds: set[str | None] = set()  # adapters whose steps of hidden states are made
+        self._embeds: set[bool] = set()  # whether by row: steps of hidden states that are made
         self._inbox: deque[Answer | Embedding] = deque()  # those to begin, and those to cancel
         self._turn = threading.Condition()
         self._leader: int | None = None  # the thread that submits and reads
@@ -391,8 +390,8 @@ class Engine:
 
     def check_adapter(self, adapter: str | None) -> None:
         """Raises RequestError for an adapter that is not loaded."""
-        if not (adapter is None or isinstance(adapter, str)) or adapter not in self.adapters:
-            names = ", ".join(sorted(filter(None, self.adapters))) or "none"
+        if adapter is not None and adapter not in self.adapters.names:
+            names = ", ".join(sorted(self.adapters.names)) or "none"
             raise RequestError(
                 f"No adapter is called {shown(adapter)}. Loaded by a name: {names}. Give load() a "
                 "dictionary of adapters."
@@ -412,7 +411,7 @@ class Engine:
 
         params: `resolved`. with_logits also reads back the logits of every step. With a
         logits_processor they come back too, numpy chooses, and no step of this answer is ahead.
-        adapter: one of `adapters`.
+        adapter: one of the names of `adapters`.
         """
         self.check_prompt(prompt_ids)
         self.check_adapter(adapter)
@@ -444,9 +443,10 @@ class Engine:
         """Of so many more tokens, or as many as keep their rotations."""
         rope = self.model.config.rope
         part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
-        group = adapter, table_length(rope, len(ids))
+        length = table_length(rope, len(ids))
         ahead = 1 if on_host else self.options.ahead
-        return scheduler.Sequence(ids, limit=part, key=group, group=group, ahead=ahead)
+        key = adapter, length
+        return scheduler.Sequence(ids, limit=part, key=key, group=length, ahead=ahead)
 
     def cancel(self, answer: Answer | Embedding) -> None:
         """Safe at any time, in any thread, and twice."""
@@ -594,19 +594,20 @@ class Engine:
             self.queue.submit(_NOTHING, 0, 0, before)
         ids = sequence.tokens[work.start : end]
         kind = self._kind(count)
+        number = self.adapters.number(answer.adapter)
         sampled: tuple[scheduler.Sequence, ...] = ()
         logits_of: tuple[int, ...] = ()
         chunk = None
         if isinstance(answer, Embedding):
             chunk = _Chunk.of(answer, work)
-            recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, answer.adapter)
+            recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, number > 0)
         else:
             chain = answer.chain if work.last else None
-            recording = self.recording(kind, work.last, chain, answer.adapter)
+            recording = self.recording(kind, work.last, chain, number > 0)
             sampled = (sequence,) if work.last else ()
             logits_of = (0,) if work.last and answer.reads_logits else ()
         chosen = (count - 1,) if sampled else ()
-        step = pack_step(ids, work.start, sequence=slot, logits_rows=chosen)
+        step = pack_step(ids, work.start, sequence=slot, adapter=number, logits_rows=chosen)
         self.device.write(self.steps.step, step)
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         *first, rest = recording.parts(pieces)
@@ -666,13 +667,14 @@ class Engine:
     def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> _Batch:
         answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
         chain = reduce(or_, (answer.chain for answer in answers))
-        kind, adapter = self.steps.batch(len(sequences)), answers[0].adapter
+        kind = self.steps.batch(len(sequences))
+        by_row = any(answer.adapter is not None for answer in answers)
         return _Batch(
             sequences,
             tuple(map(_slot, sequences)),
             answers[0].table_length,
-            self.recording(kind, True, chain, adapter),
-            self.recording(kind, True, chain, adapter, joins=True),
+            self.recording(kind, True, chain, by_row),
+            self.recording(kind, True, chain, by_row, joins=True),
             tuple(i for i, answer in enumerate(answers) if answer.reads_logits),
         )
 
@@ -694,14 +696,15 @@ class Engine:
         kind: str,
         head: bool,
         chain: SamplerChain | None,
-        adapter: str | None = None,
+        by_row: bool = False,
         *,
         joins: bool = False,
     ) -> Recording:
-        """joins: its rows are taken from the table of sequences first."""
-        key = (kind, adapter, head, chain, joins)
+        """by_row: some of its rows have adapters. joins: its rows are taken from the table of
+        sequences first."""
+        key = (kind, by_row, head, chain, joins)
         if key not in self._recordings:
-            plan = self.steps.plan(kind, adapter)
+            plan = self.steps.plan(kind, by_row)
             dispatches = [self.sampler.step_rows] if joins else []
             dispatches += [*plan.body, *plan.head] if head else plan.body
             if chain is not None:
@@ -830,7 +833,8 @@ class Engine:
             self._answers[answer.sequence] = answer
             self.scheduler.add(answer.sequence)
         elif answer.sampler is not None and sequence.slot is not None:
-            self.sampler.set_next(sequence.slot, token, len(sequence.tokens) - 1)
+            number = self.adapters.number(answer.adapter)
+            self.sampler.set_next(sequence.slot, token, len(sequence.tokens) - 1, number)
             self._rows = None
 
     def _end(self, answer: Answer | Embedding, *, at_once: bool = False) -> None:
@@ -880,11 +884,12 @@ class Engine:
         for ids in texts:
             self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
-        if adapter not in self._embeds:
+        by_row = adapter is not None
+        if by_row not in self._embeds:
             with self.turn():  # what fails here fails for nobody else
                 for kind in self.steps.rows:
-                    self.steps.plan(HIDDEN + kind, adapter)
-                self._embeds.add(adapter)
+                    self.steps.plan(HIDDEN + kind, by_row)
+                self._embeds.add(by_row)
         # A few at a time, so that an answer that comes meanwhile need not wait for all of them.
         running: deque[Embedding] = deque()
         try:
@@ -934,11 +939,12 @@ class Engine:
         with self.alone(), self.device.scope():
             self._rotate_for(table_length(self.model.config.rope, len(ids)))
             logits = self.device.buffer(padded_rows(rows) * row, label="logits of all rows")
-            plan = self.steps.lower(StepKind(rows), logits, adapter).place(Arena(self.device))
+            number = self.adapters.number(adapter)
+            plan = self.steps.lower(StepKind(rows), logits, number > 0).place(Arena(self.device))
             recording = Recording((*plan.body, *plan.head))
             for start in range(0, len(ids), rows):
                 part = ids[start : start + rows]
-                self.device.write(self.steps.step, pack_step(part, start))
+                self.device.write(self.steps.step, pack_step(part, start, adapter=number))
                 self.queue.submit(recording, len(part), start + len(part), ())
                 values = self.device.read(logits, np.float32, len(part) * row // 4)
                 yield values.reshape(len(part), -1)[:, : self.vocab_size]

@@ -260,7 +260,7 @@ class LLM:
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that a call can choose."""
-        return tuple(name for name in self.engine.adapters if name is not None)
+        return self.engine.adapters.names
 
     # Generating
 

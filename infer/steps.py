@@ -25,6 +25,7 @@ from infer.kernels.state.step import step_bytes
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
+from infer.models.loading.lora import Adapters
 
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
 SHORT_ROWS = 128  # of prefill steps with tiles of their own; a CPU has one tile for all
@@ -33,8 +34,9 @@ _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for 
 
 
 class Steps:
-    """The steps of one model on one device, for each adapter, and what they share: the cache, the
-    tables of positions, the step buffer, the logits and the activations.
+    """The steps of one model on one device, and what they share: the cache, the tables of
+    positions, the step buffer, the logits and the activations. Where adapters have names, each kind
+    of step is there without them, and by row, where each row has its own or none.
 
     rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
     batches: of the kinds of which each row is of another, from the smallest. Each of `rows` has a
@@ -46,7 +48,7 @@ class Steps:
         device: Device,
         model: Decoder,
         weights: Mapping[str, GpuTensor],
-        adapters: Mapping[str | None, Changes],
+        adapters: Adapters,
         *,
         context: int,
         kv_dtype: str,
@@ -55,9 +57,8 @@ class Steps:
         max_batch: int,
         n_pages: int,
     ) -> None:
-        """adapters: what lies beside the weights, by name; None: when none is asked for. The
-        others: as in EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an
-        adapter changes."""
+        """adapters: what lies beside the weights. The others: as in EngineOptions. Raises
+        OutOfMemoryError, and UnsupportedError for what an adapter changes."""
         self.device, self.adapters, self.context, self._fuse = device, adapters, context, fuse
         c = model.config
         self.cache = KVCache(
@@ -80,7 +81,7 @@ class Steps:
         ]
         self._traced = model.forward(weights, self.ropes, self.caches)
         values = Graph(self._traced).values
-        for changes in adapters.values():
+        for changes in (adapters.always, adapters.by_row):
             _check_projections(values, weights, changes)
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
         chunk = max(16, min(prefill_chunk, context, bound))
@@ -98,9 +99,9 @@ class Steps:
         # Other batches take less room, and are made when they are needed, as hidden states are.
         lowered = [*self.rows, *(f"batch {rows}" for rows in self.batches[-1:])]
         self.lowered = {
-            (kind, adapter): self.lower(self._kinds[kind], self.logits, adapter)
+            (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
             for kind in lowered
-            for adapter in adapters
+            for by_row in ((False, True) if adapters.names else (False,))
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
         largest = max([self.logits.nbytes, *(size for own in sizes for size in own)])
@@ -112,7 +113,7 @@ class Steps:
             )
         self.arena = Arena(device)
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
-        self._plans: dict[tuple[str, str | None], DispatchPlan] = {}
+        self._plans: dict[tuple[str, bool], DispatchPlan] = {}
 
     def _upload(self, rope: RopeConfig) -> Rope:
         nbytes = table_bytes(rope, self.context)
@@ -126,14 +127,13 @@ class Steps:
         nbytes = 4 * row * padded_rows(self.rows["prefill"])
         return self.device.buffer(nbytes, label="hidden states")
 
-    def lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
-        """The kernels of a kind of step."""
-        return self._lower(self._traced, kind, logits, adapter)
+    def lower(self, kind: StepKind, logits: Buffer, by_row: bool) -> Lowering:
+        """The kernels of a kind of step. by_row: its rows have adapters."""
+        return self._lower(self._traced, kind, logits, by_row)
 
-    def _lower(
-        self, output: Value, kind: StepKind, buffer: Buffer, adapter: str | None
-    ) -> Lowering:
-        changes, fuse = self.adapters[adapter], self._fuse
+    def _lower(self, output: Value, kind: StepKind, buffer: Buffer, by_row: bool) -> Lowering:
+        changes = self.adapters.by_row if by_row else self.adapters.always
+        fuse = self._fuse
         return lower(self.device, output, kind, self.step, buffer, fuse=fuse, changes=changes)
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -143,18 +143,18 @@ class Steps:
         keys = [key for key in self.lowered if key[0] in self.rows]
         specs = (kernel.spec for key in keys for kernel in self.lowered[key].kernels)
         self.device.pipelines(specs, progress)
-        for kind, adapter in keys:
-            self.plan(kind, adapter)
+        for kind, by_row in keys:
+            self.plan(kind, by_row)
 
-    def plan(self, kind: str, adapter: str | None) -> DispatchPlan:
+    def plan(self, kind: str, by_row: bool) -> DispatchPlan:
         """Made, and compiled where it is not yet, when it is first needed."""
-        key = kind, adapter
+        key = kind, by_row
         if key not in self._plans:
             if key not in self.lowered:
                 is_hidden = kind.startswith(HIDDEN)
                 output = _before_head(self._traced) if is_hidden else self._traced
                 buffer = self.hidden if is_hidden else self.logits
-                self.lowered[key] = self._lower(output, self._kinds[kind], buffer, adapter)
+                self.lowered[key] = self._lower(output, self._kinds[kind], buffer, by_row)
             self._plans[key] = self.lowered[key].place(self.arena)
         return self._plans[key]
 

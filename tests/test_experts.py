@@ -527,7 +527,7 @@ def test_a_shared_expert_takes_no_kernels_of_its_own(case: str) -> None:
         dry.subgroups, dry.subgroup_size = True, 32
         weights = {w.name: allocate(dry, w.shape, "bf16", unit=w.spec.unit) for w in each.weights}
         engine = Engine(dry, model, weights, EngineOptions(context=128))
-        lowering = engine.steps.lowered["decode", None]
+        lowering = engine.steps.lowered["decode", False]
         kernels.append(Counter(kernel.spec.name for kernel in lowering.kernels))
         moved.append(weight_bytes_per_token(engine))
     assert not any("shared_expert" in weight.name for weight in plan.joined().weights)

@@ -37,6 +37,7 @@ from infer.kernels.ops import (
     attention_check,
     elementwise_check,
     linear_check,
+    lora_check,
     norm_check,
     rope_check,
 )
@@ -56,6 +57,7 @@ from infer.kernels.ops.linear import (
     matmul_vec_variant,
 )
 from infer.kernels.ops.linear_check import ByRows, ByVec
+from infer.kernels.ops.lora import LoraDown, lora_outputs, lora_rows
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
@@ -547,6 +549,89 @@ def test_heads_in_several_shards(
         functions.head_linear(device, x, weight[:570], 3)
 
 
+# Changes of which each row has its own
+
+LORA: Factors = SETTINGS | {
+    "rows": (1, 2, 7, 8, 9, 70, 130),
+    "shape": ((1, 1), (5, 130), (8, 61), (16, 300), (67, 2056)),  # rank and width
+    "adapters": (1, 4),
+    "mixed": (True, False),  # else all rows have the last
+    "form": ("", "norm", "residual"),
+}
+
+
+@covering(LORA, rows=(1, 2, 8, 70), shape=((1, 1), (5, 130), (67, 300)))
+def test_lora(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+    for case in cases:
+        rows, (rank, width), count = case["rows"], case["shape"], case["adapters"]
+        device = open_device(settings_of(case))
+        adapters = rng.integers(0, count + 1, rows) if case["mixed"] else np.full(rows, count)
+        x, a = normal(rng, rows, width), normal(rng, count, rank, width)
+        norm = (normal(rng, width), EPS) if case["form"] == "norm" else None
+        low = functions.lora_down(device, x, a, adapters, norm=norm)
+        normed = x if norm is None else norm_check.rmsnorm(x, *norm)
+        assert nmse(low, lora_check.by_row(normed, a, adapters)) <= LIMIT, case
+        b, low = normal(rng, count, width, rank), normal(rng, rows, rank)
+        own = normal(rng, rows, width) if case["form"] == "residual" else None
+        y = functions.lora_up(device, low, b, adapters, scale=0.37, residual=own)
+        expected = 0.37 * lora_check.by_row(low, b, adapters)
+        assert nmse(y, expected if own is None else expected + own) <= LIMIT, case
+
+
+@pytest.mark.parametrize("variant", [(8, 4), (4, 2), (2, 1), (1, 4)])
+def test_every_variant_of_lora(
+    device: Device, rng: np.random.Generator, variant: tuple[int, int]
+) -> None:
+    """Rows and outputs of a workgroup, the last of which has fewer outputs."""
+    tuning = Forced(device, variant)
+    for rows, settled in ((8, True), (70, True), (70, False)):
+        adapters = rng.integers(0, 4, rows)
+        adapters = np.sort(adapters) if settled else adapters
+        x, a, norm = normal(rng, rows, 61), normal(rng, 3, 6, 61), (normal(rng, 61), EPS)
+        y = functions.lora_down(device, x, a, adapters, norm=norm, tuning=tuning)
+        expected = lora_check.by_row(norm_check.rmsnorm(x, *norm), a, adapters)
+        assert nmse(y, expected) <= LIMIT
+        b, low = normal(rng, 3, 61, 6), normal(rng, rows, 6)
+        y = functions.lora_up(device, low, b, adapters, tuning=tuning)
+        assert nmse(y, lora_check.by_row(low, b, adapters)) <= LIMIT
+
+
+def test_workgroups_of_lora(device: Device) -> None:
+    """Rows of prefill share weights, and their outputs what is read of them."""
+    tuning = Tuning(device)
+    tuning.software, tuning.multiprocessors = False, 128
+    assert [lora_rows(tuning, rows) for rows in (1, 8, 16, 64, 128, 512)] == [1, 1, 2, 8, 8, 8]
+    shapes = [(1, 16), (8, 16), (16, 16), (64, 4), (64, 16)]
+    assert [lora_outputs(tuning, *shape) for shape in shapes] == [1, 1, 2, 2, 4]
+
+
+def test_lora_in_several_shards(open_device: OpenDevice, rng: np.random.Generator) -> None:
+    """That end inside of an adapter's rows."""
+    device = open_device(Settings(max_binding=160_000))
+    with device.scope():
+        assert len(to_gpu(device, np.zeros((4 * 150, 100))).shards) == 2
+    x, adapters = normal(rng, 9, 100), np.array([0, 1, 2, 3, 4, 4, 3, 3, 0])
+    weights = normal(rng, 4, 150, 100)
+    expected = lora_check.by_row(x, weights, adapters)
+    assert nmse(functions.lora_down(device, x, weights, adapters), expected) <= LIMIT
+    own = normal(rng, 9, 150)
+    y = functions.lora_up(device, x, weights, adapters, residual=own)
+    assert nmse(y, own + expected) <= LIMIT
+
+
+@pytest.mark.parametrize(("rows", "plan_rows"), [(3, 8), (9, 130)])
+def test_lora_of_logits(
+    device: Device, rng: np.random.Generator, rows: int, plan_rows: int
+) -> None:
+    """Rows that get logits have the adapter of their sequence, which may be one of other rows."""
+    x, a = normal(rng, rows, 40), normal(rng, 2, 5, 40)
+    with device.scope():
+        forward = Forward(device, rows, plan_rows=plan_rows, logits_rows=[rows - 1])
+        low = LoraDown(ops.logits_rows(forward.input(x)), to_gpu(device, a.reshape(10, 40)), 5)
+        y = forward.run(low, adapters=[2])
+    assert nmse(y, lora_check.by_row(x[-1:], a, [2])) <= LIMIT
+
+
 @pytest.mark.parametrize("settings", [Settings(), LEAST])
 @pytest.mark.parametrize(("rows", "n"), [(1, 48), (1, 24), (2, 48)])  # halves of blocks, or not
 def test_heads_before_a_quantized_projection(
@@ -813,7 +898,7 @@ class Forced(Tuning):
     def __init__(
         self,
         device: Device,
-        variant: VecVariant | TileVariant | AttentionVariant,
+        variant: VecVariant | TileVariant | AttentionVariant | tuple[int, int],
         joined: AttentionVariant | None = None,
     ):
         super().__init__(device)
@@ -822,6 +907,8 @@ class Forced(Tuning):
     def choose(self, rule: Any, *call: Any) -> Any:
         if rule in (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant):
             return self.variant
+        if rule in (lora_rows, lora_outputs):
+            return self.variant[rule is lora_outputs]
         if rule is few_rows:
             return False
         return self.joined if rule is attention_joined_variant else rule(self, *call)
@@ -980,6 +1067,8 @@ def test_wrong_arrays_are_refused(device: Device, least_device: Device) -> None:
         functions.rope(device, x, np.zeros((7, 8, 2)), head_dim=16, position=5)
     with pytest.raises(ValueError, match="do not fit a weight"):
         functions.matmul(device, x, np.zeros((4, 15)))
+    with pytest.raises(ValueError, match=r"no stack of matrices \(4, 16\)"):
+        functions.lora_down(device, x, np.zeros((2, 4, 15)), [0, 1, 2])
 
 
 def test_sample(device: Device, rng: np.random.Generator) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from plans import load_weights
 from reference_models import DATA as MODELS
 from reference_models import load, relative_error
 from safetensors.numpy import load_file, save_file
+from test_batch import assert_same, together
 from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
 from test_formats import values_of
@@ -57,6 +59,7 @@ from infer.models.loading.formats.packed import read_rows
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import LoadPlan, plan_weights
 from infer.sampling import SamplingParams
+from infer.scheduler import Decode, Prefill
 
 DATA = Path(__file__).resolve().parent / "data" / "adapters"
 CASES = sorted(folder.name for folder in DATA.iterdir())
@@ -255,7 +258,7 @@ def test_merged_weights_are_rounded_once(device: Device, dtype: str | None) -> N
     expected = merged_tensors(folder, adapter)
     with device.scope():
         loras = Loras.fit(model, plan_of(model, checkpoint), always=lora)
-        assert not loras.beside[None]
+        assert not loras.always
         weights = load_weights(
             device, list(model.weights()), checkpoint, dtype=dtype, changes=loras.merged
         )
@@ -290,8 +293,10 @@ def test_merged_before_it_is_quantised(device: Device, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("case", ["gptq_4bit_act_order", "mlx_4bit", "fp8_block", "mlx_mxfp4"])
-def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> None:
-    """h + W x + B A x, against float64, from activations that are known as int8."""
+@pytest.mark.parametrize("by_row", [False, True])
+def test_beside_each_kind_of_weight(device: Device, case: str, rows: int, by_row: bool) -> None:
+    """h + W x + B A x, against float64, from activations that are known as int8. by_row: B and A
+    are the second of a stack, and the first row has none."""
     rng, values = np.random.default_rng(rows), values_of(case)
     n, k = shape_of(case)
     a, b = (rng.standard_normal(shape, np.float32) / 8 for shape in ((5, k), (n, 5)))
@@ -306,10 +311,15 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int) -> Non
             quantized = int8_rows(rng, rows, k)
             x, exact = (np.empty_like(part) for part in quantized)
             x[:, order], exact[:, order] = quantized
-        changes = {weight: LowRank(to_gpu(device, a), to_gpu(device, b))}
+        stacks = [np.concatenate([2 * part, part]) if by_row else part for part in (a, b)]
+        changes = {weight: LowRank(*(to_gpu(device, part) for part in stacks), by_row)}
         forward = Forward(device, rows, changes=changes)
-        y = forward.run(forward.input(h) + ops.linear(forward.input(x), weight))
+        adapters = [2] * rows if rows == 1 else [0, *[2] * (rows - 1)]
+        summed = forward.input(h) + ops.linear(forward.input(x), weight)
+        y = forward.run(summed, adapters=adapters)
     change = linear_check.matmul(linear_check.matmul(x, a), b)
+    if by_row and rows > 1:
+        change[0] = 0
     assert nmse(y, h + linear_check.matmul(exact, values) + change) <= 1e-10
     assert nmse(y, h + linear_check.matmul(exact, values)) > 1e-3
 
@@ -366,6 +376,58 @@ def test_answers_with_unlike_adapters_run_side_by_side(device: Device) -> None:
         assert [[step.token for step in item] for item in running] == alone
         # The fourth begins when the prompt of the second is there.
         assert [item.timings.reused_tokens for item in running] == [0, 0, 0, len(ids) - 1]
+
+
+def test_unlike_adapters_share_steps(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of answers that come and go, each as it is alone: as PEFT's, or as that of weights merged by
+    the formula. Ranks differ, and some weights only one of them changes."""
+
+    def change(tensors: Tensors) -> None:
+        for key in list(tensors):
+            if "layers.1.self_attn.v_proj" not in key:
+                del tensors[key]
+
+    folder, small = MODELS / "llama", adapter_with(tmp_path / "small", change=change)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    shutil.copy(folder / "config.json", merged)
+    save_file(merged_tensors(folder, small), merged / "model.safetensors")
+    three = {"a": DATA / "llama", "b": DATA / "llama_head", "c": small}
+    ids, shared = Reference.load("llama").prompt_ids, set[frozenset[str | None]]()
+    names = [None, "a", "b", "c", "a", "b"]
+    prompts = [ids, ids[2:], ids, ids[:9], ids[4:], ids[3:5]]
+    with device.scope():
+        engine = build_engine(device, folder, adapters=three, max_batch=4, context=600)
+        Reference.load("llama").assert_same(engine, "a")
+        Reference.load("llama_head").assert_same(engine, "b")
+        both = zip(prompts, names, strict=True)
+        alone = [answer(engine, prompt, 12, adapter=name) for prompt, name in both]
+        assert len({tuple(item.token_ids) for item in alone[:3]}) == 3
+        expected = answer(build_engine(device, merged), prompts[3], 12)
+        assert_same(alone[3], expected)
+        assert_same(alone[0], answer(build_engine(device, folder), ids, 12))
+        engine.forget()
+        next_step = engine.scheduler.next
+
+        def noted(rows: int) -> Prefill | Decode | None:
+            work = next_step(rows)
+            if isinstance(work, Decode):
+                keys: Any = [sequence.key for sequence in work.sequences]
+                shared.add(frozenset(name for name, _ in keys))
+            return work
+
+        monkeypatch.setattr(engine.scheduler, "next", noted)
+        params = SamplingParams(max_tokens=12).resolved({})
+        begun = [
+            partial(engine.generate, prompt, params, with_logits=True, adapter=name)
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        begun[4] = partial(begun[4], logits_processor=lambda ids, logits: logits)  # on the host
+        for found, own in zip(together(engine, begun), alone, strict=True):
+            assert_same(found, own)
+    assert {frozenset([None, "a", "b", "c"]), frozenset("abc")} <= shared
 
 
 def test_switching_is_as_good_as_separate_models(device: Device) -> None:

@@ -176,14 +176,15 @@ def test_fusing_what_goes_into_a_latent_cache(
 
 
 class Everywhere(dict[GpuTensor, LowRank]):
-    """Something lies beside every weight."""
+    """Something lies beside every weight: one for all rows, or, by row, a stack of three."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, by_row: bool) -> None:
+        self.device, self.by_row = device, by_row
 
     def get(self, weight: GpuTensor, default: Any = None) -> LowRank:
-        rows, columns = weight.shape
-        return LowRank(*(allocate(self.device, s, "f32") for s in ((4, columns), (rows, 4))))
+        (rows, columns), count = weight.shape, 3 if self.by_row else 1
+        a, b = ((count * 4, columns), (count * rows, 4))
+        return LowRank(*(allocate(self.device, s, "f32") for s in (a, b)), self.by_row)
 
 
 def kernels_of(
@@ -193,7 +194,7 @@ def kernels_of(
     normed: str | None = "heads",
     turned: bool = True,
     bindings: int = 9,
-    changed: bool = False,
+    changed: str = "",
     kv_len: int = 2000,
     kv_dtype: str = "f16",
 ) -> Counter[str]:
@@ -202,7 +203,7 @@ def kernels_of(
     dry.subgroup_size = 32
     caches = KVCache(dry, [(KV_HEADS, HEAD_DIM)] * 2, 2000, dtype=kv_dtype).layers
     output = model(dry, caches, normed=normed, turned=turned)
-    changes = Everywhere(dry) if changed else {}
+    changes = Everywhere(dry, changed == "by row") if changed else {}
     lowering = lower(
         dry,
         output,
@@ -366,10 +367,21 @@ def test_what_lies_beside_a_weight_costs_two_kernels() -> None:
     """And the MLP's activation, which is of the sum, one more."""
     added = Counter(matmul_vec=16, activation=2)
     rest = Counter(embedding=1, matmul_vec=3)
-    assert kernels_of(1, changed=True) == LONG + SHORT + added + rest
+    assert kernels_of(1, changed="all") == LONG + SHORT + added + rest
     layer = Counter(rmsnorm=2, matmul=12, rope_kv_write=1, attention_tiled=1, activation=1)
     rest = Counter(embedding=1, take_rows=1, rmsnorm=1, matmul_vec=3)
-    assert kernels_of(512, changed=True) == layer + layer + rest
+    assert kernels_of(512, changed="all") == layer + layer + rest
+
+
+def test_what_each_row_has_of_its_own_costs_two_kernels() -> None:
+    """As many: the norm goes into the first of them, and the residual into the second."""
+    added = Counter(lora_down=9, lora_up=9, activation=2)
+    rest = Counter(embedding=1, matmul_vec=1)
+    assert kernels_of(1, changed="by row") == LONG + SHORT + added + rest
+    layer = Counter(rmsnorm=2, matmul=4, rope_kv_write=1, attention_tiled=1, activation=1)
+    layer += Counter(lora_down=4, lora_up=4)
+    rest = Counter(embedding=1, take_rows=1, rmsnorm=1, matmul_vec=1, lora_down=1, lora_up=1)
+    assert kernels_of(512, changed="by row") == layer + layer + rest
 
 
 def test_without_fusing_every_op_has_its_kernel() -> None:
@@ -428,8 +440,10 @@ def random_graph(
         whole = ops.activation(value, "silu") if isinstance(value, Slice) else value
         own = weight(n, value.width, seed=seed)
         if changed:
-            a, b = weight(5, value.width, seed=seed + 1), weight(n, 5, seed=seed + 2)
-            changes[own] = LowRank(a, b)
+            by_row = bool(rng.random() < 0.5)
+            count = 3 if by_row else 1  # adapters
+            a = weight(5 * count, value.width, seed=seed + 1)
+            changes[own] = LowRank(a, weight(n * count, 5, seed=seed + 2), by_row)
         return ops.linear(whole, own, bias)
 
     table = np.random.default_rng(2).standard_normal((64, 8, 2)).astype(np.float32)
@@ -568,7 +582,8 @@ def test_fusing_a_random_graph_changes_nothing(device: Device, rows: int) -> Non
                 forward = Forward(device, rows, fuse=fuse)
                 x = forward.input(np.random.default_rng(3).standard_normal((rows, 48)))
                 output, forward.changes = random_graph(device, rng, cache, x, size=8)
-                results.append(forward.run(output))
+                adapters = np.random.default_rng(seed).integers(0, 4, rows)
+                results.append(forward.run(output, adapters=adapters))
         fused, plain = results
         assert np.isfinite(plain).all()
         assert nmse(fused, plain) <= 1e-10, seed

@@ -74,7 +74,7 @@ def weight_bytes_per_token(engine: Engine) -> int:
     embeddings that are not also the head, of which it looks up a row, and the experts that a token
     is not routed to."""
     tied = engine.model.config.tie_word_embeddings
-    beside = engine.adapters[None].values()
+    beside = engine.adapters.always.values()
     return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
         weight.nbytes * engine.model.active(name, weight.shape[0]) // weight.shape[0]
         for name, weight in engine.weights.items()

@@ -70,13 +70,14 @@ class Bench:
         rows: int = 0,
         position: int = 0,
         tokens: Ids | None = None,
+        adapters: Ids = (0,),
         plan_rows: int = 0,
         logits_rows: Sequence[int] | None = None,
     ) -> Floats:
         """The values of `output`, [rows, width]; the first row is at `position`. rows: where there
-        are no inputs. plan_rows, logits_rows: as of Forward."""
+        are no inputs. adapters: as of Forward.run. plan_rows, logits_rows: as of Forward."""
         forward = self.forward(self.rows or rows, plan_rows=plan_rows, logits_rows=logits_rows)
-        return forward.run(output, position=position, tokens=tokens)
+        return forward.run(output, position=position, tokens=tokens, adapters=adapters)
 
     def run_alone(self, kernel: str, output: Value, *, position: int, **own: Any) -> None:
         """Only one of the kernels that make `output`. own: buffers as of Forward.run_alone, and

@@ -73,12 +73,13 @@ class Forward:
         return Input(self.device.upload(rows), values.shape[1])
 
     def lower(
-        self, output: Value, *, position: int = 0, tokens: Ids | None = None
+        self, output: Value, *, position: int = 0, tokens: Ids | None = None, adapters: Ids = (0,)
     ) -> tuple[Lowering, Buffer]:
         """The kernels that make `output`, and the buffer that it will be in."""
         ids = np.zeros(self.rows, np.int64) if tokens is None else tokens
         step = self.device.buffer(step_bytes(self.kind.rows), label="step")
-        self.device.write(step, pack_step(ids, position, logits_rows=self.logits_rows or ()))
+        logits_rows = self.logits_rows or ()
+        self.device.write(step, pack_step(ids, position, adapter=adapters, logits_rows=logits_rows))
         buffer = unwritten(self.device, padded_rows(self._rows(output)), output.width)
         lowering = lower(
             self.device,
@@ -92,9 +93,12 @@ class Forward:
         )
         return lowering, buffer
 
-    def run(self, output: Value, *, position: int = 0, tokens: Ids | None = None) -> Floats:
-        """The values of `output`, [rows, width]; the first row is at `position`."""
-        lowering, buffer = self.lower(output, position=position, tokens=tokens)
+    def run(
+        self, output: Value, *, position: int = 0, tokens: Ids | None = None, adapters: Ids = (0,)
+    ) -> Floats:
+        """The values of `output`, [rows, width]; the first row is at `position`. adapters: of each
+        row the number, or one of all."""
+        lowering, buffer = self.lower(output, position=position, tokens=tokens, adapters=adapters)
         arena = Arena(self.device)
         plan = lowering.place(arena)
         for slot in arena.slots:

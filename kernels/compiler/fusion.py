@@ -19,6 +19,7 @@ from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.kv_write import Heads, LatentKey, LatentWrite, RopeKVWrite
 from infer.kernels.ops.linear import Changes, Linear, Projection
+from infer.kernels.ops.lora import LoraDown, LoraUp
 from infer.kernels.ops.matmul_rows import by_rows
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
@@ -45,8 +46,14 @@ def add_changes(graph: Graph, changes: Changes) -> None:
         if change is None:
             continue
         # In this order, because the later projection is the one that takes the sum in.
-        low = Linear(linear.x, change.a)
-        high = Linear(low, change.b, scale=linear.scale)
+        low: Value
+        high: Value
+        if change.by_row:
+            low = LoraDown(linear.x, change.a, change.rank)
+            high = LoraUp(low, change.b, linear.width, linear.scale)
+        else:
+            low = Linear(linear.x, change.a)
+            high = Linear(low, change.b, scale=linear.scale)
         own = Linear(linear.x, linear.weight, linear.bias, linear.scale)
         for value in (own, low, high):
             graph.insert(value, before=linear)
@@ -188,7 +195,7 @@ def _takes_residual(value: Value) -> bool:
         return value.is_plain
     if isinstance(value, RMSNorm):
         return value.of_whole_rows and value.residual is None
-    return isinstance(value, ExpertDown) and value.residual is None
+    return isinstance(value, ExpertDown | LoraUp) and value.residual is None
 
 
 def _residual_into_sum(graph: Graph, target: Target, add: Add) -> None:
@@ -202,11 +209,12 @@ def _residual_into_sum(graph: Graph, target: Target, add: Add) -> None:
         gate: Value | None = None
         if isinstance(linear, SigmoidGate) and linear.gate.width == 1 and target.kind.vec:
             reader, gate, linear = linear, linear.gate, linear.x
-        if not isinstance(linear, Linear) or not linear.is_plain:
+        if not isinstance(linear, Linear | LoraUp) or not _takes_residual(linear):
             continue
         alone = graph.is_read_by(linear, reader) and graph.is_read_by(both.residual, both)
-        if alone and (gate is None or linear.bias is None):
-            graph.update(linear, residual=other, gate=gate)
+        gated = {} if gate is None else {"gate": gate}
+        if alone and not (gated and (isinstance(linear, LoraUp) or linear.bias is not None)):
+            graph.update(linear, residual=other, **gated)
             graph.replace(add, both, residual=linear)
             graph.move(linear, before=both)
             return

@@ -136,13 +136,16 @@ def _stored(values: Array, dtype: str) -> NDArray[Any]:
     return values.astype(np.float16 if dtype == "f16" else np.float32, copy=False)
 
 
-def write(device: Device, tensor: GpuTensor, values: Array) -> None:
-    """Fill a weight of floats with values of its shape."""
+def write(device: Device, tensor: GpuTensor, values: Array, first: int = 0) -> None:
+    """Fill a weight of floats with values of its shape, or its rows from `first` on."""
     matrix = values.reshape(1, -1) if values.ndim == 1 else values
     width = row_bytes(matrix.shape[1], tensor.dtype)
     for shard in tensor.shards:
-        part = np.ascontiguousarray(matrix[shard.start : shard.start + shard.rows])
+        top, bottom = max(shard.start, first), min(shard.start + shard.rows, first + len(matrix))
+        if top >= bottom:
+            continue
+        part = np.ascontiguousarray(matrix[top - first : bottom - first])
         raw = _stored(part, tensor.dtype)
         padded = np.zeros((part.shape[0], width), np.uint8)
         padded[:, : raw.shape[1] * raw.itemsize] = raw.view(np.uint8).reshape(part.shape[0], -1)
-        device.write(shard.buffer, padded)
+        device.write(shard.buffer, padded, (top - shard.start) * width)

@@ -40,10 +40,16 @@ Tile = TypeVar("Tile", bound="TileVariant")
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A change b a of a weight [out, in] that lies beside it: a [rank, in], b [out, rank]."""
+    """A change b a of a weight [out, in] that lies beside it: a [rank, in], b [out, rank]. by_row:
+    each row of a step has its own, and as many of both lie one below the other."""
 
     a: GpuTensor
     b: GpuTensor
+    by_row: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[1]
 
 
 # By the weights themselves, which no two names share unless they are one.

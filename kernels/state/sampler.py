@@ -169,10 +169,11 @@ class Sampler:
         buffers = [self._buffer(name) for name in ("members", "sequences", "step")]
         return dispatch(self.device, KernelSpec.of("step_rows"), buffers, (1, 1, 1))
 
-    def set_next(self, sequence: int, token: int, position: int) -> None:
+    def set_next(self, sequence: int, token: int, position: int, adapter: int = 0) -> None:
         """The next row of a sequence, where the host has chosen its token."""
         row = np.zeros(1, ROW)
         row["token"], row["position"], row["sequence"], row["alive"] = token, position, sequence, 1
+        row["adapter"] = adapter
         self.device.write(self._buffer("sequences"), row, sequence * ROW.itemsize)
 
     def destroy(self) -> None:

@@ -63,9 +63,11 @@ def pack_step(
     position: int,
     *,
     sequence: int = 0,
+    adapter: int | Sequence[int] | NDArray[np.integer] = 0,
     logits_rows: Sequence[int] = (),
 ) -> NDArray[np.uint8]:
-    """The bytes of a step whose rows are consecutive tokens of one sequence from `position` on."""
+    """The bytes of a step whose rows are consecutive tokens of one sequence from `position` on.
+    adapter: of all rows, or of each; 0: none."""
     header = np.zeros(1, HEADER)
     header["n_rows"], header["n_logits"] = len(tokens), len(logits_rows)
     header["logits_rows"][0, : len(logits_rows)] = logits_rows
@@ -73,5 +75,6 @@ def pack_step(
     rows["token"] = tokens
     rows["position"] = np.arange(position, position + len(tokens))
     rows["sequence"] = sequence
+    rows["adapter"] = adapter
     rows["alive"] = 1
     return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])

@@ -11,7 +11,8 @@ alpha / sqrt(rank) (Kalajdzievski 2023). alpha is lora_alpha, or what alpha_patt
 Beside the changes of a head PEFT saves the model's own, as NAME.base_layer.weight: it must be that.
 
 An adapter is merged into a weight while that is read, or lies beside it as two matrices (LowRank):
-beside what the files have quantised already, and wherever it is chosen call by call.
+beside what the files have quantised already, and wherever it is chosen call by call. Then those of
+all adapters are one stack, in which zeros fill lower ranks, and stand for what one does not change.
 """
 
 from __future__ import annotations
@@ -340,19 +341,12 @@ class _Beside:
     def rank(self) -> int:
         return sum(pair.rank for pair in self.pairs.values())
 
-    def allocate(self, device: Device) -> LowRank:
+    def fill(self, device: Device, change: LowRank, number: int = 0) -> None:
+        """a: the pairs' one below the other; b: those of each source in the columns of its pair.
+        number: which of a stack."""
         rows, columns = self.weight.shape
-        label = f"{self.weight.name} adapter"
-        return LowRank(
-            allocate(device, (self.rank, columns), "f32", label),
-            allocate(device, (rows, self.rank), "f32", label),
-        )
-
-    def fill(self, device: Device, change: LowRank) -> None:
-        """a: the pairs' one below the other; b: those of each source in the columns of its pair."""
-        rows, columns = self.weight.shape
-        a = np.empty((self.rank, columns), np.float32)
-        b = np.zeros((rows, self.rank), np.float32)
+        a = np.zeros((change.rank, columns), np.float32)
+        b = np.zeros((rows, change.rank), np.float32)
         left = 0
         for key, pair in self.pairs.items():
             own = slice(left, left + pair.rank)
@@ -365,18 +359,45 @@ class _Beside:
                     b[top:bottom, own] = of_tensor[part.start : part.stop : part.step]
                 top = bottom
             left = own.stop
-        write(device, change.a, a)
-        write(device, change.b, b)
+        write(device, change.a, a, number * change.rank)
+        write(device, change.b, b, number * rows)
+
+
+def _allocate(device: Device, same: Sequence[_Beside], count: int | None = None) -> LowRank:
+    """Zeros, as what lies beside one weight, of the largest of their ranks. count: of a stack."""
+    (rows, columns), rank = same[0].weight.shape, max(each.rank for each in same)
+    label, matrices = f"{same[0].weight.name} adapter", count or 1
+    a = allocate(device, (matrices * rank, columns), "f32", label)
+    b = allocate(device, (matrices * rows, rank), "f32", label)
+    return LowRank(a, b, by_row=count is not None)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What lies beside the weights of a model. always: for all rows of a step. by_row: stacks of
+    what the adapters of these names change: number 1 is the first, and 0 a row without one."""
+
+    always: Changes
+    by_row: Changes
+    names: tuple[str, ...]
+
+    def number(self, name: str | None) -> int:
+        """By which rows say that they have this one."""
+        return 0 if name is None else 1 + self.names.index(name)
+
+
+NO_ADAPTERS = Adapters({}, {}, ())
 
 
 @dataclass(frozen=True)
 class Loras:
-    """The adapters of a model that is loaded. merged: what goes into its tensors. beside: what lies
-    beside its weights, by name of the adapter (None: the one that is always on) and of weight.
-    copies: what must be the model's own. names: of all weights that are changed."""
+    """The adapters of a model that is loaded. merged: what goes into its tensors. always: what lies
+    beside its weights, by their names, of the adapter that is always on; named: the same by name of
+    the adapter. copies: what must be the model's own. names: of all weights that are changed."""
 
     merged: Mapping[str, Change]
-    beside: Mapping[str | None, Mapping[str, _Beside]]
+    always: Mapping[str, _Beside]
+    named: Mapping[str, Mapping[str, _Beside]]
     copies: Sequence[Copy] = ()
     names: Container[str] = ()
 
@@ -389,9 +410,9 @@ class Loras:
         always: Lora | None = None,
         named: Mapping[str, Lora] | None = None,
     ) -> Loras:
-        """How they go with a model: `always` is merged into what the files have as floats and lies
-        beside what they have quantised. Raises CheckpointError for adapters of another model, and
-        UnsupportedError."""
+        """How they go with a model: either `always`, which is merged into what the files have as
+        floats and lies beside what they have quantised, or those that are `named`. Raises
+        CheckpointError for adapters of another model, and UnsupportedError."""
         weights = {weight.name: weight for weight in plan.weights}
 
         def beside(targets: Mapping[str, Mapping[str, Pair]]) -> dict[str, _Beside]:
@@ -406,36 +427,37 @@ class Loras:
                 kept[name] = pairs
             else:
                 merged |= {key: pair.factors for key, pair in pairs.items()}
-        found: dict[str | None, Mapping[str, _Beside]] = {None: beside(kept)}
-        for adapter, lora in (named or {}).items():
-            found[adapter] = beside(lora.targets(model, plan))
+        found = {
+            adapter: beside(lora.targets(model, plan)) for adapter, lora in (named or {}).items()
+        }
         loras = [*([always] if always else []), *(named or {}).values()]
         copies = [copy for lora in loras for copy in lora.copied(model, plan)]
         names = {*of_always, *(name for of_weights in found.values() for name in of_weights)}
-        return cls(merged, found, copies, names)
+        return cls(merged, beside(kept), found, copies, names)
 
-    def allocate(
-        self, device: Device, weights: Mapping[str, GpuTensor]
-    ) -> dict[str | None, Changes]:
-        """What lies beside the weights, zero-filled, by name of the adapter."""
-        return {
-            adapter: {weights[name]: each.allocate(device) for name, each in of_weights.items()}
-            for adapter, of_weights in self.beside.items()
-        }
+    def allocate(self, device: Device, weights: Mapping[str, GpuTensor]) -> Adapters:
+        """What lies beside the weights, zero-filled."""
+        stacks: dict[str, list[_Beside]] = {}
+        for of_weights in self.named.values():
+            for name, each in of_weights.items():
+                stacks.setdefault(name, []).append(each)
+        count = len(self.named)
+        return Adapters(
+            {weights[name]: _allocate(device, [each]) for name, each in self.always.items()},
+            {weights[name]: _allocate(device, same, count) for name, same in stacks.items()},
+            tuple(self.named),
+        )
 
-    def fill(
-        self,
-        device: Device,
-        weights: Mapping[str, GpuTensor],
-        changes: Mapping[str | None, Changes],
-    ) -> None:
+    def fill(self, device: Device, weights: Mapping[str, GpuTensor], adapters: Adapters) -> None:
         """Read it from the files. Raises CheckpointError, and UnsupportedError for copies of the
         model's tensors that are none."""
         for copy in self.copies:
             copy.check()
-        for adapter, of_weights in self.beside.items():
+        for name, each in self.always.items():
+            each.fill(device, adapters.always[weights[name]])
+        for number, of_weights in enumerate(self.named.values()):
             for name, each in of_weights.items():
-                each.fill(device, changes[adapter][weights[name]])
+                each.fill(device, adapters.by_row[weights[name]], number)
 
 
-NO_LORAS = Loras({}, {})
+NO_LORAS = Loras({}, {}, {})

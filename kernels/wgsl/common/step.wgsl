@@ -3,7 +3,7 @@ struct Row {
   token: u32,     // the id to embed
   position: u32,  // its place in its sequence, from 0
   sequence: u32,
-  adapter: u32,   // reserved for LoRA: 0 is none
+  adapter: u32,   // its number, from 1 (LoRA); 0: none
   alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
   unused_0: u32,
   unused_1: u32,

@@ -1,0 +1,139 @@
+"""Low-rank changes of which each row of a step has its own (LoRA, Hu et al. 2021): b a x, where the
+matrices of all adapters lie one below the other, and the step says which is a row's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.kernels.compiler.arena import Operand
+from infer.kernels.compiler.graph import Value, stride
+from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.compiler.target import Target, per_row, tile_grid
+from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.gpu.plan import Grid
+from infer.kernels.gpu.tensor import GpuTensor, Shard
+from infer.kernels.ops.linear import Projection, multiplied
+from infer.kernels.ops.prepared import Form
+
+_TILES = 8  # of rows, at the least, if there are so many
+_ROWS = 8  # of a tile, at most
+_UP = 64  # outputs of a workgroup of lora_up
+
+
+@dataclass(eq=False, repr=False)
+class LoraDown(Projection):
+    """x A^T, [rows, rank], with the A of the row's adapter, or 0; weight [adapters * rank, in]."""
+
+    weight: GpuTensor
+    rank: int
+
+    def checked_width(self) -> int:
+        _check(self.weight, self.rank, self.x)
+        return self.rank
+
+    def writes(self, form: Form, target: Target) -> bool:
+        return False
+
+    def lower(self, low: Lowering) -> None:
+        inputs, of_norm = self.read(low)
+        rows = low.tuning.choose(lora_rows, low.rows(self))
+        outputs = low.tuning.choose(lora_outputs, -(-low.rows(self) // rows), self.rank)
+        k = self.weight.shape[1]
+        workgroup = low.tuning.workgroup(k)
+        for shard in self.weight.shards:
+            low.emit(
+                "lora_down",
+                [*multiplied(shard, inputs), low.step, self],
+                _grid(low, self, -(-self.rank // outputs), rows),
+                _params(self.weight, shard, self.rank, rows)
+                | of_norm
+                | {
+                    "OUTPUTS": outputs,
+                    "WG": workgroup,
+                    "TEAM": workgroup,
+                    "SUBGROUPS": low.device.subgroups,
+                },
+                moved=4 * self.rank * k,
+                flops=per_row(2 * self.rank * k),
+            )
+
+
+@dataclass(eq=False, repr=False)
+class LoraUp(Value):
+    """scale * x B^T, with the B of the row's adapter, or 0; x [rows, rank], weight [adapters * n,
+    rank].
+
+    Rules add: residual: what is added to the result.
+    """
+
+    x: Value
+    weight: GpuTensor
+    n: int
+    scale: float = 1.0
+    residual: Value | None = field(default=None, kw_only=True)
+
+    def checked_width(self) -> int:
+        _check(self.weight, self.n, self.x)
+        return self.n
+
+    def lower(self, low: Lowering) -> None:
+        x, _, offset = low.source(self.x)
+        if offset:
+            raise ValueError("a projection reads whole rows")
+        added: list[Operand] = [] if self.residual is None else [low.source(self.residual)[0]]
+        rows, k = low.tuning.choose(lora_rows, low.rows(self)), self.weight.shape[1]
+        for shard in self.weight.shards:
+            low.emit(
+                "lora_up",
+                [*multiplied(shard, [x]), low.step, *added, self],
+                _grid(low, self, -(-self.n // _UP), rows),
+                _params(self.weight, shard, self.n, rows)
+                | {"NORM": False, "SCALED": False, "RESIDUAL": bool(added)}
+                | {"WG": _UP, "SCALE": float(self.scale)},
+                moved=4 * self.n * k,
+                flops=per_row(2 * self.n * k),
+            )
+
+
+def lora_rows(tuning: Tuning, rows: int) -> int:
+    """Rows of a workgroup. Those of one adapter share what is read of it; those of others wait for
+    theirs one after the other, so that of few rows each has workgroups of its own."""
+    return min(_ROWS, -(-rows // _TILES))
+
+
+def lora_outputs(tuning: Tuning, tiles: int, rank: int) -> int:
+    """Outputs of a workgroup of lora_down, which reads x for them: as many as leave each
+    multiprocessor a workgroup; a CPU takes long to compile more than one."""
+    outputs = 1 if tuning.software else 4
+    while outputs > 1 and -(-rank // outputs) * tiles < tuning.multiprocessors:
+        outputs //= 2
+    return outputs
+
+
+def _check(weight: GpuTensor, n: int, x: Value) -> None:
+    """Raises ValueError for what is no stack of matrices [n, width of x]."""
+    rows, columns = weight.shape
+    if x.width != columns or rows % n:
+        raise ValueError(f"{weight.shape} is no stack of matrices ({n}, {x.width})")
+
+
+def _grid(low: Lowering, y: Value, x: int, rows: int) -> Grid:
+    """x workgroups for each `rows` rows."""
+    if y.of_logits and low.kind.logits is not None:
+        return (x, -(-low.kind.logits // rows), 1)
+    return tile_grid(x, rows)
+
+
+def _params(weight: GpuTensor, shard: Shard, n: int, rows: int) -> dict[str, Any]:
+    """Those that both kernels have."""
+    return {
+        "WEIGHT": weight.dtype,
+        **weight.grouping.params,
+        "K": weight.shape[1],
+        "N": n,
+        "START": shard.start,
+        "SHARD_ROWS": shard.rows,
+        "ROWS": rows,
+        "Y_STRIDE": stride(n),
+    }

@@ -1,0 +1,28 @@
+// Rows of a stack of matrices, one for each adapter, [adapters * N][K], of which a shard holds
+// [START, START + SHARD_ROWS): those of the adapter of a row of the step.
+// @param N u32            outputs: rows of an adapter's matrix
+// @param START u32
+// @param SHARD_ROWS u32
+// @param ROWS u32         rows of x that a workgroup takes
+// Needs `step`.
+#include "step.wgsl"
+
+// Of a row of x, which is one of the step's, or of the rows that get logits: these are of one sequence.
+fn adapter_of(row: u32) -> u32 {
+  return step.rows[min(row, step.n_rows - 1u)].adapter;
+}
+
+// Where output n of an adapter lies in the shard; beyond its end if it does not.
+fn stack_row(adapter: u32, n: u32) -> u32 {
+  return (adapter - 1u) * N + n - START;
+}
+
+// What is there, or anything that is.
+fn load_stacked(adapter: u32, n: u32, i: u32) -> Chunk {
+  return load_chunk(min(stack_row(adapter, n), SHARD_ROWS - 1u), i);
+}
+
+// Whether this shard's kernel writes output n of a row; the first also writes those without an adapter.
+fn is_own(adapter: u32, n: u32) -> bool {
+  return stack_row(adapter, n) < SHARD_ROWS || (START == 0u && adapter == 0u);
+}
