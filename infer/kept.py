@@ -33,8 +33,8 @@ def generate(
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
     asked for, and until what uses it is done. options: those of `LLM.stream`, and of `load`:
-    device, context, dtype, quantize, kv_dtype, max_batch, cache_memory, revision, offline,
-    progress, and, where the model is not an LLM, adapter.
+    device, context, dtype, quantize, kv_dtype, max_batch, cache_memory, invariant, revision,
+    offline, progress, and, where the model is not an LLM, adapter.
     """
     if are_several(prompt):
         return together(stream(model, each, **options) for each in cast(Prompts, prompt))

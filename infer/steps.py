@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
 from infer.kernels.compiler.arena import Arena
@@ -50,11 +51,13 @@ class Steps:
         fuse: bool,
         max_batch: int,
         n_pages: int,
+        invariant: bool,
     ) -> None:
         """adapters: what lies beside the weights, by name; None: when none is asked for. The
         others: as in EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an
         adapter changes."""
-        self.device, self.adapters, self.context, self._fuse = device, adapters, context, fuse
+        self.device, self.adapters, self.context = device, adapters, context
+        self._fuse, self._invariant = fuse, invariant
         c = model.config
         self.cache = KVCache(
             device, c.kv_shapes, context, sequences=max_batch, dtype=kv_dtype, n_pages=n_pages
@@ -79,6 +82,8 @@ class Steps:
         for changes in adapters.values():
             _check_projections(values, weights, changes)
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
+        if invariant:  # kernels of a few rows have no more
+            bound = min(bound, MAX_BATCH)
         chunk = max(16, min(prefill_chunk, context, bound))
         self.step = device.buffer(step_bytes(max(chunk, MAX_VEC_ROWS, max_batch)), label="step")
         self.batches = _batches(max_batch, device)
@@ -99,11 +104,12 @@ class Steps:
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
         largest = max([self.logits.nbytes, *(size for own in sizes for size in own)])
-        if self.batches and largest > device.limits.max_binding:
+        few = [*self.batches[-1:], *([chunk] if invariant else [])]
+        if few and largest > device.limits.max_binding:
             raise OutOfMemoryError(
-                f"Steps of {self.batches[-1]} rows need a buffer of {largest:,} bytes; one binding "
+                f"Steps of {max(few)} rows need a buffer of {largest:,} bytes; one binding "
                 f"of this GPU holds {device.limits.max_binding:,}. Ask for fewer answers at once "
-                "(max_batch)."
+                f"(max_batch){' or a smaller context' if invariant else ''}."
             )
         self.arena = Arena(device)
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
@@ -116,6 +122,7 @@ class Steps:
 
     def lower(self, kind: StepKind, logits: Buffer, adapter: str | None) -> Lowering:
         """The kernels of a kind of step."""
+        kind = replace(kind, invariant=self._invariant)
         changes, fuse = self.adapters[adapter], self._fuse
         traced, step = self._traced, self.step
         return lower(self.device, traced, kind, step, logits, fuse=fuse, changes=changes)
