@@ -55,14 +55,16 @@ _NOTHING = Recording([])
 @dataclass(frozen=True)
 class EngineOptions:
     """How an engine runs. Only context and kv_dtype change what it computes; in a batch the last
-    bits may differ from those of the same answer alone.
+    bits may differ from those of the same answer alone, unless it is invariant.
 
     context: positions of a sequence at most. max_batch: sequences that are served at once; more
     wait. cache_positions: of the KV cache, of all sequences together; None: the context, and 1,024
     for each of them but one. kv_dtype: "f16", "f32" or "q8". prefill_chunk: rows of a prefill step
-    at most. fuse=False runs every op as a kernel of its own; raw=False records through the public
-    API; ahead=1 waits for every id before the next step. All three are slower, and there to compare
-    with and to work round a driver's bug.
+    at most. invariant: an answer's logits and tokens are the same to the last bit whatever runs
+    beside it, however its prompt is cut, and whether it is cached: all steps have the kernels of a
+    few rows, so that prefill and single answers are slower. fuse=False runs every op as a kernel of
+    its own; raw=False records through the public API; ahead=1 waits for every id before the next
+    step. All three are slower, and there to compare with and to work round a driver's bug.
     """
 
     context: int
@@ -73,6 +75,7 @@ class EngineOptions:
     fuse: bool = True
     raw: bool = True
     ahead: int = AHEAD
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         """Raises RequestError for values of other kinds, and counts out of range."""
@@ -89,7 +92,7 @@ class EngineOptions:
                 f"A cache of {self.cache_positions} positions has no room for a context of "
                 f"{self.context}. Ask for a larger cache, or a smaller context (--context)."
             )
-        for name in ("fuse", "raw"):
+        for name in ("fuse", "raw", "invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"{name} must be true or false, not {shown(getattr(self, name))}."
@@ -293,6 +296,7 @@ class Engine:
             fuse=options.fuse,
             max_batch=options.max_batch,
             n_pages=options.pages,
+            invariant=options.invariant,
         )
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
@@ -353,7 +357,7 @@ class Engine:
         last = min(prompt_tokens, _TAIL) if self.states else 0  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
         kinds = dict.fromkeys(kind for part in parts for *_, kind in self.chunks(part))
-        recordings = [self.recording(kind, True, params.chain()) for kind in kinds]
+        recordings = [self.recording(kind, True, self._chain(params)) for kind in kinds]
         if not self.device.software:
             return
         first = {item.pipeline: item for r in recordings for item in r.dispatches}
@@ -430,12 +434,18 @@ class Engine:
             adapter,
             limit,
             sampler,
-            params.chain() if sampler is None else SamplerChain(),
+            self._chain(params) if sampler is None else SamplerChain(),
             self._sequence(prompt_ids, limit, adapter, sampler is not None),
         )
         self._inbox.append(answer)
         self.timings = answer.timings
         return answer
+
+    def _chain(self, params: SamplingParams) -> SamplerChain:
+        """What sampling dispatches. Noise beside filters is added to other scores than alone: to be
+        invariant it always goes the way of filters."""
+        chain = params.chain()
+        return replace(chain, min_p=True) if self.options.invariant and chain.noise else chain
 
     def _sequence(
         self, ids: Sequence[int], limit: int, adapter: str | None, on_host: bool

@@ -38,6 +38,7 @@ class LoadOptions(TypedDict, total=False):
     kv_dtype: str
     max_batch: int | None
     cache_memory: int | None
+    invariant: bool
     revision: str | None
     offline: bool
     progress: bool | Progress | None

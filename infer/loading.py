@@ -48,6 +48,7 @@ def load(
     kv_dtype: str = "f16",
     max_batch: int | None = None,
     cache_memory: int | None = None,
+    invariant: bool = False,
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     revision: str | None = None,
@@ -69,7 +70,8 @@ def load(
     max_batch: answers that are generated at once, up to 64; more wait. None: 8, or 4 where the CPU
     computes, or one where only that fits. cache_memory: bytes of keys and values of all of them,
     which must hold one context; None: as many as that takes, and 1,024 positions for each of the
-    others.
+    others. invariant: on one device an answer is the same to the last bit alone and among others,
+    whoever comes and goes, and whatever of it the cache has; slower, prefill above all.
     adapter: a LoRA adapter of the model (a folder or a hub id) that is always on: merged into the
     weights, before `quantize` if that is given, or applied beside those that the files have
     quantised. adapters: several by names of your own, applied beside the weights; none is on but
@@ -109,6 +111,7 @@ def load(
             "max_batch": usual if max_batch is None else max_batch,
             "cache_positions": _positions(cache_memory, per_position),
             "kv_dtype": kv_dtype,
+            "invariant": invariant,
         }
         options = EngineOptions(**asked | dict(engine or {}))
         own = tuple(n for n, v in (("context", context), ("max_batch", max_batch)) if v is None)

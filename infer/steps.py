@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
 
@@ -56,10 +57,12 @@ class Steps:
         fuse: bool,
         max_batch: int,
         n_pages: int,
+        invariant: bool,
     ) -> None:
         """adapters: what lies beside the weights. The others: as in EngineOptions. Raises
         OutOfMemoryError, and UnsupportedError for what an adapter changes."""
-        self.device, self.adapters, self.context, self._fuse = device, adapters, context, fuse
+        self.device, self.adapters, self.context = device, adapters, context
+        self._fuse, self._invariant = fuse, invariant
         c = model.config
         self.cache = KVCache(
             device, c.kv_shapes, context, sequences=max_batch, dtype=kv_dtype, n_pages=n_pages
@@ -84,6 +87,8 @@ class Steps:
         for changes in (adapters.always, adapters.by_row):
             _check_projections(values, weights, changes)
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
+        if invariant:  # kernels of a few rows have no more
+            bound = min(bound, MAX_BATCH)
         chunk = max(16, min(prefill_chunk, context, bound))
         self.step = device.buffer(step_bytes(max(chunk, MAX_VEC_ROWS, max_batch)), label="step")
         self.batches = _batches(max_batch, device)
@@ -105,11 +110,12 @@ class Steps:
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
         largest = max([self.logits.nbytes, *(size for own in sizes for size in own)])
-        if self.batches and largest > device.limits.max_binding:
+        few = [*self.batches[-1:], *([chunk] if invariant else [])]
+        if few and largest > device.limits.max_binding:
             raise OutOfMemoryError(
-                f"Steps of {self.batches[-1]} rows need a buffer of {largest:,} bytes; one binding "
+                f"Steps of {max(few)} rows need a buffer of {largest:,} bytes; one binding "
                 f"of this GPU holds {device.limits.max_binding:,}. Ask for fewer answers at once "
-                "(max_batch)."
+                f"(max_batch){' or a smaller context' if invariant else ''}."
             )
         self.arena = Arena(device)
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
@@ -132,6 +138,7 @@ class Steps:
         return self._lower(self._traced, kind, logits, by_row)
 
     def _lower(self, output: Value, kind: StepKind, buffer: Buffer, by_row: bool) -> Lowering:
+        kind = replace(kind, invariant=self._invariant)
         changes = self.adapters.by_row if by_row else self.adapters.always
         fuse = self._fuse
         return lower(self.device, output, kind, self.step, buffer, fuse=fuse, changes=changes)

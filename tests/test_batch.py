@@ -366,8 +366,9 @@ def test_a_batch_that_no_binding_holds(own_device: Device, tmp_path: Path) -> No
         ({"max_batch": 0}, "max_batch must be a positive integer"),
         ({"max_batch": 65}, "max_batch must be at most 64"),
         ({"cache_positions": 100}, "no room for a context of 128"),
+        ({"invariant": 1}, "invariant must be true or false"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, int], message: str) -> None:
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         EngineOptions(context=128, **options)

@@ -251,6 +251,14 @@ def run(
             "where the CPU computes.",
         ),
     ] = None,
+    invariant: Annotated[
+        bool,
+        loading_option(
+            "--invariant",
+            help="An answer is the same to the last bit alone and among others, and whatever of it "
+            "is cached: slower.",
+        ),
+    ] = False,
     no_fuse: Annotated[
         bool,
         loading_option(
@@ -358,6 +366,7 @@ def run(
                 quantize=quantize,
                 kv_dtype=kv_dtype,
                 max_batch=1 if file is None else max_batch,
+                invariant=invariant,
                 adapter=adapter,
                 revision=revision,
                 offline=offline,

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from infer.kernels.compiler.fusion import rewrite
 from infer.kernels.compiler.graph import Graph, Value
+from infer.kernels.compiler.invariant import InvariantTuning
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import StepKind, Target
 from infer.kernels.compiler.tuning import Tuning
@@ -30,6 +31,7 @@ def lower(
     buffer of its rows. changes: what lies beside weights. fuse=False gives each operation kernels
     of its own."""
     graph = Graph(output)
-    target = Target(device, kind, tuning or Tuning(device), fuse)
+    rules = InvariantTuning if kind.invariant else Tuning
+    target = Target(device, kind, tuning or rules(device), fuse)
     rewrite(graph, target, changes)
     return Lowering(target, graph, step, output_buffer)

@@ -17,16 +17,23 @@ class StepKind:
     """A kind of step: at most `rows` rows, of which `logits` get logits (None: all of them). They
     are consecutive positions of one sequence or, in a batch, each the next of its own.
 
-    Up to MAX_VEC_ROWS rows go through matmul_vec, more through matmul.
+    Up to MAX_VEC_ROWS rows go through matmul_vec, more through matmul. invariant: whatever their
+    number is, they are computed as in a step of a few rows, and each as if it were alone.
     """
 
     rows: int
     logits: int | None = None
     batch: bool = False
+    invariant: bool = False
 
     @property
     def vec(self) -> bool:
-        return self.rows <= MAX_VEC_ROWS
+        return self.rows <= MAX_VEC_ROWS or self.invariant
+
+    @property
+    def single(self) -> bool:
+        """Whether kernels may be those that only one row has."""
+        return self.rows == 1 and not self.invariant
 
     @property
     def span(self) -> int:
@@ -53,6 +60,10 @@ class Target:
         if value.of_logits and self.kind.logits is not None:
             return self.kind.logits
         return self.kind.rows
+
+    def vec(self, value: Value) -> bool:
+        """Whether the rows of an activation are few, or multiplied as if they were."""
+        return self.rows(value) <= MAX_VEC_ROWS or self.kind.invariant
 
     def row_grid(self, value: Value, x: int) -> Grid:
         """x workgroups for each row."""

@@ -85,7 +85,7 @@ class Attention(Maker):
         apart = rotated if rope and rope.interleaved else rotated // 2
         pairs = cache.dtype != "q8" or variant.cluster % 8 == 0
         return (
-            target.kind.rows == 1
+            target.kind.single
             and apart % 8 == 0
             and cache.head_dim % 8 == 0
             and (pairs or not heads.own)

@@ -81,7 +81,7 @@ class HeadLinear(Maker):
         bindings = 4 + len(self.weight.shards[0].buffers) + 1 + len(key.operands)
         return (
             key.rope is self.rope
-            and target.kind.rows == 1
+            and target.kind.single
             and len(self.weight.shards) == 1
             and bindings <= limits.storage_buffers
             and variant.storage(k) + key.storage <= limits.workgroup_storage

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import MAX_VEC_ROWS, Target, padded_rows, per_row, tile_grid
+from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
 from infer.kernels.compiler.tuning import Tuning, power_of_two
 from infer.kernels.gpu.tensor import (
     BLOCK,
@@ -83,7 +83,7 @@ class Projection(Maker):
 
     def x_scales(self, target: Target) -> str:
         """Of x as int8 (quantize_block.wgsl); none where it is read as it is."""
-        return ("halves" if target.rows(self) <= MAX_VEC_ROWS else "blocks") if self.int8 else ""
+        return ("halves" if target.vec(self) else "blocks") if self.int8 else ""
 
     def read(self, low: Lowering) -> tuple[list[Operand], dict[str, Any]]:
         """What it reads besides its weights: the activation and what belongs to that; and the
@@ -168,7 +168,7 @@ class Linear(Projection):
         return "rows" if by_rows else super().x_scales(target)
 
     def writes(self, form: Form, target: Target) -> bool:
-        if target.rows(self) > MAX_VEC_ROWS or self._rows_variant(target) is not None:
+        if not target.vec(self) or self._rows_variant(target) is not None:
             return False
         optional = (self.bias, self.residual, self.gate or self.factors)
         bound = self.bound + sum(item is not None for item in optional) + self._stops(target)
@@ -200,7 +200,7 @@ class Linear(Projection):
             "ACTIVATION": self.activation,
         }
         variant = self._rows_variant(low)
-        if variant is None and rows > MAX_VEC_ROWS:
+        if variant is None and not low.vec(self):
             self._matmul(low, rows, inputs, [self, *added], params)
             return
         params |= {"SIGMOID_GATE": self.gate is not None, "FACTORS": self.factors is not None}

@@ -50,11 +50,11 @@ class Form:
         """Whether a kernel that binds so many buffers besides can write it."""
         if self.bindings + bound > target.device.limits.storage_buffers:
             return False
-        if self.norm is not None and self.norm.of_logits and target.kind.rows > 1:
+        if self.norm is not None and self.norm.of_logits and not target.kind.single:
             return False  # the logits' rows are copied first
         if not self.int8:
             return True
-        return maker.width % BLOCK == 0 and (target.kind.rows == 1 or maker.quantizes_rows)
+        return maker.width % BLOCK == 0 and (target.kind.single or maker.quantizes_rows)
 
 
 @dataclass(eq=False, repr=False)

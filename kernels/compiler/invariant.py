@@ -1,0 +1,94 @@
+"""The rules by which a row is computed alike to the last bit, however many are in its step.
+
+A sum of floats depends on its order. So every rule that asks how many rows there are has another
+here, which gives the same order for any number: of a product's columns, of a context's splits, of
+a state's matrix. Rows still differ in what none of them sees: how many of them a lane has, and
+what goes through workgroup memory. `StepKind.invariant` fuses the same operations for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from infer.kernels.compiler.tuning import Call, Tuning, Variant
+from infer.kernels.ops.attention import (
+    AttentionVariant,
+    attention_joined_variant,
+    attention_variant,
+)
+from infer.kernels.ops.linear import VecShape, VecVariant, matmul_vec_variant
+from infer.kernels.ops.matmul_rows import (
+    LEAST_LANES,
+    MOST_ROWS,
+    RowsShape,
+    RowsVariant,
+    few_rows,
+    matmul_rows_variant,
+    possible_variant,
+)
+from infer.kernels.ops.recurrent import DeltaVariant, delta_rule_variant
+
+_ATTENTION_ROWS = 4  # whose splits are taken for all: more would leave one row too few
+_STAGED_ROWS = 5  # from which on x goes through workgroup memory
+
+
+class InvariantTuning(Tuning):
+    """The rules of a step whose rows do not depend on their number."""
+
+    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
+        own: Any = _RULES.get(rule, rule)
+        chosen: Variant = own(self, *call)
+        return chosen
+
+
+def _few_rows(tuning: Tuning, rows: int) -> bool:
+    """On a GPU with subgroups one row too."""
+    return tuning.subgroup_size >= LEAST_LANES and not tuning.software
+
+
+def _matmul_rows(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
+    """Lanes and teams along the columns as the most rows have them, and no splits: these decide in
+    what order sums are made. None where that does not run, of whatever number of rows."""
+    most = possible_variant(tuning, replace(shape, rows=MOST_ROWS, splits=False))
+    if most is None or not replace(most, m_tile=1).runs(tuning, replace(shape, rows=1)):
+        return None
+    m_tile = -(-shape.rows // -(-shape.rows // most.m_tile))
+    staged = replace(most, m_tile=m_tile, staged=shape.rows >= _STAGED_ROWS)
+    return staged if staged.runs(tuning, shape) else replace(staged, staged=False)
+
+
+def _matmul_vec(tuning: Tuning, shape: VecShape) -> VecVariant:
+    """Where matmul_rows does not run: as of one row, with workgroups for each."""
+    return replace(matmul_vec_variant(tuning, replace(shape, rows=1)), row_each=True)
+
+
+def _attention(
+    tuning: Tuning, group: int, n_kv_heads: int, head_dim: int, rows: int = 1
+) -> AttentionVariant | None:
+    """A row's splits depend on its own position alone."""
+    return attention_variant(tuning, group, n_kv_heads, head_dim, _ATTENTION_ROWS)
+
+
+def _joined(tuning: Tuning, variant: AttentionVariant, rows: int, n_heads: int, group: int) -> None:
+    """Which of the two a row took would depend on the longest context of its step."""
+
+
+def _delta_rule(tuning: Tuning, rows: int, key_dim: int) -> DeltaVariant:
+    """Sums as of one row: behind a barrier, not over lanes."""
+    variant = replace(delta_rule_variant(tuning, rows, key_dim), subgroups=False)
+    return variant if variant.runs(tuning, key_dim) else delta_rule_variant(tuning, 1, key_dim)
+
+
+_RULES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {
+        few_rows: _few_rows,
+        matmul_rows_variant: _matmul_rows,
+        matmul_vec_variant: _matmul_vec,
+        attention_variant: _attention,
+        attention_joined_variant: _joined,
+        delta_rule_variant: _delta_rule,
+    }
+)
