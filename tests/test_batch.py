@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from engines import Answer, answer, build_engine
 from marks import others_full
-from reference_models import load, relative_error
+from reference_models import batch_cases, load, load_batch, relative_error, tolerance_of
 
 import infer.scheduler
 import infer.steps
@@ -126,6 +126,25 @@ def test_answers_of_a_batch_are_those_alone(engine_of: Callable[..., Engine], ca
         assert_same(found, expected)
     stats = engine.pool.stats
     assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
+
+
+def test_every_kind_has_stored_answers() -> None:
+    assert batch_cases() == sorted(KINDS)
+
+
+@others_full("case", KINDS, ["llama", "lfm2"])
+def test_a_batch_agrees_with_transformers(engine_of: Callable[..., Engine], case: str) -> None:
+    """On prompts of 1 to 250 tokens, and again when their beginnings are in the cache. One answer
+    comes to another page."""
+    reference, tolerance = load_batch(case), tolerance_of(case)
+    prompts, steps = reference.prompts, reference.greedy_ids.shape[1]
+    engine = engine_of(case, max_batch=len(prompts), context=5 * PAGE)
+    for again in (False, True):
+        running = [begin(engine, ids, steps) for ids in prompts]
+        for i, found in enumerate([of(list(item)) for item in running]):
+            assert found.token_ids == reference.greedy_ids[i].tolist()
+            assert relative_error(found.logits[reference.rows], reference.logits[i]) <= tolerance
+        assert all((item.timings.reused_tokens > 0) == again for item in running[2:])
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, pytest.param(16, marks=pytest.mark.full)])
