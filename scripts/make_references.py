@@ -17,7 +17,7 @@ reference.npz          prompt_ids      int64 [prompt]
                                        chosen - first other logit) / norm of logits of a router
 long.npz               of some: the same for a prompt of 1,200 tokens, which takes several pages of
                        the cache and several chunks; of its logits LONG_ROWS, as `rows`
-batch.npz              of one of each kind: prompts of the lengths BATCH_PROMPTS, each answered alone:
+batch.npz              of one of each kind: prompts of BATCH_PROMPTS tokens, each answered alone:
                        prompt_ids      int64 [all prompts], one after the other
                        lengths         int64 [prompts]
                        greedy_ids      int64 [prompts, steps]
@@ -130,7 +130,8 @@ MIN_DISTINCT_BATCH = 5
 class Case:
     """One tiny model; config is its config.published.json. The embeddings' standard deviation is
     `embedding`. stacked: the experts of a layer are two tensors in the file, as in memory.
-    transposed: each of their matrices is, as the hub has them. long: with long.npz. batch: with batch.npz."""
+    transposed: each of their matrices is, as the hub has them. long: with long.npz. batch:
+    with batch.npz."""
 
     config: dict[str, Any]
     shards: int = 1
