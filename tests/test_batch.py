@@ -23,7 +23,7 @@ from infer.engine import Engine, EngineOptions, Step
 from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
-from infer.sampling import SamplingParams
+from infer.sampling import SamplingParams, logprobs
 
 TOLERANCE = 1e-5
 STEPS = 12
@@ -233,6 +233,31 @@ def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) 
         assert_same(found, expected)
 
 
+def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine]) -> None:
+    """Of the logits that come with them, by numpy, whoever chooses; a row that asks for none gets
+    none."""
+    engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
+    params = SamplingParams(max_tokens=STEPS, logprobs=4, temperature=0.8, seed=3).resolved({})
+    running = [
+        begin(engine, prompts[0], logprobs=20),
+        begin(engine, prompts[1]),
+        begin(engine, prompts[2], seed=1, logprobs=0, **SAMPLED),
+        engine.generate(prompts[5], params, with_logits=True, logits_processor=lambda _, x: -x),
+    ]
+    answers = [list(item) for item in running]
+    assert {step.logprobs for step in answers[1]} == {None}
+    for steps, n in zip((answers[0], *answers[2:]), (20, 0, 4), strict=True):
+        assert len(steps) == STEPS
+        for step in steps:
+            assert step.logits is not None
+            assert step.logprobs is not None
+            own, best = logprobs(step.logits, step.token, n)
+            assert step.logprobs[0] == pytest.approx(own, abs=1e-5)
+            assert [token for token, _ in step.logprobs[1]] == [token for token, _ in best]
+            values = [value for _, value in step.logprobs[1]]
+            assert values == pytest.approx([value for _, value in best], abs=1e-5)
+
+
 @pytest.mark.parametrize("case", ["llama", pytest.param("lfm2", marks=pytest.mark.full)])
 def test_out_of_pages_an_answer_is_computed_anew(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
@@ -365,6 +390,7 @@ class Soak:
         steps = int(2 * PAGE - 32 if is_long else draw.integers(1, 9))
         seed = int(draw.integers(1 << 32))
         sampling = SAMPLED | {"seed": seed} if kind < 0.05 else {}
+        sampling |= {"logprobs": 3} if kind % 0.1 > 0.09 else {}
         params = SamplingParams(max_tokens=steps, **sampling).resolved({})
         processor = None
         if kind > 0.92 and not is_long:
@@ -421,7 +447,7 @@ def test_nothing_is_left_of_many_answers(
     monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)  # so that they run out of pages
     engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
     soak = Soak(engine)
-    for item in [begin(engine, ids, seed=1, **SAMPLED) for ids in 4 * soak.stems[:1]]:
+    for item in [begin(engine, ids, seed=1, logprobs=3, **SAMPLED) for ids in 4 * soak.stems[:1]]:
         list(item)  # buffers that grow have their full size
     soak.run(20, seed=0)
 
