@@ -20,8 +20,8 @@ fewest of the most probable that reach it; of equal ones the lowest ids), min-p.
 greedy: the lowest id of the largest score after bias and penalties.
 
 Log probabilities of the sampled token and of the most probable ones are two more kernels, where a
-row asks for them: sample_best, on tiles, and sample_logprobs. They are those of the model itself:
-of its logits before all of the above.
+row asks for them: sample_tiles and sample_logprobs. They are those of the model itself: of its
+logits before all of the above.
 
 A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, and stops.
 """
@@ -231,10 +231,9 @@ class Sampler:
         )
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
         if chain.logprobs:
-            ranked = tokens | {"BEST": MAX_LOGPROBS}
-            spec = KernelSpec.of("sample_best", **ranked)
+            spec = KernelSpec.of("sample_tiles", **tokens)
             kernels.append((spec, ("step", "logits", "tile_bests")))
-            spec = KernelSpec.of("sample_logprobs", **ranked)
+            spec = KernelSpec.of("sample_logprobs", **tokens, BEST=MAX_LOGPROBS)
             kernels.append((spec, ("step", "logits", "tile_bests", "sampled", "logprobs")))
 
         self.device.pipelines(spec for spec, _ in kernels)
@@ -264,7 +263,7 @@ class Sampler:
         if name not in self._buffers:
             per_row = {
                 "sampled": 4,
-                "tile_bests": self._tiles * ROW_LOGPROBS * 8,
+                "tile_bests": self._tiles * 16,
                 "logprobs": ROW_LOGPROBS * LOGPROB.itemsize,
                 "bests": self._tiles * 8,
                 "z": self._stride * 4,
