@@ -36,20 +36,27 @@ from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, Ste
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
-from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
+from infer.kernels.state.sampler import (
+    INVALID_TOKEN,
+    LOGPROB,
+    ROW_LOGPROBS,
+    Sampler,
+    SamplerChain,
+)
 from infer.kernels.state.step import NO_TOKEN, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.pace import Pace
 from infer.pages import PagePool
-from infer.sampling import LogitsProcessor, NumpySampler, SamplingParams
+from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams, logprobs
 from infer.scheduler import Decode, Prefill, Scheduler
 from infer.steps import HIDDEN, MAX_BATCH, Steps
 
 AHEAD = 2  # steps in flight: one runs while the next is recorded
 _TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
 _NOTHING = Recording([])
+_LOGPROBS_BYTES = ROW_LOGPROBS * LOGPROB.itemsize  # of a row
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,12 @@ _POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where no
 
 @dataclass(frozen=True)
 class Step:
-    """One token that was chosen, and the logits [vocab] it was chosen from when asked for."""
+    """One token that was chosen, and when asked for the logits [vocab] it was chosen from, and
+    their log probabilities."""
 
     token: int
     logits: NDArray[np.float32] | None = None
+    logprobs: Logprobs | None = None
 
 
 @dataclass
@@ -223,13 +232,14 @@ class _Chunk:
 @dataclass(eq=False)
 class _InFlight:
     """A submitted step that has not been read. rows: of those that are sampled the sequences, and
-    which of them have their logits read back. prefilled: rows of a prompt. chunk: of a text that is
-    embedded."""
+    which of them have their logits read back. logprobs: whether the sampler's are. prefilled: rows
+    of a prompt. chunk: of a text that is embedded."""
 
     submission: Any
     staging: _Staging
     rows: tuple[scheduler.Sequence, ...]
     logits_of: tuple[int, ...]
+    logprobs: bool
     prefilled: int
     chunk: _Chunk | None
     since: float
@@ -239,7 +249,7 @@ class _InFlight:
 class _Batch:
     """Sequences that share decode steps, and what these dispatch: made once, while the same ones
     stay. joins: the same for a step that takes their rows from wherever they are. logits_of: which
-    of them have their logits read back."""
+    of them have their logits read back. logprobs: whether any has log probabilities."""
 
     sequences: tuple[scheduler.Sequence, ...]
     slots: tuple[int, ...]
@@ -247,15 +257,18 @@ class _Batch:
     recording: Recording
     joins: Recording
     logits_of: tuple[int, ...]
+    logprobs: bool
 
 
 class _Staging:
-    """Where the ids of a step in flight go, and the logits, or the hidden states, of some rows."""
+    """Where the ids of a step in flight go, log probabilities, and the logits, or the hidden
+    states, of some rows."""
 
     def __init__(self, device: Device, max_batch: int, nbytes: int) -> None:
         """nbytes: of `rows`, to begin with."""
         self._device = device
         self.ids = device.buffer(4 * max_batch, "read", "ids")
+        self.logprobs = device.buffer(_LOGPROBS_BYTES * max_batch, "read", "logprobs")
         self._rows = device.buffer(nbytes, "read", "rows")
 
     def rows(self, nbytes: int) -> Buffer:
@@ -266,7 +279,7 @@ class _Staging:
         return self._rows
 
     def destroy(self) -> None:
-        self._device.destroy([self.ids, self._rows])
+        self._device.destroy([self.ids, self.logprobs, self._rows])
 
 
 class Engine:
@@ -607,6 +620,7 @@ class Engine:
         number = self.adapters.number(answer.adapter)
         sampled: tuple[scheduler.Sequence, ...] = ()
         logits_of: tuple[int, ...] = ()
+        logprobs = False
         chunk = None
         if isinstance(answer, Embedding):
             chunk = _Chunk.of(answer, work)
@@ -616,6 +630,7 @@ class Engine:
             recording = self.recording(kind, work.last, chain, number > 0)
             sampled = (sequence,) if work.last else ()
             logits_of = (0,) if work.last and answer.reads_logits else ()
+            logprobs = work.last and answer.chain.logprobs
         chosen = (count - 1,) if sampled else ()
         step = pack_step(ids, work.start, sequence=slot, adapter=number, logits_rows=chosen)
         self.device.write(self.steps.step, step)
@@ -625,7 +640,7 @@ class Engine:
             self.queue.submit(piece, count, end, ())
         self._rows = (slot,) if sampled else None
         prefilled = count if count > MAX_VEC_ROWS else 0
-        self._submit(rest, count, end, sampled, logits_of, prefilled, chunk)
+        self._submit(rest, count, end, sampled, logits_of, logprobs, prefilled, chunk)
         if work.save is not None:
             self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
 
@@ -672,7 +687,8 @@ class Engine:
         if batch.slots != self._rows:
             self.sampler.take_rows_of(batch.slots)
             self._rows, recording = batch.slots, batch.joins
-        self._submit(recording, len(batch.slots), longest, batch.sequences, batch.logits_of)
+        of = batch.sequences, batch.logits_of, batch.logprobs
+        self._submit(recording, len(batch.slots), longest, *of)
 
     def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> _Batch:
         answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
@@ -686,6 +702,7 @@ class Engine:
             self.recording(kind, True, chain, by_row),
             self.recording(kind, True, chain, by_row, joins=True),
             tuple(i for i, answer in enumerate(answers) if answer.reads_logits),
+            chain.logprobs,
         )
 
     def _kind(self, rows: int) -> str:
@@ -729,6 +746,7 @@ class Engine:
         kv_len: int,
         sampled: tuple[scheduler.Sequence, ...],
         logits_of: tuple[int, ...],
+        logprobs: bool,
         prefilled: int = 0,
         chunk: _Chunk | None = None,
     ) -> None:
@@ -737,6 +755,9 @@ class Engine:
         read_back: list[Copy] = []
         if sampled:
             read_back.append(Copy((self.sampler.sampled, 0), (staging.ids, 0), 4 * len(sampled)))
+        if logprobs:
+            nbytes = _LOGPROBS_BYTES * len(sampled)
+            read_back.append(Copy((self.sampler.logprobs, 0), (staging.logprobs, 0), nbytes))
         if logits_of:
             row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
             for at, i in enumerate(logits_of):
@@ -749,7 +770,7 @@ class Engine:
         submission = self.queue.submit(recording, rows, kv_len, read_back)
         now = time.perf_counter()
         self._in_flight.append(
-            _InFlight(submission, staging, sampled, logits_of, prefilled, chunk, now)
+            _InFlight(submission, staging, sampled, logits_of, logprobs, prefilled, chunk, now)
         )
 
     def _read(self) -> None:
@@ -768,6 +789,11 @@ class Engine:
         chunk, hidden = step.chunk, None
         if chunk is not None and chunk.rows:
             hidden = self._read_rows(step, len(chunk.rows), self.model.config.hidden_size)
+        ranked: dict[int, NDArray[Any]] = {}
+        if step.logprobs:
+            nbytes = _LOGPROBS_BYTES * len(step.rows)
+            raw = self.queue.read(step.staging.logprobs, nbytes, step.submission)
+            ranked = dict(enumerate(raw.view(LOGPROB).reshape(-1, ROW_LOGPROBS)))
         self._is_whole = False
         self._in_flight.popleft()
         now = time.perf_counter()
@@ -777,7 +803,7 @@ class Engine:
         for i, (sequence, token) in enumerate(zip(step.rows, ids, strict=True)):
             answer = self._answers.get(sequence)
             if isinstance(answer, Answer):
-                self._take_token(answer, token, logits.get(i), now)
+                self._take_token(answer, token, logits.get(i), ranked.get(i), now)
         if chunk is not None and not chunk.text.ended:
             if hidden is not None:
                 chunk.pool(hidden)
@@ -792,8 +818,14 @@ class Engine:
         return raw.view(np.float32).reshape(count, -1)[:, :width]
 
     def _take_token(
-        self, answer: Answer, token: int, logits: NDArray[np.float32] | None, now: float
+        self,
+        answer: Answer,
+        token: int,
+        logits: NDArray[np.float32] | None,
+        ranked: NDArray[Any] | None,
+        now: float,
     ) -> None:
+        """ranked: the LOGPROB records of its row, if it or another asked for them."""
         sequence = answer.sequence
         if answer.ended:  # but its state is still to be saved
             stops = token in answer.stop_ids
@@ -810,6 +842,7 @@ class Engine:
                     "too large for the KV cache's f16 (load it with kv_dtype f32)."
                 )
             assert token != NO_TOKEN
+            own = _logprobs(answer, token, logits, ranked)
         except BaseException as error:
             if isinstance(error, Exception):
                 answer.error = error  # type: ignore[assignment]
@@ -832,7 +865,7 @@ class Engine:
         place = self.scheduler.read(sequence, token, last or of_part)
         if place is not None:
             self._save(slot, place)
-        answer.steps.append(Step(token, logits if answer.with_logits else None))
+        answer.steps.append(Step(token, logits if answer.with_logits else None, own))
         if last:
             self._end(answer)
         elif of_part:  # from here on, all positions rotate otherwise
@@ -958,6 +991,24 @@ class Engine:
                 self.queue.submit(recording, len(part), start + len(part), ())
                 values = self.device.read(logits, np.float32, len(part) * row // 4)
                 yield values.reshape(len(part), -1)[:, : self.vocab_size]
+
+
+def _logprobs(
+    answer: Answer,
+    token: int,
+    logits: NDArray[np.float32] | None,
+    ranked: NDArray[Any] | None,
+) -> Logprobs | None:
+    """What it asks for, from the logits where the host has chosen the token."""
+    n = answer.params.logprobs
+    if n is None:
+        return None
+    if answer.sampler is not None:
+        assert logits is not None  # asked for
+        return logprobs(logits, token, n)
+    assert ranked is not None  # a stage of its chain
+    best = ranked[1 : 1 + n]
+    return float(ranked["logprob"][0]), best[best["token"] != NO_TOKEN].tolist()
 
 
 def _slot(sequence: scheduler.Sequence) -> int:

@@ -22,7 +22,7 @@ from infer.kernels.gpu.adapters import check_process, is_forked
 from infer.kernels.gpu.device import MemoryStats
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
 from infer.pages import PoolStats
-from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams, logprobs
+from infer.sampling import LogitsProcessor, SamplingOptions, SamplingParams
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ Results = Result | list[Result] | list[list[Result]]  # by what was asked for
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a continuation is. logprob: of all its tokens, the sum of token_logprobs.
+    """How ranked a continuation is. logprob: of all its tokens, the sum of token_logprobs.
     is_greedy: whether each of them is the most probable one in its place. tokens: how many."""
 
     logprob: float
@@ -363,7 +363,6 @@ class LLM:
             ids,
             params,
             stop_ids=sorted(self.tokenizer.eos_token_ids),
-            with_logits=params.logprobs is not None,
             logits_processor=logits_processor,
             adapter=adapter,
         )
@@ -495,7 +494,7 @@ class LLM:
         *,
         adapter: str | None = None,
     ) -> list[Score]:
-        """How likely each continuation is after a prompt, in their order.
+        """How ranked each continuation is after a prompt, in their order.
 
         A prompt and a continuation that are both text become tokens together, of which those after
         the prompt's own count; spaces at the prompt's end count as the continuation's. Else the
@@ -560,8 +559,7 @@ class LLM:
         """The pieces of an answer's text."""
         self._check_open()
         detokenizer, stop = StreamingDetokenizer(self.tokenizer, ids), StopStrings(params.stop)
-        n_logprobs = params.logprobs
-        result.logprobs = None if n_logprobs is None else []
+        result.logprobs = None if params.logprobs is None else []
         answer = begin()
         result.timings = answer.timings
         try:
@@ -570,8 +568,8 @@ class LLM:
                     result.finish_reason = "stop"
                     break
                 logprob = None
-                if n_logprobs is not None and step.logits is not None:
-                    own, best = logprobs(step.logits, step.token, n_logprobs)
+                if step.logprobs is not None:
+                    own, best = step.logprobs
                     text_of = self.tokenizer.token_text
                     top = tuple(TopLogprob(i, value, text_of(i)) for i, value in best)
                     logprob = TokenLogprob(step.token, own, text_of(step.token), top)

@@ -20,17 +20,18 @@ from numpy.typing import NDArray
 from infer.foreign import shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
-from infer.kernels.state.step import MAX_STOP_IDS, SAMPLING
+from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS, SAMPLING
 
 if TYPE_CHECKING:
     from infer.kernels.state.sampler import SamplerChain
-
-MAX_LOGPROBS = 20
 
 Scores = NDArray[np.float64]
 # Takes the ids so far (prompt and output) and the logits after penalties and bias, float32 [vocab];
 # returns logits of that shape. -inf forbids a token.
 LogitsProcessor = Callable[[NDArray[np.int64], NDArray[np.float32]], NDArray[np.floating]]
+
+# The log probability of a token, and the best (id, log probability) in its place, best first.
+Logprobs = tuple[float, list[tuple[int, float]]]
 
 _OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Scores divided by less than this could overflow float32; long before that the draw is greedy.
@@ -194,6 +195,7 @@ class SamplingParams:
             top_k=noise and bool(self.top_k),
             top_p=noise and self.top_p is not None and self.top_p < 1.0,
             min_p=noise and bool(self.min_p),
+            logprobs=self.logprobs is not None,
         )
 
     def check_bias(self, vocab_size: int) -> None:
@@ -407,11 +409,8 @@ def threefry(
     return x, y
 
 
-def logprobs(
-    logits: NDArray[np.floating], token: int, n: int
-) -> tuple[float, list[tuple[int, float]]]:
-    """The log probability of `token` and the n best (id, log probability), best first, of the
-    unfiltered model: logits [vocab] as it computed them."""
+def logprobs(logits: NDArray[np.floating], token: int, n: int) -> Logprobs:
+    """Of `token` and the n best, of the unfiltered model: logits [vocab] as it computed them."""
     wide = logits.astype(np.float64)
     top = wide.max()
     logprob = wide - top - math.log(np.exp(wide - top).sum())

@@ -18,6 +18,13 @@ reference.npz          prompt_ids      int64 [prompt]
 long.npz               of some: the same for a prompt of 1,200 tokens, which takes several pages of
                        the cache and several chunks; of its logits LONG_ROWS, as `rows`
 hidden.npz             of some: float32 [prompt, hidden_size], the last hidden states of the prompt
+batch.npz              of one of each kind: prompts of BATCH_PROMPTS tokens, each answered alone:
+                       prompt_ids      int64 [all prompts], one after the other
+                       lengths         int64 [prompts]
+                       greedy_ids      int64 [prompts, steps]
+                       rows            int64 [rows], BATCH_ROWS
+                       logits          float32 [prompts, rows, vocab], the logits that chose
+                                       greedy_ids[:, rows]
 
 Everything is computed in float32 with eager attention, from the weights as the checkpoint rounds
 them. A float64 run would say little more: transformers computes norms, the rope tables and softmax
@@ -105,22 +112,27 @@ GREEDY_STEPS = 32
 LONG_TOKENS = 1200
 # Around the ends of chunks (512, and 128 where all rows have logits) and of pages (256).
 LONG_ROWS = [0, 127, 128, 255, 256, 257, 511, 512, 513, 767, 768, 1023, 1024, 1199]
+# The longest comes to another page (of 64) while it is answered, at BATCH_ROWS[2].
+BATCH_PROMPTS = [1, 5, 18, 45, 96, 250]
+BATCH_STEPS = 12
+BATCH_ROWS = [0, 1, 7, 11]
 
 # A relative error of 1e-5 moves the difference of two logits by at most sqrt(2) * 1e-5 of their
 # norm, so with this margin equal tokens follow from equal logits.
 MIN_MARGIN = 3e-4
 # The same of a router's logits: an expert more or less is another model.
 MIN_ROUTING_MARGIN = 1e-4
-# A continuation that repeats a few tokens would prove little.
+# A continuation that repeats a few tokens would prove little: of GREEDY_STEPS, of BATCH_STEPS.
 MIN_DISTINCT = 12
+MIN_DISTINCT_BATCH = 5
 
 
 @dataclass(frozen=True)
 class Case:
     """One tiny model; config is its config.published.json. The embeddings' standard deviation is
     `embedding`. stacked: the experts of a layer are two tensors in the file, as in memory.
-    transposed: each of their matrices is, as the hub has them. long, hidden: with long.npz, with
-    hidden.npz."""
+    transposed: each of their matrices is, as the hub has them. long, hidden, batch: with long.npz,
+    with hidden.npz, with batch.npz."""
 
     config: dict[str, Any]
     shards: int = 1
@@ -129,6 +141,7 @@ class Case:
     transposed: bool = False
     long: bool = False
     hidden: bool = False
+    batch: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,10 +155,11 @@ class Case:
 # What is not as usual about a case, and what its name does not say.
 _SMALL: dict[str, Any] = {"embedding": 0.02}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"batch": True},
     "deepseek_v3": {"long": True},
     "falcon": _SMALL,
     "gemma": _SMALL,
-    "gemma2": _SMALL,
+    "gemma2": _SMALL | {"batch": True},
     "gemma3": _SMALL,
     "gemma3_text": _SMALL,
     "gemma4": _SMALL,
@@ -153,13 +167,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_text_experts": _SMALL,
     "gemma4_unified": _SMALL,
     "gpt2": _SMALL,
-    "llama": {"long": True, "hidden": True},
+    "gpt_oss": {"batch": True},
+    "granitemoehybrid_mamba": {"batch": True},
+    "lfm2": {"batch": True},
+    "llama": {"long": True, "hidden": True, "batch": True},
     "llama_rope_llama3": {"shards": 2},
     "minicpm3": _SMALL,
     "mixtral": {"long": True},
     "persimmon": {"embedding": 1.0},
     "qwen3_5_moe": {"stacked": True},  # as published
     "qwen3_5_text": {"long": True, "hidden": True},
+    "qwen3_moe": {"batch": True},
+    "qwen3_next": {"batch": True},
     # As published, too. No matrix is square: transformers goes by the shapes.
     "qwen3_vl_moe": {"transposed": True},
     "vaultgemma": _SMALL,
@@ -267,6 +286,11 @@ class RoutingMargins:
         for hook in self.hooks:
             hook.remove()
 
+    @property
+    def least(self) -> dict[str, np.float32]:
+        """The routing_margin, of a model with routers."""
+        return {"routing_margin": np.float32(min(self.margins))} if self.margins else {}
+
     def see(self, router: Any, args: Any, output: Any) -> None:
         if hasattr(router, "per_expert_scale"):
             logits, chosen = output[0].log(), router.config.top_k_experts
@@ -285,17 +309,17 @@ class RoutingMargins:
             self.margins.append(float(margins.min()))
 
 
-def answers(model: PreTrainedModel, prompt_ids: NDArray[np.int64]) -> dict[str, Any]:
-    """The arrays of reference.npz. The model must be fresh (see dynamic rope above)."""
+def continuation(
+    model: PreTrainedModel, prompt_ids: NDArray[np.int64], steps: int
+) -> dict[str, NDArray[Any]]:
+    """greedy_ids, greedy_margins, and step_logits: float32 [steps, vocab]."""
     ids = torch.from_numpy(prompt_ids)[None]
-    routing = RoutingMargins(model)
-    with torch.no_grad(), routing:
-        logits = model(ids).logits[0]
+    with torch.no_grad():
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=GREEDY_STEPS,
+            max_new_tokens=steps,
             output_logits=True,
             pad_token_id=0,
             return_dict_in_generate=True,
@@ -304,21 +328,36 @@ def answers(model: PreTrainedModel, prompt_ids: NDArray[np.int64]) -> dict[str, 
     best = step_logits.topk(2).values
     margins = (best[:, 0] - best[:, 1]) / step_logits.norm(dim=1)
     return {
-        "prompt_ids": prompt_ids,
-        "logits": logits.numpy(),
         "greedy_ids": out.sequences[0, len(prompt_ids) :].numpy(),
         "greedy_margins": margins.numpy(),
-        "final_logits": step_logits[-1].numpy(),
-    } | ({"routing_margin": np.float32(min(routing.margins))} if routing.margins else {})
+        "step_logits": step_logits.numpy(),
+    }
 
 
-def is_fair(reference: Mapping[str, Any]) -> bool:
+def answers(model: PreTrainedModel, prompt_ids: NDArray[np.int64]) -> dict[str, Any]:
+    """The arrays of reference.npz. The model must be fresh (see dynamic rope above)."""
+    routing = RoutingMargins(model)
+    with torch.no_grad(), routing:
+        logits = model(torch.from_numpy(prompt_ids)[None]).logits[0]
+        rest = continuation(model, prompt_ids, GREEDY_STEPS)
+    step_logits = rest.pop("step_logits")
+    return {
+        "prompt_ids": prompt_ids,
+        "logits": logits.numpy(),
+        **rest,
+        "final_logits": step_logits[-1],
+    } | routing.least
+
+
+def is_fair(
+    reference: Mapping[str, Any], steps: int = GREEDY_STEPS, distinct: int = MIN_DISTINCT
+) -> bool:
     """Whether equal greedy tokens are a fair, telling test: clear margins, no stop, variety."""
     greedy_ids = reference["greedy_ids"]
     return (
-        len(greedy_ids) == GREEDY_STEPS
+        len(greedy_ids) == steps
         and float(reference["greedy_margins"].min()) >= MIN_MARGIN
-        and len(np.unique(greedy_ids)) >= MIN_DISTINCT
+        and len(np.unique(greedy_ids)) >= distinct
         and float(reference.get("routing_margin", np.inf)) >= MIN_ROUTING_MARGIN
     )
 
@@ -350,6 +389,28 @@ def hidden_states(model: PreTrainedModel, token_ids: NDArray[np.int64]) -> NDArr
     return states
 
 
+def batch_answers(model: PreTrainedModel, seed: int) -> dict[str, Any]:
+    """The arrays of batch.npz, each prompt from the first seed from this one on that is fair."""
+    prompts, rests = [], []
+    for length in BATCH_PROMPTS:
+        for prompt_seed in itertools.count(seed):
+            rng = np.random.default_rng([prompt_seed, length])
+            prompt_ids = rng.integers(3, model.config.get_text_config().vocab_size, length)
+            with RoutingMargins(model) as routing:
+                rest = continuation(model, prompt_ids, BATCH_STEPS)
+            if is_fair(rest | routing.least, BATCH_STEPS, MIN_DISTINCT_BATCH):
+                break
+        prompts.append(prompt_ids)
+        rests.append(rest)
+    return {
+        "prompt_ids": np.concatenate(prompts),
+        "lengths": np.array(BATCH_PROMPTS),
+        "greedy_ids": np.stack([rest["greedy_ids"] for rest in rests]),
+        "rows": np.array(BATCH_ROWS),
+        "logits": np.stack([rest["step_logits"][BATCH_ROWS] for rest in rests]),
+    }
+
+
 def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
     """Write one case into `folder`, beside its config, from the first seed that is fair.
 
@@ -372,6 +433,8 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
         np.savez_compressed(folder / "long.npz", **long_answers(model, seed))
     if case.hidden:
         np.savez_compressed(folder / "hidden.npz", hidden=hidden_states(model, prompt_ids))
+    if case.batch:
+        np.savez_compressed(folder / "batch.npz", **batch_answers(model, seed))
     model.to(case.dtype)
     # A little above an equal share, since shards end between tensors.
     shard_bytes = 1.1 * sum(p.nbytes for p in model.parameters()) / case.shards

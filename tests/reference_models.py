@@ -101,6 +101,33 @@ def load_hidden(case: str) -> NDArray[np.float32]:
     return hidden
 
 
+@dataclass(frozen=True)
+class BatchReference:
+    """The answers of one case to prompts of unlike lengths, each computed alone.
+
+    prompts: token ids. greedy_ids: int64 [prompts, steps]. rows: int64 [rows], the steps of which
+    there are logits: float32 [prompts, rows, vocab], those that chose greedy_ids[:, rows].
+    """
+
+    prompts: list[list[int]]
+    greedy_ids: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    logits: NDArray[np.float32]
+
+
+def batch_cases() -> list[str]:
+    """The names of those with such answers, sorted."""
+    return sorted(file.parent.name for file in DATA.glob("*/batch.npz"))
+
+
+def load_batch(case: str) -> BatchReference:
+    """The stored answers of one case to several prompts."""
+    with np.load(DATA / case / "batch.npz") as arrays:
+        ends = np.cumsum(arrays["lengths"])[:-1]
+        prompts = [part.tolist() for part in np.split(arrays["prompt_ids"], ends)]
+        return BatchReference(prompts, arrays["greedy_ids"], arrays["rows"], arrays["logits"])
+
+
 def tolerance_of(case: str) -> float:
     """The relative error of its logits at most. With large embeddings and soft caps those of
     transformers, in float32, are up to 1e-5 from what it computes in float64."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from engines import Answer, answer, build_engine
 from marks import others_full
-from reference_models import load, relative_error
+from reference_models import batch_cases, load, load_batch, relative_error, tolerance_of
 
 import infer.scheduler
 import infer.steps
@@ -21,7 +23,7 @@ from infer.engine import Engine, EngineOptions, Step
 from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
-from infer.sampling import SamplingParams
+from infer.sampling import SamplingParams, logprobs
 
 TOLERANCE = 1e-5
 STEPS = 12
@@ -128,6 +130,25 @@ def test_answers_of_a_batch_are_those_alone(engine_of: Callable[..., Engine], ca
     assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
 
 
+def test_every_kind_has_stored_answers() -> None:
+    assert batch_cases() == sorted(KINDS)
+
+
+@others_full("case", KINDS, ["llama", "lfm2"])
+def test_a_batch_agrees_with_transformers(engine_of: Callable[..., Engine], case: str) -> None:
+    """On prompts of 1 to 250 tokens, and again when their beginnings are in the cache. One answer
+    comes to another page."""
+    reference, tolerance = load_batch(case), tolerance_of(case)
+    prompts, steps = reference.prompts, reference.greedy_ids.shape[1]
+    engine = engine_of(case, max_batch=len(prompts), context=5 * PAGE)
+    for again in (False, True):
+        running = [begin(engine, ids, steps) for ids in prompts]
+        for i, found in enumerate([of(list(item)) for item in running]):
+            assert found.token_ids == reference.greedy_ids[i].tolist()
+            assert relative_error(found.logits[reference.rows], reference.logits[i]) <= tolerance
+        assert all((item.timings.reused_tokens > 0) == again for item in running[2:])
+
+
 @pytest.mark.parametrize("rows", [2, 4, 8, pytest.param(16, marks=pytest.mark.full)])
 @others_full("case", KINDS, ["llama"])
 def test_every_size_of_a_batch(
@@ -232,6 +253,31 @@ def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) 
         assert_same(found, expected)
 
 
+def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine]) -> None:
+    """Of the logits that come with them, by numpy, whoever chooses; a row that asks for none gets
+    none."""
+    engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
+    params = SamplingParams(max_tokens=STEPS, logprobs=4, temperature=0.8, seed=3).resolved({})
+    running = [
+        begin(engine, prompts[0], logprobs=20),
+        begin(engine, prompts[1]),
+        begin(engine, prompts[2], seed=1, logprobs=0, **SAMPLED),
+        engine.generate(prompts[5], params, with_logits=True, logits_processor=lambda _, x: -x),
+    ]
+    answers = [list(item) for item in running]
+    assert {step.logprobs for step in answers[1]} == {None}
+    for steps, n in zip((answers[0], *answers[2:]), (20, 0, 4), strict=True):
+        assert len(steps) == STEPS
+        for step in steps:
+            assert step.logits is not None
+            assert step.logprobs is not None
+            own, best = logprobs(step.logits, step.token, n)
+            assert step.logprobs[0] == pytest.approx(own, abs=1e-5)
+            assert [token for token, _ in step.logprobs[1]] == [token for token, _ in best]
+            values = [value for _, value in step.logprobs[1]]
+            assert values == pytest.approx([value for _, value in best], abs=1e-5)
+
+
 @pytest.mark.parametrize("case", ["llama", pytest.param("lfm2", marks=pytest.mark.full)])
 def test_out_of_pages_an_answer_is_computed_anew(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
@@ -325,30 +371,145 @@ def test_threads_share_the_steps(engine_of: Callable[..., Engine]) -> None:
         assert_same(found[i], own)
 
 
-@pytest.mark.full
-def test_nothing_is_left_of_many_answers(engine_of: Callable[..., Engine]) -> None:
-    """Of which some are closed at any time: neither pages and slots, nor memory on the GPU."""
-    engine = engine_of("llama", max_batch=4)
-    draw = np.random.default_rng(1)
-    ids = load("llama").prompt_ids
-    allocated = None
-    for turn in range(3):
-        running: list[Running] = []
-        for _ in range(30):
-            length = int(draw.integers(1, len(ids)))
-            running.append(begin(engine, ids[-length:].tolist(), int(draw.integers(1, 9))))
-            if draw.random() < 0.4:
-                running.pop(int(draw.integers(len(running)))).close()
-            if running:
-                next(running[int(draw.integers(len(running)))], None)
-        for item in running:
-            list(item)
+class EnoughError(Exception):
+    """What a logits processor raises."""
+
+
+@dataclass
+class Client:
+    """Who reads an answer. expected: of which the answer has the first tokens, where that is known.
+    closes_after: tokens. asleep: turns in which it reads nothing."""
+
+    answer: Running
+    expected: Sequence[int] | None
+    closes_after: int
+    asleep: int
+    taken: list[int] = field(default_factory=list)
+    over: bool = False
+
+    def read(self, most: int) -> None:
+        for _ in range(most):
+            if len(self.taken) >= self.closes_after:
+                self.answer.close()
+            try:
+                step = next(self.answer, None)
+            except EnoughError:
+                step = None
+            if step is None:
+                self.over = True
+                break
+            self.taken.append(step.token)
+
+
+class Soak:
+    """Clients of all kinds, which come and go until there were `count`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        rng = np.random.default_rng(0)
+        self.stems: list[list[int]] = rng.integers(3, engine.vocab_size, (3, 40)).tolist()
+        self.clear: dict[tuple[int, ...], list[int]] = {}
+        for stem in self.stems:
+            for length in range(1, 41, 6):
+                alone = answer(engine, stem[:length], 8)
+                best = np.sort(alone.logits, axis=1)[:, -2:]
+                margins = (best[:, 1] - best[:, 0]) / np.linalg.norm(alone.logits, axis=1)
+                if margins.min() > 3e-4:  # else the last bits may decide
+                    self.clear[tuple(stem[:length])] = alone.token_ids
+
+    def begin(self, draw: np.random.Generator, is_long: bool) -> Client:
+        kind = draw.random()
+        stem = self.stems[draw.integers(len(self.stems))]
+        ids = stem[: 40 if is_long else draw.integers(1, 41)]
+        if draw.random() < 0.2:
+            ids = draw.integers(3, self.engine.vocab_size, len(ids)).tolist()
+        steps = int(2 * PAGE - 32 if is_long else draw.integers(1, 9))
+        seed = int(draw.integers(1 << 32))
+        sampling = SAMPLED | {"seed": seed} if kind < 0.05 else {}
+        sampling |= {"logprobs": 3} if kind % 0.1 > 0.09 else {}
+        params = SamplingParams(max_tokens=steps, **sampling).resolved({})
+        processor = None
+        if kind > 0.92 and not is_long:
+            fails_at = len(ids) + int(draw.integers(12))
+
+            def processor(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+                if len(ids) == fails_at:
+                    raise EnoughError
+                return logits
+
+        begun = self.engine.generate(
+            ids, params, with_logits=0.85 < kind < 0.9, logits_processor=processor
+        )
+        begun.sequence.priority = int(draw.choice([0, 0, 0, 1, 2]))  # before it is looked at
+        known = self.clear.get(tuple(ids)) if kind >= 0.05 and not is_long else None
+        closes = draw.random() < 0.2 and not is_long
+        closes_after = int(draw.integers(4)) if closes else 1 << 30
+        return Client(begun, known, closes_after, 20 * int(draw.random() < 0.05))
+
+    def run(self, count: int, seed: int) -> int:
+        """Returns how many answers were compared with what they should be."""
+        draw, begun, compared = np.random.default_rng(seed), 0, 0
+        clients: list[Client] = []
+        while begun < count or clients:
+            while begun < count and len(clients) < 16:
+                # Now and then some that grow together, to more than there are pages for.
+                clients.append(self.begin(draw, begun % 1000 in range(20, 24)))
+                begun += 1
+            for client in clients:
+                client.asleep -= 1
+                if client.asleep < 0:
+                    client.read(int(draw.integers(1, 4)))
+                if client.over and client.expected is not None:
+                    assert client.taken == client.expected[: len(client.taken)]
+                    compared += 1
+            clients = [client for client in clients if not client.over]
+        return compared
+
+
+def resident_bytes() -> int:
+    """Of this process, with what the driver has, where Linux says so; else 0."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * 4096 if file.exists() else 0
+
+
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
+)
+def test_nothing_is_left_of_many_answers(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Closed at any time, failing, left unread, out of pages: neither pages and slots, nor memory
+    on the GPU and here."""
+    monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)  # so that they run out of pages
+    engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
+    soak = Soak(engine)
+    for item in [begin(engine, ids, seed=1, logprobs=3, **SAMPLED) for ids in 4 * soak.stems[:1]]:
+        list(item)  # buffers that grow have their full size
+    soak.run(20, seed=0)
+
+    def left() -> tuple[Any, ...]:
         assert engine.scheduler.idle
-        assert engine.pool.stats.in_use == 0
-        assert not engine._answers
-        now = engine.device.memory_stats().allocated
-        assert turn == 0 or now == allocated
-        allocated = now
+        assert [*engine._answers, *engine._inbox, *engine._in_flight] == []
+        stats = engine.pool.stats
+        assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
+        assert sorted(engine.scheduler._slots) == list(range(engine.options.max_batch))
+        engine.forget()
+        gc.collect()
+        memory = engine.device.memory_stats()
+        return memory.allocated, memory.pooled, len(engine.device._buffers)
+
+    before, resident = left(), resident_bytes()
+    preemptions, hits = engine.scheduler.preemptions, engine.pool.stats.hits
+    tracemalloc.start()
+    try:
+        assert soak.run(count, seed=1) > count / 20
+        assert left() == before
+        assert tracemalloc.get_traced_memory()[0] < 1 << 17
+    finally:
+        tracemalloc.stop()
+    assert resident_bytes() - resident < 16 << 20
+    assert engine.scheduler.preemptions > preemptions
+    assert engine.pool.stats.hits > hits + count
 
 
 def test_a_batch_that_no_binding_holds(own_device: Device, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from infer.kernels.gpu.record import RawQueue, Recording
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import allocate
 from infer.kernels.state.kv_cache import PAGE
+from infer.kernels.state.sampler import ROW_LOGPROBS
 from infer.kernels.state.step import NO_TOKEN
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
@@ -404,7 +405,11 @@ FILTERED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("sampling", [{}, FILTERED], ids=["greedy", "all filters"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, FILTERED, {"logprobs": 3}],
+    ids=["greedy", "all filters", "log probabilities"],
+)
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_calls_of_a_token(
     build: Build, counting: CountingLib, sampling: dict[str, Any], with_logits: bool
@@ -426,7 +431,10 @@ def test_calls_of_a_token(
     assert engine.device.memory_stats() == allocated
 
     # One encoder, one command buffer, one submission, one map, and nothing that is not here.
-    reads = 2 if with_logits else 1
+    read = [4]  # bytes
+    read += [8 * ROW_LOGPROBS] if "logprobs" in sampling else []
+    read += [4 * engine.vocab_size] if with_logits else []
+    reads = len(read)
     twice = {"Copy": reads, "Map": reads, "Poll": reads, "Unmap": reads}
     expected = {
         name: TOKENS * next((n for part, n in twice.items() if part in name), count)
@@ -439,9 +447,9 @@ def test_calls_of_a_token(
     assert names["wgpuComputePassEncoderSetBindGroup"] == dispatches
     assert 0 < names["wgpuComputePassEncoderSetPipeline"] <= dispatches
 
-    # Ids, and the logits if they were asked for, are all that is copied.
+    # Ids, and log probabilities and logits if they were asked for, are all that is copied.
     copied = [call.args[-1] for call in calls if call.name.endswith("CopyBufferToBuffer")]
-    assert copied == [4, 4 * engine.vocab_size][:reads] * TOKENS
+    assert copied == read * TOKENS
 
 
 def test_the_next_step_is_submitted_before_an_id_is_read(

@@ -13,9 +13,11 @@ from reference_models import (
     CONFIG_FILES,
     DATA,
     Spelling,
+    batch_cases,
     cases,
     hidden_cases,
     load,
+    load_batch,
     load_hidden,
     load_long,
     long_cases,
@@ -151,6 +153,7 @@ def test_every_case_is_stored(script: ModuleType) -> None:
     assert set(script.OPTIONS) <= set(cases())
     assert long_cases() == [name for name, case in script.CASES.items() if case.long]
     assert hidden_cases() == [name for name, case in script.CASES.items() if case.hidden]
+    assert batch_cases() == [name for name, case in script.CASES.items() if case.batch]
 
 
 @pytest.mark.parametrize("spelling", get_args(Spelling))
@@ -189,6 +192,20 @@ def test_transformers_agrees_on_hidden_states(
     model = from_pretrained(reference.write_checkpoint(tmp_path / case))
     again = script.hidden_states(model, reference.prompt_ids)
     assert relative_error(again, load_hidden(case)) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", batch_cases())
+def test_transformers_agrees_on_prompts_of_unlike_lengths(
+    script: ModuleType, case: str, tmp_path: Path
+) -> None:
+    reference = load_batch(case)
+    model = from_pretrained(load(case).write_checkpoint(tmp_path / case))
+    steps = reference.greedy_ids.shape[1]
+    for i, prompt in enumerate(reference.prompts):
+        again = script.continuation(model, np.array(prompt), steps)
+        assert relative_error(again["step_logits"][reference.rows], reference.logits[i]) < TOLERANCE
+        assert again["greedy_ids"].tolist() == reference.greedy_ids[i].tolist()
+        assert script.is_fair(again, steps, script.MIN_DISTINCT_BATCH)
 
 
 @pytest.mark.parametrize("case", cases())

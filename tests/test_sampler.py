@@ -18,8 +18,16 @@ from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec, render_text
-from infer.kernels.state.sampler import CUT, INVALID_TOKEN, SLOTS, Sampler, SamplerChain
-from infer.kernels.state.step import HEADER, NO_TOKEN, ROW, pack_step
+from infer.kernels.state.sampler import (
+    CUT,
+    INVALID_TOKEN,
+    LOGPROB,
+    ROW_LOGPROBS,
+    SLOTS,
+    Sampler,
+    SamplerChain,
+)
+from infer.kernels.state.step import HEADER, MAX_LOGPROBS, NO_TOKEN, ROW, pack_step
 from infer.sampling import NumpySampler, SamplingParams, gumbel
 
 REFERENCES = Path(__file__).parent / "data" / "sampling" / "processors.npz"
@@ -545,6 +553,67 @@ def test_gather_reads_all_rows_before_it_writes(device: Device, settings: dict[s
     assert bench.sample().tolist()[:4] == [NO_TOKEN, 12, NO_TOKEN, 14]
 
 
+# Log probabilities
+
+
+def logprobs_of(bench: Bench) -> NDArray[Any]:
+    """LOGPROB [rows, ROW_LOGPROBS], of the last step."""
+    count = bench.rows * ROW_LOGPROBS
+    return bench.device.read(bench.sampler.logprobs, LOGPROB, count).reshape(bench.rows, -1)
+
+
+def assert_logprobs(found: NDArray[Any], logits: NDArray[np.floating], token: int) -> None:
+    """Of one row, by log-softmax in float64; of equal logits the lowest ids come first."""
+    wide = logits.astype(np.float64)
+    expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+    best = np.argsort(-expected, kind="stable")[:MAX_LOGPROBS]
+    assert found["token"][0] == token
+    assert found["token"][1 : 1 + len(best)].tolist() == best.tolist()
+    assert (found["token"][1 + len(best) :] == NO_TOKEN).all()
+    values = found["logprob"][: 1 + len(best)]
+    np.testing.assert_allclose(values, expected[[token, *best]], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "scale"),
+    [
+        (2500, 3.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in product((5, 20, 1024, 1025, 32003, 300_001), (0.0, 1e-3, 8.0))
+        ),
+    ],
+)
+def test_log_probabilities_are_those_of_the_logits(
+    device: Device, vocab: int, scale: float
+) -> None:
+    """Not of what penalties, a bias, temperature and filters make of them. Rounded, so that many
+    are equal; some are -inf."""
+    rng = np.random.default_rng(vocab)
+    logits = (rng.normal(0, scale, (3, vocab)) * 8).round().astype(np.float32) / 8 - 40
+    logits[2, 1 : vocab // 2] = -np.inf
+    params = [
+        SamplingParams(logprobs=0),
+        SamplingParams(temperature=1.5, top_k=2, logit_bias={3: 100.0}, logprobs=20, seed=1),
+        SamplingParams(temperature=0.7, seed=2, repetition_penalty=1.5),
+    ]
+    bench = Bench(device, logits, params)
+    bench.start()
+    tokens = bench.sample()
+    for row, found in enumerate(logprobs_of(bench)):
+        assert_logprobs(found, logits[row], int(tokens[row]))
+    assert tokens[1] == 3
+
+
+def test_log_probabilities_of_rows_that_are_gathered(device: Device) -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (8, 1100))
+    bench = Bench(device, logits, SamplingParams(logprobs=2))
+    device.write(bench.step, pack_step([1] * 8, 0, logits_rows=[2, 7]))
+    tokens = bench.sample(gather=True)
+    for row, found in enumerate(logprobs_of(bench)[:2]):
+        assert_logprobs(found, logits[row].astype(np.float32), int(tokens[row]))
+
+
 def test_chains_dispatch_what_they_need(device: Device) -> None:
     bench = Bench(device, np.zeros((1, 60)), SamplingParams())
     both = SamplerChain(noise=True, top_k=True) | SamplerChain(bias=True, top_p=True)
@@ -555,6 +624,7 @@ def test_chains_dispatch_what_they_need(device: Device) -> None:
         SamplerChain(noise=True, top_k=True): 6,
         SamplerChain(noise=True, top_p=True, min_p=True): 6,
         both: 8,
+        SamplerChain(logprobs=True): 4,
     }
     assert both == SamplerChain(noise=True, bias=True, top_k=True, top_p=True)
     for chain, count in counts.items():

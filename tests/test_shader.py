@@ -368,6 +368,7 @@ SAMPLERS = [
     for noise, penalties, bias, top_k, top_p, min_p in product((False, True), repeat=6)
     if noise or not (top_k or top_p or min_p)
 ]
+SAMPLERS.append(SamplerChain(logprobs=True))
 
 
 STEPS = [*product(KV_DTYPES, (True, False), ((1, 1), (8, 1), (512, 1), (128, None), (16, None)))]

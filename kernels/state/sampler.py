@@ -19,6 +19,10 @@ presence and frequency penalty, temperature, top-k (what ties with the k-th surv
 fewest of the most probable that reach it; of equal ones the lowest ids), min-p. Temperature 0 is
 greedy: the lowest id of the largest score after bias and penalties.
 
+Log probabilities of the sampled token and of the most probable ones are two more kernels, where a
+row asks for them: sample_tiles and sample_logprobs. They are those of the model itself: of its
+logits before all of the above.
+
 A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, and stops.
 """
 
@@ -35,7 +39,7 @@ from numpy.typing import NDArray
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, Grid, dispatch
 from infer.kernels.gpu.shader import KernelSpec, Param
-from infer.kernels.state.step import MAX_LOGITS_ROWS, ROW, SAMPLING
+from infer.kernels.state.step import MAX_LOGITS_ROWS, MAX_LOGPROBS, ROW, SAMPLING
 
 INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
 IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
@@ -59,6 +63,8 @@ CUT = np.dtype(  # of sample_cut.wgsl
         ("keep", "<u4"),
     ]
 )
+LOGPROB = np.dtype([("token", "<u4"), ("logprob", "<f4")])  # of sample_logprobs.wgsl
+ROW_LOGPROBS = 1 + MAX_LOGPROBS  # the sampled token's, and the best
 SLOTS = 6  # cuts of a row, one for each dispatch that finds something
 
 
@@ -73,6 +79,7 @@ class SamplerChain:
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
+    logprobs: bool = False
 
     def __or__(self, other: SamplerChain) -> SamplerChain:
         if self == other:
@@ -89,8 +96,10 @@ class Sampler:
 
     logits is f32 [max_rows][stride] with the stride vocab_size rounded up to a multiple of 8; step
     is a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row
-    that was not alive, or INVALID_TOKEN. Buffers that only some chains use are allocated when the
-    first such chain or sequence comes.
+    that was not alive, or INVALID_TOKEN. `logprobs` is LOGPROB [max_rows][ROW_LOGPROBS]: with a
+    chain that has them, each row's token and the most probable ones, the best first; NO_TOKEN where
+    the vocabulary has no more. Buffers that only some chains use are allocated when the first such
+    chain or sequence comes.
     """
 
     def __init__(
@@ -145,6 +154,10 @@ class Sampler:
                 dense[token] = max(value, FORBIDDEN)
             self.device.write(self._buffer("biases"), dense, offset)
             self._biased.add(sequence)
+
+    @property
+    def logprobs(self) -> Buffer:
+        return self._buffer("logprobs")
 
     def dispatches(self, chain: SamplerChain, gather: bool) -> tuple[Dispatch, ...]:
         """The kernels that sample one step, compiled on first use.
@@ -218,21 +231,29 @@ class Sampler:
             PENALTIES=chain.penalties,
         )
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
+        if chain.logprobs:
+            spec = KernelSpec.of("sample_tiles", **tokens)
+            kernels.append((spec, ("step", "logits", "tile_bests")))
+            spec = KernelSpec.of("sample_logprobs", **tokens, BEST=MAX_LOGPROBS)
+            kernels.append((spec, ("step", "logits", "tile_bests", "sampled", "logprobs")))
 
         self.device.pipelines(spec for spec, _ in kernels)
         # A prefill chunk has more rows than logits, nearly always those of one row.
         grid: Grid = (self._tiles, rows, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
-        last: Grid = (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1)
+        others: dict[str, Grid] = {
+            "sample_commit": (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1),
+            "sample_logprobs": (1, rows, 1) if gather else lambda rows, _: (1, rows, 1),
+        }
         result = []
         for spec, names in kernels:
             vectors = sum(name in ("logits", "z", "counts", "biases") for name in names)
-            nbytes = 0 if spec.name == "sample_commit" else vectors * self._stride * 4
+            nbytes = 0 if spec.name in others else vectors * self._stride * 4
             result.append(
                 dispatch(
                     self.device,
                     spec,
                     [self._buffer(name) for name in names],
-                    last if spec.name == "sample_commit" else grid,
+                    others.get(spec.name, grid),
                     moved=lambda rows, _, n=nbytes: n if gather else n * rows,
                 )
             )
@@ -243,6 +264,8 @@ class Sampler:
         if name not in self._buffers:
             per_row = {
                 "sampled": 4,
+                "tile_bests": self._tiles * 16,
+                "logprobs": ROW_LOGPROBS * LOGPROB.itemsize,
                 "bests": self._tiles * 8,
                 "z": self._stride * 4,
                 "stats": self._tiles * 8,

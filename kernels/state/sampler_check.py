@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from infer.kernels.checks.arrays import Array, to_rows
 from infer.kernels.checks.bench import Bench, Case, Outcome
 from infer.kernels.checks.forward import submit
-from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
+from infer.kernels.state.sampler import (
+    INVALID_TOKEN,
+    LOGPROB,
+    ROW_LOGPROBS,
+    Sampler,
+    SamplerChain,
+)
 from infer.kernels.state.step import SAMPLING, pack_step
 
 
@@ -61,6 +67,8 @@ def run_sample(
 def cases() -> Iterator[Case]:
     for name, run in _CASES.items():
         yield Case("sample", name, run, exact=True)
+    yield Case("sample", "log probabilities", partial(_logprobs, field="logprob"))
+    yield Case("sample", "the most probable", partial(_logprobs, field="token"), exact=True)
 
 
 def _logits(bench: Bench) -> Array:
@@ -93,6 +101,27 @@ def _changed(bench: Bench) -> Outcome:
         bench, logits, prompt_ids=[1100], repetition_penalty=2.0, logit_bias={1200: -10, 7: 70}
     )
     return y, np.where(logits[:, 7] + 70 > 40, 7, 1200)
+
+
+def _logprobs(bench: Bench, field: str) -> Outcome:
+    """Greedily; of two tokens that tie for the second place the lower one comes first."""
+    logits = _logits(bench)
+    logits[:, [2400, 1700]], logits[:, 9] = 50, 51
+    rows, vocab = logits.shape
+    step = bench.device.upload(pack_step(np.zeros(rows, np.int64), 0))
+    sampler = Sampler(
+        bench.device, vocab, bench.device.upload(to_rows(logits, rows)), step, max_rows=rows
+    )
+    sampler.begin(0, np.zeros(1, SAMPLING)[0])
+    dispatches = sampler.dispatches(SamplerChain(logprobs=True), gather=False)
+    submit(bench.device, dispatches, rows, 0, None)
+    y = bench.device.read(sampler.logprobs, LOGPROB, rows * ROW_LOGPROBS).reshape(rows, -1)
+    wide = logits.astype(np.float64)
+    logprobs = wide - np.log(np.exp(wide).sum(1, keepdims=True))
+    order = np.argsort(-logprobs, axis=1, kind="stable")[:, : ROW_LOGPROBS - 1]
+    order = np.concatenate([order[:, :1], order], axis=1)
+    expected = order if field == "token" else np.take_along_axis(logprobs, order, 1)
+    return y[field], expected
 
 
 def _survivors(bench: Bench, n: int, **options: Any) -> Outcome:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_LOGITS_ROWS = 8
+MAX_LOGPROBS = 20  # of the most probable tokens
 MAX_STOP_IDS = 52
 NO_TOKEN = 0xFFFFFFFF  # what the sampler writes for a row that had already stopped
 
