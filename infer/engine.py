@@ -204,7 +204,7 @@ class Embedding:
     @property
     def table_length(self) -> int:
         """As that of an Answer."""
-        return int(self.sequence.group[1])
+        return int(self.sequence.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -949,8 +949,9 @@ class Engine:
                 self.cancel(text)
 
     def _begin_text(self, ids: Sequence[int], pooling: str, adapter: str | None) -> Embedding:
-        group = adapter, table_length(self.model.config.rope, len(ids))
-        sequence = scheduler.Sequence(ids, limit=0, key=group, group=group, shares=False)
+        length = table_length(self.model.config.rope, len(ids))
+        key = adapter, length
+        sequence = scheduler.Sequence(ids, limit=0, key=key, group=length, shares=False)
         text = Embedding(ids, pooling, adapter, sequence)
         self._inbox.append(text)
         return text
