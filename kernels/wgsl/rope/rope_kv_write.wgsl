@@ -48,6 +48,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let is_query = id.x < N_HEADS;
   let is_value = id.x >= N_HEADS + N_KV_HEADS;
   let is_key = !is_query && !is_value;
+#if OWN
+  let writes = id.y < step.n_rows && row.alive != 0u;
+  let slot = kv_slot(row.sequence, row.position);  // under way while the head is normed and rotated
+  let kv = kv_index(id.x - select(N_HEADS, N_HEADS + N_KV_HEADS, is_value), slot);
+#endif
   let x_head = id.x - select(0u, N_KV_HEADS, V_IS_K && is_value);
   for (var d = me.index; d < HEAD_DIM; d += WG) {
     head[d] = x[id.y * X_STRIDE + x_head * HEAD_DIM + d];
@@ -77,11 +82,6 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     }
     workgroupBarrier();
   }
-#endif
-#if OWN
-  let writes = id.y < step.n_rows && row.alive != 0u;
-  let slot = kv_slot(row.sequence, row.position);
-  let kv = kv_index(id.x - select(N_HEADS, N_HEADS + N_KV_HEADS, is_value), slot);
 #endif
   for (var d = 2u * me.index; d < HEAD_DIM; d += 2u * WG) {
     var pair = vec2<f32>(head[d], head[d + 1u]);
