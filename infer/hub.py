@@ -424,7 +424,7 @@ def lacking_files(folder: Path) -> list[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(_is_weights(path.name) for path in folder.glob("*"))
+    return any(_is_weights(path.name) and path.is_file() for path in folder.glob("*"))
 
 
 def _is_weights(name: str) -> bool:

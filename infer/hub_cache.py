@@ -1,9 +1,9 @@
 """The models in the hub's cache, which other programs share: fetching one beforehand, what is
 there, and deleting it again.
 
-For huggingface_hub's scan of the cache, a repository of which one link leads nowhere is none, so
-that is done here, and so is finding what belongs to one GGUF model. Its deletion is made use of,
-which knows what repositories share.
+huggingface_hub's scan of the cache leaves out a repository of which one link leads nowhere, and
+fails at a damaged ref, so that is done here, and so is finding what belongs to one GGUF model. Its
+deletion is made use of, which knows what repositories share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class CachedModel:
         format: such as `bf16`, `GPTQ, 4 bits` or `GGUF`; `incomplete` where files are missing.
         path: the folder, or the GGUF file.
         nbytes: of the files that it is loaded from, which it may share with other revisions.
-        used: when one of them was last read, in seconds since 1970, as far as the system says.
+        used: when its weights were last read, in seconds since 1970, as far as the system says.
     """
 
     name: str
@@ -192,7 +192,9 @@ def _model(
     path: Path,
     files: list[Path],
 ) -> CachedModel:
-    used = max((file.stat().st_atime for file in files), default=0.0)
+    # Not of the small files, which are read to list them.
+    weights = [file for file in files if file.suffix.lower() in (".safetensors", ".gguf")]
+    used = max((file.stat().st_atime for file in weights), default=path.stat().st_mtime)
     known = tuple(sorted(ref for ref, meant in refs.items() if meant == commit))
     return CachedModel(name, repo, commit, known, format, path, _nbytes(files), used)
 
@@ -218,6 +220,11 @@ def _refs(folder: Path) -> dict[str, str]:
 def _files(folder: Path) -> list[Path]:
     """All files below a folder, links that lead nowhere among them."""
     return [p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()]
+
+
+def _contents(folder: Path) -> list[Path]:
+    """The files of a repository, without its refs."""
+    return _files(folder / "blobs") + _files(folder / "snapshots")
 
 
 def _nbytes(files: Iterable[Path]) -> int:
@@ -289,7 +296,7 @@ class Deletion:
 
         Raises ModelError; of a cache that cannot be written, nothing is deleted.
         """
-        from huggingface_hub import scan_cache_dir
+        from huggingface_hub import DeleteCacheStrategy
 
         gone = self.repositories | self.snapshots | self.refs | self.blobs | self.files
         folders = {path.parent for path in gone}
@@ -301,17 +308,21 @@ class Deletion:
                     f"{self.name} cannot be deleted: {folder} cannot be written. Change its "
                     "permissions, or ask whose cache it is."
                 )
-        sizes = _sizes(p for path in gone for p in (_files(path) if path.is_dir() else [path]))
+        below = [p for path in self.repositories for p in _contents(path)]
+        below += [p for path in self.snapshots for p in _files(path)]
+        sizes = _sizes([*below, *self.blobs, *self.files])
         try:
             for file in self.files:
                 file.unlink(missing_ok=True)
-            nothing = scan_cache_dir(cache_folder()).delete_revisions()
-            replace(
-                nothing,
+            # Since huggingface_hub 2 what repositories share lies in a place that it must know.
+            shares = "cache_dir" in {field.name for field in fields(DeleteCacheStrategy)}
+            DeleteCacheStrategy(
+                expected_freed_size=self.nbytes,
+                blobs=self.blobs,
+                refs=self.refs,
                 repos=self.repositories,
                 snapshots=self.snapshots,
-                refs=self.refs,
-                blobs=self.blobs,
+                **({"cache_dir": cache_folder()} if shares else {}),
             ).execute()
         except OSError as error:
             raise ModelError(f"{self.name} cannot be deleted whole: {error}.") from None
@@ -361,7 +372,7 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
     revisions = [snapshot.name for snapshot, gone in victims.items() if gone]
     emptied = {snapshot for snapshot, gone in victims.items() if len(gone) == len(files[snapshot])}
     if len(emptied) == len(snapshots):
-        return Deletion(of_hub[0], revisions, _nbytes(_files(folder)), frozenset({folder}))
+        return Deletion(of_hub[0], revisions, _nbytes(_contents(folder)), frozenset({folder}))
     gone = {file for every in victims.values() for file in every}
     kept = {_blob(file) for every in files.values() for file in every if file not in gone}
     # A link may lead elsewhere: what it leads to is not the cache's.
