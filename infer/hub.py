@@ -110,7 +110,7 @@ def resolve(
         UnsupportedError: no safetensors, but weights in another format.
         CheckpointError: weights that are missing in part or altogether.
         ModelError: the hub did not serve the files, or others than it states; the cache cannot be
-            written.
+            written, or its disk has no room.
     """
     if not model:
         raise ModelNotFoundError(

@@ -147,7 +147,7 @@ def test_version() -> None:
 def test_help_shows_an_example_and_values_in_capitals() -> None:
     for name in ("run", "pull", "list", "rm", "info", "devices", "bench"):
         shown = " ".join(invoke(name, "--help").stdout.split())
-        assert re.search(rf"Examples?: infer {name} ", shown)
+        assert re.search(rf"Examples?: infer {name}\b", shown)
         assert not re.search(r"<bool>|<str>|\[str\]", shown)
     assert "run [OPTIONS] MODEL [PROMPT]..." in invoke("run", "--help").stdout
 

@@ -483,9 +483,11 @@ def pull(
     "list",
     cls=Command,
     epilog="""
-Example:
+Examples:
 
     infer list
+
+    infer list --json
 """,
 )
 def list_(as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
