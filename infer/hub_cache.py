@@ -343,7 +343,7 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
     if _is_local(model):
         raise ModelNotFoundError(
             f"{model} is a local model, which is not deleted. Give one of those that `infer list` "
-            "shows."
+            "shows; where a folder here has the same name, with hf.co/ before it."
         )
     of_hub, repository = model_of_hub(model, revision)
     folder, revision = repository.folder, repository.revision
@@ -378,6 +378,7 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
     # A link may lead elsewhere: what it leads to is not the cache's.
     place = Path(os.path.realpath(folder / "blobs"))
     blobs = {blob for file in gone if (blob := _blob(file)).parent == place} - kept
+    blobs = {blob for blob in blobs if os.path.lexists(blob)}
     copies = {file for file in gone if not file.is_symlink()}
     commits = {snapshot.name for snapshot in emptied}
     return Deletion(

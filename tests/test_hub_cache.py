@@ -264,6 +264,20 @@ def test_the_last_gguf_model_takes_the_repository_with_it(cache: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_revision_whose_content_is_lost_can_be_deleted(cache: Path) -> None:
+    put_model(cache, "org/a")
+    put_gguf(cache, "org/a", commit=TAG, ref="v1")
+    pointer = cache / "models--org--a/snapshots" / TAG / "a-Q4_K_M.gguf"
+    pointer.resolve().unlink()
+    assert names() == ["org/a", "org/a:Q8_0"]
+    done = invoke("rm", "org/a:Q4_K_M", "--yes")
+    assert (done.stdout, done.stderr) == ("org/a:Q4_K_M: deleted, 0 bytes freed\n", "")
+    assert not pointer.is_symlink()
+    assert "1000 bytes freed" in invoke("rm", "org/a", "--revision", "v1", "--yes").stdout
+    assert names() == ["org/a"]
+    sound(cache)
+
+
 def test_what_a_link_leads_to_elsewhere_stays(cache: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.gguf"
     mine.write_text("mine")
@@ -367,6 +381,14 @@ def test_shells_complete_names_of_the_cache(cache: Path) -> None:
     put_model(cache, "org/a")
     assert names_in_cache("org/g") == ["org/gguf", "org/gguf:Q4_K_M", "org/gguf:Q8_0"]
     assert names_in_cache("x") == []
+
+
+def test_a_folder_here_comes_before_the_model_in_the_cache(cache: Path, tmp_path: Path) -> None:
+    put_model(cache, "org/a")
+    (tmp_path / "org/a").mkdir(parents=True)
+    assert "with hf.co/ before it" in refused("rm", "org/a", "--yes")
+    assert invoke("rm", "hf.co/org/a", "--yes").stdout.startswith("org/a: deleted")
+    assert (tmp_path / "org/a").is_dir()
 
 
 # infer pull, in processes of their own: huggingface_hub reads its variables when it is imported
