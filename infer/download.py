@@ -27,6 +27,7 @@ from urllib.parse import quote
 
 from infer.kernels.errors import InferError, ModelAccessError, ModelError, ModelNotFoundError
 from infer.models.loading.files import open_file, read_text
+from infer.progress import size
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -65,12 +66,28 @@ def settings() -> Any:
     return constants
 
 
+def cache_folder() -> Path:
+    """Where models are cached: HF_HUB_CACHE, or a folder of HF_HOME's. Raises ModelError where
+    there is no place for one."""
+    cache = Path(settings().HF_HUB_CACHE)
+    if str(cache).startswith("~"):
+        raise ModelError(
+            f"There is no home folder for the cache of models ({cache}). Set HF_HOME to a folder "
+            "for it."
+        )
+    return cache.absolute()
+
+
 @dataclass(frozen=True)
 class Listing:
-    """A repository at a revision: its commit, and the names of its files."""
+    """A repository at a revision: its commit, and the names of its files.
+
+    blobs: of a file, as far as the hub says, its name among the blobs of the cache and its bytes.
+    """
 
     commit: str
     names: list[str]
+    blobs: Mapping[str, tuple[str, int]]
 
 
 class RefusedError(Exception):
@@ -112,14 +129,8 @@ class Repository:
                 f"{revision!r} is no revision. Give a branch, a tag or a commit of {id}, such as "
                 "main, or leave it out."
             )
-        cache = Path(constants.HF_HUB_CACHE)
-        if str(cache).startswith("~"):
-            raise ModelError(
-                f"There is no home folder for the cache of models ({cache}). Set HF_HOME to a "
-                "folder for it."
-            )
         self.id, self.given, self.revision = id, given, revision
-        self.folder = cache.absolute() / f"models--{id.replace('/', '--')}"
+        self.folder = cache_folder() / f"models--{id.replace('/', '--')}"
         self._token, self._stop = token, threading.Event()
         self._hub = _without_password(constants.ENDPOINT) or "HF_ENDPOINT, which is empty,"
 
@@ -184,6 +195,7 @@ class Repository:
         url = f"{constants.ENDPOINT}/api/models/{self.id}"
         if self.revision is not None:
             url += f"/revision/{quote(self.revision, safe='')}"
+        url += "?blobs=true"  # sizes too
         body = bytearray()
         with _answer(url, self._headers()) as (_, pieces):
             for piece in pieces:
@@ -192,13 +204,15 @@ class Repository:
                     raise self._no_hub(f"more than {len(body)} bytes")
         try:
             found = json.loads(body)
-            commit, names = found["sha"], [file["rfilename"] for file in found["siblings"]]
-            sound = COMMIT.fullmatch(commit) and all(isinstance(name, str) for name in names)
+            commit, files = found["sha"], {file["rfilename"]: file for file in found["siblings"]}
+            sound = COMMIT.fullmatch(commit) and all(isinstance(name, str) for name in files)
         except (ValueError, TypeError, LookupError, RecursionError):
             sound = None
         if not sound:
             raise self._no_hub("no JSON with a commit and files")
-        return Listing(commit, [*filter(is_path, names)])
+        names = [*filter(is_path, files)]
+        blobs = {name: blob for name in names if (blob := _blob(files[name]))}
+        return Listing(commit, names, blobs)
 
     def _no_hub(self, what: str) -> ModelError:
         return ModelError(
@@ -208,16 +222,18 @@ class Repository:
 
     # Fetching
 
-    def fetch(self, commit: str, names: Iterable[str], progress: Progress) -> Path:
+    def fetch(self, listing: Listing, names: Iterable[str], progress: Progress) -> Path:
         """The folder of a commit that holds these files, of `ask`. progress gets bytes that came,
         and those of all files that were begun.
 
-        Raises ModelError.
+        Raises ModelError, before anything is fetched where the disk has no room for it.
         """
+        commit = listing.commit
         folder = self.folder / "snapshots" / commit
         todo = deque(name for name in names if not os.path.isfile(folder / name))
         if not todo:
             return folder
+        self._check_room(listing, todo)
         self._stop = stop = threading.Event()
         bar = _bar()
         parts: set[Path] = set()
@@ -247,6 +263,23 @@ class Repository:
                 with suppress(OSError):
                     part.unlink()
         return folder
+
+    def _check_room(self, listing: Listing, names: Iterable[str]) -> None:
+        """Raises ModelError where the disk has no room for these files."""
+        new = dict(listing.blobs[name] for name in names if name in listing.blobs)
+        blobs = self.folder / "blobs"
+        needed = sum(nbytes for blob, nbytes in new.items() if not os.path.isfile(blobs / blob))
+        there = next((path for path in self.folder.parents if os.path.isdir(path)), None)
+        try:
+            free = needed if there is None else shutil.disk_usage(there).free
+        except OSError:  # some file systems do not tell
+            return
+        if needed > free:
+            raise ModelError(
+                f"{self.id} does not fit on the disk of {self.folder.parent}: {size(needed)} are "
+                f"to be fetched and {size(free)} are free, so {size(needed - free)} are missing. "
+                "Make room, for example with `infer rm`, or set HF_HOME to another disk's folder."
+            )
 
     def _fetch_file(self, commit: str, name: str, bar: Any, parts: set[Path]) -> None:
         part = self.folder / "blobs" / _part_name()
@@ -420,6 +453,15 @@ class Repository:
             text = text.replace(self._token, "***")
         text = "".join(c if c.isprintable() else " " for c in _without_password(text))
         return text if len(text) < 300 else f"{text[:300]} ..."
+
+
+def _blob(file: dict[str, Any]) -> tuple[str, int] | None:
+    """What a hub says of a file's content: its digest, which is its ETag, and its bytes."""
+    lfs, nbytes = file.get("lfs"), file.get("size")
+    digest = lfs.get("sha256") if isinstance(lfs, dict) else file.get("blobId")
+    if not isinstance(digest, str) or not _ETAG.fullmatch(digest):
+        return None
+    return (digest, nbytes) if isinstance(nbytes, int) and nbytes >= 0 else None
 
 
 def _without_password(text: str) -> str:

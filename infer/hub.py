@@ -110,14 +110,14 @@ def resolve(
         UnsupportedError: no safetensors, but weights in another format.
         CheckpointError: weights that are missing in part or altogether.
         ModelError: the hub did not serve the files, or others than it states; the cache cannot be
-            written.
+            written, or its disk has no room.
     """
     if not model:
         raise ModelNotFoundError(
             f"The name of the model is empty. Give {DEMO!r}, a local folder (. is this one), a "
             ".gguf file, or a hub id such as org/name."
         )
-    path = _demo_folder() if model == DEMO else _local(model)
+    path = local_path(model)
     if path is not None and os.path.isdir(path):
         if revision is not None:
             raise ModelNotFoundError(
@@ -136,15 +136,7 @@ def resolve(
         )
     if path is not None and os.path.exists(path):
         raise UnsupportedError(f"{model} is neither a folder nor a regular file. Give one of them.")
-    called, revision = _of_page(model, revision)
-    of_hub = HUB_MODEL.fullmatch(called)
-    if of_hub is None or (of_hub["file"] and os.path.isdir(of_hub["repo"])):
-        raise ModelNotFoundError(
-            f"There is no folder or file {_short(model)}. A model is a local folder, a .gguf file, "
-            "a hub id such as org/name or its URL, a GGUF model there such as org/name:Q4_K_M, or "
-            f"{DEMO!r}."
-        )
-    repository = Repository(of_hub["repo"], of_hub[0], revision, token)
+    of_hub, repository = model_of_hub(model, revision, token)
     return _from_hub(
         repository,
         offline,
@@ -185,10 +177,41 @@ def resolve_adapter(
 
     def fetch(listing: Listing) -> ResolvedModel:
         names = [name for name in listing.names if name in (ADAPTER_CONFIG, ADAPTER_TENSORS)]
-        folder = repository.fetch(listing.commit, names, progress)
+        folder = repository.fetch(listing, names, progress)
         return ResolvedModel(_check_adapter(folder), called, listing.commit)
 
     return _from_hub(repository, offline, find, fetch)
+
+
+def model_of_hub(
+    model: str, revision: str | None = None, token: str | None = None
+) -> tuple[re.Match[str], Repository]:
+    """What a model that is not local is called on the hub, a match of `HUB_MODEL`, and where it is.
+    For the arguments see `resolve`. Raises ModelNotFoundError for what can be none."""
+    called, revision = _of_page(model, revision)
+    of_hub = HUB_MODEL.fullmatch(called)
+    if of_hub is None or (of_hub["file"] and os.path.isdir(of_hub["repo"])):
+        raise ModelNotFoundError(
+            f"There is no folder or file {_short(model)}. A model is a local folder, a .gguf file, "
+            "a hub id such as org/name or its URL, a GGUF model there such as org/name:Q4_K_M, or "
+            f"{DEMO!r}."
+        )
+    return of_hub, Repository(of_hub["repo"], of_hub[0], revision, token)
+
+
+def model_files(path: Path) -> list[Path]:
+    """What is loaded of a model that is there: of the folder or the GGUF file that `resolve` finds,
+    the files. Raises CheckpointError for a broken index."""
+    if path.is_file():
+        return [path.with_name(part) for part in gguf_parts(path.name)]
+    names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
+    return [path / n for n in names if n in {*_small(names), *(_shards(path) or _weights(names))}]
+
+
+def local_path(model: str) -> Path | None:
+    """The bundled model, or the path that a name is, if it can be one; what is not there may be a
+    model of the hub."""
+    return _demo_folder() if model == DEMO else _local(model)
 
 
 def _local(name: str) -> Path | None:
@@ -308,7 +331,7 @@ def _find_in_cache(repository: Repository, model: re.Match[str]) -> ResolvedMode
         raise repository.not_cached()
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
     file = _choose_gguf(model, names, f"The cached snapshot of {repo}, all that --offline uses,")
-    lacking = sorted({*gguf_parts(file)} - {*names}) if file else _lacking(folder)
+    lacking = sorted({*gguf_parts(file)} - {*names}) if file else lacking_files(folder)
     if lacking:
         raise ModelNotFoundError(
             f"The cached snapshot of {repo} is incomplete: it lacks {listed(lacking)}. Run it once "
@@ -324,13 +347,12 @@ def _fetch(
     repo, commit, names = repository.id, listing.commit, listing.names
 
     def fetch(wanted: Iterable[str]) -> Path:
-        return repository.fetch(commit, sorted({*wanted} & {*names}), progress)
+        return repository.fetch(listing, sorted({*wanted} & {*names}), progress)
 
     if file := _choose_gguf(model, names, repo):
         return ResolvedModel(fetch(gguf_parts(file)) / file, model[0], commit)
-    folder = fetch(n for n in names if any(fnmatchcase(n, small) for small in SMALL_FILES))
-    weights = [SINGLE] if SINGLE in names else list(filter(_is_weights, names))
-    if not (needed := _shards(folder) or weights):
+    folder = fetch(_small(names))
+    if not (needed := _shards(folder) or _weights(names)):
         raise _no_weights(repo, names)
     fetch(needed)
     return ResolvedModel(_check_folder(folder), repo, commit)
@@ -342,12 +364,12 @@ def _choose_gguf(model: re.Match[str], names: list[str], where: str) -> str:
     repo, wanted = model["repo"], model["file"] or model["quantisation"]
     if not wanted and (any(map(_is_weights, names)) or not any(map(_is_gguf, names))):
         return ""
-    models = sorted(filter(_is_gguf_model, names))
-    found = _find_gguf(wanted, models)
+    models = sorted(filter(is_gguf_model, names))
+    found = find_gguf(wanted, models)
     if len(found) == 1:
         return found[0]
     some = found or models
-    choices = listed([_gguf_id(repo, name, models) for name in some[:100]] + some[100:], limit=100)
+    choices = listed([gguf_id(repo, name, models) for name in some[:100]] + some[100:], limit=100)
     if found:
         called = f" called {wanted}" if wanted else ""
         raise ModelNotFoundError(f"{where} has several GGUF models{called}. Give one: {choices}.")
@@ -355,7 +377,7 @@ def _choose_gguf(model: re.Match[str], names: list[str], where: str) -> str:
     raise ModelNotFoundError(f"{where} has no {called}. Those that it has: {choices or 'none'}.")
 
 
-def _find_gguf(wanted: str | None, models: list[str]) -> list[str]:
+def find_gguf(wanted: str | None, models: list[str]) -> list[str]:
     """Those of the models that are meant by a path, by a quantisation, or by nothing at all."""
     if wanted is None:
         return models
@@ -363,20 +385,29 @@ def _find_gguf(wanted: str | None, models: list[str]) -> list[str]:
     return [m for m in models if m == wanted or word.search(PurePosixPath(m).stem)]
 
 
-def _gguf_id(repo: str, model: str, models: list[str]) -> str:
+def gguf_id(repo: str, model: str, models: list[str]) -> str:
     """What means this one of a repository's models: its quantisation, if no other has it."""
     for quantisation in QUANTISATION.findall(PurePosixPath(model).stem):
-        if _find_gguf(quantisation, models) == [model]:
+        if find_gguf(quantisation, models) == [model]:
             return f"{repo}:{quantisation}"
     return f"{repo}/{model}"
 
 
-def _is_gguf_model(name: str) -> bool:
+def is_gguf_model(name: str) -> bool:
     """Whether a file is a GGUF model, or the first of the several that one is: no encoder of images
     (mmproj), and no statistics for quantising (imatrix)."""
     helps = re.search("mmproj|imatrix", PurePosixPath(name).name, re.IGNORECASE)
     later = re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", name)
     return _is_gguf(name) and not helps and not later
+
+
+def _small(names: list[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, small) for small in SMALL_FILES)]
+
+
+def _weights(names: list[str]) -> list[str]:
+    """The weight files of a model that has no index."""
+    return [SINGLE] if SINGLE in names else list(filter(_is_weights, names))
 
 
 def _shards(folder: Path) -> list[str]:
@@ -385,7 +416,7 @@ def _shards(folder: Path) -> list[str]:
     return sorted({*read_index(path).values()}) if os.path.exists(path) else []
 
 
-def _lacking(folder: Path) -> list[str]:
+def lacking_files(folder: Path) -> list[str]:
     """What a model cannot be loaded without, and is not in `folder`."""
     names = ["config.json", *_shards(folder)]
     lacking = [name for name in names if not (folder / name).is_file()]
@@ -393,7 +424,7 @@ def _lacking(folder: Path) -> list[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(_is_weights(path.name) for path in folder.glob("*"))
+    return any(_is_weights(path.name) and path.is_file() for path in folder.glob("*"))
 
 
 def _is_weights(name: str) -> bool:

@@ -99,7 +99,7 @@ WANTED = {
     "org/one-gguf": ["tiny.gguf"],
     "org/none": ["config.json"],
     "org/bare": ["model.safetensors"],
-    **{f"org/{name}": ["config.json", "model.safetensors"] for name in ODD},
+    **{f"org/{name}": ["config.json", "model.safetensors"] for name in [*ODD, "huge"]},
     **{repo: ["config.json"] for repo in ANSWERS},
     "org/names": ["config.json", "model.safetensors", *BAD_NAMES],
     "org/lora-as-model": ["adapter_config.json", "adapter_model.safetensors"],
@@ -124,6 +124,18 @@ def content(repo: str, commit: str, name: str) -> bytes:
         weight_map = {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[0]}
         return json.dumps({"weight_map": weight_map}).encode()
     return json.dumps({"repo": repo, "commit": commit, "name": name}).encode()
+
+
+def sizes(repo: str, commit: str, name: str) -> dict[str, Any]:
+    """What the hub's listing says of a file with ?blobs=true."""
+    body = content(repo, commit, name)
+    nbytes = (
+        1 << 60 if repo == "org/huge" and name.endswith((".safetensors", ".gguf")) else len(body)
+    )
+    blob = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+    lfs = {"sha256": hashlib.sha256(body).hexdigest(), "size": nbytes, "pointerSize": 134}
+    large = {"lfs": lfs} if name.endswith((".safetensors", ".gguf")) else {}
+    return {"size": nbytes, "blobId": blob} | large
 
 
 @dataclass
@@ -239,7 +251,7 @@ class Hub:
                 info: Any = {
                     "id": repo,
                     "sha": commit,
-                    "siblings": [{"rfilename": name} for name in names],
+                    "siblings": [{"rfilename": name} | sizes(repo, commit, name) for name in names],
                 }
                 if tree:
                     bodies = {name: content(repo, commit, name) for name in names}
@@ -358,6 +370,12 @@ ONLINE: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "org/flipped"}, "ModelError", r"model\.safetensors of org/flipped arrived damaged"),
     ({"model": "org/flipped-small"}, "ModelError", r"config\.json of .* arrived damaged"),
     ({"model": "org/long"}, "ModelError", "longer than"),
+    (
+        {"model": "org/huge"},
+        "ModelError",
+        r"org/huge does not fit on the disk of .*hub: 1,073,741,824.0 GiB are to be fetched and "
+        r".* are free, so .* GiB are missing\. Make room.*HF_HOME",
+    ),
     ({"model": "org/a--b"}, "ModelNotFoundError", "nor a valid hub id"),
     ({"model": "org/" + "a" * 300}, "ModelNotFoundError", "nor a valid hub id"),
     ({"model": "org/other", "offline": True}, "ModelNotFoundError", "not in the cache"),

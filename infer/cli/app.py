@@ -1,4 +1,5 @@
-"""The command line: `infer run`, `infer info`, `infer devices`, `infer bench`.
+"""The command line: `infer run`, `infer pull`, `infer list`, `infer rm`, `infer info`,
+`infer devices`, `infer bench`.
 
 Nothing heavy is imported before a command runs, so that `infer --help` answers at once.
 """
@@ -22,6 +23,7 @@ from infer.cli.options import (
     ContextOption,
     DeviceOption,
     DtypeOption,
+    HubArgument,
     JsonOption,
     KVDtype,
     KVDtypeOption,
@@ -34,6 +36,7 @@ from infer.cli.options import (
     bench_option,
     format_names,
     loading_option,
+    names_in_cache,
     output_option,
     parse_bias,
     parse_counts,
@@ -58,7 +61,7 @@ from infer.cli.terminal import (
     write_json,
 )
 from infer.kernels.errors import RequestError
-from infer.progress import ProgressLine, columns, discard, is_terminal
+from infer.progress import ProgressLine, columns, discard, is_terminal, size
 
 if TYPE_CHECKING:
     from infer.llm import LLM, Result, Stream
@@ -449,6 +452,100 @@ def generate(stream: Stream, *, streamed: bool) -> Result:
         if writer is not None:
             writer.end()
     return stream.result
+
+
+@app.command(
+    cls=Command,
+    epilog="""
+Example:
+
+    infer pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M
+""",
+)
+def pull(
+    model: HubArgument, revision: RevisionOption = None, verbose: VerboseOption = False
+) -> None:
+    """Fetch a model from the hub, to run it later.
+
+    Fetches what `infer run` would fetch, and nothing else, into the cache that other programs share
+    (HF_HOME). Says where it is and how large; what is there already is not fetched again.
+    """
+    with exit_codes(verbose):
+        from infer.cli import cached
+        from infer.hub_cache import pull as fetch
+
+        with ProgressLine() as line:
+            found = fetch(model, revision=revision, progress=partial(line.loading, "download"))
+        write(cached.pulled_text(found) + "\n")
+
+
+@app.command(
+    "list",
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer list
+
+    infer list --json
+""",
+)
+def list_(as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
+    """List the models in the cache.
+
+    Those that can be run, with the name to run each by, its size on the disk, its format, the
+    commit that it is of and the day that it was last used; those used last come first.
+    """
+    with exit_codes(verbose):
+        from infer.cli.cached import CachedReport
+        from infer.hub_cache import list_models
+
+        show(CachedReport(list_models()), as_json)
+
+
+@app.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer rm Qwen/Qwen3-0.6B
+
+    infer rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M --yes
+""",
+)
+def rm(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="A model by its name in `infer list`, or the hub id of a repository, of which all "
+            "models are meant.",
+            autocompletion=names_in_cache,
+        ),
+    ],
+    revision: RevisionOption = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal it is needed.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Delete a model from the cache.
+
+    A repository with all that is cached of it, one revision of it, or one GGUF model, and nothing
+    that others in the cache need. Asks first, and says what was freed.
+    """
+    with exit_codes(verbose):
+        from infer.cli import cached
+        from infer.hub_cache import find_deletion
+
+        deletion = find_deletion(model, revision)
+        if not yes and not cached.is_wanted(deletion):
+            note("nothing was deleted")
+            raise typer.Exit(1)
+        with uninterrupted():
+            freed = deletion.execute()
+        write(f"{deletion.name}: deleted, {size(freed)} freed\n")
 
 
 @app.command(

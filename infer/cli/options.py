@@ -124,6 +124,15 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=Fals
 OptionalModelArgument = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", show_default=False, help=_MODEL)
 ]
+HubArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, or one GGUF model "
+        "of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf.",
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     loading_option(
@@ -258,3 +267,13 @@ def format_names(incomplete: str) -> list[str]:
     from infer.models.loading.shapes import PUBLISHED
 
     return [name for name in PUBLISHED if name.startswith(incomplete)]
+
+
+def names_in_cache(incomplete: str) -> list[str]:
+    from infer.hub_cache import cached_names
+    from infer.kernels.errors import InferError
+
+    try:
+        return [name for name in cached_names() if name.startswith(incomplete)]
+    except InferError:  # a cache that cannot be read
+        return []
