@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from marks import others_full
+from test_lower import Everywhere
 
 from infer.kernels.checks import functions
 from infer.kernels.checks.functions import validate
@@ -375,11 +376,16 @@ STEPS = [*product(KV_DTYPES, (True, False), ((1, 1), (8, 1), (512, 1), (128, Non
 
 
 def model_specs(
-    shape: str, limits: Limits, lanes: int, dtype: str, steps: Iterable[Any] = STEPS
+    shape: str,
+    limits: Limits,
+    lanes: int,
+    dtype: str,
+    steps: Iterable[Any] = STEPS,
+    changed: bool = False,
 ) -> Iterator[KernelSpec]:
     """The kernels of the steps (dtype of the cache; fused or not; rows, and those with logits: all
     of up to 64, in a batch) of a real model, of which nothing is allocated, on an adapter with so
-    many lanes in a subgroup, or 0 for none."""
+    many lanes in a subgroup, or 0 for none. changed: by LoRA adapters, each row by its own."""
     raw = shape_config(shape)
     kinds = build_model(raw).config.states
     few = kinds.index(None) + 1  # attention, and what comes before
@@ -417,6 +423,7 @@ def model_specs(
             dry.buffer(1),
             fuse=fuse,
             tuning=ByRows(dry) if batch else None,
+            changes=Everywhere(dry, by_row=True) if changed else {},
         )
         yield from (kernel.spec for kernel in lowering.kernels)
 
@@ -453,6 +460,8 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
     for i, ((shape, dtype), (limits, lanes)) in enumerate(zip(pairs, cycle(settings))):
         steps = STEPS if all_sizes else STEPS[i % 3 :: 3]
         specs |= set(model_specs(shape, limits, lanes, dtype, steps))
+    for limits, lanes in settings:
+        specs |= set(model_specs("llama-3.2-1b", limits, lanes, "bf16", STEPS[::4], changed=True))
     texts = {file.stem: file.read_text() for file in WGSL_FOLDER.rglob("*.wgsl")}
     included = re.findall(r"^#include \"(\w+).wgsl\"", "\n".join(texts.values()), re.M)
     files = texts.keys() - set(included)
