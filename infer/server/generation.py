@@ -26,6 +26,7 @@ from infer.server.protocol import (
     Reply,
     RequestT,
     Usage,
+    named_in,
     parse,
 )
 from infer.server.service import Service
@@ -116,7 +117,7 @@ class Generate(Generic[RequestT]):
             ]
         except InferError as error:
             told = api_error(error)
-            told.param = job.param if told.status == 400 else None
+            told.param = named_in(told.message) or job.param if told.status == 400 else None
             raise told from error
 
 
@@ -180,8 +181,9 @@ class _Replies:
         left = len(self.answers)
         async with _reading(self.answers) as queue:
             while left:
-                data = b""
-                for index, piece in await _waiting(queue, keepalive):
+                pieces = await _waiting(queue, keepalive)
+                data = b"" if pieces else b": keepalive\n\n"
+                for index, piece in pieces:
                     choice: msgspec.Struct | None
                     if isinstance(piece, Exception):
                         await write(
@@ -194,7 +196,8 @@ class _Replies:
                     else:
                         choice = self.format.piece(index, piece)
                     data += b"" if choice is None else event([choice])
-                await write(data or b": keepalive\n\n")
+                if data:  # a piece may have no text yet
+                    await write(data)
         data = event([], self._usage()) if with_usage else b""
         await write(data + _event(b"[DONE]"), False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -85,12 +86,12 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     """A request out of JSON. null counts as left out. Raises ApiError (400)."""
     try:
-        fields = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.") from None
-    if not isinstance(fields, dict):
+    if not isinstance(decoded, dict):
         raise ApiError(400, "The body must be a JSON object.")
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: value for name, value in decoded.items() if value is not None}
     for name in given.keys() - set(kind.__struct_fields__) - _LABELS:
         if name not in _OFF:
             raise ApiError(
@@ -111,10 +112,9 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
         request = msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
         text = str(error)
-        named = re.search(r"\$\.(\w+)|field `(\w+)`", text)
-        raise ApiError(
-            400, f"The request is malformed: {text}.", param=named and (named[1] or named[2])
-        ) from None
+        names = re.findall(r"\$\.(\w+)", text) + re.findall(r"field `(\w+)`", text)
+        param = ".".join(names) or None
+        raise ApiError(400, f"The request is malformed: {text}.", param=param) from None
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options belong to stream: true.", param="stream_options")
     return request
@@ -124,17 +124,22 @@ def sampling_params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """Raises ApiError (400) for a value that is out of range."""
-    fields = set(SamplingParams.__dataclass_fields__) & set(GenerationRequest.__struct_fields__)
-    given = {name: getattr(request, name) for name in fields}
+    given = {name: getattr(request, name, None) for name in _SAMPLING}
     given |= {"max_tokens": max_tokens, "logprobs": logprobs}
     if request.seed is not None:
         given["seed"] = request.seed % 2**64  # OpenAI's are signed
-    given = {name: value for name, value in given.items() if value is not None}
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**{name: each for name, each in given.items() if each is not None})
     except RequestError as error:
-        text = str(error)
-        raise ApiError(400, text, param=next(filter(text.startswith, given), None)) from None
+        raise ApiError(400, str(error), param=named_in(str(error))) from None
+
+
+_SAMPLING = tuple(option.name for option in fields(SamplingParams))
+
+
+def named_in(message: str) -> str | None:
+    """The sampling parameter that an error's message is about."""
+    return next((name for name in _SAMPLING if message.startswith(f"{name} ")), None)
 
 
 # Responses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -23,7 +24,8 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         opened = socket.socket(family, kind, protocol)
         try:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if os.name == "posix":  # elsewhere it lets two programs listen on one port
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(address)
         except BaseException:
             opened.close()
