@@ -587,6 +587,24 @@ def test_what_runs_may_end() -> None:
         connection.close()
 
 
+def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.server.run.DRAIN_SECONDS", 0)
+    engine = FakeEngine(waits=True)
+    with serving(fake_service(engine)) as address:
+        whole, stream = connect(address), connect(address)
+        for connection, streamed in ((whole, False), (stream, True)):
+            body = json.dumps({"prompt": "x", "stream": streamed})
+            connection.request("POST", COMPLETIONS, body, JSON)
+        wait_for(lambda: len(engine.asked) == 4)
+    told = whole.getresponse()
+    assert (told.status, told.getheader("content-type")) == (503, "application/json")
+    error = told.read()
+    assert b"shutting down" in error
+    assert stream.getresponse().read().endswith(b"data: " + error + b"\n\n")
+    whole.close()
+    stream.close()
+
+
 # The command
 
 

@@ -89,7 +89,7 @@ class Generate(Generic[RequestT]):
             )
         with service.admission.admitted(count):
             answers = await self._open(job, request.n, adapter)
-            reply = _Replies(job.format, model, answers, request.n)
+            reply = _Replies(job.format, model, answers, request.n, service.stopped)
             if request.stream:
                 with_usage = request.include_usage
                 await reply.stream(send, with_usage=with_usage, keepalive=service.keepalive)
@@ -129,6 +129,7 @@ class _Replies:
     model: str
     answers: Sequence[Answer]
     n: int
+    stopped: asyncio.Event
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -154,7 +155,7 @@ class _Replies:
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
     async def whole(self) -> bytes:
-        async with _reading(self.answers) as queue:
+        async with _reading(self.answers, self.stopped) as queue:
             left = len(self.answers)
             while left:
                 _, piece = await queue.get()
@@ -179,7 +180,7 @@ class _Replies:
         begin = [self.format.begin(i) for i in range(len(self.answers))]
         await write(b"".join(event([choice]) for choice in begin if choice is not None))
         left = len(self.answers)
-        async with _reading(self.answers) as queue:
+        async with _reading(self.answers, self.stopped) as queue:
             while left:
                 pieces = await _waiting(queue, keepalive)
                 data = b"" if pieces else b": keepalive\n\n"
@@ -218,8 +219,9 @@ _Queue = asyncio.Queue[tuple[int, Chunk | Exception | None]]
 
 
 @asynccontextmanager
-async def _reading(answers: Sequence[Answer]) -> AsyncIterator[_Queue]:
-    """The pieces of all of them, which are generated together; at the block's end they end."""
+async def _reading(answers: Sequence[Answer], stopped: asyncio.Event) -> AsyncIterator[_Queue]:
+    """The pieces of all of them, which are generated together; at the block's end they end. Once
+    `stopped` there is an error instead."""
     queue: _Queue = asyncio.Queue()
 
     async def read(index: int, answer: Answer) -> None:
@@ -231,12 +233,18 @@ async def _reading(answers: Sequence[Answer]) -> AsyncIterator[_Queue]:
             end = error
         queue.put_nowait((index, end))
 
+    async def stop() -> None:
+        await stopped.wait()
+        queue.put_nowait((0, ApiError(503, "The server is shutting down.")))
+
     tasks = [asyncio.create_task(read(i, answer)) for i, answer in enumerate(answers)]
+    tasks.append(asyncio.create_task(stop()))
     try:
         yield queue
     finally:
-        for answer, task in zip(answers, tasks, strict=True):
+        for answer in answers:
             await answer.aclose()
+        for task in tasks:
             task.cancel()
 
 

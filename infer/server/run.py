@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -58,7 +59,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=DRAIN_SECONDS,
+            timeout_graceful_shutdown=DRAIN_SECONDS + 5,  # clients are told before
         )
         super().__init__(config)
         self._service, self._ready = service, ready
@@ -69,6 +70,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
         self._service.admission.draining = True
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._service.stopped.set)
         await super().shutdown(list(sockets or ()))
 
 

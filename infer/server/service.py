@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -30,8 +31,11 @@ class ServerOptions:
 
 @dataclass
 class Service:
+    """stopped: set when what is generated has to end."""
+
     engine: EngineClient
     options: ServerOptions
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
