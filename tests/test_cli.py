@@ -145,7 +145,7 @@ def test_version() -> None:
 
 
 def test_help_shows_an_example_and_values_in_capitals() -> None:
-    for name in ("run", "pull", "list", "rm", "info", "devices", "bench"):
+    for name in ("run", "serve", "pull", "list", "rm", "info", "devices", "bench"):
         shown = " ".join(invoke(name, "--help").stdout.split())
         assert re.search(rf"Examples?: infer {name}\b", shown)
         assert not re.search(r"<bool>|<str>|\[str\]", shown)
@@ -158,7 +158,7 @@ def test_help_shows_an_example_and_values_in_capitals() -> None:
 def test_an_unknown_command_gets_a_hint(name: str, message: str) -> None:
     told = refused(name, code=2)
     assert message in told
-    assert "run, pull, list, rm, info, devices, bench" in told
+    assert "run, serve, pull, list, rm, info, devices, bench" in told
 
 
 @others_full("shell", ["bash", "zsh", "fish"], default=["bash"])

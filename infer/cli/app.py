@@ -1,5 +1,5 @@
-"""The command line: `infer run`, `infer pull`, `infer list`, `infer rm`, `infer info`,
-`infer devices`, `infer bench`.
+"""The command line: `infer run`, `infer serve`, `infer pull`, `infer list`, `infer rm`,
+`infer info`, `infer devices`, `infer bench`.
 
 Nothing heavy is imported before a command runs, so that `infer --help` answers at once.
 """
@@ -24,6 +24,7 @@ from infer.cli.options import (
     DeviceOption,
     DtypeOption,
     HubArgument,
+    InvariantOption,
     JsonOption,
     KVDtype,
     KVDtypeOption,
@@ -46,6 +47,7 @@ from infer.cli.options import (
     sampling_option,
     shape_names,
 )
+from infer.cli.serve import serve
 from infer.cli.terminal import (
     INTERRUPTED,
     TextWriter,
@@ -254,14 +256,7 @@ def run(
             "where the CPU computes.",
         ),
     ] = None,
-    invariant: Annotated[
-        bool,
-        loading_option(
-            "--invariant",
-            help="An answer is the same to the last bit alone and among others, and whatever of it "
-            "is cached: slower.",
-        ),
-    ] = False,
+    invariant: InvariantOption = False,
     no_fuse: Annotated[
         bool,
         loading_option(
@@ -452,6 +447,18 @@ def generate(stream: Stream, *, streamed: bool) -> Result:
         if writer is not None:
             writer.end()
     return stream.result
+
+
+app.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer serve Qwen/Qwen3-0.6B --max-batch 16
+
+    infer serve ./my-model --adapter sql=./sql-lora --host 0.0.0.0 --api-key SECRET
+""",
+)(serve)
 
 
 @app.command(

@@ -173,6 +173,14 @@ KVDtypeOption = Annotated[
         "--kv-dtype", help="How keys and values are stored: q8 takes about half the memory of f16."
     ),
 ]
+InvariantOption = Annotated[
+    bool,
+    loading_option(
+        "--invariant",
+        help="An answer is the same to the last bit alone and among others, and whatever of it is "
+        "cached: slower.",
+    ),
+]
 AdapterOption = Annotated[
     str | None,
     loading_option(
@@ -222,6 +230,36 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
         f"{shown(option)} is not a name, = and a JSON value, as in effort='\"high\"'",
         param_hint="--template-arg",
     )
+
+
+def parse_adapter(option: str) -> tuple[str, str]:
+    """NAME=PATH as both. Raises typer.BadParameter."""
+    name, _, path = option.partition("=")
+    if name and path:
+        return name, path
+    raise typer.BadParameter(
+        f"{shown(option)} is not a name, = and a folder or hub id, as in sql=org/sql-lora",
+        param_hint="--adapter",
+    )
+
+
+_UNITS = {"": 1} | {
+    unit + end: base**power
+    for power, unit in enumerate("kmgt", 1)
+    for end, base in (("", 1000), ("b", 1000), ("ib", 1024))
+}
+
+
+def parse_bytes(option: str | None, name: str) -> int | None:
+    """4GB, 512MiB or a number, as bytes; name: of the option. Raises typer.BadParameter."""
+    if option is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", option.lower(), re.ASCII)
+    if found is None or found[2] not in _UNITS:
+        raise typer.BadParameter(
+            f"{shown(option)} is no amount of memory, such as 4GB or 512MiB", param_hint=name
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 _MOST_COUNTS = 1024  # in a range

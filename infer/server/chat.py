@@ -1,0 +1,93 @@
+"""/v1/chat/completions: what a request asks for, and how its answers are written."""
+
+from __future__ import annotations
+
+from infer.llm import Chunk, Result
+from infer.llm import TokenLogprob as Logprob
+from infer.server.errors import ApiError
+from infer.server.generation import Job
+from infer.server.protocol import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatRequest,
+    Delta,
+    Message,
+    TokenLogprob,
+    TopLogprob,
+    sampling_params,
+)
+
+_RESERVED = {"documents", "messages", "template", "tools"}  # of chat_template_kwargs
+
+
+def read(request: ChatRequest) -> Job:
+    """Raises ApiError (400)."""
+    for message in request.messages:
+        if message.get("tool_calls") or message.get("role") == "tool":
+            raise ApiError(
+                400, "Tools are not supported yet.", param="messages", code="unsupported_parameter"
+            )
+    template_args = request.chat_template_kwargs or {}
+    if reserved := _RESERVED & template_args.keys():
+        raise ApiError(
+            400,
+            f"chat_template_kwargs cannot set {min(reserved)}.",
+            param="chat_template_kwargs",
+            code="unsupported_parameter",
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs belong to logprobs: true.", param="top_logprobs")
+    own, other = request.max_completion_tokens, request.max_tokens
+    if own is not None and other is not None and own != other:
+        raise ApiError(
+            400,
+            "max_tokens is the old name of max_completion_tokens: give one.",
+            param="max_tokens",
+        )
+    params = sampling_params(
+        request,
+        max_tokens=other if own is None else own,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    return Job([request.messages], "messages", params, ChatFormat(), template_args)
+
+
+class ChatFormat:
+    prefix = "chatcmpl"
+    whole_object, event_object = "chat.completion", "chat.completion.chunk"
+
+    def whole(self, index: int, result: Result) -> ChatChoice:
+        logprobs = None if result.logprobs is None else _logprobs(*result.logprobs)
+        message = Message("assistant", result.text)
+        return ChatChoice(index, message, logprobs, result.finish_reason)
+
+    def begin(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, Delta(role="assistant", content=""))
+
+    def piece(self, index: int, chunk: Chunk) -> ChatChunkChoice | None:
+        if not chunk.text and chunk.logprob is None:
+            return None
+        logprobs = None if chunk.logprob is None else _logprobs(chunk.logprob)
+        return ChatChunkChoice(index, Delta(content=chunk.text), logprobs)
+
+    def end(self, index: int, result: Result) -> ChatChunkChoice:
+        return ChatChunkChoice(index, Delta(), finish_reason=result.finish_reason)
+
+
+def _logprobs(*tokens: Logprob) -> ChatLogprobs:
+    return ChatLogprobs(
+        [
+            TokenLogprob(
+                token.text,
+                token.logprob,
+                _bytes(token.text),
+                [TopLogprob(top.text, top.logprob, _bytes(top.text)) for top in token.top],
+            )
+            for token in tokens
+        ]
+    )
+
+
+def _bytes(text: str) -> list[int] | None:
+    return None if "\ufffd" in text else list(text.encode())

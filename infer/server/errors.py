@@ -1,0 +1,73 @@
+"""What a client is told when something is wrong: OpenAI's errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.kernels.errors import ClosedError, InferError, RequestError, TokenizerError
+
+log = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """An answer that is none: its status, and what the body says. param: of the request, the one
+    that is wrong. code: what programs tell errors apart by."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": kind if self.status < 500 else "server_error",
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of any error; one that is not meant for clients is logged."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError() | TokenizerError():  # a template refuses messages with the latter
+            return ApiError(400, str(error))
+        case ClosedError():
+            return ApiError(503, "The server is shutting down.")
+        case HTTPException(status_code=status):
+            return ApiError(status, f"{error.detail}.", headers=error.headers)
+    log.error("A request failed: %s", error, exc_info=not isinstance(error, InferError))
+    if isinstance(error, InferError):
+        return ApiError(500, str(error))
+    return ApiError(500, "The server failed at this request. Its log says more.")
+
+
+async def respond(request: Request, error: Exception) -> Response:
+    """The response to a request that failed."""
+    told = api_error(error)
+    return Response(
+        msgspec.json.encode(told.body),
+        told.status,
+        headers=told.headers,
+        media_type="application/json",
+    )

@@ -1,0 +1,87 @@
+"""A server from its socket to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+
+import uvicorn
+
+from infer.kernels.errors import RequestError
+from infer.server.app import create_app
+from infer.server.service import Service
+
+DRAIN_SECONDS = 30  # that running answers have after a signal
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that nothing is accepted from yet. port: 0 for any. Raises RequestError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        opened = socket.socket(family, kind, protocol)
+        try:
+            if os.name == "posix":  # elsewhere it lets two programs listen on one port
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(address)
+        except BaseException:
+            opened.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RequestError(
+            f"Nothing can listen on {host}, port {port}: {reason}. Choose others (--host, --port)."
+        ) from error
+    return opened
+
+
+def url(opened: socket.socket) -> str:
+    """Where clients on this machine find it."""
+    host, port = opened.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Serves until a signal or `should_exit`; then nothing begins, and what runs may end."""
+
+    def __init__(self, service: Service, ready: Callable[[], None] = lambda: None) -> None:
+        """ready: called when it answers."""
+        config = uvicorn.Config(
+            create_app(service),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=DRAIN_SECONDS + 5,  # clients are told before
+        )
+        super().__init__(config)
+        self._service, self._ready = service, ready
+
+    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        await super().startup(list(sockets or ()))
+        self._ready()
+
+    async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        self._service.admission.draining = True
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._service.stopped.set)
+        await super().shutdown(list(sockets or ()))
+
+
+def serve(service: Service, opened: socket.socket, ready: Callable[[], None]) -> None:
+    """Until Ctrl-C or SIGTERM, and then until running answers have ended, or DRAIN_SECONDS; a
+    second Ctrl-C ends them at once. For the main thread."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    # uvicorn raises the signal again when it has ended: then it has been obeyed.
+    before = [signal.signal(each, lambda *_: None) for each in signals]
+    try:
+        Server(service, ready).run(sockets=[opened])
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)

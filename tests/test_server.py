@@ -1,0 +1,726 @@
+"""The server: what goes over its socket, to clients of others and byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import infer
+from infer import LLM, DeviceError
+from infer.cli.app import app
+from infer.cli.options import parse_bytes
+from infer.hub import DEMO
+from infer.llm import Chunk, Prompt, Result
+from infer.sampling import SamplingParams
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("msgspec")
+
+from infer.server.engine import EngineClient, InProcessEngine
+from infer.server.run import Server, listen, url
+from infer.server.service import ServerOptions, Service
+
+pytestmark = pytest.mark.demo
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+STORY = "Once upon a time"
+MESSAGES = [{"role": "user", "content": "My cat is called Milo. What is my cat called?"}]
+ANSWER = "Your cat is called Milo."
+ENDLESS = {"2": -100, "3": -100}  # no end of turn
+JSON = {"Content-Type": "application/json"}
+
+
+@contextmanager
+def serving(service: Service) -> Iterator[str]:
+    """Its address."""
+    ready = threading.Event()
+    with listen("127.0.0.1", 0) as opened:
+        address = url(opened)
+        server = Server(service, ready.set)
+        thread = threading.Thread(target=server.run, args=([opened],))
+        thread.start()
+        try:
+            assert ready.wait(timeout=60)
+            yield address
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with infer.load(DEMO, max_batch=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def service(llm: LLM) -> Service:
+    return Service(InProcessEngine(llm), ServerOptions(max_body=100_000, keepalive=600))
+
+
+@pytest.fixture(scope="module")
+def address(service: Service) -> Iterator[str]:
+    with serving(service) as address:
+        yield address
+
+
+def connect(address: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(address).netloc, timeout=300)
+
+
+def ask(
+    address: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] = JSON,
+    method: str | None = None,
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = connect(address)
+    try:
+        given = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        method = method or ("GET" if body is None else "POST")
+        connection.request(method, path, given, dict(headers))
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def answer(address: str, path: str, **body: Any) -> dict[str, Any]:
+    response, data = ask(address, path, body)
+    assert response.status == 200, data
+    whole: dict[str, Any] = json.loads(data)
+    return whole
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    """Of a stream that has ended as it should."""
+    *parts, end, nothing = data.split(b"\n\n")
+    assert (end, nothing) == (b"data: [DONE]", b"")
+    assert not [part for part in parts if not part.startswith(b"data: {")]
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts]
+
+
+def streamed(address: str, path: str, **body: Any) -> list[dict[str, Any]]:
+    response, data = ask(address, path, {"stream": True, **body})
+    assert response.status == 200
+    assert response.getheader("content-type") == "text/event-stream; charset=utf-8"
+    return events(data)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# Answers
+
+
+def test_a_chat_is_that_of_the_model(address: str, llm: LLM) -> None:
+    whole = answer(address, CHAT, messages=MESSAGES, model="demo")
+    expected = llm.chat(MESSAGES)
+    assert expected.text == ANSWER
+    assert (whole["object"], whole["model"]) == ("chat.completion", "demo")
+    assert whole["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    prompt, made = len(llm.encode(MESSAGES)), expected.completion_tokens
+    usage = answer(address, CHAT, messages=MESSAGES)["usage"]
+    assert usage == {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": expected.prompt_tokens - 1},
+    }
+
+
+def test_a_stream_has_the_pieces_of_the_answer(address: str) -> None:
+    first, *pieces, last, usage = streamed(
+        address, CHAT, messages=MESSAGES, stream_options={"include_usage": True}
+    )
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert len(pieces) > 1
+    assert "".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == ANSWER
+    assert {piece["choices"][0]["finish_reason"] for piece in [first, *pieces]} == {None}
+    assert last["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 6
+    everything = [first, *pieces, last]
+    assert {event["object"] for event in everything} == {"chat.completion.chunk"}
+    assert {event["usage"] for event in everything} == {None}
+    assert {event["id"] for event in everything} == {usage["id"]}
+    assert not any("usage" in event for event in streamed(address, CHAT, messages=MESSAGES))
+
+
+def test_prompts_of_all_kinds(address: str, llm: LLM) -> None:
+    texts = [STORY, "The cat"]
+    ids = [llm.encode(text) for text in texts]
+    expected = [result.text for result in llm.generate(texts, max_tokens=6)]
+    prompts = {STORY: expected[:1], tuple(ids[0]): expected[:1]}
+    for prompt, wanted in [*prompts.items(), (texts, expected), (ids, expected)]:
+        whole = answer(address, COMPLETIONS, prompt=prompt, max_tokens=6)
+        assert [choice["text"] for choice in whole["choices"]] == wanted
+        assert [choice["index"] for choice in whole["choices"]] == [*range(len(wanted))]
+        assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+    assert whole["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert whole["usage"]["completion_tokens"] == 12
+
+
+def test_samples_of_several_prompts(address: str, llm: LLM) -> None:
+    options: dict[str, Any] = {"n": 2, "seed": 7, "temperature": 1.5, "max_tokens": 5}
+    prompts = [STORY, "The cat"]
+    results = llm.generate(prompts, **options)
+    expected = [sample.text for samples in results for sample in samples]
+    assert len(set(expected)) == 4
+    whole = answer(address, COMPLETIONS, prompt=prompts, **options)
+    assert [choice["text"] for choice in whole["choices"]] == expected
+    texts = [""] * 4
+    for event in streamed(address, COMPLETIONS, prompt=prompts, **options):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == expected
+    assert whole["usage"]["prompt_tokens"] == sum(len(llm.encode(prompt)) for prompt in prompts)
+
+
+def test_log_probabilities(address: str, llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 4, "stop": " nothing"}
+    expected = llm.generate(STORY, logprobs=2, **options).logprobs
+    assert expected is not None
+    whole = answer(address, COMPLETIONS, prompt=STORY, logprobs=2, **options)
+    written = whole["choices"][0]["logprobs"]
+    assert written["tokens"] == [token.text for token in expected]
+    assert "".join(written["tokens"]) == whole["choices"][0]["text"]
+    assert written["token_logprobs"] == pytest.approx([t.logprob for t in expected], abs=1e-4)
+    assert [[*top] for top in written["top_logprobs"]] == [
+        [t.text for t in e.top] for e in expected
+    ]
+    lengths = [len(token.text) for token in expected]
+    assert written["text_offset"] == [sum(lengths[:i]) for i in range(4)]
+    pieces = [
+        event["choices"][0]["logprobs"]
+        for event in streamed(address, COMPLETIONS, prompt=STORY, logprobs=2, **options)
+    ]
+    offsets = [offset for piece in pieces if piece for offset in piece["text_offset"]]
+    assert offsets == written["text_offset"]
+
+    expected = llm.chat(MESSAGES, logprobs=1).logprobs
+    assert expected is not None
+    asked = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    content = answer(address, CHAT, **asked)["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in content] == [token.text for token in expected]
+    assert [bytes(token["bytes"]).decode() for token in content] == [t.text for t in expected]
+    assert [len(token["top_logprobs"]) for token in content] == [1] * len(expected)
+    pieces = [event["choices"][0]["logprobs"] for event in streamed(address, CHAT, **asked)]
+    tokens = [token["token"] for piece in pieces if piece for token in piece["content"]]
+    assert tokens == [token.text for token in expected]
+
+
+def test_the_models(address: str) -> None:
+    _, data = ask(address, "/v1/models")
+    (model,) = json.loads(data)["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 1024)
+    assert json.loads(ask(address, "/v1/models/demo")[1]) == model
+    assert ask(address, "/v1/models/other")[0].status == 404
+    response, data = ask(address, "/health")
+    assert (response.status, data) == (200, b'{"status":"ok"}')
+
+
+# Clients of others
+
+
+def test_openais_client(address: str) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
+        chat = client.chat.completions.create(model="demo", messages=MESSAGES, logprobs=True)
+        assert chat.choices[0].message.content == ANSWER
+        with client.chat.completions.create(model="demo", messages=MESSAGES, stream=True) as parts:
+            deltas = [part.choices[0].delta.content or "" for part in parts]
+        assert "".join(deltas) == ANSWER
+        text = client.completions.create(model="demo", prompt=[STORY], max_tokens=3, logprobs=1)
+        assert text.choices[0].finish_reason == "length"
+        assert [model.id for model in client.models.list()] == ["demo"]
+        again = [*MESSAGES, chat.choices[0].message, MESSAGES[0]]
+        assert client.chat.completions.create(model="demo", messages=again).usage.prompt_tokens > 16
+        with pytest.raises(openai.NotFoundError, match="There is no model 'gpt-4' here") as found:
+            client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+        assert found.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError, match=r"2000 tokens.* 1024 tokens") as found:
+            client.completions.create(model="demo", prompt=[5] * 2000)
+        assert found.value.code == "context_length_exceeded"
+
+
+def test_responses_are_of_openais_types(address: str) -> None:
+    pytest.importorskip("openai")
+    from openai.types import Completion, Model
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    asked: dict[str, Any] = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    ChatCompletion.model_validate(answer(address, CHAT, **asked))
+    for event in streamed(address, CHAT, **asked, stream_options={"include_usage": True}):
+        ChatCompletionChunk.model_validate(event)
+    asked = {"prompt": STORY, "logprobs": 2, "max_tokens": 3}
+    Completion.model_validate(answer(address, COMPLETIONS, **asked))
+    for event in streamed(address, COMPLETIONS, **asked)[:-1]:
+        event["choices"][0]["finish_reason"] = "length"  # of events, OpenAI's has null too
+        Completion.model_validate(event)
+    Model.model_validate(json.loads(ask(address, "/v1/models/demo")[1]))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "message"),
+    [
+        (CHAT, b"{", 400, None, "not valid JSON"),
+        (CHAT, b"\xff", 400, None, "not valid JSON"),
+        (CHAT, b"[" * 50_000, 400, None, "not valid JSON"),
+        (CHAT, b"[]", 400, None, "a JSON object"),
+        (CHAT, {}, 400, "messages", "missing required field"),
+        (CHAT, {"messages": "x"}, 400, "messages", "Expected `array`"),
+        (CHAT, {"messages": []}, 400, "messages", "empty"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", 'needs a "content"'),
+        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, 400, "messages", "Tools"),
+        (CHAT, {"temperature": "hot"}, 400, "temperature", "Expected `float"),
+        (CHAT, {"temperature": -1}, 400, "temperature", "from 0 (greedy) to 100"),
+        (CHAT, {"n": 0}, 400, "n", ">= 1"),
+        (CHAT, {"max_tokens": 0}, 400, "max_tokens", "from 1 up"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "give one"),
+        (CHAT, {"top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "<= 20"),
+        (CHAT, {"logit_bias": {"99999": 1}}, 400, "logit_bias", "from 0 to 2047"),
+        (CHAT, {"stream_options": {}}, 400, "stream_options", "stream: true"),
+        (
+            CHAT,
+            {"stream": True, "stream_options": {"more": 1}},
+            400,
+            "stream_options.more",
+            "unknown field",
+        ),
+        (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
+        (CHAT, {"prompt": "x"}, 400, "prompt", "no parameter"),
+        (CHAT, {"chat_template_kwargs": {"template": ""}}, 400, "chat_template_kwargs", "template"),
+        (CHAT, {"model": "gpt-4"}, 404, "model", "There are: demo"),
+        (COMPLETIONS, {"prompt": ["a", 3]}, 400, "prompt", "a list of"),
+        (COMPLETIONS, {"prompt": []}, 400, "prompt", "empty"),
+        (COMPLETIONS, {"prompt": [5000]}, 400, "prompt", "vocabulary"),
+        (COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}, 400, "prompt", "400"),
+        (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo", "not supported"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
+        (COMPLETIONS, b"x" * 100_001, 413, None, "100000 bytes"),
+        ("/v1/nothing", {}, 404, None, "Not Found"),
+        ("/health", {}, 405, None, "Not Allowed"),
+    ],
+)
+def test_what_is_refused(
+    address: str, path: str, body: Any, status: int, param: str | None, message: str
+) -> None:
+    if path == CHAT and isinstance(body, dict) and body:
+        body = {"messages": MESSAGES} | body
+    response, data = ask(address, path, body)
+    assert response.status == status
+    error = json.loads(data)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+
+
+def test_a_body_whose_size_shows_late(address: str) -> None:
+    connection = connect(address)
+    parts = iter([b"x" * 60_000] * 2)
+    connection.request("POST", CHAT, parts, dict(JSON), encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_what_a_web_page_may_send_is_refused(address: str) -> None:
+    """Without asking first: forms and plain text."""
+    body = json.dumps({"messages": MESSAGES}).encode()
+    assert ask(address, CHAT, body, {"Content-Type": "text/plain"})[0].status == 415
+    assert ask(address, CHAT, body, {})[0].status == 415
+
+
+# What the engine is asked
+
+
+class FakeAnswer:
+    """Pieces, and then `end`."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.result = Result("ab", [1, 2, 3], "stop", None, prompt_tokens=3)
+        self.pieces = iter([Chunk("a", 1), Chunk("", 2), Chunk("b", 3)])
+
+    def __aiter__(self) -> FakeAnswer:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        for piece in self.pieces:
+            return piece
+        await asyncio.to_thread(self.engine.go_on.wait)
+        if self.engine.error is not None:
+            raise self.engine.error
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self.engine.closed += 1
+        self.engine.go_on.set()
+
+
+class FakeEngine:
+    name, context, slots, adapters = "fake", 100, 1, ("sql",)
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.failure: str | None = None
+        self.error: Exception | None = None
+        self.closed = 0
+        self.go_on = threading.Event()
+        if not waits:
+            self.go_on.set()
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def encode(self, prompt: Prompt, template_args: Mapping[str, Any]) -> list[int]:
+        self.asked.append((prompt, dict(template_args)))
+        return [1, 2, 3]
+
+    async def open(
+        self, ids: Sequence[int], params: SamplingParams, adapter: str | None
+    ) -> FakeAnswer:
+        self.asked.append((list(ids), params, adapter))
+        return FakeAnswer(self)
+
+
+def fake_service(engine: EngineClient, **options: Any) -> Service:
+    return Service(engine, ServerOptions(**options))
+
+
+def test_all_parameters_arrive() -> None:
+    engine = FakeEngine()
+    options: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "presence_penalty": 0.25,
+        "frequency_penalty": 0.75,
+        "repetition_penalty": 1.5,
+        "max_tokens": 9,
+        "stop": ["x", "y"],
+    }
+    asked = {**options, "logit_bias": {"5": -1}, "seed": -1, "user": "me", "tools": None}
+    expected = SamplingParams(**options, logit_bias={5: -1}, seed=2**64 - 1, logprobs=3)
+    kwargs = {"enable_thinking": False}
+    with serving(fake_service(engine)) as address:
+        answer(
+            address,
+            CHAT,
+            messages=MESSAGES,
+            logprobs=True,
+            top_logprobs=3,
+            chat_template_kwargs=kwargs,
+            model="sql",
+            response_format={"type": "text"},
+            **asked,
+        )
+        answer(address, COMPLETIONS, prompt="x", logprobs=3, **asked)
+        answer(address, CHAT, messages=MESSAGES, max_completion_tokens=4)
+    assert engine.asked == [
+        (MESSAGES, kwargs),
+        ([1, 2, 3], expected, "sql"),
+        ("x", {}),
+        ([1, 2, 3], expected, None),
+        (MESSAGES, {}),
+        ([1, 2, 3], SamplingParams(max_tokens=4), None),
+    ]
+
+
+def test_pieces_without_text_are_not_sent() -> None:
+    with serving(fake_service(FakeEngine(), keepalive=600)) as address:
+        sent = streamed(address, COMPLETIONS, prompt="x")
+    assert [event["choices"][0]["text"] for event in sent] == ["a", "b", ""]
+
+
+def test_who_has_no_key() -> None:
+    with serving(fake_service(FakeEngine(), api_key="secret", name="mine")) as address:
+        for path in ("/v1/models", "/v1/nothing"):
+            for headers in ({}, {"Authorization": "Bearer secreT"}, {"Authorization": "secret"}):
+                response, data = ask(address, path, headers=headers)
+                assert response.status == 401
+                assert json.loads(data)["error"]["code"] == "invalid_api_key"
+        response, data = ask(address, "/v1/models", headers={"Authorization": "Bearer secret"})
+        assert [model["id"] for model in json.loads(data)["data"]] == ["mine", "sql"]
+        assert ask(address, "/health")[0].status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_than_wait_are_sent_away(stream: bool) -> None:
+    engine = FakeEngine(waits=True)
+    service = fake_service(engine, queue=1)
+    body = json.dumps({"prompt": "x", "stream": stream})
+    with serving(service) as address:
+        waiting = [connect(address) for _ in range(2)]
+        for connection in waiting:
+            connection.request("POST", COMPLETIONS, body, JSON)
+        wait_for(lambda: service.admission.count == 2)
+        response, data = ask(address, COMPLETIONS, {"prompt": "x"})
+        assert (response.status, response.getheader("retry-after")) == (429, "1")
+        assert json.loads(data)["error"]["code"] == "queue_full"
+        engine.go_on.set()
+        for connection in waiting:
+            assert connection.getresponse().status == 200
+            connection.close()
+        wait_for(lambda: service.admission.count == 0)
+        answer(address, COMPLETIONS, prompt="x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_answers(stream: bool) -> None:
+    engine = FakeEngine(waits=True)
+    service = fake_service(engine)
+    with serving(service) as address:
+        connection = connect(address)
+        body = json.dumps({"prompt": "x", "n": 2, "stream": stream})
+        connection.request("POST", COMPLETIONS, body, JSON)
+        wait_for(lambda: len(engine.asked) == 3)
+        assert engine.closed == 0
+        assert connection.sock is not None
+        connection.sock.close()
+        wait_for(lambda: service.admission.count == 0)
+    assert engine.closed == 2
+
+
+def test_a_stream_that_nobody_reads_frees_its_place(
+    address: str, service: Service, llm: LLM
+) -> None:
+    connection = connect(address)
+    body = {"prompt": STORY, "stream": True, "logit_bias": ENDLESS}
+    connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: {")
+    response.close()
+    connection.close()
+    wait_for(lambda: service.admission.count == 0)
+    llm.generate("One", max_tokens=1)  # the engine makes a step, and sees it
+    assert not llm.engine._answers
+    assert llm.memory_stats().cache.in_use == 0
+
+
+def test_an_engine_that_fails() -> None:
+    engine = FakeEngine()
+    engine.error = DeviceError("The GPU was lost.")
+    with serving(fake_service(engine)) as address:
+        response, data = ask(address, COMPLETIONS, {"prompt": "x"})
+        assert response.status == 500
+        error = json.loads(data)["error"]
+        assert (error["type"], error["message"]) == ("server_error", "The GPU was lost.")
+        _, data = ask(address, COMPLETIONS, {"prompt": "x", "stream": True})
+        *_, last, nothing = data.split(b"\n\n")
+        assert json.loads(last.removeprefix(b"data: ")) == {"error": error}
+        assert nothing == b""
+        engine.failure = "lost"
+        assert ask(address, "/health")[0].status == 503
+
+
+def test_a_stream_shows_that_it_lives() -> None:
+    engine = FakeEngine(waits=True)
+    with serving(fake_service(engine, keepalive=0.01)) as address:
+        connection = connect(address)
+        body = json.dumps({"prompt": "x", "stream": True})
+        connection.request("POST", COMPLETIONS, body, JSON)
+        response = connection.getresponse()
+        while response.readline() != b": keepalive\n":
+            pass
+        engine.go_on.set()
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+
+
+def test_what_runs_may_end() -> None:
+    engine = FakeEngine(waits=True)
+    service = fake_service(engine)
+    with serving(service) as address:
+        connection, idle = connect(address), connect(address)
+        connection.request("POST", COMPLETIONS, json.dumps({"prompt": "x"}), JSON)
+        wait_for(lambda: len(engine.asked) == 2)
+        idle.request("GET", "/health")
+        assert idle.getresponse().read()
+        service.admission.draining = True
+        idle.request("GET", "/health")
+        response = idle.getresponse()
+        assert (response.status, bool(response.read())) == (503, True)
+        idle.request("POST", COMPLETIONS, json.dumps({"prompt": "x"}), JSON)
+        assert idle.getresponse().status == 503
+        idle.close()
+        engine.go_on.set()
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.server.run.DRAIN_SECONDS", 0)
+    engine = FakeEngine(waits=True)
+    with serving(fake_service(engine)) as address:
+        whole, stream = connect(address), connect(address)
+        for connection, streamed in ((whole, False), (stream, True)):
+            body = json.dumps({"prompt": "x", "stream": streamed})
+            connection.request("POST", COMPLETIONS, body, JSON)
+        wait_for(lambda: len(engine.asked) == 4)
+    told = whole.getresponse()
+    assert (told.status, told.getheader("content-type")) == (503, "application/json")
+    error = told.read()
+    assert b"shutting down" in error
+    assert stream.getresponse().read().endswith(b"data: " + error + b"\n\n")
+    whole.close()
+    stream.close()
+
+
+# The command
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_until_a_signal(by: signal.Signals) -> None:
+    command = [sys.executable, "-m", "infer", "serve", "demo", "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            shown = ""
+            while "Ctrl-C" not in shown:
+                line = process.stdout.readline()
+                assert line
+                shown += line
+            found = re.search(r"^address +(http://127.0.0.1:\d+)/v1$", shown, re.M)
+            assert found
+            example = re.search(r"^curl (\S+) \\\n  -H '(.*): (.*)' -d '(.*)'$", shown, re.M)
+            assert example
+            place, name, value, body = example.groups()
+            assert place == f"{found[1]}{CHAT}"
+            response, _ = ask(found[1], CHAT, body.encode(), {name: value})
+            assert response.status == 200
+            connection = connect(found[1])
+            asked = {"messages": MESSAGES, "stream": True, "logit_bias": ENDLESS, "max_tokens": 200}
+            connection.request("POST", CHAT, json.dumps(asked), JSON)
+            response = connection.getresponse()
+            first = response.readline()
+            process.send_signal(by)
+            *_, last = events((first + response.read()).replace(b": keepalive\n\n", b""))
+            assert last["choices"][0]["finish_reason"] == "length"
+            connection.close()
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments], catch_exceptions=False)
+
+
+def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def load(model: str, **options: Any) -> LLM:
+        seen.update(options, model=model)
+        raise DeviceError("seen enough")
+
+    monkeypatch.setattr(infer.loading, "load", load)
+    flags = (
+        "--port 0 --context 512 --quantize q4 --dtype f16 --kv-dtype q8 --device 1 --max-batch 3"
+    )
+    flags += " --cache-memory 1.5GiB --invariant --adapter sql=a/b --adapter law=./c=d --offline"
+    done = invoke("org/name", *flags.split())
+    assert (done.exit_code, done.stderr) == (1, "error: seen enough\n")
+    expected = {
+        "model": "org/name",
+        "context": 512,
+        "quantize": "q4",
+        "dtype": "f16",
+        "kv_dtype": "q8",
+        "device": "1",
+        "max_batch": 3,
+        "cache_memory": 3 << 29,
+        "invariant": True,
+        "adapters": {"sql": "a/b", "law": "./c=d"},
+        "offline": True,
+    }
+    assert seen.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (("--cache-memory", "much"), 2, "no amount of memory"),
+        (("--adapter", "./folder"), 2, "as in sql=org/sql-lora"),
+        (("--api-key", ""), 2, "keeps nobody out"),
+        (("--port", "70000"), 2, "65535"),
+        (("--host", "192.0.2.1"), 1, "Choose others (--host, --port)"),
+    ],
+)
+def test_wrong_usage(flags: tuple[str, ...], code: int, message: str) -> None:
+    done = invoke("demo", *flags)
+    assert done.exit_code == code
+    assert message in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_a_port_that_is_taken_shows_at_once() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        done = invoke("/no/such/model", "--port", str(taken.getsockname()[1]))
+    assert done.exit_code == 1
+    assert "Address already in use" in done.stderr
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("infer.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("starlette", "msgspec"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = invoke("demo")
+    assert done.exit_code == 1
+    assert "pip install 'infer-wgpu[serve]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4GB", 4 * 10**9), ("512 MiB", 512 << 20), ("1.5g", 15 * 10**8), ("7", 7), ("2kb", 2000)],
+)
+def test_amounts_of_memory(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, "--cache-memory") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "4XB", "1e9", "4.GB"])
+def test_no_amounts_of_memory(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_bytes(text, "--cache-memory")
