@@ -109,7 +109,7 @@ Results = Result | list[Result] | list[list[Result]]  # by what was asked for
 
 @dataclass(frozen=True)
 class Score:
-    """How ranked a continuation is. logprob: of all its tokens, the sum of token_logprobs.
+    """How likely a continuation is. logprob: of all its tokens, the sum of token_logprobs.
     is_greedy: whether each of them is the most probable one in its place. tokens: how many."""
 
     logprob: float
@@ -494,7 +494,7 @@ class LLM:
         *,
         adapter: str | None = None,
     ) -> list[Score]:
-        """How ranked each continuation is after a prompt, in their order.
+        """How likely each continuation is after a prompt, in their order.
 
         A prompt and a continuation that are both text become tokens together, of which those after
         the prompt's own count; spaces at the prompt's end count as the continuation's. Else the

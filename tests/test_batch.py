@@ -149,6 +149,20 @@ def test_a_batch_agrees_with_transformers(engine_of: Callable[..., Engine], case
         assert all((item.timings.reused_tokens > 0) == again for item in running[2:])
 
 
+def check_batch(device: Device, folder: Path, case: str, rows: int, steps: int) -> None:
+    """As many answers as there are rows: each alone, then all of them at once."""
+    ids: list[int] = load(case).prompt_ids.tolist()
+    prompts = [ids[i % 20 : 25 + i] for i in range(rows)]
+    with device.scope():
+        load(case).write_checkpoint(folder)
+        engine = build_engine(device, folder, max_batch=rows)
+        expected = [answer(engine, prompt, steps) for prompt in prompts]
+        engine.forget()
+        running = [begin(engine, prompt, steps) for prompt in prompts]
+        for item, own in zip(running, expected, strict=True):
+            assert_same(of(list(item)), own)
+
+
 @pytest.mark.parametrize("rows", [2, 4, 8, pytest.param(16, marks=pytest.mark.full)])
 @others_full("case", KINDS, ["llama"])
 def test_every_size_of_a_batch(
@@ -156,50 +170,24 @@ def test_every_size_of_a_batch(
 ) -> None:
     """Which a GPU has plans for; a CPU has one."""
     monkeypatch.setattr(infer.steps, "_batches", lambda *_: [rows])
-    ids: list[int] = load(case).prompt_ids.tolist()
-    prompts = [ids[i % 20 : 25 + i] for i in range(rows)]
-    with own_device.scope():
-        folder = load(case).write_checkpoint(tmp_path / case)
-        engine = build_engine(own_device, folder, max_batch=rows)
-        expected = [answer(engine, prompt, 5) for prompt in prompts]
-        engine.forget()
-        running = [begin(engine, prompt, 5) for prompt in prompts]
-        for item, own in zip(running, expected, strict=True):
-            assert_same(of(list(item)), own)
+    check_batch(own_device, tmp_path / case, case, rows, steps=5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rows", [4, 16])
 @pytest.mark.parametrize("case", KINDS)
 def test_a_batch_by_the_rules_for_a_gpu(
-    own_device: Device, tmp_path: Path, case: str, rows: int
+    own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, rows: int
 ) -> None:
     """Which have kernels for 2 to 64 rows, and leave norms apart."""
-    own_device.software = False
-    ids: list[int] = load(case).prompt_ids.tolist()
-    prompts = [ids[i % 20 : 25 + i] for i in range(rows)]
-    with own_device.scope():
-        folder = load(case).write_checkpoint(tmp_path / case)
-        engine = build_engine(own_device, folder, max_batch=rows)
-        expected = [answer(engine, prompt, 4) for prompt in prompts]
-        engine.forget()
-        running = [begin(engine, prompt, 4) for prompt in prompts]
-        for item, own in zip(running, expected, strict=True):
-            assert_same(of(list(item)), own)
+    monkeypatch.setattr(own_device, "software", False)
+    check_batch(own_device, tmp_path / case, case, rows, steps=4)
 
 
 @others_full("case", KINDS, ["llama"])
 def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""
-    prompts = prompts_of(case)[:3]
-    with least_device.scope():
-        folder = load(case).write_checkpoint(tmp_path / case)
-        engine = build_engine(least_device, folder, max_batch=4)
-        expected = [answer(engine, prompt, 4) for prompt in prompts]
-        engine.forget()
-        running = [begin(engine, prompt, 4) for prompt in prompts]
-        for item, own in zip(running, expected, strict=True):
-            assert_same(of(list(item)), own)
+    check_batch(least_device, tmp_path / case, case, rows=4, steps=4)
 
 
 @pytest.mark.parametrize(
@@ -215,10 +203,8 @@ def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path
 def test_options_do_not_change_the_answers(
     engine_of: Callable[..., Engine], options: dict[str, Any]
 ) -> None:
-    """Neither those that dispatch otherwise nor those that round. In chunks of one size, as their
-    bits, which q4 may turn into another token, otherwise depend on how fast the machine is."""
-    engine = engine_of("llama", max_batch=4, prefill_chunk=16, **options)
-    prompts = prompts_of("llama")[:4]
+    """Neither those that dispatch otherwise nor those that round."""
+    engine, prompts = engine_of("llama", max_batch=4, **options), prompts_of("llama")[:4]
     alone = [answer(engine, ids, STEPS) for ids in prompts]
     engine.forget()
     begun = [lambda ids=ids: begin(engine, ids) for ids in prompts]

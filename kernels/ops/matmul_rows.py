@@ -128,9 +128,12 @@ def possible_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
     ones have other rows of W. None without subgroups."""
     if tuning.subgroup_size < LEAST_LANES:
         return None
-    variant = _int8_variant(tuning, shape) if shape.dtype in INTEGERS else _variant(tuning, shape)
     if tuning.software:  # large kernels compile for seconds
         variant = _made(tuning, shape, 4, 2, 32, 2)
+    elif shape.dtype in INTEGERS:
+        variant = _int8_variant(tuning, shape)
+    else:
+        variant = _variant(tuning, shape)
     while not variant.runs(tuning, shape):
         if variant.k_teams > 1:
             variant = replace(variant, k_teams=variant.k_teams // 2)

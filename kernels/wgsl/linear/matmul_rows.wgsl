@@ -128,15 +128,7 @@ fn load_stored(row: u32, i: u32) -> Stored {
   return Stored(load_integers(row, i), load_scale(row, i / (GROUP_SIZE / 32u)));
 #endif
 }
-#if AFFINE
-
-const ONES = vec4<u32>(0x01010101u);
-#endif
-
-fn dot16(a: vec4<u32>, b: vec4<u32>) -> i32 {
-  return dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y)
-    + dot4I8Packed(a.z, b.z) + dot4I8Packed(a.w, b.w);
-}
+#include "dot_int8.wgsl"
 #if PLANES == 2
 
 fn dot_half(w: Int8, x: vec4<u32>) -> f32 {

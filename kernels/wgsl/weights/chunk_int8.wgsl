@@ -113,13 +113,5 @@ fn multiply(w: Chunk, a: Activations) -> f32 {
 #endif
 #endif
 }
-#if AFFINE
-
-const ONES = vec4<u32>(0x01010101u);
-#endif
-
-fn dot16(a: vec4<u32>, b: vec4<u32>) -> i32 {
-  return dot4I8Packed(a.x, b.x) + dot4I8Packed(a.y, b.y)
-    + dot4I8Packed(a.z, b.z) + dot4I8Packed(a.w, b.w);
-}
+#include "dot_int8.wgsl"
 #endif
