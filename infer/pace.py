@@ -6,6 +6,7 @@ import math
 
 SUBMISSION_SECONDS = 0.1  # of prefill at most
 PAUSE_SECONDS = 0.045  # that a prompt may hold up other answers, step by step
+SUBMISSIONS = 8  # of a step at least: the GPU begins while the host records what comes after
 FIRST_ROWS = 64  # of prefill, while it is not known how fast the GPU is
 TILE_ROWS = 64  # fewer take kernels as long
 
@@ -61,4 +62,4 @@ class Pace:
         if not self.known:
             return self.layers
         seconds = self.step_seconds + rows * self.row_seconds
-        return min(self.layers, math.ceil(seconds / SUBMISSION_SECONDS))
+        return min(self.layers, max(SUBMISSIONS, math.ceil(seconds / SUBMISSION_SECONDS)))
