@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from infer.token_engine import TokenAnswer, TokenEngine
+from infer.engine.token_engine import TokenAnswer, TokenEngine
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")

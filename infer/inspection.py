@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from infer.engine import EngineOptions
+from infer.engine.options import EngineOptions
 from infer.hub import resolve
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info

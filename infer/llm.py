@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.constraint import Constraint, Constraints
 from infer.embedding import POOLINGS, EmbeddingConfig
-from infer.engine import Engine
+from infer.engine.constraint import Constraint, Constraints
+from infer.engine.engine import Engine
+from infer.engine.isolated import WorkerEngine
+from infer.engine.pages import PoolStats
+from infer.engine.token_engine import EngineStats, Timings, TokenAnswer, TokenEngine
 from infer.foreign import shown
-from infer.isolated import WorkerEngine
 from infer.kernels.errors import ClosedError, InferError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device, MemoryStats
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
-from infer.pages import PoolStats
 from infer.reading import Reading
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
 from infer.text.answer_reader import Pieces
@@ -37,7 +38,6 @@ from infer.text.tools import (
     add_deltas,
     check_tools,
 )
-from infer.token_engine import EngineStats, Timings, TokenAnswer, TokenEngine
 
 if TYPE_CHECKING:  # it imports asyncio
     from infer.aio import AsyncStream, Runner

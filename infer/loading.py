@@ -14,11 +14,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Never
 
 from infer.embedding import EmbeddingConfig, read_embedding_config
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.isolated import WorkerEngine
+from infer.engine.options import EngineOptions
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
-from infer.isolated import WorkerEngine
 from infer.kernels.errors import InferWarning, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import choose_adapter
 from infer.kernels.gpu.device import Device, Settings, enough_threads

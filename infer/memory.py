@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
 from infer.kernels.gpu.device import DryDevice, Limits

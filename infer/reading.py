@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
-from infer.constraint import WHITESPACE, schema_error
+from infer.engine.constraint import WHITESPACE, schema_error
 from infer.kernels.errors import RequestError
 from infer.sampling import SamplingParams
 from infer.text.answer import PROMPT_END, AnswerParser, AnswerStyle, answer_style

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from infer.bench.measure import GREEDY, EngineBench
 from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
-from infer.constraint import Constraints
+from infer.engine.constraint import Constraints
 from infer.hub import resolve
 from infer.text.folder_tokenizer import open_tokenizer
 from infer.text.tokenizer import Tokenizer

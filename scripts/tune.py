@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from infer.bench.measure import LEAST_PASS, kernel_label, place_step
 from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
-from infer.engine import Engine
+from infer.engine.engine import Engine
 from infer.kernels.compiler.fusion import rewrite
 from infer.kernels.compiler.graph import Graph
 from infer.kernels.compiler.lowering import Lowering

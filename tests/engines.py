@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
 from infer.kernels.gpu.device import Device
 from infer.models import open_model
 from infer.models.loading.load import load_weights

@@ -16,10 +16,12 @@ from engines import Answer, answer, build_engine
 from marks import others_full
 from reference_models import batch_cases, load, load_batch, relative_error, tolerance_of
 
-import infer.scheduler
-import infer.steps
-from infer.engine import Answer as Running
-from infer.engine import Engine, EngineOptions, Step
+import infer.engine.scheduler
+import infer.engine.steps
+from infer.engine.answers import Answer as Running
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
+from infer.engine.token_engine import Step
 from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
@@ -169,7 +171,7 @@ def test_every_size_of_a_batch(
     own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, rows: int
 ) -> None:
     """Which a GPU has plans for; a CPU has one."""
-    monkeypatch.setattr(infer.steps, "_batches", lambda *_: [rows])
+    monkeypatch.setattr(infer.engine.steps, "_batches", lambda *_: [rows])
     check_batch(own_device, tmp_path / case, case, rows, steps=5)
 
 
@@ -271,7 +273,7 @@ def test_out_of_pages_an_answer_is_computed_anew(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
-    monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)  # so that all of them begin
+    monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
     engine = engine_of(case, max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
     ids: list[int] = load(case).prompt_ids.tolist()
     prompts = [ids, ids[1:], ids[2:]]
@@ -468,7 +470,7 @@ def test_nothing_is_left_of_many_answers(
 ) -> None:
     """Closed at any time, failing, left unread, out of pages: neither pages and slots, nor memory
     on the GPU and here."""
-    monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)  # so that they run out of pages
+    monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that they run out of pages
     engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
     soak = Soak(engine)
     for item in [begin(engine, ids, seed=1, logprobs=3, **SAMPLED) for ids in 4 * soak.stems[:1]]:

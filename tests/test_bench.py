@@ -31,7 +31,9 @@ from infer.bench.report import (
     profile_table,
     results_table,
 )
-from infer.engine import Answer, Engine, EngineOptions
+from infer.engine.answers import Answer
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
 from infer.kernels.checks.forward import Forward
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.bandwidth import COPIED, copy, copy_bandwidth

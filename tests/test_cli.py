@@ -35,7 +35,9 @@ from infer import LLM, SamplingParams
 from infer.cli.app import app
 from infer.cli.options import parse_bias, parse_template_arg
 from infer.cli.terminal import TextWriter, note, write
-from infer.engine import Answer, Engine, Step
+from infer.engine.answers import Answer
+from infer.engine.engine import Engine
+from infer.engine.token_engine import Step
 from infer.hub import DEMO, resolve
 from infer.kernels.checks import check
 from infer.kernels.checks.bench import CheckResult

@@ -11,7 +11,9 @@ from typer.testing import CliRunner, Result
 import infer
 from infer import LLM
 from infer.cli.app import app
-from infer.engine import Answer, Engine, Step
+from infer.engine.answers import Answer
+from infer.engine.engine import Engine
+from infer.engine.token_engine import Step
 from infer.hub import DEMO
 
 pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]

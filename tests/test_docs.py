@@ -22,7 +22,8 @@ import infer
 import infer.kept
 from infer import LLM
 from infer.cli.app import app
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
 from infer.hub import DEMO, resolve
 from infer.kernels import errors
 from infer.kernels.gpu.device import DryDevice, Limits

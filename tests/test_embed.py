@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 import infer
 from infer import LLM
 from infer.embedding import EmbeddingConfig, read_embedding_config
-from infer.engine import Engine
+from infer.engine.engine import Engine
 from infer.hub import DEMO, resolve
 from infer.kernels.errors import CheckpointError, ModelError, RequestError
 from infer.kernels.gpu.device import Device

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from reference_models import DATA, load, relative_error
 from wgpu.backends.wgpu_native import ffi, lib
 
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
+from infer.engine.pace import Pace
 from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
@@ -32,7 +34,6 @@ from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.config import RawConfig
 from infer.models.loading.shapes import shape_config
-from infer.pace import Pace
 from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5
@@ -492,7 +493,8 @@ def test_a_generation_creates_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once its kernels have been compiled, from the prompt on: neither on the GPU nor for it."""
-    monkeypatch.setattr("infer.pace.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
+    monkeypatch.setattr("infer.engine.pace.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
+    monkeypatch.setattr("infer.engine.pace.SUBMISSIONS", 1)
     engine, prompt_ids = build("qwen3", prefill_chunk=16), prompt_of("qwen3")
     engine.queue = RawQueue(engine.device)
     for _ in range(2):
@@ -572,7 +574,7 @@ def test_prompts_of_any_length_have_steps_of_their_size(
     ids = [i % engine.vocab_size for i in range(7, 307)]
     expected = [answer(engine, ids[:length], 3) for length in lengths]
     monkeypatch.setattr(own_device, "software", False)
-    monkeypatch.setattr("infer.pace.FIRST_ROWS", 512)
+    monkeypatch.setattr("infer.engine.pace.FIRST_ROWS", 512)
     engine = build("llama", context=502)
     kinds = [[kind for _, _, kind in engine.chunks(length)] for length in (1, 8, *lengths)]
     assert kinds == [
@@ -643,7 +645,7 @@ def test_long_steps_are_cut_into_short_submissions(
 
     seconds = iter(range(1_000_000))  # each look at the clock is a second later
     monkeypatch.setattr(engine.queue, "submit", noting)
-    monkeypatch.setattr("infer.engine.time.perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr("infer.engine.engine.time.perf_counter", lambda: float(next(seconds)))
     engine.forget()
     layers = engine.model.config.num_hidden_layers
     monkeypatch.setattr(engine, "pace", Pace(layers))

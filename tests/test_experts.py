@@ -27,7 +27,8 @@ from test_kernels import (
 )
 
 from infer.bench.measure import weight_bytes_per_token
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Forward

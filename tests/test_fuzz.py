@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from test_gguf import Kind, converted
 from test_packing import Array, mlx_packed
 
-from infer.engine import EngineOptions
+from infer.engine.options import EngineOptions
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Limits
 from infer.memory import MemoryCount, default_context

@@ -15,9 +15,10 @@ from marks import others_full
 from reference_models import load, load_long
 from test_batch import KINDS, SAMPLED, begin, of, prompts_of
 
-import infer.scheduler
-from infer.engine import Answer as Running
-from infer.engine import Engine, Step
+import infer.engine.scheduler
+from infer.engine.answers import Answer as Running
+from infer.engine.engine import Engine
+from infer.engine.token_engine import Step
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import FLOATS, PUBLISHED, grouped
@@ -192,7 +193,7 @@ def test_what_is_computed_anew_is_the_same(
     engine_of: Build, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
-    monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)  # so that all of them begin
+    monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
     engine = engine_of(case, max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
     ids: list[int] = load(case).prompt_ids.tolist()
     steps = 2 * PAGE - len(ids) + 8

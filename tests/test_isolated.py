@@ -17,10 +17,10 @@ import pytest
 
 import infer
 from infer import LLM, CheckpointError, ClosedError, DeviceError, InferError, UnsupportedError
+from infer.engine.isolated import WorkerEngine
+from infer.engine.messages import Made, Part
 from infer.hub import DEMO
-from infer.isolated import WorkerEngine
 from infer.llm import together
-from infer.messages import Made, Part
 
 pytestmark = pytest.mark.demo
 

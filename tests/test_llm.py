@@ -28,13 +28,15 @@ from marks import others_full
 from wgpu._async import GPUPromise
 
 import infer
+import infer.engine.steps
 import infer.kept
 import infer.llm
 import infer.loading
 import infer.memory
-import infer.steps
 from infer import LLM
-from infer.engine import Engine, EngineOptions, Timings
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
+from infer.engine.token_engine import Timings
 from infer.hub import DEMO, ResolvedModel, resolve
 from infer.kernels.gpu.adapters import MemoryInfo
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
@@ -1334,7 +1336,7 @@ def test_nothing_is_made_for_a_context_that_does_not_fit(
     c = llm.config
     rope = replace(c.rope, kind="dynamic", scaling={"factor": 2.0}, rotary_dim=c.head_dim)
     model = Decoder(replace(c, rope=rope, num_key_value_heads=1))
-    monkeypatch.setattr(infer.steps, "rope_table", forbidden)
+    monkeypatch.setattr(infer.engine.steps, "rope_table", forbidden)
     wide = Limits(max_binding=1 << 50, max_buffer=1 << 50)
     report_free(monkeypatch, 1 << 33)
     tracemalloc.start()
@@ -1389,7 +1391,7 @@ def test_a_load_that_fails_leaves_nothing_behind(
     with pytest.raises(infer.CheckpointError):
         infer.load(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(infer.steps.Steps, "compile", _interrupt)
+        patch.setattr(infer.engine.steps.Steps, "compile", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             infer.load(DEMO)
     assert native_objects() == before
@@ -1416,7 +1418,7 @@ def interrupting(real: Callable[..., Any], count: int) -> Callable[..., Any]:
         (Device, "compile", 5),
         (Device, "destroy", 2),
         (_Staging, "submit", 1),
-        (infer.steps.Steps, "compile", 1),
+        (infer.engine.steps.Steps, "compile", 1),
         (LLM, "__init__", 1),
     ],
 )

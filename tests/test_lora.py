@@ -33,7 +33,8 @@ import infer.kept
 from infer.bench import run as bench
 from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
-from infer.engine import Engine
+from infer.engine.engine import Engine
+from infer.engine.scheduler import Decode, Prefill
 from infer.hub import DEMO, resolve, resolve_adapter
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.forward import Forward
@@ -59,7 +60,6 @@ from infer.models.loading.formats.packed import read_rows
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import LoadPlan, plan_weights
 from infer.sampling import SamplingParams
-from infer.scheduler import Decode, Prefill
 
 DATA = Path(__file__).resolve().parent / "data" / "adapters"
 CASES = sorted(folder.name for folder in DATA.iterdir())

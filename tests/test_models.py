@@ -30,7 +30,7 @@ from reference_models import (
 )
 
 from infer import models
-from infer.engine import Engine
+from infer.engine.engine import Engine
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE, kept

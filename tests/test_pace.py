@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from infer.pace import FIRST_ROWS, PAUSE_SECONDS, SUBMISSION_SECONDS, TILE_ROWS, Pace
+from infer.engine.pace import FIRST_ROWS, PAUSE_SECONDS, SUBMISSION_SECONDS, TILE_ROWS, Pace
 
 CHUNK = 512  # rows of a step at most
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from infer.pages import Match, PagePool
+from infer.engine.pages import Match, PagePool
 
 SIZE = 4
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from infer.cli.app import app
+from infer.engine.pages import PoolStats
 from infer.kernels.gpu.device import MemoryStats
-from infer.pages import PoolStats
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -19,7 +19,7 @@ pytest.importorskip("msgspec")
 from test_load import LOAD
 from test_server import FakeEngine, fake_service, serving
 
-from infer.token_engine import EngineStats
+from infer.engine.token_engine import EngineStats
 
 
 class Engine(FakeEngine):

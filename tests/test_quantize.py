@@ -18,7 +18,8 @@ from reference_models import load, relative_error
 from safetensors.numpy import save_file
 
 import infer
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.errors import CheckpointError, UnsupportedError

@@ -12,10 +12,10 @@ from zlib import crc32
 import pytest
 from test_pages import check
 
-from infer import scheduler
+from infer.engine import scheduler
+from infer.engine.pages import PagePool
+from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
 from infer.kernels.errors import RequestError
-from infer.pages import PagePool
-from infer.scheduler import Decode, Prefill, Scheduler, Sequence
 
 SIZE = 4
 STOP = 3

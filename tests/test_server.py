@@ -30,13 +30,13 @@ import infer
 from infer import LLM, DeviceError, InferError, OutOfMemoryError
 from infer.cli.app import app
 from infer.cli.options import parse_bytes
+from infer.engine.pages import PoolStats
+from infer.engine.token_engine import EngineStats
 from infer.hub import ResolvedModel
 from infer.kernels.gpu.device import MemoryStats
 from infer.llm import Chunk, Prompt, Result, TokenLogprob
-from infer.pages import PoolStats
 from infer.sampling import SamplingParams
 from infer.text.tools import ToolOptions
-from infer.token_engine import EngineStats
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -19,13 +19,15 @@ from test_batch import Soak
 from test_structured import masked
 
 import infer
-import infer.scheduler
-from infer.engine import Answer, Engine, EngineOptions
+import infer.engine.scheduler
+from infer.engine.answers import Answer
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
+from infer.engine.speculation import MAX_DRAFT, Guess, PromptLookup, Speculation
 from infer.kernels.errors import RequestError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
-from infer.speculation import MAX_DRAFT, Guess, PromptLookup, Speculation
 
 STEPS = 24
 # One architecture of each kind that has no states.
@@ -350,7 +352,7 @@ def test_many_answers_come_and_go(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closed at any time, failing, left unread, out of pages: each that is compared is right."""
-    monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)
+    monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)
     engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
     before, soak = engine.speculation, Soak(engine)
     known = [[*ids, *answer] for ids, answer in soak.clear.items()]

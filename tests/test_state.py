@@ -24,7 +24,7 @@ from test_kernels import (
     settings_of,
 )
 
-from infer.engine import Engine
+from infer.engine.engine import Engine
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.forward import Forward

@@ -25,11 +25,13 @@ from reference_models import relative_error
 from typer.testing import CliRunner
 
 import infer
-import infer.scheduler
+import infer.engine.scheduler
 from infer import LLM, InferError, RequestError
 from infer.cli.app import app
-from infer.constraint import Constraint, Constraints
-from infer.engine import Answer, Engine, Step
+from infer.engine.answers import Answer
+from infer.engine.constraint import Constraint, Constraints
+from infer.engine.engine import Engine
+from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device
@@ -244,7 +246,7 @@ def test_out_of_pages_a_masked_answer_is_computed_anew(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
-    monkeypatch.setattr(infer.scheduler, "HEADROOM", 8)  # so that all of them begin
+    monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
     engine = engine_of("llama", max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     before = engine.scheduler.preemptions

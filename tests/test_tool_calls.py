@@ -25,7 +25,8 @@ import openai
 from test_server import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
 
 from infer.cli.app import generate as write_answer
-from infer.engine import Engine
+from infer.engine.engine import Engine
+from infer.engine.token_engine import Step, Timings, TokenAnswer
 from infer.sampling import SamplingParams
 from infer.server.engine import Answer, InProcessEngine
 from infer.server.service import ServerOptions, Service
@@ -33,7 +34,6 @@ from infer.text import tool_formats, tool_grammars
 from infer.text.answer import answer_style
 from infer.text.tool_formats import ToolFormat
 from infer.text.tools import check_tools
-from infer.token_engine import Step, Timings, TokenAnswer
 
 pytestmark = pytest.mark.demo
 

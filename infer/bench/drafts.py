@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from infer.speculation import MAX_DRAFT, Guess, Speculation
+from infer.engine.speculation import MAX_DRAFT, Guess, Speculation
 
 
 class Decreed(Speculation):

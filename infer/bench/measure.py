@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 from infer.bench.drafts import Decreed
 from infer.bench.report import KernelTime, Load, Profile, Row
-from infer.constraint import Constraint
-from infer.engine import AHEAD, Answer, Engine
+from infer.engine.answers import Answer
+from infer.engine.constraint import Constraint
+from infer.engine.engine import Engine
+from infer.engine.options import AHEAD
+from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.plan import Dispatch, needed
 from infer.kernels.gpu.profile import profile_passes
@@ -28,7 +31,6 @@ from infer.kernels.state.step import HEADER, ROW, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig
 from infer.sampling import SamplingParams
-from infer.speculation import MAX_DRAFT
 
 GREEDY = SamplingParams(temperature=0.0, seed=0).resolved({})
 SAMPLED = SamplingParams(

@@ -46,7 +46,10 @@ from infer.bench.measure import (
     drafts_positions,
 )
 from infer.bench.report import BenchReport
-from infer.engine import Engine, EngineOptions
+from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
+from infer.engine.speculation import MAX_DRAFT
+from infer.engine.steps import MAX_BATCH
 from infer.hub import resolve_adapter
 from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
@@ -63,8 +66,6 @@ from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import LoadPlan, plan_random
 from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
-from infer.speculation import MAX_DRAFT
-from infer.steps import MAX_BATCH
 
 _CONTEXT = 1024  # of a shape with many answers, where nobody says more: the other tests fit
 

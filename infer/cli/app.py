@@ -391,7 +391,7 @@ def run(
             grammar=None if grammar is None else read_text(grammar),
         )
         if params.constrained:
-            from infer.constraint import library
+            from infer.engine.constraint import library
 
             library()  # what is missing shows before the model is read
         if file is not None:

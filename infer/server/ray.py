@@ -30,6 +30,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp
 
+from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, InferError, RequestError
 from infer.kernels.gpu.adapters import list_adapters
 from infer.llm import Chunk, Prompt, Result, TokenLogprob
@@ -42,7 +43,6 @@ from infer.server.run import DRAIN_SECONDS
 from infer.server.service import ServerOptions, Service
 from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
-from infer.token_engine import EngineStats
 
 T = TypeVar("T")
 

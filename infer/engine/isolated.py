@@ -1,4 +1,4 @@
-"""An engine in a process of its own (`infer.worker`), which is started again where it ends.
+"""An engine in a process of its own (`infer.engine.worker`), which is started again where it ends.
 
 A lost GPU, or memory that is exhausted inside a driver, ends a process. What is said of each answer
 here, its prompt, its tokens so far and a seed, is enough for the next process to go on with it: a
@@ -26,17 +26,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.foreign import reason
-from infer.kernels.errors import (
-    ClosedError,
-    DeviceError,
-    InferError,
-    RequestError,
-    UnsupportedError,
-)
-from infer.kernels.gpu.adapters import AdapterInfo
-from infer.keywords import Progress as Report
-from infer.messages import (
+from infer.engine.messages import (
     Ask,
     Begin,
     Call,
@@ -53,9 +43,19 @@ from infer.messages import (
     Stats,
     packed,
 )
+from infer.engine.token_engine import EngineStats, Step, Timings, TokenAnswer, TokenEngine
+from infer.foreign import reason
+from infer.kernels.errors import (
+    ClosedError,
+    DeviceError,
+    InferError,
+    RequestError,
+    UnsupportedError,
+)
+from infer.kernels.gpu.adapters import AdapterInfo
+from infer.keywords import Progress as Report
 from infer.progress import write_note
 from infer.sampling import LogitsProcessor, SamplingParams
-from infer.token_engine import EngineStats, Step, Timings, TokenAnswer, TokenEngine
 
 DEATHS, WITHIN = 3, 60.0  # so many, within so many seconds, are the last
 _ASK_EVERY = 5.0  # seconds without a word to it
@@ -121,7 +121,12 @@ class _Process:
         self._outbox = SimpleQueue[bytes | None]()  # messages; None: the end
         self.send(order)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "infer.worker"],  # -P: nothing of the current folder
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "infer.engine.worker",
+            ],  # -P: nothing of the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

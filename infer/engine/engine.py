@@ -8,9 +8,9 @@ that step n + 1 is submitted before the ids of step n are read, whoever comes or
 Nothing runs but in the threads that wait for a token: one of them submits and reads for all, until
 it has its own.
 
-Where tokens are drafted (`infer.speculation`) a step has more rows of a sequence than one, and the
-host writes them, when all before them have been read. What it dispatches is recorded while the step
-before it runs.
+Where tokens are drafted (`infer.engine.speculation`) a step has more rows of a sequence than one,
+and the host writes them, when all before them have been read. What it dispatches is recorded while
+the step before it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, reduce
 from operator import or_
 from typing import Any, cast
@@ -28,15 +28,32 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from infer import scheduler
-from infer.constraint import Asked, Constraint, masks_after
-from infer.foreign import shown
+from infer.engine import scheduler
+from infer.engine.answers import (
+    LOGPROBS_BYTES,
+    NOTHING,
+    Answer,
+    Batch,
+    Chunk,
+    Embedding,
+    InFlight,
+    Prepared,
+    Staging,
+)
+from infer.engine.constraint import Asked, Constraint, masks_after
+from infer.engine.options import DRAFT_ROWS, EngineOptions
+from infer.engine.pace import Pace
+from infer.engine.pages import PagePool
+from infer.engine.scheduler import Decode, Prefill, Scheduler
+from infer.engine.speculation import MAX_DRAFT, Speculation
+from infer.engine.steps import HIDDEN, Steps
+from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
-from infer.kernels.errors import InferError, ModelError, RequestError, UnsupportedError
+from infer.kernels.errors import ModelError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
-from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
@@ -52,250 +69,10 @@ from infer.kernels.state.step import NO_TOKEN, pack_rows, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
-from infer.pace import Pace
-from infer.pages import PagePool
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams, logprobs
-from infer.scheduler import Decode, Prefill, Scheduler
-from infer.speculation import MAX_DRAFT, WAYS, Guess, Speculation
-from infer.steps import HIDDEN, MAX_BATCH, Steps
-from infer.token_engine import EngineStats, Step, Timings, TokenAnswer, TokenEngine
 
-AHEAD = 2  # steps in flight: one runs while the next is recorded
 _TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
 _PAUSE = 0.005  # between two steps, from where on they do not follow each other
-_NOTHING = Recording([])
-_LOGPROBS_BYTES = ROW_LOGPROBS * LOGPROB.itemsize  # of a row
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How an engine runs. Only context and kv_dtype change what it computes; in a batch the last
-    bits may differ from those of the same answer alone, unless it is invariant.
-
-    context: positions of a sequence at most. max_batch: sequences that are served at once; more
-    wait. cache_positions: of the KV cache, of all sequences together; None: the context, and 1,024
-    for each of them but one. kv_dtype: "f16", "f32" or "q8". prefill_chunk: rows of a prefill step
-    at most. invariant: an answer's logits and tokens are the same to the last bit whatever runs
-    beside it, however its prompt is cut, and whether it is cached: all steps have the kernels of a
-    few rows, so that prefill and single answers are slower. speculate: tokens are drafted from what
-    prompt and answer hold, and verified many in one step: wherever there are some ("lookup"), where
-    that is measured to be faster ("auto"), or never ("off"). fuse=False runs every op as a kernel
-    of its own; raw=False records through the public API; ahead=1 waits for every id before the next
-    step. All three are slower, and there to compare with and to work round a driver's bug.
-    """
-
-    context: int
-    max_batch: int = 1
-    cache_positions: int | None = None
-    kv_dtype: str = "f16"
-    prefill_chunk: int = 512
-    fuse: bool = True
-    raw: bool = True
-    ahead: int = AHEAD
-    invariant: bool = False
-    speculate: str = "off"
-
-    def __post_init__(self) -> None:
-        """Raises RequestError for values of other kinds, and counts out of range."""
-        for name in ("context", "prefill_chunk", "ahead", "max_batch", "cache_positions"):
-            value = getattr(self, name)
-            if value is None and name == "cache_positions":
-                continue
-            if type(value) is not int or value < 1:
-                raise RequestError(f"{name} must be a positive integer, not {shown(value)}.")
-        if self.max_batch > MAX_BATCH:
-            raise RequestError(f"max_batch must be at most {MAX_BATCH}, not {self.max_batch}.")
-        if self.cache_positions is not None and self.cache_positions < self.context:
-            raise RequestError(
-                f"A cache of {self.cache_positions} positions has no room for a context of "
-                f"{self.context}. Ask for a larger cache, or a smaller context (--context)."
-            )
-        for name in ("fuse", "raw", "invariant"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"{name} must be true or false, not {shown(getattr(self, name))}."
-                )
-        if self.speculate not in WAYS:
-            raise RequestError(
-                f"speculate is one of {', '.join(WAYS)}, not {shown(self.speculate)}."
-            )
-
-    @property
-    def draft_rows(self) -> int:
-        """Rows of a step with drafts, at most; 0 without any."""
-        if self.speculate == "off":
-            return 0
-        return min(MAX_BATCH, max(_DRAFT_ROWS, 2 * self.max_batch))
-
-    @property
-    def pages(self) -> int:
-        """Of the KV cache."""
-        if self.cache_positions is not None:
-            return -(-self.cache_positions // PAGE)
-        others = (self.max_batch - 1) * -(-min(self.context, _POSITIONS_EACH) // PAGE)
-        return -(-self.context // PAGE) + 1 + others  # one that what is reused is copied from
-
-
-_DRAFT_ROWS = 1 + MAX_DRAFT
-_POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where nobody says how many
-
-
-@dataclass(eq=False)
-class Answer(TokenAnswer):
-    """One that this process generates."""
-
-    engine: Engine
-    prompt: Sequence[int]
-    params: SamplingParams
-    stop_ids: Sequence[int]
-    with_logits: bool
-    adapter: str | None
-    cache_salt: str | None
-    limit: int  # of tokens
-    sampler: NumpySampler | None  # where the host chooses
-    constraint: Constraint | None
-    chain: SamplerChain
-    guess: Guess | None  # where tokens may be drafted
-    sequence: scheduler.Sequence  # of its group: by what length it is rotated
-    timings: Timings = field(default_factory=Timings)
-    steps: deque[Step] = field(default_factory=deque)  # those that nobody has taken
-    count: int = 0  # of all tokens after the prompt
-    ended: bool = False
-    cancelled: bool = False  # it ends before the next step
-    error: InferError | None = None
-    begun: float = field(default_factory=time.perf_counter)
-
-    @property
-    def table_length(self) -> int:
-        """By which the table of its positions is chosen (rope.table_length)."""
-        return int(self.sequence.group)
-
-    @property
-    def reads_logits(self) -> bool:
-        return self.with_logits or self.sampler is not None
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether the GPU chooses its tokens of those that the host allows."""
-        return self.constraint is not None and self.sampler is None
-
-
-@dataclass(eq=False)
-class Embedding:
-    """A text whose hidden states are pooled; `pooled` [hidden_size] is whole once it has `ended`.
-
-    pooling: "mean" of all its tokens, or the "last" alone.
-    """
-
-    prompt: Sequence[int]
-    pooling: str
-    adapter: str | None
-    sequence: scheduler.Sequence
-    pooled: NDArray[np.float64] | None = None
-    ended: bool = False
-    cancelled: bool = False
-
-    @property
-    def table_length(self) -> int:
-        """As that of an Answer."""
-        return int(self.sequence.group)
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """A step's part of a text: tokens from `start` on, and the rows whose hidden states count."""
-
-    text: Embedding
-    start: int
-    rows: range
-    last: bool
-
-    @classmethod
-    def of(cls, text: Embedding, work: Prefill) -> _Chunk:
-        first = 0 if text.pooling == "mean" else len(text.prompt) - 1 - work.start
-        return cls(text, work.start, range(first, work.count), work.last)
-
-    def pool(self, hidden: NDArray[np.float32]) -> None:
-        """hidden: [rows, hidden_size]. A text that is computed anew comes from 0 on again."""
-        count = len(self.text.prompt) if self.text.pooling == "mean" else 1
-        part = hidden.sum(0, dtype=np.float64) / count
-        before = self.text.pooled if self.start else None
-        self.text.pooled = part if before is None else before + part
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """A submitted step that has not been read. rows: of those that are sampled the sequences, and
-    which of them have their logits read back. logprobs: whether the sampler's are. prefilled: rows
-    of a prompt. chunk: of a text that is embedded. sequences: of a decode step. drafts: the token
-    that each of its rows was drafted with, or None, if there are drafts; kind: rows of its kind."""
-
-    submission: Any
-    staging: _Staging
-    rows: tuple[scheduler.Sequence, ...]
-    logits_of: tuple[int, ...]
-    logprobs: bool
-    prefilled: int
-    chunk: _Chunk | None
-    sequences: int
-    drafts: tuple[int | None, ...]
-    kind: int
-    since: float
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Sequences that share decode steps, and what these dispatch: made once, while the same ones
-    stay. joins: the same for a step that takes their rows from wherever they are. logits_of: which
-    of them have their logits read back. logprobs: whether any has log probabilities. masked: those
-    that have a mask. Where there are some the step is also there in two parts: the body, with joins
-    or without, and the head, which samples."""
-
-    sequences: tuple[scheduler.Sequence, ...]
-    slots: tuple[int, ...]
-    table_length: int
-    chain: SamplerChain
-    by_row: bool
-    recording: Recording
-    joins: Recording
-    logits_of: tuple[int, ...]
-    logprobs: bool
-    masked: tuple[scheduler.Sequence, ...] = ()
-    body: Recording = _NOTHING
-    body_joins: Recording = _NOTHING
-    head: Recording = _NOTHING
-
-
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A step of so many rows of a batch that is recorded, to be the one of that number."""
-
-    batch: _Batch
-    rows: int
-    number: int
-    commands: Any
-
-
-class _Staging:
-    """Where the ids of a step in flight go, log probabilities, and the logits, or the hidden
-    states, of some rows."""
-
-    def __init__(self, device: Device, most_rows: int, nbytes: int) -> None:
-        """nbytes: of `rows`, to begin with."""
-        self._device = device
-        self.ids = device.buffer(4 * most_rows, "read", "ids")
-        self.logprobs = device.buffer(_LOGPROBS_BYTES * most_rows, "read", "logprobs")
-        self._rows = device.buffer(nbytes, "read", "rows")
-
-    def rows(self, nbytes: int) -> Buffer:
-        """Room for so many bytes; made anew where it is too small."""
-        if self._rows.nbytes < nbytes:
-            self._device.destroy([self._rows])
-            self._rows = self._device.buffer(nbytes, "read", "rows")
-        return self._rows
-
-    def destroy(self) -> None:
-        self._device.destroy([self.ids, self.logprobs, self._rows])
 
 
 class Engine(TokenEngine):
@@ -361,11 +138,11 @@ class Engine(TokenEngine):
             measures = options.speculate == "auto"
             self.speculation = Speculation(self.steps.draft_kinds, measures=measures)
         self._draft_rows = 0  # of the next step with drafts
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
-        self._in_flight: deque[_InFlight] = deque()
-        self._held: tuple[_Batch, int] | None = None  # a step whose body alone is submitted
+        self._in_flight: deque[InFlight] = deque()
+        self._held: tuple[Batch, int] | None = None  # a step whose body alone is submitted
         self._submitted = 0
         self._answers: dict[scheduler.Sequence, Answer | Embedding] = {}
         self._embeds: set[bool] = set()  # whether by row: steps of hidden states that are made
@@ -379,18 +156,18 @@ class Engine(TokenEngine):
         self._forget_rows()
         self.timings = Timings()  # of the answer that was begun last
 
-    def _new_staging(self) -> list[_Staging]:
+    def _new_staging(self) -> list[Staging]:
         """For each step in flight."""
         row_bytes = 4 * stride(self.vocab_size)
         count, most = self.options.ahead, self.steps.most_rows
-        return [_Staging(self.device, most, row_bytes) for _ in range(count)]
+        return [Staging(self.device, most, row_bytes) for _ in range(count)]
 
     def _forget_rows(self) -> None:
         """Nothing is known of what the GPU has of sequences: their pages, the rows of a step."""
         self._pages: list[list[int]] = [[] for _ in range(self.options.max_batch)]
         self._rows: tuple[int, ...] | None = None
         self._host_rows: set[int] = set()  # slots of whose next rows the GPU does not know
-        self._batch: _Batch | None = None
+        self._batch: Batch | None = None
         self._drop_prepared()
 
     def warm_up(
@@ -408,7 +185,7 @@ class Engine(TokenEngine):
         chain = self._chain(params)
         recordings = [self.recording(kind, True, chain) for kind in kinds]
         if params.max_tokens != 1:
-            few = [self.steps.batch(n) for n in self.steps.draft_kinds if n <= _DRAFT_ROWS]
+            few = [self.steps.batch(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
             recordings += [self.recording(kind, True, chain, drafts=True) for kind in few]
         if not self.device.software:
             return
@@ -671,7 +448,7 @@ class Engine(TokenEngine):
         if work.restore is not None:
             before += copies(self.states, slot, work.restore, back=True)
         if before:
-            self.queue.submit(_NOTHING, 0, 0, before)
+            self.queue.submit(NOTHING, 0, 0, before)
         ids = sequence.tokens[work.start : end]
         kind = self._kind(count)
         number = self.adapters.number(answer.adapter)
@@ -680,7 +457,7 @@ class Engine(TokenEngine):
         logprobs = False
         chunk = None
         if isinstance(answer, Embedding):
-            chunk = _Chunk.of(answer, work)
+            chunk = Chunk.of(answer, work)
             recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, number > 0)
         else:
             chain = answer.chain if work.last else None
@@ -701,7 +478,7 @@ class Engine(TokenEngine):
         prefilled = count if count > MAX_VEC_ROWS else 0
         self._submit(rest, count, end, sampled, logits_of, logprobs, prefilled, chunk)
         if work.save is not None:
-            self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
+            self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
 
     def _begin(self, answer: Answer, slot: int) -> None:
         """Of a sequence that has got a slot, perhaps not for the first time."""
@@ -762,11 +539,11 @@ class Engine(TokenEngine):
         else:
             self._sample(batch, batch.joins if joins else batch.recording, longest)
 
-    def _awaits_tokens(self, batch: _Batch) -> bool:
+    def _awaits_tokens(self, batch: Batch) -> bool:
         """Whether tokens before this step, on which its masks depend, have not been read."""
         return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
 
-    def _sample(self, batch: _Batch, recording: Recording, longest: int) -> None:
+    def _sample(self, batch: Batch, recording: Recording, longest: int) -> None:
         """Submit a step, or its head."""
         self._write_masks(batch.masked)
         of = batch.sequences, batch.logits_of, batch.logprobs
@@ -794,12 +571,12 @@ class Engine(TokenEngine):
                 self.sampler.masks[slot] = mask[: self.sampler.masks.shape[1]]
         self.sampler.write_masks(min(slots), max(slots))
 
-    def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> _Batch:
+    def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
         answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
         chain = reduce(or_, (answer.chain for answer in answers))
         kind = self.steps.batch(len(sequences))
         by_row = any(answer.adapter is not None for answer in answers)
-        batch = _Batch(
+        batch = Batch(
             sequences,
             tuple(map(_slot, sequences)),
             answers[0].table_length,
@@ -835,10 +612,10 @@ class Engine(TokenEngine):
 
     def _verify(
         self,
-        batch: _Batch,
+        batch: Batch,
         drafts: Sequence[Sequence[int]],
         longest: int,
-        prepared: _Prepared | None,
+        prepared: Prepared | None,
     ) -> None:
         """A step of rows that the host writes: all tokens of its sequences have been read."""
         rows: list[tuple[int, int, int, int]] = []
@@ -879,7 +656,7 @@ class Engine(TokenEngine):
             commands=None if prepared is None else prepared.commands,
         )
 
-    def _verifying(self, batch: _Batch, rows: int) -> Recording:
+    def _verifying(self, batch: Batch, rows: int) -> Recording:
         """What a step with drafts dispatches."""
         kind = self.steps.batch(rows)
         return self.recording(kind, True, batch.chain, batch.by_row, drafts=True)
@@ -897,9 +674,9 @@ class Engine(TokenEngine):
         copies = self._read_back(staging, rows, batch.logprobs)
         of = rows, min(longest, self.context), copies
         commands = self.queue.record(self._verifying(batch, rows), *of)
-        self._prepared = _Prepared(batch, rows, number, commands)
+        self._prepared = Prepared(batch, rows, number, commands)
 
-    def _take_prepared(self, batch: _Batch, prepared: _Prepared) -> _Prepared | None:
+    def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
         it have been read."""
         is_next = prepared.number == self._submitted and prepared.batch is batch
@@ -960,7 +737,7 @@ class Engine(TokenEngine):
         logits_of: tuple[int, ...],
         logprobs: bool,
         prefilled: int = 0,
-        chunk: _Chunk | None = None,
+        chunk: Chunk | None = None,
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
         commands: Any = None,
@@ -985,15 +762,15 @@ class Engine(TokenEngine):
         now = time.perf_counter()
         kind = self.steps.rows_of(rows) if drafts else 0
         of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, now
-        self._in_flight.append(_InFlight(submission, staging, *of))
+        self._in_flight.append(InFlight(submission, staging, *of))
 
-    def _read_back(self, staging: _Staging, rows: int, logprobs: bool) -> list[Copy]:
+    def _read_back(self, staging: Staging, rows: int, logprobs: bool) -> list[Copy]:
         """What the sampler leaves of so many rows."""
         copies: list[Copy] = []
         if rows:
             copies.append(Copy((self.sampler.sampled, 0), (staging.ids, 0), 4 * rows))
         if logprobs:
-            nbytes = _LOGPROBS_BYTES * rows
+            nbytes = LOGPROBS_BYTES * rows
             copies.append(Copy((self.sampler.logprobs, 0), (staging.logprobs, 0), nbytes))
         return copies
 
@@ -1015,7 +792,7 @@ class Engine(TokenEngine):
             hidden = self._read_rows(step, len(chunk.rows), self.model.config.hidden_size)
         ranked: dict[int, NDArray[Any]] = {}
         if step.logprobs:
-            nbytes = _LOGPROBS_BYTES * len(step.rows)
+            nbytes = LOGPROBS_BYTES * len(step.rows)
             raw = self.queue.read(step.staging.logprobs, nbytes, step.submission)
             ranked = dict(enumerate(raw.view(LOGPROB).reshape(-1, ROW_LOGPROBS)))
         self._is_whole = False
@@ -1043,7 +820,7 @@ class Engine(TokenEngine):
         self._is_whole = True
 
     def _account(
-        self, step: _InFlight, ids: list[int], now: float, speculation: Speculation
+        self, step: InFlight, ids: list[int], now: float, speculation: Speculation
     ) -> list[int]:
         """How long a decode step took, and what it is taken to have sampled."""
         was_ahead = step.since <= self._read_at
@@ -1052,7 +829,7 @@ class Engine(TokenEngine):
             speculation.measured(step.sequences, step.kind, now - begun)
         return speculation.ids(ids, step.drafts) if step.drafts else ids
 
-    def _accepted(self, step: _InFlight, ids: Sequence[int]) -> list[int]:
+    def _accepted(self, step: InFlight, ids: Sequence[int]) -> list[int]:
         """The rows of a step whose tokens count: a drafted one's does where the row before it has
         sampled what it was drafted with, and counts."""
         rows: list[int] = []
@@ -1065,7 +842,7 @@ class Engine(TokenEngine):
             self.scheduler.accept(sequence, count)
         return rows
 
-    def _read_rows(self, step: _InFlight, count: int, width: int) -> NDArray[np.float32]:
+    def _read_rows(self, step: InFlight, count: int, width: int) -> NDArray[np.float32]:
         """[count, width]: what was read back of a step."""
         nbytes = 4 * count * stride(width)
         raw = self.queue.read(step.staging.rows(nbytes), nbytes, step.submission)
@@ -1159,7 +936,7 @@ class Engine(TokenEngine):
         """The states of a sequence that had that slot."""
         if place is not None:
             assert slot is not None
-            self.queue.submit(_NOTHING, 0, 0, copies(self.states, slot, place, back=False))
+            self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, place, back=False))
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change: nobody knows what it made, and staging

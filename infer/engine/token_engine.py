@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.constraint import Constraint
+from infer.engine.constraint import Constraint
+from infer.engine.pages import PoolStats
 from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import MemoryStats
 from infer.models.blocks.layers import DecoderConfig
-from infer.pages import PoolStats
 from infer.sampling import LogitsProcessor, Logprobs, SamplingParams
 
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from infer.engine import EngineOptions
+from infer.engine.options import EngineOptions
+from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.models.blocks.layers import DecoderConfig
 from infer.sampling import Logprobs, SamplingParams
-from infer.token_engine import EngineStats
 
 _LENGTH = struct.Struct("<Q")
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Literal
 
+from infer.engine.pages import PagePool
 from infer.kernels.errors import RequestError
-from infer.pages import PagePool
 
 AGEING = 64  # later sequences that one of the next higher priority may overtake
 HEADROOM = 256  # positions for an answer that must be there before it is begun

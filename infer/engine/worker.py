@@ -1,4 +1,4 @@
-"""The process of an engine: `python -m infer.worker`, which `infer.isolated` starts.
+"""The process of an engine: `python -m infer.engine.worker`, which `infer.engine.isolated` starts.
 
 Messages come on its standard input and go to its standard output; it ends when the input does,
 because then the process that started it has ended, however that was. One thread generates for all
@@ -23,13 +23,10 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from infer.constraint import Constraint
-from infer.engine import Answer, Engine
-from infer.foreign import reason
-from infer.kernels.errors import DeviceError, InferError, InferWarning, OutOfMemoryError
-from infer.llm import LLM
-from infer.loading import load
-from infer.messages import (
+from infer.engine.answers import Answer
+from infer.engine.constraint import Constraint
+from infer.engine.engine import Engine
+from infer.engine.messages import (
     Ask,
     Begin,
     Call,
@@ -45,6 +42,10 @@ from infer.messages import (
     Returned,
     Stats,
 )
+from infer.foreign import reason
+from infer.kernels.errors import DeviceError, InferError, InferWarning, OutOfMemoryError
+from infer.llm import LLM
+from infer.loading import load
 from infer.sampling import SamplingParams
 
 _GRACE = 10.0  # seconds to end in by itself

@@ -1,0 +1,184 @@
+"""What an engine keeps of answers, and of the steps that make them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.engine import scheduler
+from infer.engine.constraint import Constraint
+from infer.engine.scheduler import Prefill
+from infer.engine.speculation import Guess
+from infer.engine.token_engine import Step, Timings, TokenAnswer, TokenEngine
+from infer.kernels.errors import InferError
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.record import Recording
+from infer.kernels.state.sampler import LOGPROB, ROW_LOGPROBS, SamplerChain
+from infer.sampling import NumpySampler, SamplingParams
+
+NOTHING = Recording([])
+LOGPROBS_BYTES = ROW_LOGPROBS * LOGPROB.itemsize  # of a row
+
+
+@dataclass(eq=False)
+class Answer(TokenAnswer):
+    """One that this process generates."""
+
+    engine: TokenEngine
+    prompt: Sequence[int]
+    params: SamplingParams
+    stop_ids: Sequence[int]
+    with_logits: bool
+    adapter: str | None
+    cache_salt: str | None
+    limit: int  # of tokens
+    sampler: NumpySampler | None  # where the host chooses
+    constraint: Constraint | None
+    chain: SamplerChain
+    guess: Guess | None  # where tokens may be drafted
+    sequence: scheduler.Sequence  # of its group: by what length it is rotated
+    timings: Timings = field(default_factory=Timings)
+    steps: deque[Step] = field(default_factory=deque)  # those that nobody has taken
+    count: int = 0  # of all tokens after the prompt
+    ended: bool = False
+    cancelled: bool = False  # it ends before the next step
+    error: InferError | None = None
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def table_length(self) -> int:
+        """By which the table of its positions is chosen (rope.table_length)."""
+        return int(self.sequence.group)
+
+    @property
+    def reads_logits(self) -> bool:
+        return self.with_logits or self.sampler is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the GPU chooses its tokens of those that the host allows."""
+        return self.constraint is not None and self.sampler is None
+
+
+@dataclass(eq=False)
+class Embedding:
+    """A text whose hidden states are pooled; `pooled` [hidden_size] is whole once it has `ended`.
+
+    pooling: "mean" of all its tokens, or the "last" alone.
+    """
+
+    prompt: Sequence[int]
+    pooling: str
+    adapter: str | None
+    sequence: scheduler.Sequence
+    pooled: NDArray[np.float64] | None = None
+    ended: bool = False
+    cancelled: bool = False
+
+    @property
+    def table_length(self) -> int:
+        """As that of an Answer."""
+        return int(self.sequence.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A step's part of a text: tokens from `start` on, and the rows whose hidden states count."""
+
+    text: Embedding
+    start: int
+    rows: range
+    last: bool
+
+    @classmethod
+    def of(cls, text: Embedding, work: Prefill) -> Chunk:
+        first = 0 if text.pooling == "mean" else len(text.prompt) - 1 - work.start
+        return cls(text, work.start, range(first, work.count), work.last)
+
+    def pool(self, hidden: NDArray[np.float32]) -> None:
+        """hidden: [rows, hidden_size]. A text that is computed anew comes from 0 on again."""
+        count = len(self.text.prompt) if self.text.pooling == "mean" else 1
+        part = hidden.sum(0, dtype=np.float64) / count
+        before = self.text.pooled if self.start else None
+        self.text.pooled = part if before is None else before + part
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A submitted step that has not been read. rows: of those that are sampled the sequences, and
+    which of them have their logits read back. logprobs: whether the sampler's are. prefilled: rows
+    of a prompt. chunk: of a text that is embedded. sequences: of a decode step. drafts: the token
+    that each of its rows was drafted with, or None, if there are drafts; kind: rows of its kind."""
+
+    submission: Any
+    staging: Staging
+    rows: tuple[scheduler.Sequence, ...]
+    logits_of: tuple[int, ...]
+    logprobs: bool
+    prefilled: int
+    chunk: Chunk | None
+    sequences: int
+    drafts: tuple[int | None, ...]
+    kind: int
+    since: float
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences that share decode steps, and what these dispatch: made once, while the same ones
+    stay. joins: the same for a step that takes their rows from wherever they are. logits_of: which
+    of them have their logits read back. logprobs: whether any has log probabilities. masked: those
+    that have a mask. Where there are some the step is also there in two parts: the body, with joins
+    or without, and the head, which samples."""
+
+    sequences: tuple[scheduler.Sequence, ...]
+    slots: tuple[int, ...]
+    table_length: int
+    chain: SamplerChain
+    by_row: bool
+    recording: Recording
+    joins: Recording
+    logits_of: tuple[int, ...]
+    logprobs: bool
+    masked: tuple[scheduler.Sequence, ...] = ()
+    body: Recording = NOTHING
+    body_joins: Recording = NOTHING
+    head: Recording = NOTHING
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A step of so many rows of a batch that is recorded, to be the one of that number."""
+
+    batch: Batch
+    rows: int
+    number: int
+    commands: Any
+
+
+class Staging:
+    """Where the ids of a step in flight go, log probabilities, and the logits, or the hidden
+    states, of some rows."""
+
+    def __init__(self, device: Device, most_rows: int, nbytes: int) -> None:
+        """nbytes: of `rows`, to begin with."""
+        self._device = device
+        self.ids = device.buffer(4 * most_rows, "read", "ids")
+        self.logprobs = device.buffer(LOGPROBS_BYTES * most_rows, "read", "logprobs")
+        self._rows = device.buffer(nbytes, "read", "rows")
+
+    def rows(self, nbytes: int) -> Buffer:
+        """Room for so many bytes; made anew where it is too small."""
+        if self._rows.nbytes < nbytes:
+            self._device.destroy([self._rows])
+            self._rows = self._device.buffer(nbytes, "read", "rows")
+        return self._rows
+
+    def destroy(self) -> None:
+        self._device.destroy([self.ids, self.logprobs, self._rows])
