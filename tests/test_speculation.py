@@ -30,13 +30,16 @@ from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
 
 STEPS = 24
-# One architecture of each kind that has no states.
+# One architecture of each kind.
 KINDS = {
     "llama": "keys and values",
     "gemma2": "windows, soft caps",
     "gpt_oss": "sinks, experts",
     "qwen3_moe": "experts",
     "deepseek_v2": "latents",
+    "lfm2": "a convolution",
+    "granitemoehybrid_mamba": "Mamba 2",
+    "qwen3_next": "the delta rule",
 }
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
