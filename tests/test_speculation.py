@@ -171,11 +171,11 @@ def with_drafts(
     pattern: str,
     **options: Any,
 ) -> list[Taken]:
-    answers = [[*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True)]
+    answers = ([*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True))
     before = engine.speculation
     assert before is not None
     engine.speculation = Speculation(
-        before.kinds, measures=False, drafter=lambda: Known(answers, PATTERNS[pattern])
+        before.kinds, measures=False, drafter=lambda: Known([next(answers)], PATTERNS[pattern])
     )
     try:
         found = run(engine, prompts, params, **options)
