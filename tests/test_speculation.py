@@ -59,7 +59,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @dataclass
 class Known:
     """Drafts what answers go on with, if it is right, and something else if it is not. right: by
-    the number of the draft, how many of its first tokens are; the next one is wrong."""
+    the number of the draft, how many of its first tokens are; the next one is wrong; below 0:
+    nothing is drafted."""
 
     answers: Sequence[Sequence[int]]  # with their prompts
     right: Callable[[int], int] = lambda number: MAX_DRAFT
@@ -67,10 +68,11 @@ class Known:
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         self.count += 1
-        for answer in self.answers:
+        right = self.right(self.count)
+        for answer in self.answers if right >= 0 else ():
             if list(answer[: len(tokens)]) == list(tokens):
                 ids = list(answer[len(tokens) : len(tokens) + most])
-                for i in range(self.right(self.count), len(ids)):
+                for i in range(right, len(ids)):
                     ids[i] = (ids[i] + 1 + i) % 50
                 return ids
         return []
@@ -79,7 +81,7 @@ class Known:
 PATTERNS: dict[str, Callable[[int], int]] = {
     "right": lambda number: MAX_DRAFT,
     "wrong": lambda number: 0,
-    "mixed": lambda number: random.Random(number).randrange(MAX_DRAFT + 1),
+    "mixed": lambda number: random.Random(number).randrange(-2, MAX_DRAFT + 1),
 }
 
 
