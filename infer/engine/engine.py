@@ -65,7 +65,7 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import NO_TOKEN, pack_rows, pack_step
+from infer.kernels.state.step import NO_TOKEN, StepRow, pack_rows, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
@@ -613,7 +613,7 @@ class Engine(TokenEngine):
         prepared: Prepared | None,
     ) -> None:
         """A step of rows that the host writes: all tokens of its sequences have been read."""
-        rows: list[tuple[int, int, int, int, int]] = []
+        rows: list[StepRow] = []
         sampled: list[scheduler.Sequence] = []
         drafted: list[int | None] = []
         first: list[int] = []  # row of each sequence
