@@ -106,7 +106,7 @@ class Steps:
         self.step = device.buffer(step_bytes(most), label="step")
         self.batches = _batches(self.most_rows, device)
         self.draft_kinds = [rows for rows in self.batches if rows <= draft_rows]
-        self._draft_name = "drafts" if any(c.states) else "batch"
+        self._drafting = "drafts" if any(c.states) else "batch"
         logits_rows = padded_rows(max(self.batches, default=1))
         self.logits = device.buffer(4 * stride(c.vocab_size) * logits_rows, label="logits")
         self.rows = {"prefill": chunk}
@@ -179,7 +179,9 @@ class Steps:
     def compile_batches(self) -> None:
         """Compile the rest, so that an answer that joins others lets nobody wait."""
         ways = (False, True) if self.adapters.names else (False,)
-        self._compile([(f"batch {rows}", by_row) for rows in self.batches for by_row in ways])
+        kinds = [f"batch {rows}" for rows in self.batches]
+        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
+        self._compile([(kind, by_row) for kind in kinds for by_row in ways])
 
     def _compile(
         self,
@@ -217,7 +219,7 @@ class Steps:
 
     def drafts(self, rows: int) -> str:
         """The same where several may be of one sequence."""
-        return f"{self._draft_name} {self.rows_of(rows)}"
+        return f"{self._drafting} {self.rows_of(rows)}"
 
     def rows_of(self, rows: int) -> int:
         """Those of the kind of batch that has room for so many."""
