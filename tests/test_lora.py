@@ -411,7 +411,7 @@ def test_unlike_adapters_share_steps(
         engine.forget()
         next_step = engine.scheduler.next
 
-        def noted(rows: int) -> Prefill | Decode | None:
+        def noted(rows: int) -> tuple[Prefill, ...] | Decode | None:
             work = next_step(rows)
             if isinstance(work, Decode):
                 keys: Any = [sequence.key for sequence in work.sequences]

@@ -463,7 +463,7 @@ class EngineBench:
         profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
         profiles = [replace(profile, step_seconds=whole)]
         plan = engine.recording("decode", True, None).dispatches
-        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
         for depth, row in decode.items():
             kv_len = _middle(row, depth)
             place_step(engine, [0], kv_len - 1)
@@ -472,12 +472,12 @@ class EngineBench:
         for rows, depth in batches:
             if rows > 1:
                 plan = engine.recording(engine.steps.batch(rows), True, None).dispatches
-                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
                 place_batch(engine, rows, depth)
                 title = f"decode of {rows} sequences"
                 profiles.append(self._profile(title, plan, sampler, rows, depth))
         place_step(engine, [0], 0, SAMPLED)
-        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=False)
+        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=0)
         profiles.append(self._profile("full sampler", (), sampler, 1, 1))
         return profiles
 
