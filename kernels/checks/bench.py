@@ -7,7 +7,7 @@ which turns numpy arrays into what these take; functions.py offers the same to u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -72,11 +72,11 @@ class Bench:
         tokens: Ids | None = None,
         adapters: Ids = (0,),
         plan_rows: int = 0,
-        logits_rows: Sequence[int] | None = None,
+        **own: Any,
     ) -> Floats:
         """The values of `output`, [rows, width]; the first row is at `position`. rows: where there
-        are no inputs. adapters: as of Forward.run. plan_rows, logits_rows: as of Forward."""
-        forward = self.forward(self.rows or rows, plan_rows=plan_rows, logits_rows=logits_rows)
+        are no inputs. adapters: as of Forward.run. plan_rows, own: as of Forward."""
+        forward = self.forward(self.rows or rows, plan_rows=plan_rows, **own)
         return forward.run(output, position=position, tokens=tokens, adapters=adapters)
 
     def run_alone(self, kernel: str, output: Value, *, position: int, **own: Any) -> None:
