@@ -198,6 +198,11 @@ class Engine(TokenEngine):
             if progress is not None:
                 progress(done, len(first))
 
+    def compile_batches(self, params: SamplingParams) -> None:
+        """Have compiled what an answer that joins others takes beside what it would alone."""
+        self.steps.compile_batches()
+        self.sampler.dispatches(self._chain(params), gather=self.steps.prompts)
+
     @property
     def gpu(self) -> AdapterInfo:
         return self.device.adapter
