@@ -12,6 +12,7 @@ from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
@@ -19,6 +20,7 @@ from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.experts import ExpertDown
 from infer.kernels.ops.linear import Changes, Linear
+from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
@@ -31,6 +33,7 @@ from infer.models.loading.lora import Adapters
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
 PACKED = "packed "  # and of those of several prompts
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
+_SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
 _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
 
@@ -107,13 +110,15 @@ class Steps:
         self.logits = device.buffer(4 * stride(c.vocab_size) * logits_rows, label="logits")
         self.rows = {"prefill": chunk}
         if not device.software:
-            self.rows |= {f"prefill of {rows}": rows for rows in _SHORT if rows < chunk}
-        # A state is scanned along rows of one sequence; a few rows have other kernels.
+            short = (
+                *_SHORT,
+                *(_SHORTEST if few_rows(Tuning(device), 16) and not invariant else ()),
+            )
+            self.rows |= {f"prefill of {rows}": rows for rows in short if rows < chunk}
+        # A state is scanned along the rows of one sequence.
         alone = max_batch == 1 or invariant or any(c.states)
         self.prompts = 1 if alone else min(MAX_PROMPTS, self.batches[-1])
-        self.packed: dict[str, int] = {}
-        if self.prompts > 1:
-            self.packed = {f"{PACKED}{n}": rows for n, rows in self.rows.items()}
+        self.packed = {f"{PACKED}{n}": rows for n, rows in self.rows.items() if self.prompts > 1}
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
         kinds |= {
