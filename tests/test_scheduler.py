@@ -574,6 +574,16 @@ def test_prompts_fill_a_step() -> None:
     assert chunks(plan) == [(5, 0, 3), (6, 0, 13)]
 
 
+def test_rows_that_may_share_a_step_are_counted() -> None:
+    plan = packing([1] * 5, [2] * 20, [3], [4] * 2, [5] * 3)
+    assert plan.shared_rows == 28  # of four
+    assert chunks(plan) == [(1, 0, 5), (2, 0, 11)]
+    assert plan.shared_rows == 9 + 1 + 2 + 3
+    assert packing([1] * 5).shared_rows == packing().shared_rows == 0
+    assert packing([1] * 5, [2] * 20, most=1).shared_rows == 0
+    assert packing([1] * 5, Sequence([2], limit=1, group="other"), [3]).shared_rows == 6
+
+
 def test_no_more_prompts_than_may_share_a_step() -> None:
     plan = packing(*([i] for i in range(6)))
     assert chunks(plan) == [(i, 0, 1) for i in range(4)]

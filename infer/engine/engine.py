@@ -422,6 +422,7 @@ class Engine(TokenEngine):
             rows = 0
             if self.scheduler.has_prompts:
                 rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
             if work is None:
                 break

@@ -146,6 +146,14 @@ class Scheduler:
         """Whether there are tokens to be computed before some sequence can go on."""
         return bool(self.waiting or self.prefilling)
 
+    @property
+    def shared_rows(self) -> int:
+        """Of the prompts that may share the next step, if nothing of them is cached; 0 if there is
+        but one."""
+        first = sorted([*self.prefilling, *self.waiting[: self.prompts]], key=_rank)[: self.prompts]
+        sharing = [s for s in first if s.group == first[0].group and s.limit]
+        return sum(len(s.tokens) - s.computed for s in sharing) if len(sharing) > 1 else 0
+
     def add(self, sequence: Sequence) -> None:
         """Raises RequestError for a prompt that leaves no room for an answer. The limit is cut to
         the room there is."""
