@@ -21,6 +21,7 @@ import infer.engine.steps
 from infer.engine.answers import Answer as Running
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.pace import Pace
 from infer.engine.scheduler import Prefill
 from infer.engine.steps import PACKED
 from infer.engine.token_engine import Step
@@ -166,6 +167,30 @@ def test_prompts_share_steps(
     assert [item.timings.reused_tokens for item in running] == [len(ids) - 2 for ids in again]
     assert sum(counts) > len(counts)
     assert counts[-1] == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in KINDS if case not in WITH_STATES])
+def test_prompts_share_steps_by_the_rules_for_a_gpu(
+    own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    """Which have kernels for steps of every size, with tiles and without."""
+    monkeypatch.setattr(own_device, "software", False)
+    monkeypatch.setattr("infer.engine.pace.FIRST_ROWS", 512)
+    ids: list[int] = 4 * load(case).prompt_ids.tolist()
+    with own_device.scope():
+        folder = load(case).write_checkpoint(tmp_path / case)
+        engine = build_engine(own_device, folder, max_batch=3, context=256)
+        for lengths in ((5, 6), (20, 9, 1), (33, 30), (60, 10, 40), (33, 130, 64)):
+            prompts = [ids[i : i + length] for i, length in enumerate(lengths)]
+            alone = [answer(engine, prompt, 2) for prompt in prompts]
+            engine.forget()
+            engine.pace = Pace(1, engine.pace.kinds)  # not known: nothing is cut
+            running = [begin(engine, prompt, 2) for prompt in prompts]
+            for item, own in zip(running, alone, strict=True):
+                assert_same(of(list(item)), own)
+        seen = [kind for kind, _ in engine.steps._plans if kind.startswith(PACKED)]
+    assert seen == [f"{PACKED}prefill of {rows}" for rows in (16, 32, 64, 128, 256)]
 
 
 def test_one_prompt_alone_takes_nothing_of_several(engine_of: Callable[..., Engine]) -> None:

@@ -220,8 +220,9 @@ class EngineBench:
         what it has generated while the last of them began."""
         draw = random.Random(1)
         ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
-        # Each begins a step after the one before it, which has a token more by then.
-        lengths = [max(1, depth - _SETTLE - later) for later in reversed(range(rows))]
+        # Those that begin in one step do so after those before them, which have a token more then.
+        steps = [i // self.engine.steps.prompts for i in range(rows)]
+        lengths = [max(1, depth - _SETTLE - (steps[-1] - step)) for step in steps]
         prompts = [draw.choices(ids, k=depth)[:length] for length in lengths]
         for prompt in prompts:  # cached from here on, so that one step begins it
             self._generate(prompt, replace(GREEDY, max_tokens=1))
