@@ -34,10 +34,10 @@ class Sequence:
     slot: of the step, both while it has them. computed: positions that are in the cache, or will be
     when what is submitted has run; settled: those that states have taken in, where layers have
     some: drafted tokens that were right only are by the next step. in_flight: tokens that are
-    sampled by steps not yet read.
-    reused: positions of the prompt that were cached when it was first begun. draft: tokens that may
-    come next, for its next step to verify. drafted: how many a step in flight does; they count
-    among computed and in_flight from when they are read (`Scheduler.accept`).
+    sampled by steps not yet read. reused: positions of the prompt that were cached when it was
+    first begun. draft: tokens that may come next, for its next step to verify. drafted: how many a
+    step in flight does; they count among computed and in_flight from when they are read
+    (`Scheduler.accept`).
     """
 
     def __init__(
