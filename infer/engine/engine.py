@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
@@ -41,12 +41,13 @@ from infer.engine.answers import (
     Staging,
 )
 from infer.engine.constraint import Asked, Constraint, masks_after
+from infer.engine.draft import Drafting, DraftModel, Loaded
 from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import MAX_DRAFT, Speculation
-from infer.engine.steps import HIDDEN, Steps
+from infer.engine.speculation import MAX_DRAFT, ModelSpeculation, Speculation
+from infer.engine.steps import HIDDEN, MAX_BATCH, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
@@ -54,7 +55,7 @@ from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
 from infer.kernels.errors import ModelError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
 from infer.kernels.gpu.device import Device
-from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.gpu.record import Copy, Part, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
@@ -72,6 +73,7 @@ from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams, logprobs
 
 _TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
+_DRAFTED = 4  # rows for each of many sequences that a draft model drafts for
 _PAUSE = 0.005  # between two steps, from where on they do not follow each other
 
 
@@ -85,8 +87,10 @@ class Engine(TokenEngine):
         weights: Mapping[str, GpuTensor],
         options: EngineOptions,
         adapters: Adapters = NO_ADAPTERS,
+        draft: Loaded | None = None,
     ) -> None:
-        """adapters: what lies beside the weights. Allocates everything but the weights and these.
+        """adapters: what lies beside the weights. draft: a model that fits (`check_draft`), for
+        ways to speculate that need one. Allocates everything but the weights and these.
         Raises OutOfMemoryError, and UnsupportedError for drafts where layers have a state."""
         if options.speculate != "off" and any(model.config.states):
             if options.speculate != "auto":
@@ -99,6 +103,9 @@ class Engine(TokenEngine):
         self.config, self.slots = model.config, options.max_batch
         self.context, self.vocab_size = options.context, model.config.vocab_size
         self.adapters, self.adapter_names = adapters, adapters.names
+        draft_rows = options.draft_rows
+        if draft is not None:
+            draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
         self.steps = Steps(
             device,
             model,
@@ -111,7 +118,7 @@ class Engine(TokenEngine):
             max_batch=options.max_batch,
             n_pages=options.pages,
             invariant=options.invariant,
-            draft_rows=options.draft_rows,
+            draft_rows=draft_rows,
         )
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
@@ -133,11 +140,15 @@ class Engine(TokenEngine):
             ahead=options.ahead,
             snapshot_tail=_TAIL if self.states else 0,
         )
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            self.draft = DraftModel(device, draft, options, self.steps, self.sampler)
         self.speculation: Speculation | None = None
         if options.speculate != "off":
-            measures = options.speculate == "auto"
-            self.speculation = Speculation(self.steps.draft_kinds, measures=measures)
+            by = Speculation if draft is None else ModelSpeculation
+            self.speculation = by(self.steps.draft_kinds, measures=options.speculate == "auto")
         self._draft_rows = 0  # of the next step with drafts
+        self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
@@ -168,6 +179,8 @@ class Engine(TokenEngine):
         self._rows: tuple[int, ...] | None = None
         self._host_rows: set[int] = set()  # slots of whose next rows the GPU does not know
         self._batch: Batch | None = None
+        if self.draft is not None:
+            self.draft.forget()
         self._drop_prepared()
 
     def warm_up(
@@ -445,12 +458,16 @@ class Engine(TokenEngine):
         before: list[Copy] = []
         if work.copy is not None:
             before += self.steps.cache.copies(*work.copy, work.start % PAGE)
+            if self.draft is not None:
+                before += self.draft.copies(*work.copy, work.start % PAGE)
+        if work.first and self.draft is not None:
+            self.draft.begin(sequence, work.start, work.copy)
         if work.restore is not None:
             before += copies(self.states, slot, work.restore, back=True)
         if before:
             self.queue.submit(NOTHING, 0, 0, before)
         ids = sequence.tokens[work.start : end]
-        kind = self._kind(count)
+        kind = self.steps.single(count)
         number = self.adapters.number(answer.adapter)
         sampled: tuple[scheduler.Sequence, ...] = ()
         logits_of: tuple[int, ...] = ()
@@ -477,6 +494,8 @@ class Engine(TokenEngine):
         self._host_rows.discard(slot)
         prefilled = count if count > MAX_VEC_ROWS else 0
         self._submit(rest, count, end, sampled, logits_of, logprobs, prefilled, chunk)
+        if self.draft is not None and sequence.shares:
+            self.draft.follow(self.queue, sequence, slot, end)
         if work.save is not None:
             self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
 
@@ -518,6 +537,8 @@ class Engine(TokenEngine):
         for sequence, slot in zip(batch.sequences, batch.slots, strict=True):
             longest = max(longest, sequence.computed)
             if len(sequence.pages) != len(self._pages[slot]):
+                if self.draft is not None:
+                    self.draft.forget_pages(sequence.pages[len(self._pages[slot]) :])
                 self._give_pages(slot, sequence.pages)
         prepared = None if self._prepared is None else self._take_prepared(batch, self._prepared)
         if work.drafts or prepared is not None:
@@ -606,6 +627,7 @@ class Engine(TokenEngine):
         self.scheduler.in_step = any(counts)
         if self.scheduler.in_step:
             self._draft_rows = len(running) + sum(counts)
+            self._drafting = sum(map(bool, counts)), max(counts)
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
             known = guess is not None and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
@@ -622,44 +644,64 @@ class Engine(TokenEngine):
         sampled: list[scheduler.Sequence] = []
         drafted: list[int | None] = []
         first: list[int] = []  # row of each sequence
+        drafting: list[Drafting] = []
         for sequence, slot, draft in zip(batch.sequences, batch.slots, drafts, strict=True):
             first.append(len(rows))
             answer = cast(Answer, self._answers[sequence])
             number = self.adapters.number(answer.adapter)
             position = len(sequence.tokens) - 1
             for i, token in enumerate((sequence.tokens[-1], *draft)):
-                rows.append((token, position + i, slot, number))
+                rows.append((0 if token == NO_TOKEN else token, position + i, slot, number))
                 drafted.append(token if i else None)
             sampled += [sequence] * (1 + len(draft))
+            if draft and self.draft is not None:
+                drafting.append(Drafting(sequence, slot, len(draft), first[-1] + 1))
             if draft:
                 self._host_rows.add(slot)
             else:
                 self._host_rows.discard(slot)
             answer.timings.drafted_tokens += len(draft)
         count = len(rows)
-        if prepared is not None and prepared.rows < count:
+        of = len(drafting), max(map(len, drafts))
+        if prepared is not None and (
+            prepared.rows < count or any(n < m for n, m in zip(prepared.drafting, of, strict=True))
+        ):
             self.queue.drop(prepared.commands)
             prepared = None
-        count = count if prepared is None else prepared.rows
+        if prepared is not None:
+            count, of = prepared.rows, prepared.drafting
+        longest += max(map(len, drafts))
+        if self.draft is not None:
+            self.draft.begin_round(self.queue, drafting, of[0])
         self._write_masks(batch.masked)
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
+        if prepared is None:  # the GPU drafts while the host records what verifies it
+            for part in self._before(batch, of, longest):
+                self.queue.submit(*part, ())
         self._submit(
             self._verifying(batch, count),
             count,
-            longest + max(map(len, drafts)),
+            longest,
             tuple(sampled),
             tuple(first[i] for i in batch.logits_of),
             batch.logprobs,
             sequences=len(batch.sequences),
             drafts=tuple(drafted),
+            depth=of[1],
             commands=None if prepared is None else prepared.commands,
         )
 
+    def _before(self, batch: Batch, drafting: tuple[int, int], longest: int) -> list[Part]:
+        """What a draft model does before a step is verified."""
+        if self.draft is None or not all(drafting):
+            return []
+        return self.draft.round(*drafting, batch.chain, longest)
+
     def _verifying(self, batch: Batch, rows: int) -> Recording:
         """What a step with drafts dispatches."""
-        kind = self.steps.batch(rows)
-        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True)
+        kind, unknown = self.steps.batch(rows), self.draft is not None
+        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True, unknown=unknown)
 
     def _prepare(self) -> None:
         """Record the next step of a batch while one runs: there are to be drafts in it."""
@@ -669,12 +711,13 @@ class Engine(TokenEngine):
         if len(self._in_flight) > 1 or self.scheduler.has_prompts:
             return  # another comes first
         longest = max(s.computed + s.drafted for s in batch.sequences) + 1 + MAX_DRAFT
-        rows, number = self._draft_rows, self._submitted
+        longest = min(longest, self.context)
+        rows, number, drafting = self._draft_rows, self._submitted, self._drafting
         staging = self._staging[number % len(self._staging)]
         copies = self._read_back(staging, rows, batch.logprobs)
-        of = rows, min(longest, self.context), copies
-        commands = self.queue.record(self._verifying(batch, rows), *of)
-        self._prepared = Prepared(batch, rows, number, commands)
+        before = self._before(batch, drafting, longest)
+        commands = self.queue.record(self._verifying(batch, rows), rows, longest, copies, before)
+        self._prepared = Prepared(batch, rows, drafting, number, commands)
 
     def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -691,17 +734,13 @@ class Engine(TokenEngine):
             self.queue.drop(self._prepared.commands)
             self._prepared = None
 
-    def _kind(self, rows: int) -> str:
-        """Of the steps of one sequence the one for the fewest rows that has room."""
-        return next(kind for kind, n in reversed(self.steps.rows.items()) if n >= rows)
-
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
         alone."""
         start = 0
         while start < length:
             rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
-            yield start, rows, self._kind(rows)
+            yield start, rows, self.steps.single(rows)
             start += rows
 
     def recording(
@@ -714,17 +753,18 @@ class Engine(TokenEngine):
         joins: bool = False,
         body: bool = True,
         drafts: bool = False,
+        unknown: bool = False,
     ) -> Recording:
         """by_row: some of its rows have adapters. joins: its rows are taken from the table of
-        sequences first. drafts: they may have drafted tokens."""
-        key = (kind, by_row, head, chain, joins, body, drafts)
+        sequences first. drafts: they may have drafted tokens. unknown: to the host."""
+        key = (kind, by_row, head, chain, joins, body, drafts, unknown)
         if key not in self._recordings:
             plan = self.steps.plan(kind, by_row)
             dispatches = [self.sampler.step_rows] if joins else []
             dispatches += [*(plan.body if body else ()), *(plan.head if head else ())]
             if chain is not None:
                 gather = self.steps.gathers(kind)
-                dispatches += self.sampler.dispatches(chain, gather=gather, drafts=drafts)
+                dispatches += self.sampler.dispatches(chain, gather, drafts, unknown)
             self._recordings[key] = Recording(dispatches)
         return self._recordings[key]
 
@@ -740,9 +780,10 @@ class Engine(TokenEngine):
         chunk: Chunk | None = None,
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
+        depth: int = 0,
         commands: Any = None,
     ) -> None:
-        """commands: it was recorded before."""
+        """depth: steps of a draft model before it. commands: it was recorded before."""
         staging = self._staging[self._submitted % len(self._staging)]
         self._submitted += 1
         read_back = self._read_back(staging, len(sampled), logprobs)
@@ -760,7 +801,9 @@ class Engine(TokenEngine):
         else:
             submission = self.queue.send(commands)
         now = time.perf_counter()
-        kind = self.steps.rows_of(rows) if drafts else 0
+        kind: Hashable = 0
+        if drafts and self.speculation is not None:
+            kind = self.speculation.kind(sequences, self.steps.rows_of(rows), depth)
         of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, now
         self._in_flight.append(InFlight(submission, staging, *of))
 
@@ -835,10 +878,19 @@ class Engine(TokenEngine):
         rows: list[int] = []
         counts: dict[scheduler.Sequence, int] = {}
         for i, (sequence, drafted) in enumerate(zip(step.rows, step.drafts, strict=True)):
-            if drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted):
+            if drafted == NO_TOKEN:  # the GPU has compared it
+                right = ids[i] != NO_TOKEN
+            else:
+                right = drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted)
+            if right:
                 rows.append(i)
                 counts[sequence] = counts.get(sequence, -1) + 1
         for sequence, count in counts.items():
+            answer = self._answers.get(sequence)
+            if self.draft is not None and sequence.drafted and sequence.state == "running":
+                self.draft.accepted(sequence, sequence.drafted, count)
+                if isinstance(answer, Answer) and answer.guess is not None:
+                    answer.guess.verified(sequence.drafted, count)
             self.scheduler.accept(sequence, count)
         return rows
 

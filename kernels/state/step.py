@@ -24,7 +24,9 @@ ROW = np.dtype(
         ("sequence", "<u4"),
         ("adapter", "<u4"),
         ("alive", "<u4"),
-        ("unused", "<u4", 3),
+        ("drafts", "<u4"),
+        ("place", "<u4"),
+        ("unused", "<u4"),
     ]
 )
 HEADER = np.dtype(
@@ -86,6 +88,21 @@ def pack_rows(rows: Sequence[tuple[int, int, int, int]], count: int) -> NDArray[
     to `count`, as compute what the last of them does and leave nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"] = count
-    own = [(*row, 1, (0, 0, 0)) for row in rows]
-    own += [(*rows[-1], 0, (0, 0, 0))] * (count - len(rows))
+    own = [(*row, 1, 0, 0, 0) for row in rows]
+    own += [(*rows[-1], 0, 0, 0, 0)] * (count - len(rows))
     return np.concatenate([header.view(np.uint8), np.array(own, ROW).view(np.uint8)])
+
+
+def pack_drafting(
+    rows: Sequence[tuple[int, int, int, int, int, int]], count: int
+) -> NDArray[np.uint8]:
+    """The bytes of a draft model's first step of a round: for each sequence its last token and the
+    one before it (tokens, the position of the last, sequence, how many to draft, and the row that
+    takes the first of them). The first `count` rows go on; those that are none compute nothing."""
+    header = np.zeros(1, HEADER)
+    header["n_rows"], header["n_logits"] = 2 * count, count
+    own = np.zeros((2, count), ROW)
+    for i, (before, last, position, sequence, drafts, place) in enumerate(rows):
+        own[0, i] = last, position, sequence, 0, 1, drafts, place, 0
+        own[1, i] = before, position - 1, sequence, 0, 1, 0, 0, 0
+    return np.concatenate([header.view(np.uint8), own.reshape(-1).view(np.uint8)])
