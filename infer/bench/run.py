@@ -388,7 +388,7 @@ def _on_random(
     with Device(gpu) as device:
         weights = random_weights(device, plan)
         engine = Engine(device, model, weights, options)
-        engine.steps.compile()
+        engine.compile()
         device.wait()
         yield shape, engine
 

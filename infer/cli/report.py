@@ -209,6 +209,7 @@ class ModelReport:
                 "format": f"{m.format or 'floats'}, {bits:.2f} bits per weight",
                 **({"not used": unused} if m.ignored else {}),
                 **({} if m.lora is None else {"LoRA": m.lora}),
+                **({} if m.draft is None else {"draft": f"{m.draft}, counted below"}),
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
                 f"({size(m.disk_bytes)} on the disk)",
                 "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} positions "

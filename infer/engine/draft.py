@@ -51,25 +51,25 @@ class Drafting:
     place: int
 
 
-def check_draft(draft: Decoder, model: Decoder, context: int) -> None:
-    """Raises UnsupportedError for a draft that cannot follow the model, and RequestError for a
-    context that is too large for it."""
+def check_draft(draft: Decoder, draft_name: str, model: Decoder, name: str, context: int) -> None:
+    """Raises UnsupportedError for a draft model that cannot follow the other, and RequestError for
+    a context that is too large for it."""
     own, other = draft.config, model.config
-    name = f"The draft model ({own.model_type})"
     if any(own.states):
         raise UnsupportedError(
-            f"{name} has layers with a state, which does not go back where a draft was wrong. "
-            "Give one whose layers all have attention."
+            f"{draft_name} ({own.model_type}) cannot draft: its layers have a state, which does "
+            "not go back where a token was wrong. Give a model whose layers all have attention."
         )
     if own.vocab_size > other.vocab_size:
         raise UnsupportedError(
-            f"{name} has {own.vocab_size} tokens, and the model that it is to draft for "
-            f"{other.vocab_size}. Give a smaller model of the same family."
+            f"{draft_name} has a vocabulary of {own.vocab_size} tokens, and {name}, for which it "
+            f"is to draft, one of {other.vocab_size}. Give a smaller model of the same family."
         )
     if context > own.max_position_embeddings and own.rope.kind != "dynamic":
         raise RequestError(
-            f"{name} has positions up to {own.max_position_embeddings}, and the context holds "
-            f"{context}. Ask for a smaller context (--context), or give another draft model."
+            f"{draft_name} has positions up to {own.max_position_embeddings}, and a context of "
+            f"{context} was asked for. Ask for a smaller one (--context), or give another draft "
+            "model."
         )
 
 
@@ -180,6 +180,12 @@ class DraftModel:
                 dispatches += self.sampler.dispatches(chain, gather=False)
             self._recordings[key] = Recording(dispatches)
         return self._recordings[key]
+
+    def recordings(self, prompt_tokens: int, chain: SamplerChain) -> list[Recording]:
+        """What a single answer to so long a prompt needs."""
+        rows = min(prompt_tokens, self.steps.rows["prefill"])
+        own = [self._recording(self.steps.single(rows), head=False)]
+        return own + [part.recording for part in self.round(1, 2, chain, 1)]
 
     def begin_round(self, queue: StepQueue, drafting: Sequence[Drafting], sequences: int) -> None:
         """Write the rows of a round of so many sequences, which are these and others without

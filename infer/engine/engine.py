@@ -199,7 +199,12 @@ class Engine(TokenEngine):
         recordings = [self.recording(kind, True, chain) for kind in kinds]
         if params.max_tokens != 1:
             few = [self.steps.batch(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
-            recordings += [self.recording(kind, True, chain, drafts=True) for kind in few]
+            unknown = self.draft is not None
+            recordings += [
+                self.recording(kind, True, chain, drafts=True, unknown=unknown) for kind in few
+            ]
+        if self.draft is not None:
+            recordings += self.draft.recordings(prompt_tokens, chain)
         if not self.device.software:
             return
         first = {item.pipeline: item for r in recordings for item in r.dispatches}
@@ -209,6 +214,16 @@ class Engine(TokenEngine):
             self.queue.wait(self.queue.submit(nothing, 0, 0, ()))
             if progress is not None:
                 progress(done, len(first))
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """As `Steps.compile`, of the draft model too."""
+        self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
+
+    def compile_batches(self) -> None:
+        """As `Steps.compile_batches`, of the draft model too."""
+        self.steps.compile_batches()
+        if self.draft is not None:
+            self.draft.steps.compile_batches()
 
     @property
     def gpu(self) -> AdapterInfo:
