@@ -149,6 +149,7 @@ class Engine(TokenEngine):
             by = Speculation if draft is None else ModelSpeculation
             self.speculation = by(self.steps.draft_kinds, measures=options.speculate == "auto")
         self._draft_rows = 0  # of the next step with drafts
+        self._verified = [0, 0, 0]  # drafts, their tokens, and those that were right
         self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
         self._recordings: dict[tuple[Any, ...], Recording] = {}
@@ -362,7 +363,8 @@ class Engine(TokenEngine):
         running = len(scheduler.running) + len(scheduler.prefilling)
         memory = self.device.memory_stats()
         waiting = len(scheduler.waiting) + new
-        return EngineStats(memory, self.pool.stats, running, waiting, scheduler.preemptions)
+        counts = scheduler.preemptions, *self._verified
+        return EngineStats(memory, self.pool.stats, running, waiting, *counts)
 
     def close(self) -> None:
         with self.turn():
@@ -903,6 +905,8 @@ class Engine(TokenEngine):
                 counts[sequence] = counts.get(sequence, -1) + 1
         for sequence, count in counts.items():
             answer = self._answers.get(sequence)
+            for i, new in enumerate((sequence.drafted > 0, sequence.drafted, count)):
+                self._verified[i] += new
             if self.draft is not None and sequence.drafted and sequence.state == "running":
                 self.draft.accepted(sequence, sequence.drafted, count)
                 if isinstance(answer, Answer) and answer.guess is not None:

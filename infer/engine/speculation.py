@@ -241,13 +241,18 @@ class ModelSpeculation(Speculation):
         most = min(MAX_DRAFT, (self.kinds[-1] - n) // max(1, drafting))
         depth = 0
         if drafting and most > 0:
-            depth = min(_DEPTH, most)
             if self._measures:
-                depth = self._depth(n, [guess.chances for guess in guesses if guess], most)
+                depth = self._best_depth(n, [guess.chances for guess in guesses if guess], most)
+            else:
+                depth = self.depth(most)
         self._drafts = depth > 0
         return [0 if guess is None else depth for guess in guesses]
 
-    def _depth(self, n: int, chances: Sequence[Sequence[float]], most: int) -> int:
+    def depth(self, most: int) -> int:
+        """Tokens that are drafted where nothing is measured."""
+        return min(_DEPTH, most)
+
+    def _best_depth(self, n: int, chances: Sequence[Sequence[float]], most: int) -> int:
         """That which promises most tokens a second; 0: no drafts."""
         seconds = self._plain.get(n)
         plain = None if seconds is None else seconds.at(self._step)
