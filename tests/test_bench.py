@@ -32,6 +32,7 @@ from infer.bench.report import (
     results_table,
 )
 from infer.engine.answers import Answer
+from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.checks.forward import Forward
@@ -388,15 +389,17 @@ def test_many_answers_at_once(tmp_path: Path, of: tuple[str, ...]) -> None:
 def serving(
     device: Device, config: dict[str, Any], max_batch: int, speculate: str = "off"
 ) -> Engine:
+    """speculate: "draft" by a model of the same shape."""
     model = build_model(RawConfig(config))
     weights = random_weights(device, list(model.weights()), "bf16")
+    draft = Loaded(model, weights) if speculate == "draft" else None
     options = EngineOptions(
         context=256,
         max_batch=max_batch,
         cache_positions=max_batch * 256,
         speculate=speculate,
     )
-    return Engine(device, model, weights, options)
+    return Engine(device, model, weights, options, draft=draft)
 
 
 def begun(engine: Engine) -> list[Answer]:
@@ -417,17 +420,19 @@ STATES |= {"block_auto_adjust_ff_dim": False}
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("way", ["lookup", "draft"])
 @pytest.mark.parametrize(("accept", "step_tokens"), [(0.0, 1.0), (0.7, 2.533), (1.0, 4.0)])
-def test_drafts_are_as_right_as_decreed(device: Device, accept: float, step_tokens: float) -> None:
+def test_drafts_are_as_right_as_decreed(
+    device: Device, accept: float, step_tokens: float, way: str
+) -> None:
     """Three drafted tokens of which each is right with probability p give 1 + p + p² + p³."""
     with device.scope():
-        engine = serving(device, TINY, 2, "lookup")
-        engine.speculation = None
+        engine = serving(device, TINY, 2, way)
         answers = begun(engine)
         row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).drafts(2, 60, 9, accept, 3)
         assert (row.test, row.tokens) == (f"tg60 + 3 x 2 @ d9, {accept:g} right", 120)
         assert row.step_tokens == pytest.approx(step_tokens, rel=0.15)
-        assert engine.speculation is None
+        assert engine.speculation is engine.draft is None
         drafted = [answer.timings.drafted_tokens for answer in answers]
         assert min(drafted) > 30
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import product
@@ -18,10 +21,15 @@ from test_structured import masked
 
 import infer
 import infer.engine.scheduler
+from infer.engine.draft import check_draft
 from infer.engine.engine import Engine
-from infer.engine.speculation import Guess, ModelSpeculation
+from infer.engine.speculation import MAX_DRAFT, Guess, ModelGuess, ModelSpeculation
+from infer.hub import resolve
+from infer.inspection import inspect_model
+from infer.kernels.errors import RequestError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
+from infer.models import open_model
 
 DEPTH = 4  # of a round without measuring
 OTHER = "qwen3"  # knows as many tokens as all reference models
@@ -295,3 +303,173 @@ def test_adapters_by_row(own_device: Device) -> None:
     for adapter in (None, "own"):
         expected = plainly(engine, [ids, ids[3:]], params, adapter=adapter)
         same(run(engine, [ids, ids[3:]], params, adapter=adapter), expected)
+
+
+# What cannot draft
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises((RequestError, UnsupportedError)) as refused:
+        infer.load("demo", **options)
+    return str(refused.value)
+
+
+def altered(folder: Path, **config: Any) -> Path:
+    """The demo model's files with another config.json."""
+    shutil.copytree(resolve("demo").path, folder, ignore=shutil.ignore_patterns("draft"))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+def test_a_draft_model_has_the_same_tokenizer(tmp_path: Path) -> None:
+    folder = altered(tmp_path / "other")
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    first, second = (next(text for text, i in vocab.items() if i == n) for n in (300, 301))
+    vocab[first], vocab[second] = 301, 300
+    file.write_text(json.dumps(content))
+    told = refusal(draft=folder)
+    assert told.startswith("other cannot draft for demo: its tokenizer is another one. Token 300")
+    assert told.endswith("Give a smaller model of the same family.")
+
+
+def test_a_draft_model_fits(tmp_path: Path) -> None:
+    smaller = altered(tmp_path / "smaller", max_position_embeddings=100)
+    told = refusal(draft=smaller, context=200)
+    assert told.startswith("smaller has positions up to 100, and a context of 200 was asked for.")
+
+    data = Path(__file__).parent / "data" / "models"
+    demo, tiny, state = (
+        open_model(path)[0] for path in (resolve("demo").path, data / "llama", data / "lfm2")
+    )
+    with pytest.raises(UnsupportedError, match="demo has a vocabulary of 2048 tokens, and tiny"):
+        check_draft(demo, "demo", tiny, "tiny", 64)
+    with pytest.raises(UnsupportedError, match=r"it \(lfm2\) cannot draft: its layers have a"):
+        check_draft(state, "it", demo, "demo", 64)
+
+
+def test_ways_that_do_not_go_together() -> None:
+    for way in ("off", "lookup"):
+        told = refusal(draft="demo-draft", speculate=way)
+        assert told.startswith(f"speculate is {way}, and a draft model (demo-draft) is given")
+    assert "no model to draft with" in refusal(speculate="draft")
+    assert "draft_quantize must be one of q8, q4, not 'q2'" in refusal(
+        draft="demo-draft", draft_quantize="q2"
+    )
+
+
+def test_a_model_with_states_gets_no_draft(own_device: Device) -> None:
+    data = Path(__file__).parent / "data" / "models"
+    with pytest.raises(UnsupportedError, match="lfm2: its layers have a state"):
+        build_engine(own_device, data / "lfm2", draft=data / "llama", speculate="draft")
+
+
+# How many
+
+
+class Sure(ModelGuess):
+    def __init__(self, *rates: float) -> None:
+        super().__init__([*rates, *[rates[-1]] * 8])
+
+
+def measured(plain: float, rounds: dict[int, float], n: int = 1) -> ModelSpeculation:
+    speculation = ModelSpeculation([2, 4, 8, 16, 32], measures=True)
+    for _ in range(3):
+        speculation.measured(n, 0, plain)
+        for depth, seconds in rounds.items():
+            speculation.measured(n, speculation.kind(n, 0, depth), seconds)
+    return speculation
+
+
+def test_as_many_are_drafted_as_pay() -> None:
+    """Of steps of an 8B model and a 1B model on an H200 (docs/decisions.md), in milliseconds."""
+    speculation = measured(4.5, {1: 6.1, 2: 6.9, 3: 7.7, 4: 8.8, 7: 11.9})
+    assert speculation.counts([Sure(0.7)]) == [3]
+    assert speculation.counts([Sure(0.97)]) == [7]
+    assert speculation.counts([Sure(0.3)]) == [0]
+    assert speculation.counts([None]) == [0]
+    # As many for each, and none for what takes none.
+    speculation = measured(5.1, {1: 6.5, 2: 8.0, 3: 9.4}, n=4)
+    assert speculation.counts([Sure(0.8), Sure(0.9), None, Sure(0.2)]) == [2, 2, 0, 2]
+    assert speculation.counts([Sure(0.2)] * 4) == [0] * 4
+    # No more than there are rows for.
+    many = measured(1.0, {1: 1.01}, n=12)
+    assert many.counts([Sure(0.99)] * 12) == [1] * 12
+    assert ModelSpeculation([2, 4], measures=False).counts([Sure(0.9)] * 4) == [0] * 4
+
+
+def test_what_is_not_known_is_measured() -> None:
+    assert ModelSpeculation([8], measures=True).counts([Sure(0.9)]) == [0]
+    assert measured(1.0, {}).counts([Sure(0.9)]) == [MAX_DRAFT]
+    assert measured(1.0, {7: 8.0}).counts([Sure(0.9)]) == [0]
+    assert 1 <= measured(1.0, {7: 3.0}).counts([Sure(0.7)])[0] < 7  # on the line between
+
+
+def test_rates_are_learnt_by_place_and_forgotten() -> None:
+    speculation, draw = ModelSpeculation([8], measures=True), random.Random(0)
+    guess, first = speculation.guess(), speculation.guess().chances
+    for _ in range(300):
+        right = 0 if draw.random() > 0.9 else 1 if draw.random() > 0.3 else 2
+        guess.verified(2, right)
+        for _ in range(right + 1):
+            guess.take([0])
+    one, both, *_ = speculation.guess().chances  # of all answers
+    assert one == pytest.approx(0.9, abs=0.2)
+    assert both / one == pytest.approx(0.3, abs=0.25)
+    for _ in range(1000):
+        guess.take([0])
+    assert guess.chances == pytest.approx(first, abs=0.02)
+
+
+def simulated(right: float, depth: int | None) -> float:
+    """Tokens in a unit of time of one sequence. depth: None: what pays."""
+    rng, speculation = random.Random(1), ModelSpeculation([2, 4, 8], measures=True)
+    guess = speculation.guess()
+    made, time, before = 0, 0.0, 0
+    for _ in range(1000):
+        (count,) = speculation.counts([guess])
+        count = count if depth is None else depth
+        seconds = 4.48 if not count else 4.78 + 0.15 * count + 0.48 + 0.7 * count
+        seconds = (seconds + 1.5 * (count > before)) * rng.uniform(0.97, 1.05)  # to record it
+        speculation.measured(1, speculation.kind(1, 0, count) if count else 0, seconds)
+        accepted = next((i for i in range(count) if rng.random() >= right), count)
+        if count:
+            guess.verified(count, accepted)
+        for _ in range(accepted + 1):
+            guess.take([0])
+        made, time, before = made + accepted + 1, time + seconds, count
+    return made / time
+
+
+def test_what_is_measured_loses_little() -> None:
+    for right in (0.0, 0.4, 0.7, 0.95):
+        speed, fixed = simulated(right, None), [simulated(right, n) for n in (0, 1, 3, 5, 7)]
+        assert speed > 0.95 * fixed[0]
+        assert speed > 0.93 * max(fixed)
+
+
+# As it is used
+
+
+@pytest.mark.demo
+def test_the_demo_model_has_a_draft_of_its_own() -> None:
+    options: dict[str, Any] = {"max_tokens": 60, "seed": 1}
+    with infer.load("demo", max_batch=2) as llm:
+        expected = [llm.generate("Once upon a time", temperature=t, **options) for t in (0.0, 0.8)]
+    own = {"draft": "demo-draft", "max_batch": 2, "context": 512}
+    with infer.load("demo", speculate="draft", **own) as llm:
+        found = [llm.generate("Once upon a time", temperature=t, **options) for t in (0.0, 0.8)]
+        assert [each.text for each in found] == [each.text for each in expected]
+        assert min(each.step_tokens for each in found) > 1.5
+        stats, timings = llm.stats(), [each.timings for each in found]
+        assert stats.drafted == sum(each.drafted_tokens for each in timings)
+        assert stats.accepted == sum(each.accepted_tokens for each in timings)
+        assert stats.drafts < stats.drafted
+        counted = inspect_model("demo", draft="demo-draft", context=512)
+        assert counted.draft == "demo-draft"
+        weights = sum(t.nbytes for t in llm.engine.weights.values())
+        assert counted.weight_bytes > weights
+    with infer.load("demo", isolate=True, **own) as llm:
+        assert llm.generate("Once upon a time", temperature=0.8, **options).text == found[1].text

@@ -437,7 +437,7 @@ def test_a_state_does_not_go_back(
 
 
 def test_only_these_ways() -> None:
-    with pytest.raises(RequestError, match="speculate is one of off, lookup, draft, auto, not 'on'"):
+    with pytest.raises(RequestError, match="is one of off, lookup, draft, auto, not 'on'"):
         EngineOptions(8, speculate="on")
 
 

@@ -73,8 +73,14 @@ class _ModelGuess(ModelGuess):
     """It knows how likely its ids are right."""
 
     def __init__(self, accept: float) -> None:
-        super().__init__()
+        super().__init__([])
         self._accept = accept
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Nothing is learnt."""
+
+    def verified(self, drafted: int, right: int) -> None:
+        """Nor here."""
 
     @property
     def chances(self) -> list[float]:

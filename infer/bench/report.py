@@ -171,7 +171,7 @@ class BenchReport:
 
     @property
     def model_and_dtypes(self) -> str:
-        """Of weights and, where it is not f16, of the KV cache; the adapter, and the draft model."""
+        """Of weights and, where it is not f16, of the KV cache; adapter and draft model."""
         cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
         lora = "" if self.lora is None else f", adapter {self.lora}"
         draft = "" if self.draft is None else f", drafts by {self.draft}"

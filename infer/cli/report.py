@@ -322,6 +322,7 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
             "adapter": f"{device.adapter}, driver {device.adapter.driver}",
             "features": _used_features(device),
             "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
+            **({} if engine.draft is None else {"draft": str(engine.draft)}),
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
             "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
             "loading": f"{loading}; {device.n_pipelines} kernels",

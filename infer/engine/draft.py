@@ -30,6 +30,7 @@ from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.kernels.state.step import pack_drafting, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.lora import NO_ADAPTERS
+from infer.progress import size
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class DraftModel:
     ) -> None:
         """steps, sampler: of the model that it drafts for."""
         self.device, self.vocab_size = device, own.model.config.vocab_size
+        self._own = own
         self.steps = Steps(
             device,
             own.model,
@@ -107,6 +109,13 @@ class DraftModel:
         )
         self._filled = [0] * options.pages  # first positions of each page that are in its cache
         self._recordings: dict[tuple[str | None, SamplerChain | None, bool], Recording] = {}
+
+    def __str__(self) -> str:
+        config, weights = self._own.model.config, self._own.weights.values()
+        dtypes = sorted({tensor.dtype for tensor in weights if len(tensor.shape) > 1})
+        nbytes = size(sum(tensor.nbytes for tensor in weights))
+        layers = f"{config.num_hidden_layers} layers"
+        return f"{config.model_type}, {layers}, {nbytes} in {', '.join(dtypes)}"
 
     # Its cache
 

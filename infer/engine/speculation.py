@@ -28,7 +28,9 @@ _KEPT = 0.85  # of the rate of right drafts when the next one is known
 _FIRST_RATE = 0.5  # before anything is known
 _RUNS = 8  # right tokens in a row that are told apart
 _DEPTH = 4  # tokens that a draft model drafts where nothing is measured
-_RELAXED = 0.02  # of what it was thought at first, for each token for which nothing is drafted
+_HOPED = 0.8  # of these are right, before anything is known
+_RELAXED = 0.003  # of that again, for each token for which nothing is drafted
+_KEPT_OF_MODEL = 0.9  # of the rate of its right drafts when the next one is known
 _GAINS = 1.12, 1.0  # that drafts must promise to begin with, as the change costs time; to go on
 _TIMES = 2, 5  # steps whose median counts: so many at least, and the last so many
 _PLAIN_MEMORY, _MEMORY = 256, 4096  # steps after which times without and with drafts are forgotten
@@ -120,23 +122,24 @@ class Guess:
 
 
 class ModelGuess(Guess):
-    """What a draft model will say, which only the GPU knows. How likely a token is right depends on
-    its place in the draft. Where nothing is drafted nothing is learnt: what was known counts less
-    and less, so that it is tried again."""
+    """What a draft model will say, which only the GPU knows. rates: of all answers together, how
+    likely a token is right whose place in a draft that is, if those before it are. Where nothing is
+    drafted nothing is learnt: what was known counts less and less, so that it is tried again."""
 
-    def __init__(self) -> None:
+    def __init__(self, rates: list[float]) -> None:
         self.ids = [NO_TOKEN] * MAX_DRAFT
-        self._run, self._rates = 0, [_FIRST_RATE] * _RUNS
+        self._run, self._rates = 0, rates
         self._known = 0  # tokens to come whose drafts were verified
 
     def take(self, tokens: Sequence[int]) -> None:
         self._known -= 1
         if self._known < 0:
-            self._rates = [rate + _RELAXED * (_FIRST_RATE - rate) for rate in self._rates]
+            self._rates[:] = [rate + _RELAXED * (_HOPED - rate) for rate in self._rates]
 
     def verified(self, drafted: int, right: int) -> None:
         for i in range(min(right + 1, drafted)):
-            self._rates[i] = _KEPT * self._rates[i] + (1 - _KEPT) * (i < right)
+            new = (1 - _KEPT_OF_MODEL) * (i < right)
+            self._rates[i] = _KEPT_OF_MODEL * self._rates[i] + new
         self._known = right + 1
 
 
@@ -229,9 +232,10 @@ class ModelSpeculation(Speculation):
 
     def __init__(self, kinds: Sequence[int], *, measures: bool) -> None:
         super().__init__(kinds, measures=measures)
+        self.rates = [_HOPED] * MAX_DRAFT
 
     def guess(self) -> Guess:
-        return ModelGuess()
+        return ModelGuess(self.rates)
 
     def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
         return sequences, depth
