@@ -110,6 +110,16 @@ def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) 
         assert drafted <= DEPTH * rounds
 
 
+@others_full("case", ["lfm2", "qwen3_next", "granitemoehybrid"], ["lfm2"])
+def test_a_model_whose_layers_have_a_state(engine_of: Callable[..., Engine], case: str) -> None:
+    engine, prompts = engine_of(case, "llama", max_batch=2), prompts_of(case)[:3]
+    params = [params_of(way) for way in WAYS]
+    expected = plainly(engine, prompts, params)
+    found = run(engine, prompts, params)
+    same(found, expected)
+    assert drafts_of(found)[0] > 20
+
+
 def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> None:
     """What was generated without drafts, pages that are shared, and those of which a part is
     copied: the draft model has them too, or computes them."""
@@ -358,12 +368,6 @@ def test_ways_that_do_not_go_together() -> None:
     assert "draft_quantize must be one of q8, q4, not 'q2'" in refusal(
         draft="demo-draft", draft_quantize="q2"
     )
-
-
-def test_a_model_with_states_gets_no_draft(own_device: Device) -> None:
-    data = Path(__file__).parent / "data" / "models"
-    with pytest.raises(UnsupportedError, match="lfm2: its layers have a state"):
-        build_engine(own_device, data / "lfm2", draft=data / "llama", speculate="draft")
 
 
 # How many

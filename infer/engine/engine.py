@@ -52,7 +52,7 @@ from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
-from infer.kernels.errors import ModelError, RequestError, UnsupportedError
+from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import Copy, Part, PublicQueue, RawQueue, Recording, StepQueue
@@ -66,7 +66,7 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import NO_TOKEN, pack_rows, pack_step
+from infer.kernels.state.step import NO_TOKEN, StepRow, pack_rows, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
@@ -90,15 +90,8 @@ class Engine(TokenEngine):
         draft: Loaded | None = None,
     ) -> None:
         """adapters: what lies beside the weights. draft: a model that fits (`check_draft`), for
-        ways to speculate that need one. Allocates everything but the weights and these.
-        Raises OutOfMemoryError, and UnsupportedError for drafts where layers have a state."""
-        if options.speculate != "off" and any(model.config.states):
-            if options.speculate != "auto":
-                raise UnsupportedError(
-                    f"Nothing can be drafted for {model.config.model_type}: its layers have a "
-                    "state, which does not go back. Leave out speculate."
-                )
-            options = replace(options, speculate="off")
+        ways to speculate that need one. Allocates everything but the weights and these. Raises
+        OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
         self.config, self.slots = model.config, options.max_batch
         self.context, self.vocab_size = options.context, model.config.vocab_size
@@ -200,7 +193,7 @@ class Engine(TokenEngine):
         chain = self._chain(params)
         recordings = [self.recording(kind, True, chain) for kind in kinds]
         if params.max_tokens != 1:
-            few = [self.steps.batch(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
+            few = [self.steps.drafts(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
             unknown = self.draft is not None
             recordings += [
                 self.recording(kind, True, chain, drafts=True, unknown=unknown) for kind in few
@@ -559,9 +552,10 @@ class Engine(TokenEngine):
                     self.draft.forget_pages(sequence.pages[len(self._pages[slot]) :])
                 self._give_pages(slot, sequence.pages)
         prepared = None if self._prepared is None else self._take_prepared(batch, self._prepared)
-        if work.drafts or prepared is not None:
+        if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
-            self._verify(batch, drafts, longest, prepared)
+            behind = work.behind or (0,) * len(batch.slots)
+            self._verify(batch, drafts, behind, longest, prepared)
             return
         if self._host_rows:
             for sequence in batch.sequences:
@@ -654,22 +648,25 @@ class Engine(TokenEngine):
         self,
         batch: Batch,
         drafts: Sequence[Sequence[int]],
+        behind: Sequence[int],
         longest: int,
         prepared: Prepared | None,
     ) -> None:
         """A step of rows that the host writes: all tokens of its sequences have been read."""
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[StepRow] = []
         sampled: list[scheduler.Sequence] = []
         drafted: list[int | None] = []
         first: list[int] = []  # row of each sequence
         drafting: list[Drafting] = []
-        for sequence, slot, draft in zip(batch.sequences, batch.slots, drafts, strict=True):
+        each = zip(batch.sequences, batch.slots, drafts, behind, strict=True)
+        for sequence, slot, draft, own_behind in each:
             first.append(len(rows))
             answer = cast(Answer, self._answers[sequence])
             number = self.adapters.number(answer.adapter)
             position = len(sequence.tokens) - 1
             for i, token in enumerate((sequence.tokens[-1], *draft)):
-                rows.append((0 if token == NO_TOKEN else token, position + i, slot, number))
+                known = 0 if token == NO_TOKEN else token
+                rows.append((known, position + i, slot, number, 0 if i else own_behind))
                 drafted.append(token if i else None)
             sampled += [sequence] * (1 + len(draft))
             if draft and self.draft is not None:
@@ -718,7 +715,7 @@ class Engine(TokenEngine):
 
     def _verifying(self, batch: Batch, rows: int) -> Recording:
         """What a step with drafts dispatches."""
-        kind, unknown = self.steps.batch(rows), self.draft is not None
+        kind, unknown = self.steps.drafts(rows), self.draft is not None
         return self.recording(kind, True, batch.chain, batch.by_row, drafts=True, unknown=unknown)
 
     def _prepare(self) -> None:

@@ -24,9 +24,9 @@ ROW = np.dtype(
         ("sequence", "<u4"),
         ("adapter", "<u4"),
         ("alive", "<u4"),
+        ("behind", "<u4"),
         ("drafts", "<u4"),
         ("place", "<u4"),
-        ("unused", "<u4"),
     ]
 )
 HEADER = np.dtype(
@@ -83,13 +83,17 @@ def pack_step(
     return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
 
 
-def pack_rows(rows: Sequence[tuple[int, int, int, int]], count: int) -> NDArray[np.uint8]:
-    """The bytes of a step of these rows (token, position, sequence, adapter), and as many more, up
-    to `count`, as compute what the last of them does and leave nothing."""
+# Its token, position, sequence, adapter, and how many rows its states are behind.
+StepRow = tuple[int, int, int, int, int]
+
+
+def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
+    """The bytes of a step of these rows, and as many more, up to `count`, as compute what the last
+    of them does and leave nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"] = count
-    own = [(*row, 1, 0, 0, 0) for row in rows]
-    own += [(*rows[-1], 0, 0, 0, 0)] * (count - len(rows))
+    own = [(*row, 1, behind, 0, 0) for *row, behind in rows]
+    own += [(*rows[-1][:-1], 0, 0, 0, 0)] * (count - len(rows))
     return np.concatenate([header.view(np.uint8), np.array(own, ROW).view(np.uint8)])
 
 
@@ -103,6 +107,6 @@ def pack_drafting(
     header["n_rows"], header["n_logits"] = 2 * count, count
     own = np.zeros((2, count), ROW)
     for i, (before, last, position, sequence, drafts, place) in enumerate(rows):
-        own[0, i] = last, position, sequence, 0, 1, drafts, place, 0
+        own[0, i] = last, position, sequence, 0, 1, 0, drafts, place
         own[1, i] = before, position - 1, sequence, 0, 1, 0, 0, 0
     return np.concatenate([header.view(np.uint8), own.reshape(-1).view(np.uint8)])
