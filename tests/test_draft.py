@@ -110,7 +110,7 @@ def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) 
         assert drafted <= DEPTH * rounds
 
 
-@others_full("case", ["lfm2", "qwen3_next", "granitemoehybrid"], ["lfm2"])
+@others_full("case", ["lfm2", "qwen3_next", "granitemoehybrid"], [])
 def test_a_model_whose_layers_have_a_state(engine_of: Callable[..., Engine], case: str) -> None:
     engine, prompts = engine_of(case, "llama", max_batch=2), prompts_of(case)[:3]
     params = [params_of(way) for way in WAYS]
@@ -165,7 +165,7 @@ def test_it_goes_on_drafting_after_a_while_without(engine_of: Callable[..., Engi
     assert right == drafted > 10
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt_oss"])
+@others_full("case", ["llama", "gpt_oss"], [])
 def test_an_invariant_answer_has_the_same_bits(engine_of: Callable[..., Engine], case: str) -> None:
     engine, prompts = engine_of(case, OTHER, invariant=True), prompts_of(case)[:3]
     params = params_of("sampled", logprobs=0)
