@@ -582,6 +582,8 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "quantize": "q3"}, "quantize must be one of"),
         ({"shape": "smollm2-135m", "accept": 2.0}, "from 0 to 1, not 2.0"),
         ({"shape": "smollm2-135m", "draft_rows": 3}, "how likely they are right"),
+        ({"model": "demo", "draft": "demo-draft"}, "say how likely they are to be"),
+        ({"shape": "smollm2-135m", "accept": 0.5, "draft": "demo"}, "no shape"),
         ({"shape": "smollm2-135m", "accept": 0.5, "draft_rows": 8}, "From 1 to 7 tokens"),
         ({"shape": "smollm2-135m", "context": -1}, "not -1"),
         ({"shape": "smollm2-135m", "prompt_tokens": 10**6}, "positions up to 8192"),
