@@ -166,16 +166,20 @@ class DraftModel:
 
     # Rounds
 
-    def round(self, sequences: int, depth: int, chain: SamplerChain, kv_len: int) -> list[Part]:
-        """What drafts so many tokens for so many sequences. The first step also computes what is
-        before their last tokens: where all of the last round's drafts were right, the last of them
-        is not in the cache yet."""
-        first, following = self.steps.batch(2 * sequences), self.steps.batch(sequences)
-        parts = [
-            Part(self._recording(first), 2 * sequences, kv_len),
-            Part(self._recording(None, chain), sequences, kv_len),
-        ]
-        return parts + [Part(self._recording(following, chain), sequences, kv_len)] * (depth - 1)
+    def first(
+        self, sequences: int, chain: SamplerChain, kv_len: int, behind: bool
+    ) -> tuple[Part, Part]:
+        """What drafts the first token for so many sequences. behind: it also computes what is
+        before their last ones: where all of the last round's drafts were right, the last of them is
+        not in the cache yet."""
+        rows = (1 + behind) * sequences
+        step = Part(self._recording(self.steps.batch(rows)), rows, kv_len)
+        return step, Part(self._recording(None, chain), sequences, kv_len)
+
+    def others(self, sequences: int, depth: int, chain: SamplerChain, kv_len: int) -> list[Part]:
+        """What drafts the others of so many tokens."""
+        recording = self._recording(self.steps.batch(sequences), chain)
+        return [Part(recording, sequences, kv_len)] * (depth - 1)
 
     def _recording(
         self, kind: str | None, chain: SamplerChain | None = None, *, head: bool = True
@@ -194,18 +198,21 @@ class DraftModel:
         """What a single answer to so long a prompt needs."""
         rows = min(prompt_tokens, self.steps.rows["prefill"])
         own = [self._recording(self.steps.single(rows), head=False)]
-        return own + [part.recording for part in self.round(1, 2, chain, 1)]
+        parts = [*self.first(1, chain, 1, behind=True), *self.others(1, 2, chain, 1)]
+        return own + [part.recording for part in parts]
 
-    def begin_round(self, queue: StepQueue, drafting: Sequence[Drafting], sequences: int) -> None:
+    def begin_round(self, queue: StepQueue, drafting: Sequence[Drafting], sequences: int) -> bool:
         """Write the rows of a round of so many sequences, which are these and others without
-        drafts. All their tokens have been read."""
-        rows = []
+        drafts. All their tokens have been read. Returns whether any is `behind`."""
+        rows, behind = [], False
         for each in drafting:
             tokens = each.sequence.tokens
             self.follow(queue, each.sequence, each.slot, len(tokens) - 2)
+            behind = behind or each.sequence.followed < len(tokens) - 1
             before, last = (min(token, self.vocab_size - 1) for token in tokens[-2:])
             rows.append((before, last, len(tokens) - 1, each.slot, each.count, each.place))
-        self.device.write(self.steps.step, pack_drafting(rows, sequences))
+        self.device.write(self.steps.step, pack_drafting(rows, sequences, behind))
+        return behind
 
     def accepted(self, sequence: scheduler.Sequence, drafted: int, right: int) -> None:
         """So many of its drafts were right, in a round from the last of its `computed` positions

@@ -551,6 +551,8 @@ class Engine(TokenEngine):
                 if self.draft is not None:
                     self.draft.forget_pages(sequence.pages[len(self._pages[slot]) :])
                 self._give_pages(slot, sequence.pages)
+        if self.draft is not None and not work.drafts:
+            self._drop_prepared()  # there is nothing to be drafted
         prepared = None if self._prepared is None else self._take_prepared(batch, self._prepared)
         if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
@@ -640,6 +642,9 @@ class Engine(TokenEngine):
         if self.scheduler.in_step:
             self._draft_rows = len(running) + sum(counts)
             self._drafting = sum(map(bool, counts)), max(counts)
+            if self.draft is not None and self._prepared is not None:  # then from the next step on
+                depth = self._prepared.drafting[1]
+                counts = [depth if count else 0 for count in counts]
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
             known = guess is not None and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
@@ -681,19 +686,23 @@ class Engine(TokenEngine):
         if prepared is not None and (
             prepared.rows < count or any(n < m for n, m in zip(prepared.drafting, of, strict=True))
         ):
-            self.queue.drop(prepared.commands)
+            self._drop(prepared)
             prepared = None
         if prepared is not None:
             count, of = prepared.rows, prepared.drafting
         longest += max(map(len, drafts))
-        if self.draft is not None:
-            self.draft.begin_round(self.queue, drafting, of[0])
         self._write_masks(batch.masked)
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
-        if prepared is None:  # the GPU drafts while the host records what verifies it
-            for part in self._before(batch, of, longest):
-                self.queue.submit(*part, ())
+        if self.draft is not None and drafting:
+            is_behind = self.draft.begin_round(self.queue, drafting, of[0])
+            if prepared is not None:
+                self.queue.send(prepared.first[is_behind])
+                self.queue.drop(prepared.first[not is_behind])
+            else:  # the GPU drafts while the host records what verifies it
+                parts = self.draft.first(of[0], batch.chain, longest, is_behind)
+                for part in (*parts, *self.draft.others(*of, batch.chain, longest)):
+                    self.queue.submit(*part, ())
         self._submit(
             self._verifying(batch, count),
             count,
@@ -706,12 +715,6 @@ class Engine(TokenEngine):
             depth=of[1],
             commands=None if prepared is None else prepared.commands,
         )
-
-    def _before(self, batch: Batch, drafting: tuple[int, int], longest: int) -> list[Part]:
-        """What a draft model does before a step is verified."""
-        if self.draft is None or not all(drafting):
-            return []
-        return self.draft.round(*drafting, batch.chain, longest)
 
     def _verifying(self, batch: Batch, rows: int) -> Recording:
         """What a step with drafts dispatches."""
@@ -730,9 +733,17 @@ class Engine(TokenEngine):
         rows, number, drafting = self._draft_rows, self._submitted, self._drafting
         staging = self._staging[number % len(self._staging)]
         copies = self._read_back(staging, rows, batch.logprobs)
-        before = self._before(batch, drafting, longest)
+        before: list[Part] = []
+        first: tuple[Any, ...] = ()
+        if self.draft is not None:
+            before = self.draft.others(*drafting, batch.chain, longest)
+            ways = (
+                self.draft.first(drafting[0], batch.chain, longest, behind)
+                for behind in (False, True)
+            )
+            first = tuple(self.queue.record(*sampling, (), [step]) for step, sampling in ways)
         commands = self.queue.record(self._verifying(batch, rows), rows, longest, copies, before)
-        self._prepared = Prepared(batch, rows, drafting, number, commands)
+        self._prepared = Prepared(batch, rows, drafting, number, commands, first)
 
     def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -746,8 +757,12 @@ class Engine(TokenEngine):
 
     def _drop_prepared(self) -> None:
         if self._prepared is not None:
-            self.queue.drop(self._prepared.commands)
+            self._drop(self._prepared)
             self._prepared = None
+
+    def _drop(self, prepared: Prepared) -> None:
+        for commands in (prepared.commands, *prepared.first):
+            self.queue.drop(commands)
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is

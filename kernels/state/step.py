@@ -98,13 +98,14 @@ def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
 
 
 def pack_drafting(
-    rows: Sequence[tuple[int, int, int, int, int, int]], count: int
+    rows: Sequence[tuple[int, int, int, int, int, int]], count: int, behind: bool
 ) -> NDArray[np.uint8]:
-    """The bytes of a draft model's first step of a round: for each sequence its last token and the
-    one before it (tokens, the position of the last, sequence, how many to draft, and the row that
-    takes the first of them). The first `count` rows go on; those that are none compute nothing."""
+    """The bytes of a draft model's first step of a round: for each sequence its last token and,
+    where some are behind, the one before it (both tokens, the position of the last, sequence, how
+    many to draft, and the row that takes the first of them). The first `count` rows go on; those
+    that are none compute nothing."""
     header = np.zeros(1, HEADER)
-    header["n_rows"], header["n_logits"] = 2 * count, count
+    header["n_rows"], header["n_logits"] = (1 + behind) * count, count
     own = np.zeros((2, count), ROW)
     for i, (before, last, position, sequence, drafts, place) in enumerate(rows):
         own[0, i] = last, position, sequence, 0, 1, 0, drafts, place
