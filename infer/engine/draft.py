@@ -153,7 +153,7 @@ class DraftModel:
             rows = min(end - start, self.steps.rows["prefill"])
             ids = np.minimum(sequence.tokens[start : start + rows], self.vocab_size - 1)
             self.device.write(self.steps.step, pack_step(ids, start, sequence=slot))
-            recording = self._recording(self.steps.single(rows), head=False)
+            recording = self._recording(self.steps.prefill(rows), head=False)
             queue.submit(recording, rows, start + rows, ())
             self.has(sequence, start + rows)
 
@@ -190,14 +190,14 @@ class DraftModel:
             plan = DispatchPlan(()) if kind is None else self.steps.plan(kind, False)
             dispatches = [*plan.body, *(plan.head if head else ())]
             if chain is not None:
-                dispatches += self.sampler.dispatches(chain, gather=False)
+                dispatches += self.sampler.dispatches(chain, gather=0)
             self._recordings[key] = Recording(dispatches)
         return self._recordings[key]
 
     def recordings(self, prompt_tokens: int, chain: SamplerChain) -> list[Recording]:
         """What a single answer to so long a prompt needs."""
         rows = min(prompt_tokens, self.steps.rows["prefill"])
-        own = [self._recording(self.steps.single(rows), head=False)]
+        own = [self._recording(self.steps.prefill(rows), head=False)]
         parts = [*self.first(1, chain, 1, behind=True), *self.others(1, 2, chain, 1)]
         return own + [part.recording for part in parts]
 
