@@ -665,7 +665,8 @@ class Timed(measure.EngineBench):
     """Prefill at so many seconds a token, and decode at as many; nothing is run."""
 
     def __init__(self, per_token: float, context: int) -> None:
-        engine: Any = SimpleNamespace(context=context, vocab_size=9, forget=lambda: None)
+        own = {"context": context, "vocab_size": 9, "forget": lambda: None, "draft": None}
+        engine: Any = SimpleNamespace(**own)
         super().__init__(engine, 1e9, 1, lambda *_: None)
         self.per_token = per_token
 
