@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.bench.drafts import Decreed
+from infer.bench.drafts import Decreed, DecreedModel
 from infer.bench.report import KernelTime, Load, Profile, Row
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
@@ -149,6 +149,8 @@ class EngineBench:
     def __init__(self, engine: Engine, bandwidth: float, repeats: int, progress: Progress) -> None:
         self.engine, self.bandwidth = engine, bandwidth
         self.repeats, self.progress = repeats, progress
+        # Nothing is drafted but in tests of drafts.
+        self.draft, engine.draft, engine.speculation = engine.draft, None, None
 
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
@@ -268,7 +270,10 @@ class EngineBench:
         ids, room = range(engine.vocab_size), drafts_positions(rows, depth, tokens)
         prompts = [draw.choices(ids, k=depth) for _ in range(rows)]
         params = replace(GREEDY, max_tokens=room - depth)
-        engine.speculation = Decreed(engine.steps.draft_kinds, accept, count, engine.vocab_size)
+        engine.draft = self.draft
+        engine.forget()
+        decreed = Decreed if self.draft is None else DecreedModel
+        engine.speculation = decreed(engine.steps.draft_kinds, accept, count, engine.vocab_size)
         step_tokens: list[float] = []
 
         def run() -> float:
@@ -296,7 +301,7 @@ class EngineBench:
         try:
             (seconds,) = self._repeat(test, run)
         finally:
-            engine.speculation = None
+            engine.speculation = engine.draft = None
         tps, spread = _tps(rows * tokens, seconds)
         step = statistics.fmean(step_tokens)
         many_rows = rows if rows > 1 else None
