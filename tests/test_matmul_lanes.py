@@ -1,4 +1,4 @@
-"""matmul_lanes against float64: all types of floats, rows, forms; awkward shapes."""
+"""matmul_lanes against float64: all types of weights that it takes, rows, forms; awkward shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import OpenDevice
-from test_kernels import LIMIT, Case, Factors, activated, activation_of, normal, pairwise
+from test_kernels import INT8_LIMIT, LIMIT, Case, Factors, activated, activation_of, normal, pairwise
 
 from infer.kernels import functions
 from infer.kernels.checks.arrays import to_gpu
@@ -26,7 +26,7 @@ from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
-from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.gpu.tensor import INTEGERS, LOOKED_UP, QUANTIZED
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear_check import ByLanes, matmul
 from infer.kernels.ops.matmul_lanes import LanesShape, matmul_lanes_variant
@@ -35,8 +35,8 @@ from infer.kernels.ops.norm_check import rmsnorm
 CASES: Factors = {
     "rows": (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 64, 130),
     "stored": (
-        *((dtype, None) for dtype in FLOATS),
-        *((dtype, grouping) for dtype, grouping in PUBLISHED if dtype not in INTEGERS),
+        *((dtype, None) for dtype in (*FLOATS, *QUANTIZED)),
+        *(stored for stored in PUBLISHED if stored[0] not in LOOKED_UP),
     ),
     "shape": ((1, 7), (37, 130), (256, 40), (331, 61), (1024, 15)),
     "norm": (False, True),
@@ -50,13 +50,13 @@ CASES: Factors = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=f"{i}", marks=pytest.mark.full if i % 4 else ())
+        pytest.param(case, id=f"{i}", marks=pytest.mark.full if i % 6 else ())
         for i, case in enumerate(pairwise(CASES))
     ],
 )
 def test_matmul_lanes(device: Device, rng: np.random.Generator, case: Case) -> None:
     (dtype, grouping), (k, n), rows, form = (case[c] for c in ("stored", "shape", "rows", "form"))
-    x, expected = activations(rng, rows, k, dtype, many=True)
+    x, expected = activations(rng, rows, k, dtype, many=False)
     gated = "gated" in form
     outputs = 2 * n if gated else n
     options: dict[str, Any] = {"gated": gated, "activation": activation_of(form)}
@@ -67,7 +67,7 @@ def test_matmul_lanes(device: Device, rng: np.random.Generator, case: Case) -> N
     else:
         weight, values = grouped(rng, (outputs, k), dtype, grouping)
         values = multiplied(weight, values)
-    if case["norm"]:
+    if case["norm"] and dtype not in INTEGERS:  # of which it is not known how they round
         options["norm"] = normal(rng, k), EPS
         expected = rmsnorm(x, *options["norm"])
     expected = matmul(expected, values)
@@ -82,7 +82,7 @@ def test_matmul_lanes(device: Device, rng: np.random.Generator, case: Case) -> N
         options["residual"] = normal(rng, rows, n)
         expected = expected + options["residual"]
     y = functions.matmul_lanes(device, x, weight, **options)
-    assert nmse(y, expected) <= LIMIT
+    assert nmse(y, expected) <= (INT8_LIMIT if dtype in INTEGERS else LIMIT)
 
 
 @pytest.mark.parametrize(("rows", "plan_rows"), [(5, 12), (1, 2), (3, 8), (17, 64), (9, 130)])

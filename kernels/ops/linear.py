@@ -169,8 +169,11 @@ class Linear(Projection):
         return self.activation == "none" and all(item is None for item in later)
 
     def x_scales(self, target: Target) -> str:
-        by_rows = self.int8 and self._rows_variant(target) is not None
-        return "rows" if by_rows else super().x_scales(target)
+        if self.int8 and self._rows_variant(target) is not None:
+            return "rows"
+        if self.int8 and self._lanes_variant(target) is not None:
+            return "halves"
+        return super().x_scales(target)
 
     def takes_norm(self, target: Target) -> bool:
         if self._lanes_variant(target) is not None:

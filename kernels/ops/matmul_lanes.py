@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infer.kernels.compiler.tuning import Tuning
-from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.gpu.tensor import INTEGERS, LOOKED_UP
 
 _LEAST_LANES, _MOST_LANES = 4, 32
-_M_TILE, _N_TILE = 16, 4
+_M_TILE, _INT8_M_TILE, _N_TILE = 16, 8, 4
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class LanesVariant:
 
 def matmul_lanes_variant(tuning: Tuning, shape: LanesShape) -> LanesVariant | None:
     """None, where other kernels multiply: on a GPU, whose lanes load at once, or where the lanes of
-    a subgroup are not known; and weights of integers."""
+    a subgroup are not known; and codes that are looked up in what a workgroup shares."""
     lanes = tuning.subgroup_size
     known = lanes == tuning.largest_subgroup and _LEAST_LANES <= lanes <= _MOST_LANES
-    if not (tuning.software and known) or shape.dtype in INTEGERS:
+    if not (tuning.software and known) or shape.dtype in LOOKED_UP:
         return None
-    return LanesVariant(lanes, min(_M_TILE, shape.rows), _N_TILE)
+    most = _INT8_M_TILE if shape.dtype in INTEGERS else _M_TILE
+    return LanesVariant(lanes, min(most, shape.rows), _N_TILE)
