@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import OpenDevice
-from test_kernels import INT8_LIMIT, LIMIT, Case, Factors, activated, activation_of, normal, pairwise
+from test_kernels import (
+    INT8_LIMIT,
+    LIMIT,
+    Case,
+    Factors,
+    activated,
+    activation_of,
+    normal,
+    pairwise,
+)
 
 from infer.kernels import functions
 from infer.kernels.checks.arrays import to_gpu
