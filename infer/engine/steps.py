@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
 
+from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
@@ -19,17 +21,20 @@ from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.experts import ExpertDown
 from infer.kernels.ops.linear import Changes, Linear
+from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
-from infer.kernels.state.step import step_bytes
+from infer.kernels.state.step import MAX_PROMPTS, step_bytes
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
 from infer.models.loading.lora import Adapters
 
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
+PACKED = "packed "  # and of those of several prompts
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
+_SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
 _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
 _SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
@@ -41,10 +46,12 @@ class Steps:
     of step is there without them, and by row, where each row has its own or none.
 
     rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
-    batches: of the kinds of which each row names its own, from the smallest; where rows are drafted
-    several may be of one, at consecutive positions, if no layer has a state: steps with drafts are
-    of one of draft_kinds. Each of `rows` has a
-    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows.
+    batches: of the kinds of which each row names its own, from the smallest; where tokens are
+    drafted several rows may be of one, at consecutive positions: such steps have as many as one of
+    draft_kinds, and, where layers have a state, are of a kind of their own. Each of `rows` has a
+    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows. prompts:
+    sequences of a step of prefill, at most; for several those of many rows have a kind, too, PACKED
+    before its name.
     """
 
     def __init__(
@@ -77,7 +84,9 @@ class Steps:
         self.caches: list[Cache] = []  # of each layer
         for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
             if shape is not None:
-                self.caches.append(LayerState.new(device, shape, layer, max_batch, self.places))
+                drafts = MAX_DRAFT if draft_rows else 0
+                own_state = LayerState.new(device, shape, layer, max_batch, self.places, drafts)
+                self.caches.append(own_state)
             else:
                 own = source == layer
                 self.caches.append(next(keys_and_values) if own else self.caches[source])
@@ -101,20 +110,38 @@ class Steps:
         self.step = device.buffer(step_bytes(most), label="step")
         self.batches = _batches(self.most_rows, device)
         self.draft_kinds = [rows for rows in self.batches if rows <= draft_rows]
+        self._drafting = "drafts" if any(c.states) else "batch"
         logits_rows = padded_rows(max(self.batches, default=1))
         self.logits = device.buffer(4 * stride(c.vocab_size) * logits_rows, label="logits")
         self.rows = {"prefill": chunk}
         if not device.software:
-            self.rows |= {f"prefill of {rows}": rows for rows in _SHORT if rows < chunk}
+            short = (
+                *_SHORT,
+                *(_SHORTEST if few_rows(Tuning(device), 16) and not invariant else ()),
+            )
+            self.rows |= {f"prefill of {rows}": rows for rows in short if rows < chunk}
+        # A state is scanned along the rows of one sequence.
+        alone = max_batch == 1 or invariant or any(c.states)
+        self.prompts = 1 if alone else min(MAX_PROMPTS, self.batches[-1])
+        self.packed = {f"{PACKED}{n}": rows for n, rows in self.rows.items() if self.prompts > 1}
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
+        kinds |= {
+            name: StepKind(rows, logits=self.prompts, prompts=self.prompts)
+            for name, rows in self.packed.items()
+        }
         self._kinds = kinds | {f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches}
         self._kinds |= {f"{HIDDEN}{name}": StepKind(rows) for name, rows in self.rows.items()}
+        if any(c.states):
+            drafting = {n: StepKind(n, batch=True, drafts=MAX_DRAFT) for n in self.draft_kinds}
+            self._kinds |= {self.drafts(rows): kind for rows, kind in drafting.items()}
         # One answer needs these, drafts among them. Other batches take less room than the largest,
         # and are made when they are needed, as hidden states are.
-        few = [f"batch {rows}" for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
+        few = [self.drafts(rows) for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
         self._first = [*self.rows, *few]
-        lowered = dict.fromkeys([*self._first, *(f"batch {rows}" for rows in self.batches[-1:])])
+        largest_kinds = [f"batch {rows}" for rows in self.batches[-1:]]
+        largest_kinds += [self.drafts(rows) for rows in self.draft_kinds[-1:]]
+        lowered = dict.fromkeys([*self._first, *largest_kinds])
         self.lowered = {
             (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
             for kind in lowered
@@ -164,7 +191,9 @@ class Steps:
     def compile_batches(self) -> None:
         """Compile the rest, so that an answer that joins others lets nobody wait."""
         ways = (False, True) if self.adapters.names else (False,)
-        self._compile([(f"batch {rows}", by_row) for rows in self.batches for by_row in ways])
+        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed]
+        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
+        self._compile([(kind, by_row) for kind in kinds for by_row in ways])
 
     def _compile(
         self,
@@ -192,13 +221,24 @@ class Steps:
             self.lowered[key] = self._lower(output, self._kinds[kind], buffer, by_row)
         return self.lowered[key]
 
-    def gathers(self, kind: str) -> bool:
-        """Whether its logits are of one row, which the step names; else they are of all rows."""
-        return kind in self.rows and kind != "decode"
+    def gathers(self, kind: str) -> int:
+        """How many rows have logits, at most, which the step names; 0: they are of all rows."""
+        if kind in self.packed:
+            return self.prompts
+        return int(kind in self.rows and kind != "decode")
+
+    def prefill(self, rows: int, prompts: int = 1) -> str:
+        """The kind of step of so many rows of a prompt, or of several."""
+        kinds = self.rows if prompts == 1 else self.packed
+        return next(kind for kind, n in reversed(kinds.items()) if n >= rows)
 
     def batch(self, rows: int) -> str:
         """The kind of step of so many rows, each of a sequence of its own."""
         return "decode" if rows == 1 else f"batch {self.rows_of(rows)}"
+
+    def drafts(self, rows: int) -> str:
+        """The same where several may be of one sequence."""
+        return f"{self._drafting} {self.rows_of(rows)}"
 
     def rows_of(self, rows: int) -> int:
         """Those of the kind of batch that has room for so many."""
