@@ -22,7 +22,7 @@ import infer.cli.cached
 from infer.cli.cached import CachedReport
 from infer.cli.options import names_in_cache
 from infer.hub import resolve
-from infer.hub_cache import list_models
+from infer.hub.cache import list_models
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 

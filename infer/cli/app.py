@@ -558,7 +558,7 @@ def pull(
     """
     with exit_codes(verbose):
         from infer.cli import cached
-        from infer.hub_cache import pull as fetch
+        from infer.hub.cache import pull as fetch
 
         with ProgressLine() as line:
             found = fetch(model, revision=revision, progress=partial(line.loading, "download"))
@@ -584,7 +584,7 @@ def list_(as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
     """
     with exit_codes(verbose):
         from infer.cli.cached import CachedReport
-        from infer.hub_cache import list_models
+        from infer.hub.cache import list_models
 
         show(CachedReport(list_models()), as_json)
 
@@ -623,7 +623,7 @@ def rm(
     """
     with exit_codes(verbose):
         from infer.cli import cached
-        from infer.hub_cache import find_deletion
+        from infer.hub.cache import find_deletion
 
         deletion = find_deletion(model, revision)
         if not yes and not cached.is_wanted(deletion):
