@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import plan_weights
 from infer.sampling import SamplingParams
+
+EngineOf = Callable[..., Engine]
+"""The fixture `engine_of`."""
 
 
 def build_engine(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import Answer, answer, build_engine
+from engines import Answer, EngineOf, answer, build_engine
 from marks import others_full
 from reference_models import batch_cases, load, load_batch, relative_error, tolerance_of
 
@@ -50,30 +50,6 @@ SAMPLED: dict[str, Any] = {
     "frequency_penalty": 0.3,
     "logit_bias": {7: 1.0},
 }
-
-
-@pytest.fixture(scope="module")
-def engine_of(
-    own_device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Engine]:
-    """The engine of a case with these options, made when first asked for."""
-    engines: dict[tuple[Any, ...], Engine] = {}
-
-    def build(case: str, **options: Any) -> Engine:
-        key = (case, *sorted(options.items()))
-        if key not in engines:
-            folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-            engines[key] = build_engine(own_device, folder, **options)
-        engines[key].forget()
-        return engines[key]
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    with Device.open() as device:
-        yield device
 
 
 def prompts_of(case: str) -> list[list[int]]:
@@ -116,7 +92,7 @@ def assert_same(found: Answer, expected: Answer) -> None:
 
 
 @others_full("case", KINDS, ["llama", "gemma2", "deepseek_v2", "qwen3_next", "lfm2"])
-def test_answers_of_a_batch_are_those_alone(engine_of: Callable[..., Engine], case: str) -> None:
+def test_answers_of_a_batch_are_those_alone(engine_of: EngineOf, case: str) -> None:
     """Six answers on four slots, which come and go, share pages, and wait."""
     engine, prompts = engine_of(case, max_batch=4), prompts_of(case)
     lengths = [STEPS, 3, STEPS, 7, 9, STEPS]
@@ -137,7 +113,7 @@ def test_every_kind_has_stored_answers() -> None:
 
 
 @others_full("case", KINDS, ["llama", "lfm2"])
-def test_a_batch_agrees_with_transformers(engine_of: Callable[..., Engine], case: str) -> None:
+def test_a_batch_agrees_with_transformers(engine_of: EngineOf, case: str) -> None:
     """On prompts of 1 to 250 tokens, and again when their beginnings are in the cache. One answer
     comes to another page."""
     reference, tolerance = load_batch(case), tolerance_of(case)
@@ -202,9 +178,7 @@ def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path
     ],
     ids=lambda options: " ".join(options),
 )
-def test_options_do_not_change_the_answers(
-    engine_of: Callable[..., Engine], options: dict[str, Any]
-) -> None:
+def test_options_do_not_change_the_answers(engine_of: EngineOf, options: dict[str, Any]) -> None:
     """Neither those that dispatch otherwise nor those that round."""
     engine, prompts = engine_of("llama", max_batch=4, **options), prompts_of("llama")[:4]
     alone = [answer(engine, ids, STEPS) for ids in prompts]
@@ -216,7 +190,7 @@ def test_options_do_not_change_the_answers(
         assert relative_error(found.logits, expected.logits) <= 6e-2 * ("dtype" in options) + 1e-5
 
 
-def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) -> None:
+def test_rows_are_sampled_each_in_its_own_way(engine_of: EngineOf) -> None:
     """Greedy, with all filters and penalties, and by a processor on the host, side by side."""
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
 
@@ -243,7 +217,7 @@ def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) 
         assert_same(found, expected)
 
 
-def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine]) -> None:
+def test_log_probabilities_are_those_of_the_rows(engine_of: EngineOf) -> None:
     """Of the logits that come with them, by numpy, whoever chooses; a row that asks for none gets
     none."""
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
@@ -270,7 +244,7 @@ def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine
 
 @pytest.mark.parametrize("case", ["llama", pytest.param("lfm2", marks=pytest.mark.full)])
 def test_out_of_pages_an_answer_is_computed_anew(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
@@ -289,7 +263,7 @@ def test_out_of_pages_an_answer_is_computed_anew(
 
 
 def test_a_prompt_in_the_cache_of_another_is_not_computed(
-    engine_of: Callable[..., Engine],
+    engine_of: EngineOf,
 ) -> None:
     """While that one is still running; to the token, though pages are larger."""
     engine = engine_of("llama", max_batch=2)
@@ -305,7 +279,7 @@ def test_a_prompt_in_the_cache_of_another_is_not_computed(
 
 
 @others_full("case", ["llama", "lfm2", "granitemoehybrid_mamba"], ["llama", "lfm2"])
-def test_equal_prompts_are_computed_once(engine_of: Callable[..., Engine], case: str) -> None:
+def test_equal_prompts_are_computed_once(engine_of: EngineOf, case: str) -> None:
     """Though all begin at once, in chunks, and two wait for a slot; of a state but the last tokens,
     before which it is saved."""
     engine = engine_of(case, max_batch=4, prefill_chunk=16)
@@ -320,7 +294,7 @@ def test_equal_prompts_are_computed_once(engine_of: Callable[..., Engine], case:
     assert computed == [len(ids), *[most] * 5]
 
 
-def test_what_ends_one_answer_ends_no_other(engine_of: Callable[..., Engine]) -> None:
+def test_what_ends_one_answer_ends_no_other(engine_of: EngineOf) -> None:
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
     expected = answer(engine, prompts[0], STEPS)
 
@@ -343,7 +317,7 @@ def test_what_ends_one_answer_ends_no_other(engine_of: Callable[..., Engine]) ->
     assert engine.scheduler.idle
 
 
-def test_threads_share_the_steps(engine_of: Callable[..., Engine]) -> None:
+def test_threads_share_the_steps(engine_of: EngineOf) -> None:
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
     expected = [answer(engine, ids, STEPS) for ids in prompts]
     engine.forget()
@@ -466,7 +440,7 @@ def resident_bytes() -> int:
     "count", [200, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
 )
 def test_nothing_is_left_of_many_answers(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, count: int
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Closed at any time, failing, left unread, out of pages: neither pages and slots, nor memory
     on the GPU and here."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import build_engine
+from engines import EngineOf, build_engine
 from marks import others_full
 from reference_models import load
 from test_batch import Soak
@@ -81,28 +82,9 @@ PATTERNS: dict[str, Callable[[int], int]] = {
 
 
 @pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    with Device.open() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def engine_of(
-    own_device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Engine]:
-    """The engine of a case with these options, made when first asked for."""
-    engines: dict[tuple[Any, ...], Engine] = {}
-
-    def build(case: str, **options: Any) -> Engine:
-        key = (case, *sorted(options.items()))
-        if key not in engines:
-            folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-            own = {"speculate": "lookup", "max_batch": 4} | options
-            engines[key] = build_engine(own_device, folder, **own)
-        engines[key].forget()
-        return engines[key]
-
-    return build
+def engine_of(engine_of: EngineOf) -> EngineOf:
+    """One that drafts."""
+    return partial(engine_of, speculate="lookup", max_batch=4)
 
 
 @dataclass
@@ -190,9 +172,7 @@ def params_of(way: str, **options: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @others_full("case", KINDS, ["llama", "deepseek_v2"])
-def test_answers_are_those_without_drafts(
-    engine_of: Callable[..., Engine], case: str, pattern: str
-) -> None:
+def test_answers_are_those_without_drafts(engine_of: EngineOf, case: str, pattern: str) -> None:
     """Six of them on four slots, greedy, sampled and with penalties."""
     engine, prompts = engine_of(case), prompts_of(case)
     ways = [*WAYS, *WAYS]
@@ -210,7 +190,7 @@ def test_answers_are_those_without_drafts(
 
 @pytest.mark.parametrize("way", WAYS)
 @others_full("case", KINDS, ["llama"])
-def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) -> None:
+def test_an_answer_alone(engine_of: EngineOf, case: str, way: str) -> None:
     engine, prompts = engine_of(case, max_batch=1), prompts_of(case)[:1]
     params = params_of(way, max_tokens=60)
     expected = plainly(engine, prompts, params)
@@ -227,7 +207,7 @@ def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) 
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt_oss"])
-def test_an_invariant_answer_has_the_same_bits(engine_of: Callable[..., Engine], case: str) -> None:
+def test_an_invariant_answer_has_the_same_bits(engine_of: EngineOf, case: str) -> None:
     engine, prompts = engine_of(case, invariant=True), prompts_of(case)[:3]
     params = params_of("sampled", logprobs=0)
     expected = plainly(engine, prompts, params)
@@ -240,14 +220,14 @@ def test_an_invariant_answer_has_the_same_bits(engine_of: Callable[..., Engine],
     [{"kv_dtype": "q8"}, {"ahead": 1}, {"raw": False}, {"fuse": False}, {"ahead": 3}],
     ids=str,
 )
-def test_other_engines(engine_of: Callable[..., Engine], options: dict[str, Any]) -> None:
+def test_other_engines(engine_of: EngineOf, options: dict[str, Any]) -> None:
     engine, prompts = engine_of("llama", **options), prompts_of("llama")[:3]
     expected = plainly(engine, prompts, params_of("sampled"))
     with_drafts(engine, prompts, params_of("sampled"), expected, "mixed")
 
 
 @pytest.mark.full
-def test_few_pages(engine_of: Callable[..., Engine]) -> None:
+def test_few_pages(engine_of: EngineOf) -> None:
     """Answers give their pages back, and begin again, in the middle of drafts; and what is cached
     then is what another finds."""
     engine = engine_of("llama", max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
@@ -264,7 +244,7 @@ def test_few_pages(engine_of: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.full
-def test_neighbours_of_other_kinds(engine_of: Callable[..., Engine]) -> None:
+def test_neighbours_of_other_kinds(engine_of: EngineOf) -> None:
     """And a penalty, a bias, of some alone: all in the same steps."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     others: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.3}, {"logit_bias": {7: 2.0}}]
@@ -281,7 +261,7 @@ def test_neighbours_of_other_kinds(engine_of: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.full
-def test_a_processor_beside_drafts(engine_of: Callable[..., Engine]) -> None:
+def test_a_processor_beside_drafts(engine_of: EngineOf) -> None:
     """What the host chooses goes on while tokens of another are drafted."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     params = params_of("sampled")
@@ -294,7 +274,7 @@ def test_a_processor_beside_drafts(engine_of: Callable[..., Engine]) -> None:
     assert [step.token for step in again] == tokens
 
 
-def test_a_constraint_beside_drafts(engine_of: Callable[..., Engine]) -> None:
+def test_a_constraint_beside_drafts(engine_of: EngineOf) -> None:
     """Its mask is written when its own tokens are known."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
 
@@ -309,7 +289,7 @@ def test_a_constraint_beside_drafts(engine_of: Callable[..., Engine]) -> None:
     assert beside.timings.drafted_tokens == 0
 
 
-def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: Callable[..., Engine]) -> None:
+def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: EngineOf) -> None:
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     (expected,) = plainly(engine, [ids], params_of("greedy"))
     stop = next(i for i in range(5, STEPS) if expected.ids[i] not in expected.ids[:i])
@@ -331,7 +311,7 @@ def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: Callable[...
     assert stats.in_use == 0
 
 
-def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> None:
+def test_a_cancelled_answer_leaves_nothing(engine_of: EngineOf) -> None:
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     (expected,) = plainly(engine, [ids], params_of("greedy"))
     before = engine.speculation
@@ -348,9 +328,7 @@ def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> 
     engine.speculation = before
 
 
-def test_many_answers_come_and_go(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_answers_come_and_go(engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed at any time, failing, left unread, out of pages: each that is compared is right."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)
     engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
@@ -378,7 +356,7 @@ def test_many_answers_come_and_go(
 
 @pytest.mark.parametrize("where", ["record", "send", "submit", "read"])
 def test_an_interrupt_changes_nothing(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Before or after it is done, at each of the first times."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
@@ -427,9 +405,7 @@ def test_adapters_by_row(own_device: Device) -> None:
         with_drafts(engine, [ids, ids[3:]], params, expected, "mixed", adapter=adapter)
 
 
-def test_a_state_does_not_go_back(
-    own_device: Device, tmp_path: Path, engine_of: Callable[..., Engine]
-) -> None:
+def test_a_state_does_not_go_back(own_device: Device, tmp_path: Path, engine_of: EngineOf) -> None:
     folder = load("lfm2").write_checkpoint(tmp_path / "lfm2")
     with pytest.raises(UnsupportedError, match="lfm2: its layers have a state"):
         build_engine(own_device, folder, speculate="lookup")

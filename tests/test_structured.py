@@ -10,14 +10,14 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
-from engines import answer, build_engine
+from engines import EngineOf, answer
 from marks import others_full
 from numpy.typing import NDArray
 from reference_models import load as reference
@@ -34,7 +34,6 @@ from infer.engine.engine import Engine
 from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
 from infer.text.detokenizer import StreamingDetokenizer
@@ -89,30 +88,6 @@ class Third:
         return "too much"
 
 
-@pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    with Device.open() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def engine_of(
-    own_device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Engine]:
-    """The engine of a case with these options, made when first asked for."""
-    engines: dict[tuple[Any, ...], Engine] = {}
-
-    def build(case: str, **options: Any) -> Engine:
-        key = (case, *sorted(options.items()))
-        if key not in engines:
-            folder = reference(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-            engines[key] = build_engine(own_device, folder, **options)
-        engines[key].forget()
-        return engines[key]
-
-    return build
-
-
 def masked(
     engine: Engine,
     ids: Sequence[int],
@@ -160,7 +135,7 @@ def assert_follows(steps: Sequence[Step], vocab: int) -> None:
 
 
 @others_full("case", ["llama", "lfm2", "granitemoehybrid_mamba", "qwen3_next"], ["llama", "lfm2"])
-def test_masked_answers_beside_free_ones(engine_of: Callable[..., Engine], case: str) -> None:
+def test_masked_answers_beside_free_ones(engine_of: EngineOf, case: str) -> None:
     """Five answers on three slots. The free ones are what they are alone; the masked ones follow
     their masks, though each step's body is submitted before the token that it embeds is known."""
     engine = engine_of(case, max_batch=3)
@@ -189,9 +164,7 @@ def test_masked_answers_beside_free_ones(engine_of: Callable[..., Engine], case:
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_masks_with_other_numbers_of_steps_in_flight(
-    engine_of: Callable[..., Engine], ahead: int
-) -> None:
+def test_masks_with_other_numbers_of_steps_in_flight(engine_of: EngineOf, ahead: int) -> None:
     engine = engine_of("llama", max_batch=3, ahead=ahead)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     found = together([masked(engine, ids), free(engine, ids[3:]), masked(engine, ids[5:])])
@@ -200,7 +173,7 @@ def test_masks_with_other_numbers_of_steps_in_flight(
 
 
 def test_only_steps_with_a_mask_are_submitted_in_two_parts(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of("llama", max_batch=3)
     ids: list[int] = reference("llama").prompt_ids.tolist()[:5]
@@ -230,9 +203,7 @@ SAMPLED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 1}, SAMPLED])
-def test_numpy_samples_masked_answers_alike(
-    engine_of: Callable[..., Engine], sampling: dict[str, Any]
-) -> None:
+def test_numpy_samples_masked_answers_alike(engine_of: EngineOf, sampling: dict[str, Any]) -> None:
     engine = engine_of("llama", max_batch=3)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     on_gpu = [step.token for step in masked(engine, ids, **sampling)]
@@ -243,7 +214,7 @@ def test_numpy_samples_masked_answers_alike(
 
 
 def test_out_of_pages_a_masked_answer_is_computed_anew(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
@@ -256,7 +227,7 @@ def test_out_of_pages_a_masked_answer_is_computed_anew(
     assert engine.scheduler.preemptions > before
 
 
-def test_a_mask_that_fails_ends_its_answer_alone(engine_of: Callable[..., Engine]) -> None:
+def test_a_mask_that_fails_ends_its_answer_alone(engine_of: EngineOf) -> None:
     engine = engine_of("llama", max_batch=3)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     expected = answer(engine, ids, STEPS).token_ids
@@ -275,7 +246,7 @@ def test_a_mask_that_fails_ends_its_answer_alone(engine_of: Callable[..., Engine
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_an_interrupt_in_a_mask_loses_nothing(engine_of: Callable[..., Engine], after: int) -> None:
+def test_an_interrupt_in_a_mask_loses_nothing(engine_of: EngineOf, after: int) -> None:
     engine = engine_of("llama", max_batch=3)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     other = free(engine, ids)
