@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke, refused
 from marks import others_full
 from plans import random_weights
-from test_cli import invoke, refused
 from test_llm import report_free
 
 from infer.bench import measure as measure

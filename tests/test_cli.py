@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import reference_models
 import typer
+from commands import invoke, refused
 from marks import others_full
 from safetensors import safe_open
-from typer.testing import CliRunner, Result
 
 import infer
 import infer.cli.report
@@ -32,7 +32,6 @@ import infer.llm
 import infer.loading
 import infer.memory
 from infer import LLM, SamplingParams
-from infer.cli.app import app
 from infer.cli.options import parse_bias, parse_template_arg
 from infer.cli.terminal import TextWriter, note, write
 from infer.engine.answers import Answer
@@ -67,22 +66,6 @@ def environment() -> dict[str, str]:
     mine = ("INFER_DEVICE", "XDG_RUNTIME_DIR")
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return {name: os.environ[name] for name in os.environ if name not in mine} | own
-
-
-def invoke(*arguments: object, stdin: bytes | None = None) -> Result:
-    """The command in this process. Anything but a clean exit is raised."""
-    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, catch_exceptions=False)
-
-
-def refused(*arguments: object, code: int = 1, stdin: bytes | None = None) -> str:
-    """The message of a command that must fail with it, and must say nothing else."""
-    result = invoke(*arguments, stdin=stdin)
-    assert result.exit_code == code
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    if code == 1:
-        assert result.stderr.startswith("error: ")
-    return " ".join(result.stderr.replace("│", " ").split())
 
 
 def chat(text: str) -> list[dict[str, str]]:

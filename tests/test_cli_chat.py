@@ -335,17 +335,11 @@ def test_a_model_thinks() -> None:
 
 def test_a_server_thinks(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("msgspec")
-    from test_server import FakeEngine, fake_service, serving
+    from serving import Scripted, fake_service, serving
 
     chunks = [Chunk("", 1, reasoning="Let me see."), Chunk("Done.", 2)]
 
-    class Thinking(FakeEngine):
-        async def open(self, *args: Any, **more: Any) -> Any:
-            answer = await super().open(*args, **more)
-            answer.pieces = iter(chunks)
-            return answer
-
-    engine = Thinking()
+    engine = Scripted(*chunks)
     with serving(fake_service(engine)) as address:
         conversation = Conversation(Server(address, None), {}, None, typed=True, verbose=False)
         conversation.run(Given("Hi", "Go on"))
@@ -362,7 +356,7 @@ def address() -> Iterator[str]:
     """Of a server with the demo model, which asks for a key."""
     for name in ("starlette", "uvicorn", "msgspec"):
         pytest.importorskip(name)
-    from test_server import serving
+    from serving import serving
 
     import infer
     from infer.server.engine import InProcessEngine

@@ -106,7 +106,7 @@ def test_an_example_runs_and_prints_what_it_says(
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of a server."""
-    from test_server import serving
+    from serving import serving
 
     from infer.server.engine import InProcessEngine
     from infer.server.service import ServerOptions, Service

@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
-from test_server import (
+from serving import (
     ANSWER,
     CHAT,
     COMPLETIONS,
@@ -30,11 +27,11 @@ from test_server import (
     ask,
     connect,
     fake_service,
-    invoke,
     serving,
     streamed,
     wait_for,
 )
+from test_server import invoke
 
 from infer import LLM, DeviceError
 from infer.server.engine import InProcessEngine

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke, refused
 from huggingface_hub import constants, scan_cache_dir
-from test_cli import invoke, refused
 from test_hub import MAIN, Q4, Q8, TAG, WANTED, Hub, content, serve
 
 import infer.cli.cached

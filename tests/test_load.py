@@ -12,12 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
-
-from test_server import FakeEngine, fake_service, serving
+from serving import FakeEngine, fake_service, serving
 
 import infer
 from infer.models.loading.shapes import SHAPES

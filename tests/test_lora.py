@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke, refused
 from engines import answer, build_engine, scores
 from numpy.typing import NDArray
 from plans import load_weights
@@ -21,7 +22,6 @@ from reference_models import DATA as MODELS
 from reference_models import load, relative_error
 from safetensors.numpy import load_file, save_file
 from test_batch import assert_same, together
-from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
 from test_formats import values_of
 from test_fuzz import spoilt

@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("ollama")
 
 import ollama
-from test_anthropic import CALLS, Scripted
-from test_server import ANSWER, JSON, MESSAGES, STORY, ask, fake_service, serving
+from serving import ANSWER, CALLS, JSON, MESSAGES, STORY, Scripted, ask, fake_service, serving
 
 import infer
 from infer import LLM

@@ -6,20 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from serving import FakeEngine, fake_service, serving
+from test_load import LOAD
 from typer.testing import CliRunner
 
 from infer.cli.app import app
 from infer.engine.pages import PoolStats
-from infer.kernels.gpu.device import MemoryStats
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
-
-from test_load import LOAD
-from test_server import FakeEngine, fake_service, serving
-
 from infer.engine.token_engine import EngineStats
+from infer.kernels.gpu.device import MemoryStats
 
 
 class Engine(FakeEngine):

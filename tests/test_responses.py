@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("openai")
 
 import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from test_anthropic import CALLS, Scripted
-from test_server import ANSWER, JSON, MESSAGES, ask, events, fake_service, serving
+from serving import ANSWER, CALLS, JSON, MESSAGES, Scripted, ask, events, fake_service, serving
 
 import infer
 from infer import LLM

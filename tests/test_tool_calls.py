@@ -17,12 +17,9 @@ import infer
 from infer import LLM, RequestError, sampling
 
 pytest.importorskip("openai")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 
 import openai
-from test_server import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
+from serving import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
 
 from infer.cli.app import generate as write_answer
 from infer.engine.engine import Engine
