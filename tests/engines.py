@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.gpu.device import Device
+from infer.kernels.state.kv_cache import PAGE
 from infer.models import open_model
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
@@ -46,6 +47,8 @@ def build_engine(
     beside = loras.allocate(device, weights)
     loras.fill(device, weights, beside)
     own: dict[str, Any] = {"context": 128, "kv_dtype": "f32"} | options
+    if own["context"] <= 128:  # kernels know the size: the same for any number of sequences
+        own = {"cache_positions": 17 * PAGE} | own
     return Engine(device, model, weights, EngineOptions(**own), beside)
 
 

@@ -118,7 +118,7 @@ def test_a_batch_agrees_with_transformers(engine_of: EngineOf, case: str) -> Non
     comes to another page."""
     reference, tolerance = load_batch(case), tolerance_of(case)
     prompts, steps = reference.prompts, reference.greedy_ids.shape[1]
-    engine = engine_of(case, max_batch=len(prompts), context=5 * PAGE)
+    engine = engine_of(case, max_batch=8, context=5 * PAGE)
     for again in (False, True):
         running = [begin(engine, ids, steps) for ids in prompts]
         for i, found in enumerate([of(list(item)) for item in running]):
@@ -266,7 +266,7 @@ def test_a_prompt_in_the_cache_of_another_is_not_computed(
     engine_of: EngineOf,
 ) -> None:
     """While that one is still running; to the token, though pages are larger."""
-    engine = engine_of("llama", max_batch=2)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = load("llama").prompt_ids.tolist()
     expected = answer(engine, [*ids[:33], 9], STEPS)
     engine.forget()
@@ -437,7 +437,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
+    "count", [100, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
 )
 def test_nothing_is_left_of_many_answers(
     engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, count: int

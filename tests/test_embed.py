@@ -68,7 +68,7 @@ def test_hidden_states_are_those_of_transformers(
     engine_of: EngineOf, case: str, pooling: str
 ) -> None:
     """Of texts of all lengths, several at once. Nothing of one is reused for the next."""
-    engine = engine_of(case, max_batch=3)
+    engine = engine_of(case, max_batch=4)
     texts, hidden = prefixes(case)
     found = list(engine.embed(texts, pooling))
     for actual, own in zip(found, hidden, strict=True):
@@ -109,7 +109,7 @@ def test_every_architecture_agrees_with_transformers(
 def test_texts_beside_a_stream(engine_of: EngineOf, case: str) -> None:
     """Of which two begin as its prompt does. Both are what they are alone, and the cache keeps the
     prompt."""
-    reference, engine = load(case), engine_of(case, max_batch=2)
+    reference, engine = load(case), engine_of(case, max_batch=4)
     ids = reference.prompt_ids.tolist()
     texts, hidden = prefixes(case)
     answer = engine.generate(ids, SamplingParams(max_tokens=16).resolved({}))
@@ -130,7 +130,7 @@ def test_texts_beside_a_stream(engine_of: EngineOf, case: str) -> None:
 def test_a_text_is_begun_again(engine_of: EngineOf, case: str, begun_again: str) -> None:
     """It gives its pages back while chunks of it are in flight, the last among them or not, or
     all that was on the GPU is forgotten."""
-    engine, texts = engine_of(case, max_batch=2), [load(case).prompt_ids.tolist()]
+    engine, texts = engine_of(case, max_batch=4), [load(case).prompt_ids.tolist()]
     read, reads = engine._read, []
 
     def read_and_begin_again() -> None:
@@ -167,7 +167,7 @@ def test_an_adapter_counts(own_device: Device) -> None:
 
 
 def test_texts_that_nobody_waits_for_any_more(engine_of: EngineOf) -> None:
-    engine = engine_of("qwen3_5_text", max_batch=2)
+    engine = engine_of("qwen3_5_text", max_batch=4)
     texts, hidden = prefixes("qwen3_5_text")
     vectors = engine.embed(texts[::-1], "last")
     next(vectors)

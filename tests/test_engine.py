@@ -245,7 +245,7 @@ def test_scores_fit_in_a_binding(open_device: OpenDevice, tmp_path: Path) -> Non
     folder = reference.write_checkpoint(tmp_path / "llama")
     device = open_device(Settings(max_binding=128 * row - 256))
     with device.scope():
-        engine = build_engine(device, folder)
+        engine = build_engine(device, folder, cache_positions=128)
         assert (
             relative_error(scores(engine, reference.prompt_ids.tolist()), reference.logits)
             < TOLERANCE

@@ -92,7 +92,7 @@ def differing(found: Sequence[Answer], expected: Sequence[Answer]) -> list[int]:
 
 
 @others_full("rules", RULES, ["adapter"])
-@others_full("case", KINDS, ["llama", "gpt_oss", "deepseek_v2", "qwen3_next", "lfm2"])
+@others_full("case", KINDS, ["llama", "deepseek_v2", "qwen3_next"])
 def test_no_bit_depends_on_the_company(engine_of: EngineOf, case: str, rules: str) -> None:
     """Nor on how many could be served at once, or on how a prompt is cut."""
     asked = requests(case)
@@ -107,7 +107,7 @@ def test_no_bit_depends_on_the_company(engine_of: EngineOf, case: str, rules: st
     ("rules", "options"),
     [
         ("gpu", {}),
-        ("adapter", {"dtype": "q4", "kv_dtype": "q8"}),
+        pytest.param("adapter", {"dtype": "q4", "kv_dtype": "q8"}, marks=pytest.mark.full),
         pytest.param("gpu", {"dtype": "q4", "kv_dtype": "f16"}, marks=pytest.mark.full),
         pytest.param("gpu", {"dtype": "q8"}, marks=pytest.mark.full),
         pytest.param("gpu", {"dtype": "bf16", "kv_dtype": "q8"}, marks=pytest.mark.full),
@@ -168,7 +168,7 @@ def test_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) 
         assert not differing(coming_and_going(engine, asked), alone)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3_next", "deepseek_v2"])
+@others_full("case", ["llama", "qwen3_next", "deepseek_v2"], ["llama", "qwen3_next"])
 def test_what_is_cached_is_what_would_be_computed(engine_of: EngineOf, case: str) -> None:
     """What a prompt has in common with an answer that has ended, and with one that is running."""
     ids = load(case).prompt_ids.tolist()
@@ -247,7 +247,7 @@ def test_products_of_a_row(
     if grouping is not None:
         weight, _ = grouped(rng, (22, 1300), dtype, grouping)
     found = {}
-    for rows in (1, 2, 3, 5, 8, 9, 17, 33, 64):
+    for rows in (1, 3, 8, 17, 64):
         with device.scope():
             forward = Forward(device, rows, tuning=tuning)
             y = ops.linear(forward.input(x[:rows]), to_gpu(device, weight, dtype))

@@ -397,7 +397,7 @@ def test_adapters_by_row(own_device: Device) -> None:
         data / "models" / "llama",
         adapters={"own": data / "adapters" / "llama"},
         speculate="lookup",
-        max_batch=2,
+        max_batch=4,
     )
     ids, params = list(range(5, 25)), params_of("greedy")
     for adapter in (None, "own"):

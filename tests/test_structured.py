@@ -138,7 +138,7 @@ def assert_follows(steps: Sequence[Step], vocab: int) -> None:
 def test_masked_answers_beside_free_ones(engine_of: EngineOf, case: str) -> None:
     """Five answers on three slots. The free ones are what they are alone; the masked ones follow
     their masks, though each step's body is submitted before the token that it embeds is known."""
-    engine = engine_of(case, max_batch=3)
+    engine = engine_of(case, max_batch=4)
     ids: list[int] = reference(case).prompt_ids.tolist()
     alone = [answer(engine, ids, STEPS), answer(engine, ids[3:], 7)]
     engine.forget()
@@ -165,7 +165,7 @@ def test_masked_answers_beside_free_ones(engine_of: EngineOf, case: str) -> None
 
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_masks_with_other_numbers_of_steps_in_flight(engine_of: EngineOf, ahead: int) -> None:
-    engine = engine_of("llama", max_batch=3, ahead=ahead)
+    engine = engine_of("llama", max_batch=4, ahead=ahead)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     found = together([masked(engine, ids), free(engine, ids[3:]), masked(engine, ids[5:])])
     assert_follows(found[0], engine.vocab_size)
@@ -175,7 +175,7 @@ def test_masks_with_other_numbers_of_steps_in_flight(engine_of: EngineOf, ahead:
 def test_only_steps_with_a_mask_are_submitted_in_two_parts(
     engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()[:5]
     submit, count = engine.queue.submit, 0
 
@@ -204,7 +204,7 @@ SAMPLED: dict[str, Any] = {
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 1}, SAMPLED])
 def test_numpy_samples_masked_answers_alike(engine_of: EngineOf, sampling: dict[str, Any]) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     on_gpu = [step.token for step in masked(engine, ids, **sampling)]
     same = masked(engine, ids, logits_processor=lambda _, logits: logits, **sampling)
@@ -228,7 +228,7 @@ def test_out_of_pages_a_masked_answer_is_computed_anew(
 
 
 def test_a_mask_that_fails_ends_its_answer_alone(engine_of: EngineOf) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     expected = answer(engine, ids, STEPS).token_ids
     good, other = free(engine, ids), masked(engine, ids[3:])
@@ -247,7 +247,7 @@ def test_a_mask_that_fails_ends_its_answer_alone(engine_of: EngineOf) -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_an_interrupt_in_a_mask_loses_nothing(engine_of: EngineOf, after: int) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     other = free(engine, ids)
     bad = masked(engine, ids[5:], matcher=Third(engine.vocab_size, interrupts=after))
