@@ -393,7 +393,7 @@ def serving(
     options = EngineOptions(
         context=256,
         max_batch=max_batch,
-        cache_positions=max_batch * 256,
+        cache_positions=6 * 256,
         speculate=speculate,
     )
     return Engine(device, model, weights, options)

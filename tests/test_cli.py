@@ -56,7 +56,8 @@ pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with infer.load(DEMO) as llm:
+    """As `infer run` loads it, with the same kernels."""
+    with infer.load(DEMO, max_batch=1) as llm:
         yield llm
 
 
@@ -372,7 +373,7 @@ def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: 
     assert process.returncode == 130
     assert text.endswith("\n")
     with (
-        infer.load(folder, context=LONG) as llm,
+        infer.load(folder, context=LONG, max_batch=1) as llm,
         llm.stream(chat(PROMPT), logit_bias={2: -100, 3: -100}) as stream,
     ):
         while len(stream.result.text) < len(text) - 1:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from infer import LLM
 from infer.cli.answers import Model, Piece, Server
 from infer.cli.app import app
 from infer.cli.chat import Conversation
@@ -334,7 +335,6 @@ def test_a_model_thinks() -> None:
 
 
 def test_a_server_thinks(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("msgspec")
     from serving import Scripted, fake_service, serving
 
     chunks = [Chunk("", 1, reasoning="Let me see."), Chunk("Done.", 2)]
@@ -352,20 +352,15 @@ def test_a_server_thinks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(llm: LLM) -> Iterator[str]:
     """Of a server with the demo model, which asks for a key."""
-    for name in ("starlette", "uvicorn", "msgspec"):
-        pytest.importorskip(name)
     from serving import serving
 
-    import infer
     from infer.server.engine import InProcessEngine
     from infer.server.service import ServerOptions, Service
 
-    with infer.load("demo") as llm:
-        service = Service(InProcessEngine(llm), ServerOptions(api_keys=["secret"]))
-        with serving(service) as address:
-            yield address
+    with serving(Service(InProcessEngine(llm), ServerOptions(api_keys=["secret"]))) as address:
+        yield address
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
