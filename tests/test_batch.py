@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Answer, EngineOf, answer, build_engine
+from engines import Answer, answer, build_engine
 from marks import others_full
 from reference_models import batch_cases, load, load_batch, relative_error, tolerance_of
 
@@ -92,7 +92,7 @@ def assert_same(found: Answer, expected: Answer) -> None:
 
 
 @others_full("case", KINDS, ["llama", "gemma2", "deepseek_v2", "qwen3_next", "lfm2"])
-def test_answers_of_a_batch_are_those_alone(engine_of: EngineOf, case: str) -> None:
+def test_answers_of_a_batch_are_those_alone(engine_of: Callable[..., Engine], case: str) -> None:
     """Six answers on four slots, which come and go, share pages, and wait."""
     engine, prompts = engine_of(case, max_batch=4), prompts_of(case)
     lengths = [STEPS, 3, STEPS, 7, 9, STEPS]
@@ -113,7 +113,7 @@ def test_every_kind_has_stored_answers() -> None:
 
 
 @others_full("case", KINDS, ["llama", "lfm2"])
-def test_a_batch_agrees_with_transformers(engine_of: EngineOf, case: str) -> None:
+def test_a_batch_agrees_with_transformers(engine_of: Callable[..., Engine], case: str) -> None:
     """On prompts of 1 to 250 tokens, and again when their beginnings are in the cache. One answer
     comes to another page."""
     reference, tolerance = load_batch(case), tolerance_of(case)
@@ -178,7 +178,9 @@ def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path
     ],
     ids=lambda options: " ".join(options),
 )
-def test_options_do_not_change_the_answers(engine_of: EngineOf, options: dict[str, Any]) -> None:
+def test_options_do_not_change_the_answers(
+    engine_of: Callable[..., Engine], options: dict[str, Any]
+) -> None:
     """Neither those that dispatch otherwise nor those that round."""
     engine, prompts = engine_of("llama", max_batch=4, **options), prompts_of("llama")[:4]
     alone = [answer(engine, ids, STEPS) for ids in prompts]
@@ -190,7 +192,7 @@ def test_options_do_not_change_the_answers(engine_of: EngineOf, options: dict[st
         assert relative_error(found.logits, expected.logits) <= 6e-2 * ("dtype" in options) + 1e-5
 
 
-def test_rows_are_sampled_each_in_its_own_way(engine_of: EngineOf) -> None:
+def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) -> None:
     """Greedy, with all filters and penalties, and by a processor on the host, side by side."""
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
 
@@ -217,7 +219,7 @@ def test_rows_are_sampled_each_in_its_own_way(engine_of: EngineOf) -> None:
         assert_same(found, expected)
 
 
-def test_log_probabilities_are_those_of_the_rows(engine_of: EngineOf) -> None:
+def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine]) -> None:
     """Of the logits that come with them, by numpy, whoever chooses; a row that asks for none gets
     none."""
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
@@ -244,7 +246,7 @@ def test_log_probabilities_are_those_of_the_rows(engine_of: EngineOf) -> None:
 
 @pytest.mark.parametrize("case", ["llama", pytest.param("lfm2", marks=pytest.mark.full)])
 def test_out_of_pages_an_answer_is_computed_anew(
-    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, case: str
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
@@ -263,7 +265,7 @@ def test_out_of_pages_an_answer_is_computed_anew(
 
 
 def test_a_prompt_in_the_cache_of_another_is_not_computed(
-    engine_of: EngineOf,
+    engine_of: Callable[..., Engine],
 ) -> None:
     """While that one is still running; to the token, though pages are larger."""
     engine = engine_of("llama", max_batch=4)
@@ -279,7 +281,7 @@ def test_a_prompt_in_the_cache_of_another_is_not_computed(
 
 
 @others_full("case", ["llama", "lfm2", "granitemoehybrid_mamba"], ["llama", "lfm2"])
-def test_equal_prompts_are_computed_once(engine_of: EngineOf, case: str) -> None:
+def test_equal_prompts_are_computed_once(engine_of: Callable[..., Engine], case: str) -> None:
     """Though all begin at once, in chunks, and two wait for a slot; of a state but the last tokens,
     before which it is saved."""
     engine = engine_of(case, max_batch=4, prefill_chunk=16)
@@ -294,7 +296,7 @@ def test_equal_prompts_are_computed_once(engine_of: EngineOf, case: str) -> None
     assert computed == [len(ids), *[most] * 5]
 
 
-def test_what_ends_one_answer_ends_no_other(engine_of: EngineOf) -> None:
+def test_what_ends_one_answer_ends_no_other(engine_of: Callable[..., Engine]) -> None:
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
     expected = answer(engine, prompts[0], STEPS)
 
@@ -317,7 +319,7 @@ def test_what_ends_one_answer_ends_no_other(engine_of: EngineOf) -> None:
     assert engine.scheduler.idle
 
 
-def test_threads_share_the_steps(engine_of: EngineOf) -> None:
+def test_threads_share_the_steps(engine_of: Callable[..., Engine]) -> None:
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
     expected = [answer(engine, ids, STEPS) for ids in prompts]
     engine.forget()
@@ -440,7 +442,7 @@ def resident_bytes() -> int:
     "count", [100, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
 )
 def test_nothing_is_left_of_many_answers(
-    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, count: int
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Closed at any time, failing, left unread, out of pages: neither pages and slots, nor memory
     on the GPU and here."""

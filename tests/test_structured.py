@@ -10,14 +10,14 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
-from engines import EngineOf, answer
+from engines import answer
 from marks import others_full
 from numpy.typing import NDArray
 from reference_models import load as reference
@@ -135,8 +135,8 @@ def assert_follows(steps: Sequence[Step], vocab: int) -> None:
 
 
 @others_full("case", ["llama", "lfm2", "granitemoehybrid_mamba", "qwen3_next"], ["llama", "lfm2"])
-def test_masked_answers_beside_free_ones(engine_of: EngineOf, case: str) -> None:
-    """Five answers on three slots. The free ones are what they are alone; the masked ones follow
+def test_masked_answers_beside_free_ones(engine_of: Callable[..., Engine], case: str) -> None:
+    """Five answers on four slots. The free ones are what they are alone; the masked ones follow
     their masks, though each step's body is submitted before the token that it embeds is known."""
     engine = engine_of(case, max_batch=4)
     ids: list[int] = reference(case).prompt_ids.tolist()
@@ -164,7 +164,9 @@ def test_masked_answers_beside_free_ones(engine_of: EngineOf, case: str) -> None
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_masks_with_other_numbers_of_steps_in_flight(engine_of: EngineOf, ahead: int) -> None:
+def test_masks_with_other_numbers_of_steps_in_flight(
+    engine_of: Callable[..., Engine], ahead: int
+) -> None:
     engine = engine_of("llama", max_batch=4, ahead=ahead)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     found = together([masked(engine, ids), free(engine, ids[3:]), masked(engine, ids[5:])])
@@ -173,7 +175,7 @@ def test_masks_with_other_numbers_of_steps_in_flight(engine_of: EngineOf, ahead:
 
 
 def test_only_steps_with_a_mask_are_submitted_in_two_parts(
-    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()[:5]
@@ -203,7 +205,9 @@ SAMPLED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 1}, SAMPLED])
-def test_numpy_samples_masked_answers_alike(engine_of: EngineOf, sampling: dict[str, Any]) -> None:
+def test_numpy_samples_masked_answers_alike(
+    engine_of: Callable[..., Engine], sampling: dict[str, Any]
+) -> None:
     engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     on_gpu = [step.token for step in masked(engine, ids, **sampling)]
@@ -214,7 +218,7 @@ def test_numpy_samples_masked_answers_alike(engine_of: EngineOf, sampling: dict[
 
 
 def test_out_of_pages_a_masked_answer_is_computed_anew(
-    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
@@ -227,7 +231,7 @@ def test_out_of_pages_a_masked_answer_is_computed_anew(
     assert engine.scheduler.preemptions > before
 
 
-def test_a_mask_that_fails_ends_its_answer_alone(engine_of: EngineOf) -> None:
+def test_a_mask_that_fails_ends_its_answer_alone(engine_of: Callable[..., Engine]) -> None:
     engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     expected = answer(engine, ids, STEPS).token_ids
@@ -246,7 +250,7 @@ def test_a_mask_that_fails_ends_its_answer_alone(engine_of: EngineOf) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_an_interrupt_in_a_mask_loses_nothing(engine_of: EngineOf, after: int) -> None:
+def test_an_interrupt_in_a_mask_loses_nothing(engine_of: Callable[..., Engine], after: int) -> None:
     engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     other = free(engine, ids)
