@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from infer.engine.pages import PoolStats
 from infer.engine.token_engine import EngineStats
 from infer.kernels.gpu.device import MemoryStats
-from infer.llm import Chunk, Prompt, Result, TokenLogprob
+from infer.llm import Prompt
+from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.text.tools import ToolCallDelta, ToolOptions, add_deltas
 

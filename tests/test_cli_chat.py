@@ -23,7 +23,7 @@ from infer.cli.chat import Conversation
 from infer.cli.lines import TypedLines
 from infer.cli.terminal import MarkdownWriter
 from infer.kernels.errors import InferError
-from infer.llm import Chunk
+from infer.results import Chunk
 
 pytestmark = pytest.mark.demo
 

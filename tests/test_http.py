@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from serving import COMPLETIONS, FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
 
-from infer.llm import Chunk
+from infer.results import Chunk
 from infer.server.http import HEAD_BYTES, Connection
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()

@@ -16,7 +16,7 @@ from serving import ANSWER, CALLS, JSON, MESSAGES, STORY, Scripted, ask, fake_se
 
 import infer
 from infer import LLM
-from infer.llm import Chunk
+from infer.results import Chunk
 from infer.sampling import SamplingParams
 from infer.server.engine import InProcessEngine
 from infer.server.service import ServerOptions, Service

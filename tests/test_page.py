@@ -18,7 +18,8 @@ from serving import FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
 from test_server import FakeModel, fakes
 
 from infer.kernels.errors import InferError, NoChatTemplateError
-from infer.llm import Chunk, Prompt, Result
+from infer.llm import Prompt
+from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
 from infer.server.host import Host
 from infer.server.service import ServerOptions

@@ -80,7 +80,8 @@ from infer.progress import (
 )
 
 if TYPE_CHECKING:
-    from infer.llm import LLM, Result, Stream
+    from infer.llm import LLM, Stream
+    from infer.results import Result
 
 app = typer.Typer(
     cls=Commands,

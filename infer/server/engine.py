@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError
-from infer.llm import LLM, Chunk, Prompt, Result, TokenLogprob
+from infer.llm import LLM, Prompt
+from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.text.infill import Infill
 from infer.text.tools import ToolOptions

@@ -33,8 +33,9 @@ from starlette.types import ASGIApp
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, InferError, RequestError
 from infer.kernels.gpu.adapters import list_adapters
-from infer.llm import Chunk, Prompt, Result, TokenLogprob
+from infer.llm import Prompt
 from infer.loading import load
+from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.server.app import create_app
 from infer.server.engine import EngineClient, InProcessEngine
