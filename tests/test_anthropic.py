@@ -17,7 +17,7 @@ import infer
 from infer import LLM
 from infer.results import Chunk
 from infer.sampling import SamplingParams
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
 
 pytestmark = pytest.mark.demo
@@ -32,7 +32,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def address(llm: LLM) -> Iterator[str]:
-    with serving(Service(InProcessEngine(llm), ServerOptions(api_keys=["secret"]))) as address:
+    with serving(Service(LLMClient(llm), ServerOptions(api_keys=["secret"]))) as address:
         yield address
 
 

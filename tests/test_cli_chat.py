@@ -356,10 +356,10 @@ def address(llm: LLM) -> Iterator[str]:
     """Of a server with the demo model, which asks for a key."""
     from serving import serving
 
-    from infer.server.engine import InProcessEngine
+    from infer.server.engine import LLMClient
     from infer.server.service import ServerOptions, Service
 
-    with serving(Service(InProcessEngine(llm), ServerOptions(api_keys=["secret"]))) as address:
+    with serving(Service(LLMClient(llm), ServerOptions(api_keys=["secret"]))) as address:
         yield address
 
 

@@ -22,7 +22,7 @@ import pydantic
 from serving import ANSWER, MESSAGES, serving
 from test_tool_calls import TEMPLATE, ForcedEngine
 
-from infer.server.engine import Answer, InProcessEngine
+from infer.server.engine import Answer, LLMClient
 from infer.server.service import ServerOptions, Service
 
 pytestmark = [
@@ -48,7 +48,7 @@ class Engine(ForcedEngine):
         if self.texts:
             self.text = self.texts.pop(0)
             return await super().open(ids, *others)
-        return await InProcessEngine.open(self, ids, *others)
+        return await LLMClient.open(self, ids, *others)
 
 
 @pytest.fixture(scope="module")

@@ -108,10 +108,10 @@ def address(llm: LLM) -> Iterator[str]:
     """Of a server."""
     from serving import serving
 
-    from infer.server.engine import InProcessEngine
+    from infer.server.engine import LLMClient
     from infer.server.service import ServerOptions, Service
 
-    with serving(Service(InProcessEngine(llm), ServerOptions())) as address:
+    with serving(Service(LLMClient(llm), ServerOptions())) as address:
         yield address
 
 

@@ -18,7 +18,7 @@ import infer
 from infer import LLM
 from infer.results import Chunk
 from infer.sampling import SamplingParams
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
 
 pytestmark = pytest.mark.demo
@@ -34,7 +34,7 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def client(llm: LLM) -> Iterator[Any]:
-    served = Service(InProcessEngine(llm), ServerOptions())
+    served = Service(LLMClient(llm), ServerOptions())
     with serving(served) as address, ollama.Client(address) as client:
         yield client
 

@@ -18,7 +18,7 @@ import infer
 from infer import LLM
 from infer.results import Chunk
 from infer.sampling import SamplingParams
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
 
 pytestmark = pytest.mark.demo
@@ -29,7 +29,7 @@ TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "objec
 
 @pytest.fixture(scope="module")
 def client(llm: LLM) -> Iterator[Any]:
-    with serving(Service(InProcessEngine(llm), ServerOptions())) as address, of(address) as client:
+    with serving(Service(LLMClient(llm), ServerOptions())) as address, of(address) as client:
         yield client
 
 

@@ -48,7 +48,7 @@ from infer.cli.options import parse_bytes
 from infer.hub import ResolvedModel
 from infer.llm import Prompt
 from infer.sampling import SamplingParams
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.generation import _waiting
 from infer.server.host import Host
 from infer.server.run import listen
@@ -63,7 +63,7 @@ NOT = {"type": "json_schema", "json_schema": {"name": "no", "schema": {"not": {}
 
 @pytest.fixture(scope="module")
 def service(llm: LLM) -> Service:
-    return Service(InProcessEngine(llm), ServerOptions(max_body=100_000, keepalive=600))
+    return Service(LLMClient(llm), ServerOptions(max_body=100_000, keepalive=600))
 
 
 @pytest.fixture(scope="module")

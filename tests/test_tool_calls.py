@@ -25,7 +25,7 @@ from infer.cli.app import generate as write_answer
 from infer.engine.engine import Engine
 from infer.engine.token_engine import Step, Timings, TokenAnswer
 from infer.sampling import SamplingParams
-from infer.server.engine import Answer, InProcessEngine
+from infer.server.engine import Answer, LLMClient
 from infer.server.service import ServerOptions, Service
 from infer.text import tool_formats, tool_grammars
 from infer.text.answer import answer_style
@@ -101,7 +101,7 @@ class Said(TokenAnswer):
         pass
 
 
-class ForcedEngine(InProcessEngine):
+class ForcedEngine(LLMClient):
     """Answers with `text`."""
 
     def __init__(self, llm: LLM) -> None:
