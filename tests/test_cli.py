@@ -449,7 +449,7 @@ def test_a_full_disk_is_one_line(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("run", "--help")])
+@others_full("arguments", [("--version",), ("--help",), ("run", "--help")], [("run", "--help")])
 def test_help_on_a_full_disk_is_one_line(
     environment: dict[str, str], arguments: tuple[object, ...]
 ) -> None:
@@ -854,7 +854,7 @@ def test_verbose_adds_the_traceback() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hides Vulkan drivers")
-@pytest.mark.parametrize("arguments", [("run", "demo", "-p", "x"), ("devices",)])
+@others_full("arguments", [("run", "demo", "-p", "x"), ("devices",)], [("devices",)])
 def test_no_adapter(environment: dict[str, str], arguments: tuple[str, ...]) -> None:
     hidden = {"VK_DRIVER_FILES": "/nonexistent", "VK_ICD_FILENAMES": "/nonexistent"}
     done = run_process(*arguments, env=environment | hidden)
