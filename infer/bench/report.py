@@ -144,6 +144,7 @@ class BenchReport:
     profiles: tuple[Profile, ...] = ()
     lora: str | None = None
     loads: tuple[Load, ...] = ()
+    invariant: bool = False
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
@@ -170,18 +171,21 @@ class BenchReport:
 
     @property
     def model_and_dtypes(self) -> str:
-        """Of weights and, where it is not f16, of the KV cache; and the adapter."""
+        """Of weights and, where it is not f16, of the KV cache; the adapter; and whether it is
+        invariant."""
         cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
         lora = "" if self.lora is None else f", adapter {self.lora}"
-        return f"{self.model} {self.dtype}{cache}{lora}"
+        invariant = ", invariant" if self.invariant else ""
+        return f"{self.model} {self.dtype}{cache}{lora}{invariant}"
 
     @property
     def file_name(self) -> str:
         """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
-        that is not in f16 is named too, and an adapter."""
+        that is not in f16 is named too, an adapter, and an invariant engine."""
         words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
         words += "" if self.kv_dtype == "f16" else f"-kv-{self.kv_dtype}"
         words += "" if self.lora is None else f"-adapter-{Path(self.lora).name.lower()}"
+        words += "-invariant" if self.invariant else ""
         kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
         return "-".join(part for part in kept.split("-") if part) + ".json"
 

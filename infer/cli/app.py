@@ -765,6 +765,14 @@ def bench(
             "128 and 5, or less, so that a slow adapter ends in about a minute.",
         ),
     ] = None,
+    prefix: Annotated[
+        float | None,
+        bench_option(
+            "--prefix",
+            metavar="P",
+            help="Also prefill with this share of the prompt in the cache, such as 0.9.",
+        ),
+    ] = None,
     decode_tokens: Annotated[
         int | None,
         bench_option("--decode-tokens", "-n", metavar="N", help="Of every decode test."),
@@ -821,6 +829,7 @@ def bench(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
+    invariant: InvariantOption = False,
     adapter: AdapterOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
@@ -874,7 +883,9 @@ def bench(
                 adapter=adapter,
                 revision=revision,
                 offline=offline,
+                invariant=invariant,
                 prompt_tokens=prompt_tokens,
+                prefix=prefix,
                 decode_tokens=decode_tokens,
                 depths=depths,
                 batches=batches,
