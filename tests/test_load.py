@@ -81,6 +81,7 @@ def test_a_process_is_watched() -> None:
     assert sample.files >= sample.sockets
 
 
+@pytest.mark.full
 def test_a_folder_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SHAPES["llama-3.2-1b"] | {
         "vocab_size": 2100,

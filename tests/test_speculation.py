@@ -653,13 +653,13 @@ def test_what_is_measured_loses_nothing(n: int, finds: float) -> None:
 def test_a_text_that_repeats_takes_fewer_steps() -> None:
     """And a stop string ends it in the middle of a draft."""
     begin = "Once upon a time"
-    options: dict[str, Any] = {"max_tokens": 50, "temperature": 0.0}
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0.0}
     with infer.load("demo", max_batch=1) as llm:
-        text = begin + llm.generate(begin, max_tokens=90, temperature=0.0).text + "\n\n" + begin
+        text = begin + llm.generate(begin, max_tokens=40, temperature=0.0).text + "\n\n" + begin
         whole = llm.generate(text, **options)
         stop = whole.text[60:66]
         stopped = llm.generate(text, stop=stop, **options)
-        several = llm.generate(text, n=2, max_tokens=20, temperature=0.5, seed=1)
+        several = llm.generate(text, n=2, max_tokens=10, temperature=0.5, seed=1)
     with infer.load("demo", max_batch=1, speculate="lookup") as llm:
         found = llm.generate(text, **options)
         assert found.text == whole.text
@@ -668,5 +668,5 @@ def test_a_text_that_repeats_takes_fewer_steps() -> None:
         steps = timings.decoded_tokens - timings.accepted_tokens
         assert found.step_tokens == pytest.approx(timings.decoded_tokens / steps)
         assert llm.generate(text, stop=stop, **options).text == stopped.text
-        again = llm.generate(text, n=2, max_tokens=20, temperature=0.5, seed=1)
+        again = llm.generate(text, n=2, max_tokens=10, temperature=0.5, seed=1)
         assert [each.text for each in again] == [each.text for each in several]
