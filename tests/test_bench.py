@@ -599,6 +599,7 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"shape": "smollm2-135m", "draft_rows": 3}, "how likely they are right"),
         ({"shape": "smollm2-135m", "accept": 0.5, "draft_rows": 8}, "From 1 to 7 tokens"),
         ({"shape": "smollm2-135m", "prefix": 1.0}, "between 0 and 1, not 1.0"),
+        ({"shape": "smollm2-135m", "prefix": 0.5, "prompt_tokens": 1}, "prompt of one token"),
         ({"shape": "smollm2-135m", "context": -1}, "not -1"),
         ({"shape": "smollm2-135m", "prompt_tokens": 10**6}, "positions up to 8192"),
         ({"shape": "smollm2-135m", "format": "mlx"}, "A format is one of .*mlx-4bit"),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 SCHEMA = 1  # of the JSON; goes up when a field changes its meaning
@@ -213,6 +214,11 @@ def format_report(report: BenchReport, width: int | None = None) -> str:
         f"runs                 {len(r.rows[0].seconds)} of each test, after a warm-up",
         f"copy bandwidth       {r.copy_bandwidth / 1e9:,.1f} GB/s (read + written)",
         f"time to first token  {1e3 * ttft:,.2f} ± {1e3 * deviation:,.2f} ms ({r.rows[0].test})",
+        *(
+            f"{'':21}{1e3 * fmean(row.seconds):,.2f} ms ({row.test})"
+            for row in r.rows
+            if row.test.endswith(" cached")
+        ),
         f"sampler chain        {100 * r.sampled_share:.1f} % of greedy speed",
         f"host                 {_host(r)}",
         f"GPU                  {_gpu(r)}",

@@ -123,6 +123,8 @@ def run_bench(
         raise RequestError(f"A probability is a number from 0 to 1, not {accept}.")
     if prefix is not None and not 0 < prefix < 1:
         raise RequestError(f"A prefix is a share of the prompt between 0 and 1, not {prefix}.")
+    if prefix is not None and prompt_tokens == 1:
+        raise RequestError("A prompt of one token has nothing to be cached before it.")
     if draft_rows is not None and (accept is None or not 1 <= draft_rows <= MAX_DRAFT):
         raise RequestError(
             f"From 1 to {MAX_DRAFT} tokens can be drafted for a step, and it must be said how "
@@ -180,7 +182,9 @@ def run_bench(
         sizes = bench.sizes(prompt_tokens, decode_tokens, repeats, max(depths, default=1))
         bench.repeats = sizes.repeats
         prefill = bench.prefill(sizes.prompt)
-        cached = [] if prefix is None else [bench.prefill(sizes.prompt, int(prefix * sizes.prompt))]
+        cached = []
+        if prefix is not None:
+            cached = [bench.prefill(sizes.prompt, max(1, int(prefix * sizes.prompt)))]
         greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
         deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
         together = [bench.batch(rows, BATCH_TOKENS, depth) for rows, depth in batched]

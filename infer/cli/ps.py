@@ -17,6 +17,7 @@ from infer.kernels.errors import InferError
 from infer.progress import size, visible
 
 _SECONDS = 10.0  # that it has to answer
+_BYTES = 16 << 20  # of an answer, at most
 
 
 def ps(
@@ -137,7 +138,7 @@ def _get(client: Client, path: str, known: Sequence[int] = (200,)) -> bytes:
         if response.status not in known:
             raise _other(client)
         try:
-            return response.read()
+            return response.read(_BYTES)
         except (OSError, HTTPException) as error:
             raise _other(client) from error
 
