@@ -934,7 +934,8 @@ def test_info_says_what_is_left_out(tmp_path: Path) -> None:
     assert "qwen3; of qwen3_vl the text model alone" in invoke("info", folder).stdout
 
 
-def test_show_is_info() -> None:
+def test_show_is_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, None)  # which changes between the two
     assert invoke("show", "demo", "--json").stdout == invoke("info", "demo", "--json").stdout
     assert not re.search(r"\bshow\b", invoke("--help").stdout.replace("--show", ""))
 
