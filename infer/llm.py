@@ -577,6 +577,8 @@ class LLM:
         several = isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
         if several and not isinstance(prompt, Mapping | bytes | bytearray | memoryview):
             items: list[Any] = list(prompt)
+            if set(map(type, items)) <= {int}:
+                return items
             if items and all(isinstance(item, Mapping) for item in items):
                 return self.tokenizer.encode_chat(items, **template_args)
             if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
