@@ -281,7 +281,7 @@ def test_prompts_that_cannot_be_served(build: Build, ids: list[int], message: st
     with pytest.raises(RequestError, match=message):
         next(build("llama").generate(ids, SamplingParams().resolved({})))
     with pytest.raises(RequestError, match=message):
-        next(build("llama").score(ids))
+        next(build("llama").logits(ids))
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

@@ -195,6 +195,13 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def score(
+        self, ids: Sequence[int], n: int, adapter: str | None = None
+    ) -> Generator[list[Logprobs], None, None]:
+        """Of all tokens but the first the log probability, and the n most probable ones in their
+        place, in chunks."""
+
+    @abstractmethod
+    def logits(
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
         """The logits of every position, in chunks [rows, vocab_size]."""
