@@ -114,11 +114,13 @@ def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) 
 @others_full("case", ["lfm2", "qwen3_next", "granitemoehybrid"], [])
 def test_a_model_whose_layers_have_a_state(engine_of: Callable[..., Engine], case: str) -> None:
     engine, prompts = engine_of(case, "llama", max_batch=2), prompts_of(case)[:3]
-    params = [params_of(way) for way in WAYS]
+    likely = {7: 40.0, 9: 40.0, 11: 40.0}  # both models choose among these, by the same noise
+    params = [params_of("sampled", logit_bias=likely, seed=i) for i in range(3)]
     expected = plainly(engine, prompts, params)
     found = run(engine, prompts, params)
     same(found, expected)
-    assert drafts_of(found)[0] > 20
+    drafted, right = drafts_of(found)
+    assert 5 < right < drafted - 5
 
 
 def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> None:
