@@ -289,7 +289,7 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 import traceback
-from infer import download
+from infer.hub import download
 from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import InferError
 if arrives := os.environ.get("XET"):

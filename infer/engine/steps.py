@@ -37,6 +37,7 @@ _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has on
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
 _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
+_SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
 
 
 class Steps:
@@ -256,11 +257,12 @@ class Steps:
 
 
 def _batches(most: int, device: Device) -> list[int]:
-    """Rows of the kinds of batches. A CPU has one: compiling takes it longer than idle rows."""
+    """Rows of the kinds of batches. A CPU has few: compiling takes it longer than idle rows."""
     if most == 1:
         return []
     enough = next(rows for rows in _BATCHES if rows >= most)
-    return [enough] if device.software else [rows for rows in _BATCHES if rows <= enough]
+    kinds = _SOFTWARE_BATCHES if device.software else _BATCHES
+    return [*(rows for rows in kinds if rows < enough), enough]
 
 
 def _before_head(logits: Value) -> Value:

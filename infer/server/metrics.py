@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from infer.engine.token_engine import EngineStats
-from infer.llm import Chunk, Result
+from infer.results import Chunk, Result
 from infer.server.engine import Answer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from urllib.parse import unquote
 
-from infer.download import Listing, Progress, Repository, settings
 from infer.embedding import MODULES, POOLING
+from infer.hub.download import Listing, Progress, Repository, settings
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
