@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.gpu.device import Device
@@ -27,10 +28,11 @@ def build_engine(
     dtype: str | None = None,
     adapter: Path | None = None,
     adapters: Mapping[str, Path] | None = None,
+    draft: Path | None = None,
     **options: Any,
 ) -> Engine:
     """The model in a folder, with a cache in f32 unless the options (of EngineOptions) differ.
-    dtype, adapter, adapters: as for `load`."""
+    dtype, adapter, adapters, draft: as for `load`."""
     model, checkpoint = open_model(folder)
     plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
     loras = Loras.fit(
@@ -43,7 +45,12 @@ def build_engine(
     beside = loras.allocate(device, weights)
     loras.fill(device, weights, beside)
     own: dict[str, Any] = {"context": 128, "kv_dtype": "f32"} | options
-    return Engine(device, model, weights, EngineOptions(**own), beside)
+    drafts = None
+    if draft is not None:
+        smaller, checkpoint = open_model(draft)
+        plan = plan_weights(smaller.weights(), checkpoint, None, smaller.ignorable)
+        drafts = Loaded(smaller, load_weights(device, plan.joined()))
+    return Engine(device, model, weights, EngineOptions(**own), beside, drafts)
 
 
 @dataclass(frozen=True)

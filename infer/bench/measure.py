@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.bench.drafts import Decreed
+from infer.bench.drafts import Decreed, DecreedModel
 from infer.bench.report import KernelTime, Load, Profile, Row
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
@@ -149,6 +149,8 @@ class EngineBench:
     def __init__(self, engine: Engine, bandwidth: float, repeats: int, progress: Progress) -> None:
         self.engine, self.bandwidth = engine, bandwidth
         self.repeats, self.progress = repeats, progress
+        # Nothing is drafted but in tests of drafts.
+        self.draft, engine.draft, engine.speculation = engine.draft, None, None
 
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
@@ -220,8 +222,9 @@ class EngineBench:
         what it has generated while the last of them began."""
         draw = random.Random(1)
         ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
-        # Each begins a step after the one before it, which has a token more by then.
-        lengths = [max(1, depth - _SETTLE - later) for later in reversed(range(rows))]
+        # Those that begin in one step do so after those before them, which have a token more then.
+        steps = [i // self.engine.steps.prompts for i in range(rows)]
+        lengths = [max(1, depth - _SETTLE - (steps[-1] - step)) for step in steps]
         prompts = [draw.choices(ids, k=depth)[:length] for length in lengths]
         for prompt in prompts:  # cached from here on, so that one step begins it
             self._generate(prompt, replace(GREEDY, max_tokens=1))
@@ -267,7 +270,10 @@ class EngineBench:
         ids, room = range(engine.vocab_size), drafts_positions(rows, depth, tokens)
         prompts = [draw.choices(ids, k=depth) for _ in range(rows)]
         params = replace(GREEDY, max_tokens=room - depth)
-        engine.speculation = Decreed(engine.steps.draft_kinds, accept, count, engine.vocab_size)
+        engine.draft = self.draft
+        engine.forget()
+        decreed = Decreed if self.draft is None else DecreedModel
+        engine.speculation = decreed(engine.steps.draft_kinds, accept, count, engine.vocab_size)
         step_tokens: list[float] = []
 
         def run() -> float:
@@ -295,7 +301,7 @@ class EngineBench:
         try:
             (seconds,) = self._repeat(test, run)
         finally:
-            engine.speculation = None
+            engine.speculation = engine.draft = None
         tps, spread = _tps(rows * tokens, seconds)
         step = statistics.fmean(step_tokens)
         many_rows = rows if rows > 1 else None
@@ -463,7 +469,7 @@ class EngineBench:
         profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
         profiles = [replace(profile, step_seconds=whole)]
         plan = engine.recording("decode", True, None).dispatches
-        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
         for depth, row in decode.items():
             kv_len = _middle(row, depth)
             place_step(engine, [0], kv_len - 1)
@@ -472,12 +478,12 @@ class EngineBench:
         for rows, depth in batches:
             if rows > 1:
                 plan = engine.recording(engine.steps.batch(rows), True, None).dispatches
-                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
                 place_batch(engine, rows, depth)
                 title = f"decode of {rows} sequences"
                 profiles.append(self._profile(title, plan, sampler, rows, depth))
         place_step(engine, [0], 0, SAMPLED)
-        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=False)
+        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=0)
         profiles.append(self._profile("full sampler", (), sampler, 1, 1))
         return profiles
 

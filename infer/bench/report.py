@@ -107,13 +107,13 @@ class Profile:
 class BenchReport:
     """A benchmark of one model on one adapter.
 
-    dtype: of the matrices. lora: the model's adapter, by its name. copy_bandwidth: bytes read and
-    written per second. ttft_seconds: time to the first token of the prefill test's prompt, mean and
-    deviation. sampled_share: speed with the full sampler chain over greedy speed. host_seconds: of
-    one greedy token, to record and submit its step and to read its id, while the GPU runs the step
-    before; submit_seconds: the part of it to record and submit; dispatches: of the step;
-    gpu_seconds: of the step on the GPU, None without timestamps. peak_bytes: of GPU memory.
-    load_seconds: until the model was ready.
+    dtype: of the matrices. lora: the model's adapter, by its name. draft: the model that drafts,
+    and what it is quantised to. copy_bandwidth: bytes read and written per second. ttft_seconds:
+    time to the first token of the prefill test's prompt, mean and deviation. sampled_share: speed
+    with the full sampler chain over greedy speed. host_seconds: of one greedy token, to record and
+    submit its step and to read its id, while the GPU runs the step before; submit_seconds: the part
+    of it to record and submit; dispatches: of the step; gpu_seconds: of the step on the GPU, None
+    without timestamps. peak_bytes: of GPU memory. load_seconds: until the model was ready.
     """
 
     model: str
@@ -143,6 +143,7 @@ class BenchReport:
     gpu_seconds: float | None = None
     profiles: tuple[Profile, ...] = ()
     lora: str | None = None
+    draft: str | None = None
     loads: tuple[Load, ...] = ()
 
     def to_json(self) -> str:
@@ -170,18 +171,21 @@ class BenchReport:
 
     @property
     def model_and_dtypes(self) -> str:
-        """Of weights and, where it is not f16, of the KV cache; and the adapter."""
+        """Of weights and, where it is not f16, of the KV cache; adapter and draft model."""
         cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
         lora = "" if self.lora is None else f", adapter {self.lora}"
-        return f"{self.model} {self.dtype}{cache}{lora}"
+        draft = "" if self.draft is None else f", drafts by {self.draft}"
+        return f"{self.model} {self.dtype}{cache}{lora}{draft}"
 
     @property
     def file_name(self) -> str:
         """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
-        that is not in f16 is named too, and an adapter."""
+        that is not in f16 is named too, an adapter, and a draft model."""
         words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
         words += "" if self.kv_dtype == "f16" else f"-kv-{self.kv_dtype}"
         words += "" if self.lora is None else f"-adapter-{Path(self.lora).name.lower()}"
+        if self.draft is not None:
+            words += f"-draft-{Path(self.draft.replace(' ', '-')).name.lower()}"
         kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
         return "-".join(part for part in kept.split("-") if part) + ".json"
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
+from itertools import accumulate
 from operator import or_
 from typing import Any, cast
 
@@ -43,19 +44,20 @@ from infer.engine.answers import (
     Text,
 )
 from infer.engine.constraint import Asked, Constraint, masks_after
+from infer.engine.draft import Drafting, DraftModel, Loaded
 from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import MAX_DRAFT, Speculation
-from infer.engine.steps import HIDDEN, SCORED, Steps
+from infer.engine.speculation import MAX_DRAFT, ModelSpeculation, Speculation
+from infer.engine.steps import HIDDEN, MAX_BATCH, SCORED, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.graph import stride
 from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.errors import ModelError, RequestError, UnsupportedError
+from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
 from infer.kernels.gpu.device import Device
-from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.gpu.record import Copy, Part, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
@@ -66,13 +68,14 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import NO_TOKEN, pack_rows, pack_step
+from infer.kernels.state.step import NO_TOKEN, StepRow, pack_prompts, pack_rows
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams, logprobs
 
 _TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
+_DRAFTED = 4  # rows for each of many sequences that a draft model drafts for
 _PAUSE = 0.005  # between two steps, from where on they do not follow each other
 
 
@@ -86,20 +89,18 @@ class Engine(TokenEngine):
         weights: Mapping[str, GpuTensor],
         options: EngineOptions,
         adapters: Adapters = NO_ADAPTERS,
+        draft: Loaded | None = None,
     ) -> None:
-        """adapters: what lies beside the weights. Allocates everything but the weights and these.
-        Raises OutOfMemoryError, and UnsupportedError for drafts where layers have a state."""
-        if options.speculate != "off" and any(model.config.states):
-            if options.speculate != "auto":
-                raise UnsupportedError(
-                    f"Nothing can be drafted for {model.config.model_type}: its layers have a "
-                    "state, which does not go back. Leave out speculate."
-                )
-            options = replace(options, speculate="off")
+        """adapters: what lies beside the weights. draft: a model that fits (`check_draft`), for
+        ways to speculate that need one. Allocates everything but the weights and these. Raises
+        OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
         self.config, self.slots = model.config, options.max_batch
         self.context, self.vocab_size = options.context, model.config.vocab_size
         self.adapters, self.adapter_names = adapters, adapters.names
+        draft_rows = options.draft_rows
+        if draft is not None:
+            draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
         self.steps = Steps(
             device,
             model,
@@ -112,7 +113,7 @@ class Engine(TokenEngine):
             max_batch=options.max_batch,
             n_pages=options.pages,
             invariant=options.invariant,
-            draft_rows=options.draft_rows,
+            draft_rows=draft_rows,
         )
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
@@ -122,7 +123,6 @@ class Engine(TokenEngine):
             self.steps.step,
             max_rows=self.steps.most_rows,
             sequences=options.max_batch,
-            chosen_rows=1,
         )
         prefill = [rows for rows in self.steps.rows.values() if rows > MAX_VEC_ROWS]
         self.pace = Pace(model.config.num_hidden_layers, prefill)
@@ -134,12 +134,18 @@ class Engine(TokenEngine):
             chunk=self.steps.rows["prefill"],
             ahead=options.ahead,
             snapshot_tail=_TAIL if self.states else 0,
+            prompts=self.steps.prompts,
         )
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            self.draft = DraftModel(device, draft, options, self.steps, self.sampler)
         self.speculation: Speculation | None = None
         if options.speculate != "off":
-            measures = options.speculate == "auto"
-            self.speculation = Speculation(self.steps.draft_kinds, measures=measures)
+            by = Speculation if draft is None else ModelSpeculation
+            self.speculation = by(self.steps.draft_kinds, measures=options.speculate == "auto")
         self._draft_rows = 0  # of the next step with drafts
+        self._verified = [0, 0, 0]  # drafts, their tokens, and those that were right
+        self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
@@ -170,6 +176,8 @@ class Engine(TokenEngine):
         self._rows: tuple[int, ...] | None = None
         self._host_rows: set[int] = set()  # slots of whose next rows the GPU does not know
         self._batch: Batch | None = None
+        if self.draft is not None:
+            self.draft.forget()
         self._drop_prepared()
 
     def warm_up(
@@ -187,8 +195,13 @@ class Engine(TokenEngine):
         chain = self._chain(params)
         recordings = [self.recording(kind, True, chain) for kind in kinds]
         if params.max_tokens != 1:
-            few = [self.steps.batch(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
-            recordings += [self.recording(kind, True, chain, drafts=True) for kind in few]
+            few = [self.steps.drafts(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
+            unknown = self.draft is not None
+            recordings += [
+                self.recording(kind, True, chain, drafts=True, unknown=unknown) for kind in few
+            ]
+        if self.draft is not None:
+            recordings += self.draft.recordings(prompt_tokens, chain)
         if not self.device.software:
             return
         first = {item.pipeline: item for r in recordings for item in r.dispatches}
@@ -198,6 +211,17 @@ class Engine(TokenEngine):
             self.queue.wait(self.queue.submit(nothing, 0, 0, ()))
             if progress is not None:
                 progress(done, len(first))
+
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """As `Steps.compile`, of the draft model too."""
+        self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
+
+    def compile_batches(self, params: SamplingParams) -> None:
+        """Have compiled what an answer that joins others takes beside what it would alone."""
+        self.steps.compile_batches()
+        self.sampler.dispatches(self._chain(params), gather=self.steps.prompts)
+        if self.draft is not None:
+            self.draft.steps.compile_batches(prompts=False)
 
     @property
     def gpu(self) -> AdapterInfo:
@@ -335,7 +359,8 @@ class Engine(TokenEngine):
         running = len(scheduler.running) + len(scheduler.prefilling)
         memory = self.device.memory_stats()
         waiting = len(scheduler.waiting) + new
-        return EngineStats(memory, self.pool.stats, running, waiting, scheduler.preemptions)
+        counts = scheduler.preemptions, *self._verified
+        return EngineStats(memory, self.pool.stats, running, waiting, *counts)
 
     def close(self) -> None:
         with self.turn():
@@ -417,13 +442,14 @@ class Engine(TokenEngine):
             rows = 0
             if self.scheduler.has_prompts:
                 rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
             if work is None:
                 break
-            if isinstance(work, Prefill):
-                self._prefill(work)
-            else:
+            if isinstance(work, Decode):
                 self._decode(work)
+            else:
+                self._prefill(work)
 
     def _take_in(self) -> None:
         while self._inbox:
@@ -435,54 +461,70 @@ class Engine(TokenEngine):
                 self.scheduler.add(answer.sequence)
             self._inbox.popleft()
 
-    def _prefill(self, work: Prefill) -> None:
-        sequence, count, end = work.sequence, work.count, work.start + work.count
-        answer, slot = self._answers[sequence], _slot(sequence)
-        if work.first:
-            self._batch = None  # it may have had another slot
-            if isinstance(answer, Answer):
-                self._begin(answer, slot)
-        self._rotate_for(answer.table_length)
-        self._give_pages(slot, sequence.pages)
+    def _prefill(self, work: Sequence[Prefill]) -> None:
+        """Chunks of several prompts, or of one."""
+        answers = [self._answers[part.sequence] for part in work]
+        slots = [_slot(part.sequence) for part in work]
         before: list[Copy] = []
-        if work.copy is not None:
-            before += self.steps.cache.copies(*work.copy, work.start % PAGE)
-        if work.restore is not None:
-            before += copies(self.states, slot, work.restore, back=True)
+        for part, answer, slot in zip(work, answers, slots, strict=True):
+            if part.first:
+                self._batch = None  # it may have had another slot
+                if isinstance(answer, Answer):
+                    self._begin(answer, slot)
+            self._give_pages(slot, part.sequence.pages)
+            if part.copy is not None:
+                before += self.steps.cache.copies(*part.copy, part.start % PAGE)
+                if self.draft is not None:
+                    before += self.draft.copies(*part.copy, part.start % PAGE)
+            if part.first and self.draft is not None:
+                self.draft.begin(part.sequence, part.start, part.copy)
+            if part.restore is not None:
+                before += copies(self.states, slot, part.restore, back=True)
+        self._rotate_for(answers[0].table_length)
         if before:
             self.queue.submit(NOTHING, 0, 0, before)
-        ids = sequence.tokens[work.start : end]
-        kind = self._kind(count)
-        number = self.adapters.number(answer.adapter)
+        numbers = [self.adapters.number(answer.adapter) for answer in answers]
+        rows = list(accumulate(part.count for part in work))  # where those of each end
+        count, longest = rows[-1], max(part.start + part.count for part in work)
+        kind = self.steps.prefill(count, len(work))
+        last = [i for i, part in enumerate(work) if part.last]
         sampled: tuple[scheduler.Sequence, ...] = ()
         logits_of: tuple[int, ...] = ()
         logprobs = False
         chunk = None
-        if isinstance(answer, Text):
-            chunk = self._chunk(answer, work)
-            recording = self._text_recording(answer, kind, bool(chunk.rows), number > 0)
+        text = answers[0]
+        if isinstance(text, Text):
+            chunk = self._chunk(text, work[0])
+            recording = self._text_recording(text, kind, bool(chunk.rows), any(numbers))
         else:
-            chain = answer.chain if work.last else None
-            recording = self.recording(kind, work.last, chain, number > 0)
-            sampled = (sequence,) if work.last else ()
-            logits_of = (0,) if work.last and answer.reads_logits else ()
-            logprobs = work.last and answer.chain.logprobs
+            ending = [cast(Answer, answers[i]) for i in last]
+            chain = reduce(or_, (answer.chain for answer in ending)) if ending else None
+            recording = self.recording(kind, bool(ending), chain, any(numbers))
+            sampled = tuple(answer.sequence for answer in ending)
+            logits_of = tuple(i for i, answer in enumerate(ending) if answer.reads_logits)
+            logprobs = chain is not None and chain.logprobs
             self._write_masks(sampled)
-        chosen = (count - 1,) if sampled else ()
-        step = pack_step(ids, work.start, sequence=slot, adapter=number, logits_rows=chosen)
-        self.device.write(self.steps.step, step)
+        chunks = [
+            (part.sequence.tokens[part.start : part.start + part.count], part.start, slot, number)
+            for part, slot, number in zip(work, slots, numbers, strict=True)
+        ]
+        chosen = [rows[i] - 1 for i in last] if sampled else []
+        self.device.write(self.steps.step, pack_prompts(chunks, chosen))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         *first, rest = recording.parts(pieces)
         for piece in first:
-            self.queue.submit(piece, count, end, ())
-        self._rows = (slot,) if sampled else None
-        self._host_rows.discard(slot)
+            self.queue.submit(piece, count, longest, ())
+        self._rows = tuple(slots[i] for i in last) if sampled else None
+        self._host_rows.difference_update(slots)
         # One that is scored takes longer, and says nothing of prompts.
-        is_prompt = count > MAX_VEC_ROWS and not isinstance(answer, Scored)
+        is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
         prefilled = count if is_prompt else 0
-        self._submit(rest, count, end, sampled, logits_of, logprobs, prefilled, chunk)
-        if work.save is not None:
-            self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
+        self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
+        for part, slot in zip(work, slots, strict=True):
+            if self.draft is not None and part.sequence.shares:
+                self.draft.follow(self.queue, part.sequence, slot, part.start + part.count)
+            if part.save is not None:
+                self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, part.save, back=False))
 
     def _begin(self, answer: Answer, slot: int) -> None:
         """Of a sequence that has got a slot, perhaps not for the first time."""
@@ -522,11 +564,16 @@ class Engine(TokenEngine):
         for sequence, slot in zip(batch.sequences, batch.slots, strict=True):
             longest = max(longest, sequence.computed)
             if len(sequence.pages) != len(self._pages[slot]):
+                if self.draft is not None:
+                    self.draft.forget_pages(sequence.pages[len(self._pages[slot]) :])
                 self._give_pages(slot, sequence.pages)
+        if self.draft is not None and not work.drafts:
+            self._drop_prepared()  # there is nothing to be drafted
         prepared = None if self._prepared is None else self._take_prepared(batch, self._prepared)
-        if work.drafts or prepared is not None:
+        if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
-            self._verify(batch, drafts, longest, prepared)
+            behind = work.behind or (0,) * len(batch.slots)
+            self._verify(batch, drafts, behind, longest, prepared)
             return
         if self._host_rows:
             for sequence in batch.sequences:
@@ -610,6 +657,10 @@ class Engine(TokenEngine):
         self.scheduler.in_step = any(counts)
         if self.scheduler.in_step:
             self._draft_rows = len(running) + sum(counts)
+            self._drafting = sum(map(bool, counts)), max(counts)
+            if self.draft is not None and self._prepared is not None:  # then from the next step on
+                depth = self._prepared.drafting[1]
+                counts = [depth if count else 0 for count in counts]
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
             known = guess is not None and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
@@ -618,52 +669,73 @@ class Engine(TokenEngine):
         self,
         batch: Batch,
         drafts: Sequence[Sequence[int]],
+        behind: Sequence[int],
         longest: int,
         prepared: Prepared | None,
     ) -> None:
         """A step of rows that the host writes: all tokens of its sequences have been read."""
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[StepRow] = []
         sampled: list[scheduler.Sequence] = []
         drafted: list[int | None] = []
         first: list[int] = []  # row of each sequence
-        for sequence, slot, draft in zip(batch.sequences, batch.slots, drafts, strict=True):
+        drafting: list[Drafting] = []
+        each = zip(batch.sequences, batch.slots, drafts, behind, strict=True)
+        for sequence, slot, draft, own_behind in each:
             first.append(len(rows))
             answer = cast(Answer, self._answers[sequence])
             number = self.adapters.number(answer.adapter)
             position = len(sequence.tokens) - 1
             for i, token in enumerate((sequence.tokens[-1], *draft)):
-                rows.append((token, position + i, slot, number))
+                known = 0 if token == NO_TOKEN else token
+                rows.append((known, position + i, slot, number, 0 if i else own_behind))
                 drafted.append(token if i else None)
             sampled += [sequence] * (1 + len(draft))
+            if draft and self.draft is not None:
+                drafting.append(Drafting(sequence, slot, len(draft), first[-1] + 1))
             if draft:
                 self._host_rows.add(slot)
             else:
                 self._host_rows.discard(slot)
             answer.timings.drafted_tokens += len(draft)
         count = len(rows)
-        if prepared is not None and prepared.rows < count:
-            self.queue.drop(prepared.commands)
+        of = len(drafting), max(map(len, drafts))
+        if prepared is not None and (
+            prepared.rows < count or any(n < m for n, m in zip(prepared.drafting, of, strict=True))
+        ):
+            self._drop(prepared)
             prepared = None
-        count = count if prepared is None else prepared.rows
+        if prepared is not None:
+            count, of = prepared.rows, prepared.drafting
+        longest += max(map(len, drafts))
         self._write_masks(batch.masked)
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
+        if self.draft is not None and drafting:
+            is_behind = self.draft.begin_round(self.queue, drafting, of[0])
+            if prepared is not None:
+                self.queue.send(prepared.first[is_behind])
+                self.queue.drop(prepared.first[not is_behind])
+            else:  # the GPU drafts while the host records what verifies it
+                parts = self.draft.first(of[0], batch.chain, longest, is_behind)
+                for part in (*parts, *self.draft.others(*of, batch.chain, longest)):
+                    self.queue.submit(*part, ())
         self._submit(
             self._verifying(batch, count),
             count,
-            longest + max(map(len, drafts)),
+            longest,
             tuple(sampled),
             tuple(first[i] for i in batch.logits_of),
             batch.logprobs,
             sequences=len(batch.sequences),
             drafts=tuple(drafted),
+            depth=of[1],
             commands=None if prepared is None else prepared.commands,
         )
 
     def _verifying(self, batch: Batch, rows: int) -> Recording:
         """What a step with drafts dispatches."""
-        kind = self.steps.batch(rows)
-        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True)
+        kind, unknown = self.steps.drafts(rows), self.draft is not None
+        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True, unknown=unknown)
 
     def _prepare(self) -> None:
         """Record the next step of a batch while one runs: there are to be drafts in it."""
@@ -673,12 +745,21 @@ class Engine(TokenEngine):
         if len(self._in_flight) > 1 or self.scheduler.has_prompts:
             return  # another comes first
         longest = max(s.computed + s.drafted for s in batch.sequences) + 1 + MAX_DRAFT
-        rows, number = self._draft_rows, self._submitted
+        longest = min(longest, self.context)
+        rows, number, drafting = self._draft_rows, self._submitted, self._drafting
         staging = self._staging[number % len(self._staging)]
         copies = self._read_back(staging, rows, batch.logprobs)
-        of = rows, min(longest, self.context), copies
-        commands = self.queue.record(self._verifying(batch, rows), *of)
-        self._prepared = Prepared(batch, rows, number, commands)
+        before: list[Part] = []
+        first: tuple[Any, ...] = ()
+        if self.draft is not None:
+            before = self.draft.others(*drafting, batch.chain, longest)
+            ways = (
+                self.draft.first(drafting[0], batch.chain, longest, behind)
+                for behind in (False, True)
+            )
+            first = tuple(self.queue.record(*sampling, (), [step]) for step, sampling in ways)
+        commands = self.queue.record(self._verifying(batch, rows), rows, longest, copies, before)
+        self._prepared = Prepared(batch, rows, drafting, number, commands, first)
 
     def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -692,12 +773,12 @@ class Engine(TokenEngine):
 
     def _drop_prepared(self) -> None:
         if self._prepared is not None:
-            self.queue.drop(self._prepared.commands)
+            self._drop(self._prepared)
             self._prepared = None
 
-    def _kind(self, rows: int) -> str:
-        """Of the steps of one sequence the one for the fewest rows that has room."""
-        return next(kind for kind, n in reversed(self.steps.rows.items()) if n >= rows)
+    def _drop(self, prepared: Prepared) -> None:
+        for commands in (prepared.commands, *prepared.first):
+            self.queue.drop(commands)
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
@@ -705,7 +786,7 @@ class Engine(TokenEngine):
         start = 0
         while start < length:
             rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
-            yield start, rows, self._kind(rows)
+            yield start, rows, self.steps.prefill(rows)
             start += rows
 
     def recording(
@@ -718,17 +799,18 @@ class Engine(TokenEngine):
         joins: bool = False,
         body: bool = True,
         drafts: bool = False,
+        unknown: bool = False,
     ) -> Recording:
         """by_row: some of its rows have adapters. joins: its rows are taken from the table of
-        sequences first. drafts: they may have drafted tokens."""
-        key = (kind, by_row, head, chain, joins, body, drafts)
+        sequences first. drafts: they may have drafted tokens. unknown: to the host."""
+        key = (kind, by_row, head, chain, joins, body, drafts, unknown)
         if key not in self._recordings:
             plan = self.steps.plan(kind, by_row)
             dispatches = [self.sampler.step_rows] if joins else []
             dispatches += [*(plan.body if body else ()), *(plan.head if head else ())]
             if chain is not None:
                 gather = self.steps.gathers(kind)
-                dispatches += self.sampler.dispatches(chain, gather=gather, drafts=drafts)
+                dispatches += self.sampler.dispatches(chain, gather, drafts, unknown)
             self._recordings[key] = Recording(dispatches)
         return self._recordings[key]
 
@@ -744,9 +826,10 @@ class Engine(TokenEngine):
         chunk: Chunk | None = None,
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
+        depth: int = 0,
         commands: Any = None,
     ) -> None:
-        """commands: it was recorded before."""
+        """depth: steps of a draft model before it. commands: it was recorded before."""
         staging = self._staging[self._submitted % len(self._staging)]
         self._submitted += 1
         read_back = self._read_back(staging, len(sampled), logprobs)
@@ -763,7 +846,9 @@ class Engine(TokenEngine):
         else:
             submission = self.queue.send(commands)
         now = time.perf_counter()
-        kind = self.steps.rows_of(rows) if drafts else 0
+        kind: Hashable = 0
+        if drafts and self.speculation is not None:
+            kind = self.speculation.kind(sequences, self.steps.rows_of(rows), depth)
         of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, now
         self._in_flight.append(InFlight(submission, staging, *of))
 
@@ -839,10 +924,21 @@ class Engine(TokenEngine):
         rows: list[int] = []
         counts: dict[scheduler.Sequence, int] = {}
         for i, (sequence, drafted) in enumerate(zip(step.rows, step.drafts, strict=True)):
-            if drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted):
+            if drafted == NO_TOKEN:  # the GPU has compared it
+                right = ids[i] != NO_TOKEN
+            else:
+                right = drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted)
+            if right:
                 rows.append(i)
                 counts[sequence] = counts.get(sequence, -1) + 1
         for sequence, count in counts.items():
+            answer = self._answers.get(sequence)
+            for i, new in enumerate((sequence.drafted > 0, sequence.drafted, count)):
+                self._verified[i] += new
+            if self.draft is not None and sequence.drafted and sequence.state == "running":
+                self.draft.accepted(sequence, sequence.drafted, count)
+                if isinstance(answer, Answer) and answer.guess is not None:
+                    answer.guess.verified(sequence.drafted, count)
             self.scheduler.accept(sequence, count)
         return rows
 

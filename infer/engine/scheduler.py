@@ -4,6 +4,9 @@ A sequence waits for a slot and for pages; its prompt is prefilled chunk by chun
 not cached; then it has a row in each decode step until it ends. Decode steps and chunks take turns.
 Out of pages, the sequence that came last gives its own back and waits again, with the tokens that
 it has. Steps are submitted before the ids of those before them are read.
+
+A step of prefill takes as long as its tiles, not as its rows: where the end of a prompt leaves
+room, the next ones begin in the same step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from infer.kernels.errors import RequestError
 
 AGEING = 64  # later sequences that one of the next higher priority may overtake
 HEADROOM = 256  # positions for an answer that must be there before it is begun
+COPIED = 8  # tokens that are computed rather than copied a step later
 
 State = Literal["waiting", "prefill", "running", "ended"]
 
@@ -29,10 +33,12 @@ class Sequence:
 
     tokens: of the prompt, and those generated that were read. pages: of the cache, in order, and
     slot: of the step, both while it has them. computed: positions that are in the cache, or will be
-    when what is submitted has run. in_flight: tokens that are sampled by steps not yet read.
-    reused: positions of the prompt that were cached when it was first begun. draft: tokens that may
-    come next, for its next step to verify. drafted: how many a step in flight does; they count
-    among computed and in_flight from when they are read (`Scheduler.accept`).
+    when what is submitted has run; settled: those that states have taken in, where layers have
+    some: drafted tokens that were right only are by the next step. in_flight: tokens that are
+    sampled by steps not yet read. reused: positions of the prompt that were cached when it was
+    first begun. draft: tokens that may come next, for its next step to verify. drafted: how many a
+    step in flight does; they count among computed and in_flight from when they are read
+    (`Scheduler.accept`). followed: positions that a draft model has in its cache.
     """
 
     def __init__(
@@ -59,10 +65,10 @@ class Sequence:
         self.ahead, self.shares, self.chunk = ahead, shares, chunk
         self.pages: list[int] = []
         self.slot: int | None = None
-        self.computed = self.in_flight = self.reused = 0
+        self.computed = self.settled = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
         self.draft: Ids[int] = ()
-        self.drafted = 0
+        self.drafted = self.followed = 0
         self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first
@@ -72,6 +78,11 @@ class Sequence:
     def left(self) -> int:
         """Tokens that may still be submitted."""
         return self.limit - (len(self.tokens) + self.in_flight - self.prompt_tokens)
+
+    @property
+    def behind(self) -> int:
+        """Positions computed that its states have not taken in."""
+        return self.computed - self.settled
 
 
 @dataclass(frozen=True)
@@ -95,10 +106,12 @@ class Prefill:
 @dataclass(frozen=True)
 class Decode:
     """One row of each of these, in order of their slots, at the last of the positions computed.
-    drafts: where there are any, what each has drafted after it, a row for each token."""
+    drafts: where there are any, what each has drafted after it, a row for each token. behind: where
+    any are, how many positions before it the states of each have yet to take in."""
 
     sequences: tuple[Sequence, ...]
     drafts: tuple[Ids[int], ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -116,14 +129,15 @@ class Scheduler:
         chunk: int,
         ahead: int = 2,
         snapshot_tail: int = 0,
+        prompts: int = 1,
     ) -> None:
-        """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step.
-        ahead: tokens of a sequence in flight. snapshot_tail: where layers have a state, it is saved
-        so many tokens before the end of a prompt, as a next one may end otherwise, and where it
-        parts from one before it."""
+        """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step,
+        and prompts: those that it is of, at most. ahead: tokens of a sequence in flight.
+        snapshot_tail: where layers have a state, it is saved so many tokens before the end of a
+        prompt, as a next one may end otherwise, and where it parts from one before it."""
         self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
         self.in_step = False  # no row before all tokens of its group have been read
-        self.snapshot_tail = snapshot_tail
+        self.snapshot_tail, self.prompts = snapshot_tail, prompts
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # by slot
@@ -144,6 +158,14 @@ class Scheduler:
         """Whether there are tokens to be computed before some sequence can go on."""
         return bool(self.waiting or self.prefilling)
 
+    @property
+    def shared_rows(self) -> int:
+        """Of the prompts that may share the next step, if nothing of them is cached; 0 if there is
+        but one."""
+        first = sorted([*self.prefilling, *self.waiting[: self.prompts]], key=_rank)[: self.prompts]
+        sharing = [s for s in first if s.group == first[0].group and s.limit]
+        return sum(len(s.tokens) - s.computed for s in sharing) if len(sharing) > 1 else 0
+
     def add(self, sequence: Sequence) -> None:
         """Raises RequestError for a prompt that leaves no room for an answer. The limit is cut to
         the room there is."""
@@ -160,17 +182,17 @@ class Scheduler:
         self._added += 1
         self._wait(sequence)
 
-    def next(self, most_rows: int) -> Prefill | Decode | None:
-        """The step to submit now, a chunk of `most_rows` at most; None if there is nothing to do
-        before more ids are read."""
-        step: Prefill | Decode | None = None
+    def next(self, most_rows: int) -> tuple[Prefill, ...] | Decode | None:
+        """The step to submit now, chunks of `most_rows` together at most; None if there is nothing
+        to do before more ids are read."""
+        step: tuple[Prefill, ...] | Decode | None = None
         groups = self._ready()
-        # A chunk comes after one decode step of each group.
+        # Chunks come after one decode step of each group.
         if self.has_prompts and (
             not groups or min(map(self._last_decode, groups)) > self._prefilled
         ):
             step = self._prefill(most_rows)
-        return step or self._decode(groups) or self._prefill(most_rows)
+        return step or self._decode(groups) or self._prefill(most_rows) or None
 
     def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
         """The oldest token of it that is in flight. ended: it is the last, and its row is dead, if
@@ -195,6 +217,8 @@ class Scheduler:
         sequence.in_flight += count
         if sequence.state == "running":
             sequence.computed += count
+            if not self.snapshot_tail:
+                sequence.settled = sequence.computed
 
     def cancel(self, sequence: Sequence, *, at_once: bool = False) -> int | None:
         """End it now: tokens of it that are in flight mean nothing any more. But where layers have
@@ -225,28 +249,44 @@ class Scheduler:
         self.pool.clear()
 
     def _snapshot(self, sequence: Sequence) -> int | None:
-        """Where the state goes that a sequence ends with: after all its tokens but the last."""
+        """Where the state goes that a sequence ends with: after all its tokens but the last, or
+        those that were drafted last, too."""
         if not self.snapshot_tail or not sequence.shares or sequence.state != "running":
             return None
-        known = sequence.tokens[:-1]
+        known = sequence.tokens[:-1][: sequence.settled]
         return self.pool.store_snapshot(known, sequence.key, sequence.pages)
 
     # Prefill
 
-    def _prefill(self, most_rows: int) -> Prefill | None:
-        """A chunk of the first sequence that has not all its tokens in the cache."""
+    def _prefill(self, most_rows: int) -> tuple[Prefill, ...]:
+        """Chunks of the first sequences that have not all their tokens in the cache; all but the
+        last end their prompts."""
+        chunks: list[Prefill] = []
         most = min(self.chunk, most_rows)
-        if most < 1:
-            return None
+        while most > 0 and len(chunks) < self.prompts:
+            chunk = self._chunk(most, chunks)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            most -= chunk.count
+            if not chunk.last:
+                break
+        if chunks:
+            self._steps += 1
+            self._prefilled = self._steps
+        return tuple(chunks)
+
+    def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
+        """The next of a step, behind others."""
         sequence = min(self.prefilling, key=_rank, default=None)
         copy = restore = save = None
         first = False
         if self.waiting and (sequence is None or self.waiting[0].rank < sequence.rank):
-            admitted = self._admit(self.waiting[0])
+            admitted = self._admit(self.waiting[0], others)
             if admitted is not None:
                 sequence, copy, restore = admitted
                 first = True
-        if sequence is None:
+        if sequence is None or not _fits(sequence, others):
             return None
         start, length = sequence.computed, len(sequence.tokens)
         end = min(start + min(most, sequence.chunk), length)
@@ -254,23 +294,25 @@ class Scheduler:
             end = min(end, until)
             if end == until:
                 save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
-        sequence.computed, last = end, end == length
+        sequence.computed = sequence.settled = end
+        last = end == length
         self._store(sequence, end, partial=last)
         if last:
             sequence.state, sequence.in_flight = "running", 1
             self.prefilling.remove(sequence)
             insort(self.running, sequence, key=_slot)
-        self._steps += 1
-        self._prefilled = self._steps
         return Prefill(sequence, start, end - start, copy, restore, save, first, last)
 
     def _admit(
-        self, sequence: Sequence
+        self, sequence: Sequence, others: Ids[Prefill]
     ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
         """Give it a slot and pages for its tokens, if there is room for some of its answer too:
-        itself, the page to copy and the snapshot to restore."""
+        itself, the page to copy and the snapshot to restore. Not in the step of others that write
+        a page of which it would copy more than some tokens."""
         alone = not self.running and not self.prefilling
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
+            return None
+        if not _fits(sequence, others):
             return None
         pool, length = self.pool, len(sequence.tokens)
         need = pool.pages_for(length + min(sequence.left, 1 if alone else HEADROOM))
@@ -278,6 +320,18 @@ class Scheduler:
         # The last token's row is what is sampled from.
         limit = length - 1 if sequence.shares else 0
         match = pool.match(sequence.tokens, sequence.key, limit)
+        unwritten = {
+            page
+            for chunk in others
+            for page in chunk.sequence.pages[chunk.start // pool.page_size :]
+        }
+        if match.partial is not None and match.partial[0] in unwritten:
+            most = match.length
+            pool.unmatch(match, limit)
+            match = pool.match(sequence.tokens, sequence.key, limit, unwritten)
+            if most - match.length > COPIED:
+                pool.unmatch(match, limit)
+                return None
         while need - len(match.pages) > pool.available:
             pool.unmatch(match, limit)
             if match.partial is None:
@@ -296,7 +350,7 @@ class Scheduler:
         self.prefilling.append(sequence)
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
-        sequence.computed = sequence.stored = match.length
+        sequence.computed = sequence.settled = sequence.stored = match.length
         if self.snapshot_tail and sequence.shares:
             sequence.saves = [length - self.snapshot_tail]
             # What two prompts have in common a third may have, too.
@@ -312,9 +366,10 @@ class Scheduler:
         """By group, the sequences that can have a row now, by slot."""
         groups: dict[Hashable, list[Sequence]] = {}
         busy = set[Hashable]()
+        behind = {sequence.group for sequence in self.running if sequence.behind}
         for sequence in self.running:
             in_flight = sequence.in_flight
-            if in_flight and (self.in_step or sequence.drafted):
+            if in_flight and (self.in_step or sequence.drafted or sequence.group in behind):
                 busy.add(sequence.group)
             if in_flight < self.ahead and in_flight < sequence.ahead and sequence.left > 0:
                 groups.setdefault(sequence.group, []).append(sequence)
@@ -343,14 +398,16 @@ class Scheduler:
             drafts: tuple[Ids[int], ...] = ()
             if self.in_step:
                 drafts = tuple(self._drafted(sequence) for sequence in rows)
+            behind = tuple(sequence.behind for sequence in rows)
             for sequence in rows:
                 sequence.computed += 1
+                sequence.settled = sequence.computed
                 sequence.in_flight += 1
             self._steps += 1
             self._decoded[group] = self._steps
             if len(self._decoded) > len(self.running):
                 self._decoded = {s.group: self._last_decode(s.group) for s in self.running}
-            return Decode(rows, drafts if any(drafts) else ())
+            return Decode(rows, drafts if any(drafts) else (), behind if any(behind) else ())
         return None
 
     def _drafted(self, sequence: Sequence) -> Ids[int]:
@@ -404,8 +461,16 @@ class Scheduler:
         assert sequence.slot is not None
         heappush(self._slots, sequence.slot)
         sequence.pages, sequence.slot = [], None
-        sequence.computed, sequence.draft = 0, ()
+        sequence.computed, sequence.settled, sequence.draft = 0, 0, ()
         self._short = None
+
+
+def _fits(sequence: Sequence, others: Ids[Prefill]) -> bool:
+    """Whether its prompt may be computed in their step."""
+    return all(
+        sequence.group == chunk.sequence.group and sequence.limit and chunk.sequence.limit
+        for chunk in others[:1]
+    )
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

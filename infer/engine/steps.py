@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
 
+from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
@@ -24,7 +25,7 @@ from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
-from infer.kernels.state.step import step_bytes
+from infer.kernels.state.step import MAX_PROMPTS, step_bytes
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
@@ -32,10 +33,12 @@ from infer.models.loading.lora import Adapters
 
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
 SCORED = "scored"  # the kind of step of one sequence that gives the logits of all rows
+PACKED = "packed "  # begins those of several prompts
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
 _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
+_SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
 
 
 class Steps:
@@ -44,11 +47,13 @@ class Steps:
     of step is there without them, and by row, where each row has its own or none.
 
     rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
-    batches: of the kinds of which each row names its own, from the smallest; where rows are drafted
-    several may be of one, at consecutive positions, if no layer has a state: steps with drafts are
-    of one of draft_kinds. Each of `rows` has a
-    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows; SCORED has
-    scored_rows.
+    batches: of the kinds of which each row names its own, from the smallest; where tokens are
+    drafted several rows may be of one, at consecutive positions: such steps have as many as one of
+    draft_kinds, and, where layers have a state, are of a kind of their own. Each of `rows` has a
+    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows; SCORED
+    has scored_rows. prompts:
+    sequences of a step of prefill, at most; for several those of many rows have a kind, too, PACKED
+    before its name.
     """
 
     def __init__(
@@ -66,22 +71,31 @@ class Steps:
         n_pages: int,
         invariant: bool,
         draft_rows: int = 0,
+        pages: Buffer | None = None,
     ) -> None:
         """adapters: what lies beside the weights. draft_rows: of a step that verifies drafts, at
-        most; 0: none does. The others: as in EngineOptions. Raises OutOfMemoryError, and
-        UnsupportedError for what an adapter changes."""
+        most; 0: none does. pages: the page table, where it is another model's. The others: as in
+        EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an adapter changes."""
         self.device, self.adapters, self.context = device, adapters, context
         self._fuse, self._invariant = fuse, invariant
         c = model.config
         self.cache = KVCache(
-            device, c.kv_shapes, context, sequences=max_batch, dtype=kv_dtype, n_pages=n_pages
+            device,
+            c.kv_shapes,
+            context,
+            sequences=max_batch,
+            dtype=kv_dtype,
+            n_pages=n_pages,
+            pages=pages,
         )
         self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
         keys_and_values = iter(self.cache.layers)
         self.caches: list[Cache] = []  # of each layer
         for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
             if shape is not None:
-                self.caches.append(LayerState.new(device, shape, layer, max_batch, self.places))
+                drafts = MAX_DRAFT if draft_rows else 0
+                own_state = LayerState.new(device, shape, layer, max_batch, self.places, drafts)
+                self.caches.append(own_state)
             else:
                 own = source == layer
                 self.caches.append(next(keys_and_values) if own else self.caches[source])
@@ -105,6 +119,7 @@ class Steps:
         self.step = device.buffer(step_bytes(most), label="step")
         self.batches = _batches(self.most_rows, device)
         self.draft_kinds = [rows for rows in self.batches if rows <= draft_rows]
+        self._drafting = "drafts" if any(c.states) else "batch"
         logits_rows = padded_rows(max(self.batches, default=1))
         self.logits = device.buffer(4 * stride(c.vocab_size) * logits_rows, label="logits")
         self.rows = {"prefill": chunk}
@@ -114,8 +129,16 @@ class Steps:
                 *(_SHORTEST if few_rows(Tuning(device), 16) and not invariant else ()),
             )
             self.rows |= {f"prefill of {rows}": rows for rows in short if rows < chunk}
+        # A state is scanned along the rows of one sequence.
+        alone = max_batch == 1 or invariant or any(c.states)
+        self.prompts = 1 if alone else min(MAX_PROMPTS, self.batches[-1])
+        self.packed = {f"{PACKED}{n}": rows for n, rows in self.rows.items() if self.prompts > 1}
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
+        kinds |= {
+            name: StepKind(rows, logits=self.prompts, prompts=self.prompts)
+            for name, rows in self.packed.items()
+        }
         self._kinds = kinds | {f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches}
         self._kinds |= {f"{HIDDEN}{name}": StepKind(rows) for name, rows in self.rows.items()}
         # Of more than a few rows, matmul writes whole tiles.
@@ -123,11 +146,16 @@ class Steps:
         has_room = device.limits.max_binding >= 4 * stride(c.vocab_size) * tile
         self.scored_rows = min(chunk, tile if has_room else MAX_VEC_ROWS)
         self._kinds[SCORED] = StepKind(self.scored_rows)
+        if any(c.states):
+            drafting = {n: StepKind(n, batch=True, drafts=MAX_DRAFT) for n in self.draft_kinds}
+            self._kinds |= {self.drafts(rows): kind for rows, kind in drafting.items()}
         # One answer needs these, drafts among them. Other batches take less room than the largest,
         # and are made when they are needed, as hidden states are.
-        few = [f"batch {rows}" for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
+        few = [self.drafts(rows) for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
         self._first = [*self.rows, *few]
-        lowered = dict.fromkeys([*self._first, *(f"batch {rows}" for rows in self.batches[-1:])])
+        largest_kinds = [f"batch {rows}" for rows in self.batches[-1:]]
+        largest_kinds += [self.drafts(rows) for rows in self.draft_kinds[-1:]]
+        lowered = dict.fromkeys([*self._first, *largest_kinds])
         self.lowered = {
             (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
             for kind in lowered
@@ -174,24 +202,30 @@ class Steps:
         fuse = self._fuse
         return lower(self.device, output, kind, self.step, buffer, fuse=fuse, changes=changes)
 
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def compile(self, progress: Callable[[int, int], None] | None = None, *others: Steps) -> None:
         """Compile, in threads, what every generation needs, so that none has to wait for it; but
-        for batches, of which most sizes may never come.
+        for batches, of which most sizes may never come. others: on the same device.
         `progress` gets how many kernels are done, and how many there are."""
-        self._compile([key for key in self.lowered if key[0] in self._first], progress)
-
-    def compile_batches(self) -> None:
-        """Compile the rest, so that an answer that joins others lets nobody wait."""
-        ways = (False, True) if self.adapters.names else (False,)
-        self._compile([(f"batch {rows}", by_row) for rows in self.batches for by_row in ways])
-
-    def _compile(
-        self,
-        keys: Sequence[tuple[str, bool]],
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        specs = [kernel.spec for key in keys for kernel in self._lowered(*key).kernels]
+        wanted = [(steps, key) for steps in (self, *others) for key in steps._first_keys]
+        specs = [kernel.spec for steps, key in wanted for kernel in steps._lowered(*key).kernels]
         self.device.pipelines(specs, progress)
+        for steps, key in wanted:
+            steps.plan(*key)
+
+    @property
+    def _first_keys(self) -> list[tuple[str, bool]]:
+        return [key for key in self.lowered if key[0] in self._first]
+
+    def compile_batches(self, *, prompts: bool = True) -> None:
+        """Compile the rest, so that an answer that joins others lets nobody wait. prompts: steps of
+        several, too."""
+        ways = (False, True) if self.adapters.names else (False,)
+        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed] * prompts
+        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
+        keys = [(kind, by_row) for kind in kinds for by_row in ways]
+        self.device.pipelines(
+            [kernel.spec for key in keys for kernel in self._lowered(*key).kernels]
+        )
         for key in keys:
             self.plan(*key)
 
@@ -211,13 +245,24 @@ class Steps:
             self.lowered[key] = self._lower(output, self._kinds[kind], buffer, by_row)
         return self.lowered[key]
 
-    def gathers(self, kind: str) -> bool:
-        """Whether its logits are of one row, which the step names; else they are of all rows."""
-        return kind in self.rows and kind != "decode"
+    def gathers(self, kind: str) -> int:
+        """How many rows have logits, at most, which the step names; 0: they are of all rows."""
+        if kind in self.packed:
+            return self.prompts
+        return int(kind in self.rows and kind != "decode")
+
+    def prefill(self, rows: int, prompts: int = 1) -> str:
+        """The kind of step of so many rows of a prompt, or of several."""
+        kinds = self.rows if prompts == 1 else self.packed
+        return next(kind for kind, n in reversed(kinds.items()) if n >= rows)
 
     def batch(self, rows: int) -> str:
         """The kind of step of so many rows, each of a sequence of its own."""
         return "decode" if rows == 1 else f"batch {self.rows_of(rows)}"
+
+    def drafts(self, rows: int) -> str:
+        """The same where several may be of one sequence."""
+        return f"{self._drafting} {self.rows_of(rows)}"
 
     def rows_of(self, rows: int) -> int:
         """Those of the kind of batch that has room for so many."""
@@ -225,11 +270,12 @@ class Steps:
 
 
 def _batches(most: int, device: Device) -> list[int]:
-    """Rows of the kinds of batches. A CPU has one: compiling takes it longer than idle rows."""
+    """Rows of the kinds of batches. A CPU has few: compiling takes it longer than idle rows."""
     if most == 1:
         return []
     enough = next(rows for rows in _BATCHES if rows >= most)
-    return [enough] if device.software else [rows for rows in _BATCHES if rows <= enough]
+    kinds = _SOFTWARE_BATCHES if device.software else _BATCHES
+    return [*(rows for rows in kinds if rows < enough), enough]
 
 
 def _before_head(logits: Value) -> Value:

@@ -15,7 +15,9 @@ MAX_VEC_ROWS = 8
 @dataclass(frozen=True)
 class StepKind:
     """A kind of step: at most `rows` rows, of which `logits` get logits (None: all of them). They
-    are consecutive positions of one sequence or, in a batch, each the next of its own.
+    are consecutive positions of one sequence, or of up to `prompts`, one behind the other; or, in a
+    batch, each the next of its own, and behind it at most so many `drafts` of tokens that may come
+    then.
 
     Up to MAX_VEC_ROWS rows go through matmul_vec, more through matmul. invariant: whatever their
     number is, they are computed as in a step of a few rows, and each as if it were alone.
@@ -25,6 +27,8 @@ class StepKind:
     logits: int | None = None
     batch: bool = False
     invariant: bool = False
+    prompts: int = 1
+    drafts: int = 0
 
     @property
     def vec(self) -> bool:
@@ -38,7 +42,7 @@ class StepKind:
     @property
     def span(self) -> int:
         """Rows of one sequence, at most."""
-        return 1 if self.batch else self.rows
+        return 1 + self.drafts if self.batch else self.rows
 
     @property
     def few(self) -> bool:
@@ -71,14 +75,14 @@ class Target:
             return (x, self.kind.logits, 1)
         return lambda rows, kv_len: (x, rows, 1)
 
-    def vec_grid(self, value: Value, count: int, row_each: bool) -> Grid:
-        """`count` workgroups, or for each row so many."""
+    def vec_grid(self, value: Value, count: int, tile: int) -> Grid:
+        """`count` workgroups for each tile of so many rows, or, 0, for all of them."""
         x, y, _ = linear_grid(count, self.device.limits.max_workgroups)
-        if not row_each:
+        if not tile:
             return (x, y, 1)
         if value.of_logits and self.kind.logits is not None:
-            return (x, y, self.kind.logits)
-        return lambda rows, kv_len: (x, y, rows)
+            return (x, y, -(-self.kind.logits // tile))
+        return lambda rows, kv_len: (x, y, -(-rows // tile))
 
 
 def padded_rows(rows: int) -> int:

@@ -268,10 +268,11 @@ class Attention(Maker):
         cache, n_heads = self.cache, self.n_heads
         q, q_stride, q_offset = low.source(self.q)
         variant = low.tuning.choose(attention_tiled_variant, cache.head_dim, n_heads)
+        prompts = low.kind.prompts
         low.emit(
             "attention_tiled",
             (low.step, cache.pages, q, cache.keys, cache.values, self, *self._sinks),
-            lambda rows, kv_len: (n_heads, -(-rows // variant.rows), 1),
+            lambda rows, kv_len: (n_heads, -(-rows // variant.rows) + prompts - 1, 1),
             common
             | {
                 "Q_STRIDE": q_stride,
@@ -285,6 +286,7 @@ class Attention(Maker):
                 "V_DEPTH": variant.v_depth(cache.head_dim),
                 "DOUBLE": variant.double,
                 "SINKS": self.sinks is not None,
+                "PROMPTS": prompts,
                 "SOFTWARE": low.device.software,
             },
             flops=lambda rows, kv_len: 2 * rows * self.width * (2 * kv_len - rows),
@@ -409,8 +411,9 @@ def attention_variant(
     most = max(1, 8 // per_lane)
     fitting = [heads for heads in range(1, min(group, most) + 1) if group % heads == 0]
     if tuning.software:
-        # Subgroups go through a barrier one after the other; large kernels compile for seconds.
-        heads, workgroup, batch = max(heads for heads in fitting if heads <= 2), 32, 1
+        # Subgroups go through a barrier one after the other, so a workgroup is one; large kernels
+        # compile for seconds.
+        heads, workgroup, batch = max(heads for heads in fitting if heads <= 3), 1, 1
     else:
         # Up to four, so that there are more workgroups; but the 5 or 7 of some models are
         # shared.

@@ -21,7 +21,12 @@ the lowest ids), min-p. Temperature 0 is greedy: the lowest id of the largest sc
 penalties and mask.
 
 Where several rows are of one sequence, tokens were drafted for all but its first. Penalties count
-the drafted tokens before a row, and a last kernel, sample_count, those that were right.
+the drafted tokens before a row, and a last kernel, sample_count, those that were right. Where a
+model on the GPU has drafted them, the host gets NO_TOKEN from there on where one was wrong.
+
+A draft model has a sampler of its own, that samples by the records of the other's sequences: its
+last kernel, sample_drafts, puts the tokens into the rows that are to be verified. Penalties there
+do not count what it has drafted before.
 
 Log probabilities of the sampled token and of the most probable ones are two more kernels, where a
 row asks for them: sample_tiles and sample_logprobs. They are those of the model itself: of its
@@ -33,7 +38,7 @@ A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,7 +48,7 @@ from numpy.typing import NDArray
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, Grid, dispatch
 from infer.kernels.gpu.shader import KernelSpec, Param
-from infer.kernels.state.step import MAX_LOGITS_ROWS, MAX_LOGPROBS, ROW, SAMPLING
+from infer.kernels.state.step import MAX_LOGPROBS, ROW, SAMPLING
 
 INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
 IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
@@ -120,19 +125,21 @@ class Sampler:
         *,
         max_rows: int = 1,
         sequences: int = 1,
-        chosen_rows: int = MAX_LOGITS_ROWS,
+        verified: tuple[Sampler, Buffer] | None = None,
     ) -> None:
-        """chosen_rows: of a step of which not all rows get logits, at most."""
+        """verified: of a draft model the sampler and the step buffer of the model that verifies."""
         self.device, self.vocab_size = device, vocab_size
         self.max_rows, self.sequences = max_rows, sequences
-        self._chosen_rows = min(chosen_rows, max_rows)
         self._stride = -(-vocab_size // 8) * 8
         self._tiles = -(-vocab_size // TILE)
         self.masks = np.zeros((sequences, -(-vocab_size // 32)), np.uint32)
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
-        self._dispatches: dict[tuple[SamplerChain, bool, bool], tuple[Dispatch, ...]] = {}
+        self._dispatches: dict[tuple[SamplerChain, int, bool, bool], tuple[Dispatch, ...]] = {}
+        self._drafts = verified is not None
+        if verified is not None:
+            self._records, self._buffers["verified"] = verified
         self.sampled = self._buffer("sampled")
         self._buffer("sampling")
 
@@ -176,20 +183,37 @@ class Sampler:
         return self._buffer("logprobs")
 
     def dispatches(
-        self, chain: SamplerChain, gather: bool, drafts: bool = False
+        self, chain: SamplerChain, gather: int, drafts: bool = False, unknown: bool = False
     ) -> tuple[Dispatch, ...]:
         """The kernels that sample one step, compiled on first use.
 
-        gather: logits row i belongs to step row step.logits_rows[i], for step.n_logits of them
-        (prefill); else logits row i is step row i (decode). Either way the rows of the next step
-        are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record asks for.
+        gather: logits row i belongs to step row step.logits_rows[i], for step.n_logits of them, at
+        most so many (prefill); 0: logits row i is step row i (decode). Either way the rows of the
+        next step are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record
+        asks for.
         drafts: rows of one sequence follow each other, and all but its first have drafted tokens;
-        the host writes the rows of the next step.
+        the host writes the rows of the next step. unknown: the host does not know what was drafted.
         """
-        key = chain, gather, drafts and chain.penalties  # which alone look at other rows
+        gather = min(gather, self.max_rows)
+        if self._drafts:
+            chain = self._own(chain)
+        # Else no row looks at others.
+        key = chain, gather, drafts and (chain.penalties or unknown), drafts and unknown
         if key not in self._dispatches:
             self._dispatches[key] = self._build(*key)
         return self._dispatches[key]
+
+    def _own(self, chain: SamplerChain) -> SamplerChain:
+        """What a draft model does of the other's chain: all that changes what is sampled, where
+        both have as many tokens, so that what is kept of each lies alike."""
+        same = self.vocab_size == self._records.vocab_size
+        return replace(
+            chain,
+            penalties=chain.penalties and same,
+            bias=chain.bias and same,
+            mask=False,
+            logprobs=False,
+        )
 
     def take_rows_of(self, sequences: Sequence[int]) -> None:
         """What `step_rows` makes the rows of the next step: those of these sequences, in this
@@ -216,16 +240,17 @@ class Sampler:
         self._owned.clear()
         self._dispatches.clear()
 
-    def _build(self, chain: SamplerChain, gather: bool, drafts: bool) -> tuple[Dispatch, ...]:
+    def _build(
+        self, chain: SamplerChain, gather: int, drafts: bool, unknown: bool
+    ) -> tuple[Dispatch, ...]:
         sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
         gathers = self._gathers(gather)
-        rows = self._chosen_rows
         tokens = sizes | gathers | {"STRIDE": self._stride}
         changes: dict[str, Param] = {
             "PENALTIES": chain.penalties,
             "BIAS": chain.bias,
             "MASK": chain.mask,
-            "DRAFTS": drafts,
+            "DRAFTS": drafts and chain.penalties,
         }
         counts = "counts" if chain.penalties else "no_counts"
         biases = "biases" if chain.bias else "no_biases"
@@ -252,14 +277,22 @@ class Sampler:
             **gathers,
             TILES=self._tiles,
             STRIDE=self._stride,
-            ROWS=rows if gather else 1,
-            PENALTIES=chain.penalties and not drafts,
+            ROWS=gather or 1,
+            PENALTIES=chain.penalties and not drafts and not self._drafts,
             DRAFTS=drafts,
         )
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
         if drafts:
-            spec = KernelSpec.of("sample_count", VOCAB=self.vocab_size, STRIDE=self._stride)
+            spec = KernelSpec.of(
+                "sample_count",
+                VOCAB=self.vocab_size,
+                STRIDE=self._stride,
+                COUNTS=chain.penalties,
+                ACCEPTS=unknown,
+            )
             kernels.append((spec, ("step", "sampled", counts)))
+        if self._drafts:
+            kernels.append((KernelSpec.of("sample_drafts"), ("step", "verified")))
         if chain.logprobs:
             kernels += self._ranking(tokens)
         return self._made(kernels, gather)
@@ -269,7 +302,7 @@ class Sampler:
         """The kernels of log probabilities alone, of all rows of a step: of the tokens that are
         written into `sampled`."""
         sizes = {"TILES": self._tiles, "VOCAB": self.vocab_size, "STRIDE": self._stride}
-        return self._made(self._ranking(sizes | self._gathers(False)), False)
+        return self._made(self._ranking(sizes | self._gathers(0)), 0)
 
     def _ranking(self, tokens: Mapping[str, Param]) -> list[_Kernel]:
         tiles = KernelSpec.of("sample_tiles", **tokens)
@@ -279,19 +312,19 @@ class Sampler:
             (logprobs, ("step", "logits", "tile_bests", "sampled", "logprobs")),
         ]
 
-    def _gathers(self, gather: bool) -> dict[str, Param]:
-        params: dict[str, Param] = {"GATHER": gather, "SEQUENCES": self.sequences}
+    def _gathers(self, gather: int) -> dict[str, Param]:
+        params: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
         return params | {"SOFTWARE": self.device.software, "MASK_WORDS": self.masks.shape[1]}
 
-    def _made(self, kernels: Sequence[_Kernel], gather: bool) -> tuple[Dispatch, ...]:
-        rows = self._chosen_rows
+    def _made(self, kernels: Sequence[_Kernel], gather: int) -> tuple[Dispatch, ...]:
         self.device.pipelines(spec for spec, _ in kernels)
         # A prefill chunk has more rows than logits, nearly always those of one row.
-        grid: Grid = (self._tiles, rows, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
+        grid: Grid = (self._tiles, gather, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
         others: dict[str, Grid] = {
             "sample_commit": (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1),
             "sample_count": (1, 1, 1),
-            "sample_logprobs": (1, rows, 1) if gather else lambda rows, _: (1, rows, 1),
+            "sample_drafts": (1, 1, 1),
+            "sample_logprobs": (1, gather, 1) if gather else lambda rows, _: (1, rows, 1),
         }
         result = []
         for spec, names in kernels:
@@ -310,6 +343,8 @@ class Sampler:
 
     def _buffer(self, name: str) -> Buffer:
         """The buffer of that name, allocated when it is first asked for."""
+        if self._drafts and name in ("sampling", "counts", "biases"):
+            return self._records._buffer(name)
         if name not in self._buffers:
             per_row = {
                 "sampled": 4,

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_LOGITS_ROWS = 8
+MAX_PROMPTS = 8  # whose tokens a step of prefill takes
+MAX_LOGITS_ROWS = MAX_PROMPTS
 MAX_LOGPROBS = 20  # of the most probable tokens
 MAX_STOP_IDS = 52
 NO_TOKEN = 0xFFFFFFFF  # what the sampler writes for a row that had already stopped
+
+Tokens = Sequence[int] | NDArray[np.integer]
 
 ROW = np.dtype(
     [
@@ -24,7 +27,9 @@ ROW = np.dtype(
         ("sequence", "<u4"),
         ("adapter", "<u4"),
         ("alive", "<u4"),
-        ("unused", "<u4", 3),
+        ("behind", "<u4"),
+        ("drafts", "<u4"),
+        ("place", "<u4"),
     ]
 )
 HEADER = np.dtype(
@@ -33,6 +38,7 @@ HEADER = np.dtype(
         ("n_logits", "<u4"),
         ("unused", "<u4", 6),
         ("logits_rows", "<u4", MAX_LOGITS_ROWS),
+        ("ends", "<u4", MAX_PROMPTS),
     ]
 )
 SAMPLING = np.dtype(
@@ -60,32 +66,65 @@ def step_bytes(rows: int) -> int:
 
 
 def pack_step(
-    tokens: Sequence[int] | NDArray[np.integer],
+    tokens: Tokens,
     position: int,
     *,
     sequence: int = 0,
-    adapter: int | Sequence[int] | NDArray[np.integer] = 0,
+    adapter: int | Tokens = 0,
     logits_rows: Sequence[int] = (),
 ) -> NDArray[np.uint8]:
     """The bytes of a step whose rows are consecutive tokens of one sequence from `position` on.
     adapter: of all rows, or of each; 0: none."""
+    return pack_prompts([(tokens, position, sequence, adapter)], logits_rows)
+
+
+def pack_prompts(
+    chunks: Sequence[tuple[Tokens, int, int, int | Tokens]], logits_rows: Sequence[int] = ()
+) -> NDArray[np.uint8]:
+    """The bytes of a step of such rows (tokens, position, sequence, adapter) of each of up to
+    MAX_PROMPTS sequences, one behind the other."""
+    ends = np.cumsum([len(tokens) for tokens, *_ in chunks])
     header = np.zeros(1, HEADER)
-    header["n_rows"], header["n_logits"] = len(tokens), len(logits_rows)
+    header["n_rows"], header["n_logits"] = ends[-1], len(logits_rows)
     header["logits_rows"][0, : len(logits_rows)] = logits_rows
-    rows = np.zeros(len(tokens), ROW)
-    rows["token"] = tokens
-    rows["position"] = np.arange(position, position + len(tokens))
-    rows["sequence"] = sequence
-    rows["adapter"] = adapter
+    header["ends"] = ends[-1]
+    header["ends"][0, : len(ends)] = ends
+    rows = np.zeros(ends[-1], ROW)
+    for end, (tokens, position, sequence, adapter) in zip(ends, chunks, strict=True):
+        own = rows[end - len(tokens) : end]
+        own["token"] = tokens
+        own["position"] = np.arange(position, position + len(tokens))
+        own["sequence"] = sequence
+        own["adapter"] = adapter
     rows["alive"] = 1
     return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
 
 
-def pack_rows(rows: Sequence[tuple[int, int, int, int]], count: int) -> NDArray[np.uint8]:
-    """The bytes of a step of these rows (token, position, sequence, adapter), and as many more, up
-    to `count`, as compute what the last of them does and leave nothing."""
+# Its token, position, sequence, adapter, and how many rows its states are behind.
+StepRow = tuple[int, int, int, int, int]
+
+
+def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
+    """The bytes of a step of these rows, and as many more, up to `count`, as compute what the last
+    of them does and leave nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"] = count
-    own = [(*row, 1, (0, 0, 0)) for row in rows]
-    own += [(*rows[-1], 0, (0, 0, 0))] * (count - len(rows))
+    own = [(*row, 1, behind, 0, 0) for *row, behind in rows]
+    own += [(*rows[-1][:-1], 0, 0, 0, 0)] * (count - len(rows))
     return np.concatenate([header.view(np.uint8), np.array(own, ROW).view(np.uint8)])
+
+
+def pack_drafting(
+    rows: Sequence[tuple[int, int, int, int, int, int]], count: int, behind: bool
+) -> NDArray[np.uint8]:
+    """The bytes of a draft model's first step of a round: for each sequence its last token and,
+    where some are behind, the one before it (both tokens, the position of the last, sequence, how
+    many to draft, and the row that takes the first of them). The first `count` rows go on; those
+    that are none compute nothing."""
+    header = np.zeros(1, HEADER)
+    header["n_rows"], header["n_logits"] = (1 + behind) * count, count
+    own = np.zeros((2, count), ROW)
+    for i, (before, last, position, sequence, drafts, place) in enumerate(rows):
+        own[0, i] = last, position, sequence, 0, 1, 0, drafts, place
+        own[1, i] = before, position - 1, sequence, 0, 1, 0, 0, 0
+    return np.concatenate([header.view(np.uint8), own.reshape(-1).view(np.uint8)])

@@ -5,9 +5,9 @@ struct Row {
   sequence: u32,
   adapter: u32,   // its number, from 1 (LoRA); 0: none
   alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
-  unused_0: u32,
-  unused_1: u32,
-  unused_2: u32,
+  behind: u32,    // rows of its sequence before it that its states have not taken in (recent.wgsl)
+  drafts: u32,    // of a draft model: how many tokens it is still to draft
+  place: u32,     // the row that takes the next of them, in the step that verifies them
 }
 
 struct Step {
@@ -20,5 +20,6 @@ struct Step {
   unused_4: u32,
   unused_5: u32,
   logits_rows: array<u32, 8>,  // which
+  ends: array<u32, 8>,  // of prefill: where the rows of a sequence end, and those of the next begin, if any do
   rows: array<Row>,
 }
