@@ -492,9 +492,10 @@ class Engine(TokenEngine):
         logits_of: tuple[int, ...] = ()
         logprobs = False
         chunk = None
-        if isinstance(answers[0], Text):
-            chunk = self._chunk(answers[0], work[0])
-            recording = self._text_recording(answers[0], kind, bool(chunk.rows), any(numbers))
+        text = answers[0]
+        if isinstance(text, Text):
+            chunk = self._chunk(text, work[0])
+            recording = self._text_recording(text, kind, bool(chunk.rows), any(numbers))
         else:
             ending = [cast(Answer, answers[i]) for i in last]
             chain = reduce(or_, (answer.chain for answer in ending)) if ending else None
@@ -516,7 +517,7 @@ class Engine(TokenEngine):
         self._rows = tuple(slots[i] for i in last) if sampled else None
         self._host_rows.difference_update(slots)
         # One that is scored takes longer, and says nothing of prompts.
-        is_prompt = count > MAX_VEC_ROWS and not isinstance(answers[0], Scored)
+        is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
         prefilled = count if is_prompt else 0
         self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
         for part, slot in zip(work, slots, strict=True):
