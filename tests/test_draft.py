@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from engines import build_engine
 from marks import others_full
-from reference_models import load
+from reference_models import DATA
 from test_batch import Soak
 from test_speculation import STEPS, WAYS, Taken, params_of, plainly, prompts_of, run
 from test_structured import masked
@@ -37,29 +37,12 @@ OTHER = "qwen3"  # knows as many tokens as all reference models
 
 
 @pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    with Device.open() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def engine_of(
-    own_device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Engine]:
-    """The engine of a case, for which another (or itself) drafts, made when first asked for."""
-    engines: dict[tuple[Any, ...], Engine] = {}
-
-    def folder(case: str) -> Path:
-        return load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
+def engine_of(engine_of: Callable[..., Engine]) -> Callable[..., Engine]:
+    """One for which another model (or the same) drafts."""
 
     def build(case: str, draft: str = "", **options: Any) -> Engine:
-        draft = draft or case
-        key = (case, draft, *sorted(options.items()))
-        if key not in engines:
-            own = {"speculate": "draft", "max_batch": 4} | options
-            engines[key] = build_engine(own_device, folder(case), draft=folder(draft), **own)
-        engines[key].forget()
-        return engines[key]
+        own = {"speculate": "draft", "max_batch": 4, "draft": DATA / (draft or case)} | options
+        return engine_of(case, **own)
 
     return build
 
