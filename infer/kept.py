@@ -9,19 +9,9 @@ from typing import Any, Literal, Unpack, overload
 
 from infer.kernels.errors import RequestError
 from infer.keywords import LOAD_NAMES, LoadOptions, Options, check_names
-from infer.llm import (
-    LLM,
-    Prompt,
-    Prompts,
-    Result,
-    Results,
-    Stream,
-    by_prompt,
-    check_options,
-    samples,
-    together,
-)
+from infer.llm import LLM, Prompt, Prompts, Stream, by_prompt, check_options, samples, together
 from infer.loading import load
+from infer.results import Result, Results
 
 
 @overload

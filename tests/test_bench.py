@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke, refused
 from marks import others_full
 from plans import random_weights
-from test_cli import invoke, refused
 from test_llm import report_free
 
 from infer.bench import measure as measure
@@ -328,7 +328,7 @@ def short(monkeypatch: pytest.MonkeyPatch, same_kernels: None) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
+def test_prefill_computes_what_is_not_cached_every_time(engine: Engine) -> None:
     row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).prefill(20)
     assert (row.test, row.tokens, len(row.seconds)) == ("pp20", 20, 2)
     assert (engine.timings.prefilled_tokens, engine.timings.reused_tokens) == (20, 0)
@@ -337,6 +337,11 @@ def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
     assert row.tps_deviation == pytest.approx(np.std(speeds, ddof=1))
     assert row.flops == measure.prefill_flops(engine.model, 20)
     assert row.flops_per_second == pytest.approx(row.flops / np.mean(row.seconds))
+    row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).prefill(20, cached=15)
+    assert (row.test, row.tokens, len(row.seconds)) == ("pp20, 15 cached", 20, 2)
+    assert (engine.timings.prefilled_tokens, engine.timings.reused_tokens) == (5, 15)
+    whole, first = (measure.prefill_flops(engine.model, count) for count in (20, 15))
+    assert row.flops == whole - first + 2 * 64 * 32  # the head's
 
 
 @pytest.mark.usefixtures("short")
@@ -396,7 +401,7 @@ def serving(
     options = EngineOptions(
         context=256,
         max_batch=max_batch,
-        cache_positions=max_batch * 256,
+        cache_positions=6 * 256,
         speculate=speculate,
     )
     return Engine(device, model, weights, options, draft=draft)
@@ -503,13 +508,15 @@ def test_a_load_of_requests(device: Device, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("short")
 def test_end_to_end(tmp_path: Path) -> None:
     counts = ("--prompt-tokens", 20, "-n", 4, "-r", 2, "--depth", 30, "--context", 256)
+    counts = (*counts, "--prefix", 0.9)
     done = invoke("bench", "--shape", "tiny", *counts, "--profile", "--save", tmp_path)
     assert done.exit_code == 0
     (path,) = tmp_path.iterdir()
     report = BenchReport.from_json(path.read_text(encoding="utf-8"))
-    assert done.stderr.splitlines()[1:6] == [
+    assert done.stderr.splitlines()[1:7] == [
         "loading tiny",
         "pp20",
+        "pp20, 18 cached",
         "tg4, tg4 sampled",
         "tg4 @ d30",
         "host and GPU of a step",
@@ -518,7 +525,8 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert path.name == report.file_name
     assert path.name.endswith("-tiny-bf16.json")
     assert done.stdout == format_report(report) + "\n"
-    assert [row.test for row in report.rows] == ["pp20", "tg4", "tg4 sampled", "tg4 @ d30"]
+    tests = ["pp20", "pp20, 18 cached", "tg4", "tg4 sampled", "tg4 @ d30"]
+    assert [row.test for row in report.rows] == tests
     assert all(len(row.seconds) == 2 for row in report.rows)
     assert report.random_weights
     assert report.context == 256
@@ -530,7 +538,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert report.gpu_seconds is not None
     assert 0 < report.submit_seconds < report.host_seconds
     assert report.gpu_seconds > 0
-    for row in report.rows[1:]:
+    for row in report.rows[2:]:
         assert row.share is not None
         assert row.bytes_per_token is not None
         assert row.share == pytest.approx(row.tps * row.bytes_per_token / report.copy_bandwidth)
@@ -540,13 +548,25 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert sum(kernel.calls for kernel in decode.kernels) == report.dispatches
     assert [p.host_seconds for p in report.profiles] == [None, *[report.host_seconds] * 2, None]
     assert prefill.step_seconds == pytest.approx(report.ttft_seconds[0])
-    assert deep.step_seconds == 1 / report.rows[3].tps
+    assert deep.step_seconds == 1 / report.rows[4].tps
     assert sampler.step_seconds is None
     assert min(profile.gpu_seconds for profile in report.profiles) > 0
     assert decode.kv_len == 3
     assert sum(k.nbytes for k in decode.kernels if k.kernel.startswith("matmul")) == 2 * (
         LAYERS + 64 * 32
     )
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("of", [("--shape", "tiny"), ("demo",)], ids=lambda of: of[-1])
+def test_an_invariant_engine(tmp_path: Path, of: tuple[str, ...]) -> None:
+    counts = ("--prompt-tokens", 8, "-n", 2, "-r", 1)
+    assert invoke("bench", *of, *counts, "--invariant", "--save", tmp_path).exit_code == 0
+    (path,) = tmp_path.iterdir()
+    report = BenchReport.from_json(path.read_text(encoding="utf-8"))
+    assert report.model_and_dtypes == f"{of[-1]} bf16, invariant"
+    assert path.name.endswith(f"-{of[-1]}-bf16-invariant.json")
 
 
 @pytest.mark.usefixtures("short")
@@ -585,6 +605,8 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "draft": "demo-draft"}, "say how likely they are to be"),
         ({"shape": "smollm2-135m", "accept": 0.5, "draft": "demo"}, "no shape"),
         ({"shape": "smollm2-135m", "accept": 0.5, "draft_rows": 8}, "From 1 to 7 tokens"),
+        ({"shape": "smollm2-135m", "prefix": 1.0}, "between 0 and 1, not 1.0"),
+        ({"shape": "smollm2-135m", "prefix": 0.5, "prompt_tokens": 1}, "prompt of one token"),
         ({"shape": "smollm2-135m", "context": -1}, "not -1"),
         ({"shape": "smollm2-135m", "prompt_tokens": 10**6}, "positions up to 8192"),
         ({"shape": "smollm2-135m", "format": "mlx"}, "A format is one of .*mlx-4bit"),

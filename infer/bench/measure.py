@@ -111,11 +111,12 @@ def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]
             yield layer, sum(min(length, window or length) for length in lengths)
 
 
-def prefill_flops(model: Decoder, tokens: int) -> int:
-    """Operations of a prefill: 2 for every value of a layer's matrices that a token multiplies
-    with, and of the head for the last token; 4 in attention for every query value and position
-    that it attends to. Those of an adapter beside the weights are left out."""
-    return _flops(model, range(1, tokens + 1), heads=1)
+def prefill_flops(model: Decoder, tokens: int, cached: int = 0) -> int:
+    """Operations of a prefill, for tokens that are not cached: 2 for every value of a layer's
+    matrices that a token multiplies with, and of the head for the last token; 4 in attention for
+    every query value and position that it attends to. Those of an adapter beside the weights are
+    left out."""
+    return _flops(model, range(cached + 1, tokens + 1), heads=1)
 
 
 def decode_flops(model: Decoder, prompt_tokens: int, tokens: int) -> int:
@@ -179,16 +180,19 @@ class EngineBench:
                 break
         return chosen
 
-    def prefill(self, tokens: int) -> Row:
+    def prefill(self, tokens: int, cached: int = 0) -> Row:
+        """cached: how many of the tokens are in the cache before."""
         ids = self._ids(tokens)
 
         def run() -> float:
-            self.engine.forget()  # nothing may be reused
+            self.engine.forget()  # nothing else may be reused
+            if cached:
+                self._generate(ids[:cached], replace(GREEDY, max_tokens=1))
             return self._generate(ids, replace(GREEDY, max_tokens=1))[0]
 
-        test = f"pp{tokens}"
+        test = f"pp{tokens}, {cached} cached" if cached else f"pp{tokens}"
         (seconds,) = self._repeat(test, run)
-        flops = prefill_flops(self.engine.model, tokens)
+        flops = prefill_flops(self.engine.model, tokens, cached)
         mean = statistics.fmean(seconds)
         return Row(
             test,

@@ -84,7 +84,9 @@ def run_bench(
     adapter: str | Path | None = None,
     revision: str | None = None,
     offline: bool = False,
+    invariant: bool = False,
     prompt_tokens: int | None = None,
+    prefix: float | None = None,
     decode_tokens: int | None = None,
     depths: Sequence[int] = (),
     batches: Sequence[int] = (),
@@ -100,9 +102,10 @@ def run_bench(
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, context, dtype, quantize, kv_dtype, adapter, revision, offline: as for `load`; a
-    shape's weights are bf16 where dtype and quantize are None, or packed as in checkpoints of a
-    `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the prefill test;
+    model, device, context, dtype, quantize, kv_dtype, adapter, revision, offline, invariant: as for
+    `load`; a shape's weights are bf16 where dtype and quantize are None, or packed as in
+    checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the
+    prefill test, of which there is one more with a prefix: the share that is in the cache before;
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
     that are in the cache before it. batches: of so many answers at once, after as many tokens each
     as the depths say, or 128. clients: of so many at once, each of which sends `repeats` requests,
@@ -123,6 +126,10 @@ def run_bench(
         )
     if accept is not None and not 0 <= accept <= 1:
         raise RequestError(f"A probability is a number from 0 to 1, not {accept}.")
+    if prefix is not None and not 0 < prefix < 1:
+        raise RequestError(f"A prefix is a share of the prompt between 0 and 1, not {prefix}.")
+    if prefix is not None and prompt_tokens == 1:
+        raise RequestError("A prompt of one token has nothing to be cached before it.")
     if draft_rows is not None and (accept is None or not 1 <= draft_rows <= MAX_DRAFT):
         raise RequestError(
             f"From 1 to {MAX_DRAFT} tokens can be drafted for a step, and it must be said how "
@@ -171,6 +178,7 @@ def run_bench(
         speculate="off" if accept is None else "lookup" if draft is None else "draft",
         draft=draft,
         draft_quantize=draft_quantize,
+        invariant=invariant,
         loading=loading,
     )
     lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
@@ -185,6 +193,9 @@ def run_bench(
         sizes = bench.sizes(prompt_tokens, decode_tokens, repeats, max(depths, default=1))
         bench.repeats = sizes.repeats
         prefill = bench.prefill(sizes.prompt)
+        cached = []
+        if prefix is not None:
+            cached = [bench.prefill(sizes.prompt, max(1, int(prefix * sizes.prompt)))]
         greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
         deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
         together = [bench.batch(rows, BATCH_TOKENS, depth) for rows, depth in batched]
@@ -221,7 +232,7 @@ def run_bench(
             commit=_commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             copy_bandwidth=bandwidth,
-            rows=(prefill, greedy, sampled, *deep.values(), *together, *drafted),
+            rows=(prefill, *cached, greedy, sampled, *deep.values(), *together, *drafted),
             ttft_seconds=(statistics.fmean(prefill.seconds), deviation(prefill.seconds)),
             sampled_share=sampled.tps / greedy.tps,
             host_seconds=host_seconds,
@@ -229,6 +240,7 @@ def run_bench(
             load_seconds=load_seconds,
             lora=lora,
             draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
+            invariant=invariant,
             dispatches=len(engine.recording("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
@@ -284,6 +296,7 @@ def open_engine(
     speculate: str = "off",
     draft: str | None = None,
     draft_quantize: str | None = None,
+    invariant: bool = False,
     loading: LoadProgress | None = None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
@@ -308,6 +321,7 @@ def open_engine(
         _check_model(model, options, needed)
         room = {"cache_positions": _room(context or DEFAULT_CONTEXT, needed, max_batch)}
         own = {"progress": loading, "max_batch": max_batch, "speculate": speculate, "engine": room}
+        own["invariant"] = invariant
         return _loaded(model, options | own)
     if shape is not None and model is None:
         if adapter is not None:
@@ -322,7 +336,7 @@ def open_engine(
             smaller = build_model(shape_config(draft))
             plan = plan_random(smaller.weights(), draft_quantize or stored).joined()
             drafts = Draft(draft, smaller, plan)
-        sizes = needed, max_batch, speculate
+        sizes = needed, max_batch, speculate, invariant
         return _random(shape, device, context, stored, kv_dtype, format, *sizes, drafts)
     raise RequestError(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
@@ -373,6 +387,7 @@ def _random(
     needed: int,
     max_batch: int,
     speculate: str,
+    invariant: bool,
     draft: Draft | None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """An engine of that shape on random weights."""
@@ -392,6 +407,7 @@ def _random(
             cache_positions=_room(positions, needed, max_batch),
             kv_dtype=kv_dtype,
             speculate=speculate,
+            invariant=invariant,
         ),
         may_shrink=("context",) if context is None and max_batch == 1 else (),
     )

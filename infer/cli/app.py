@@ -81,7 +81,8 @@ from infer.progress import (
 )
 
 if TYPE_CHECKING:
-    from infer.llm import LLM, Result, Stream
+    from infer.llm import LLM, Stream
+    from infer.results import Result
 
 app = typer.Typer(
     cls=Commands,
@@ -563,7 +564,7 @@ def pull(
     """
     with exit_codes(verbose):
         from infer.cli import cached
-        from infer.hub_cache import pull as fetch
+        from infer.hub.cache import pull as fetch
 
         with ProgressLine() as line:
             found = fetch(model, revision=revision, progress=partial(line.loading, "download"))
@@ -589,7 +590,7 @@ def list_(as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
     """
     with exit_codes(verbose):
         from infer.cli.cached import CachedReport
-        from infer.hub_cache import list_models
+        from infer.hub.cache import list_models
 
         show(CachedReport(list_models()), as_json)
 
@@ -628,7 +629,7 @@ def rm(
     """
     with exit_codes(verbose):
         from infer.cli import cached
-        from infer.hub_cache import find_deletion
+        from infer.hub.cache import find_deletion
 
         deletion = find_deletion(model, revision)
         if not yes and not cached.is_wanted(deletion):
@@ -773,6 +774,14 @@ def bench(
             "128 and 5, or less, so that a slow adapter ends in about a minute.",
         ),
     ] = None,
+    prefix: Annotated[
+        float | None,
+        bench_option(
+            "--prefix",
+            metavar="P",
+            help="Also prefill with this share of the prompt in the cache, such as 0.9.",
+        ),
+    ] = None,
     decode_tokens: Annotated[
         int | None,
         bench_option("--decode-tokens", "-n", metavar="N", help="Of every decode test."),
@@ -838,6 +847,7 @@ def bench(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
+    invariant: InvariantOption = False,
     adapter: AdapterOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
@@ -891,7 +901,9 @@ def bench(
                 adapter=adapter,
                 revision=revision,
                 offline=offline,
+                invariant=invariant,
                 prompt_tokens=prompt_tokens,
+                prefix=prefix,
                 decode_tokens=decode_tokens,
                 depths=depths,
                 batches=batches,

@@ -148,7 +148,7 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def names_in_cache(incomplete: str) -> list[str]:
-    from infer.hub_cache import cached_names
+    from infer.hub.cache import cached_names
     from infer.kernels.errors import InferError
 
     try:

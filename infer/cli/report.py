@@ -16,9 +16,10 @@ import infer
 from infer.inspection import Inspection
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Device, Limits
-from infer.llm import LLM, Result
+from infer.llm import LLM
 from infer.models.loading.checkpoint import listed
 from infer.progress import size, visible
+from infer.results import Result
 from infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
