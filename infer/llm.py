@@ -7,8 +7,9 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -18,22 +19,21 @@ from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine.constraint import Constraint, Constraints
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
-from infer.engine.pages import PoolStats
-from infer.engine.token_engine import EngineStats, Timings, TokenAnswer, TokenEngine
+from infer.engine.token_engine import EngineStats, TokenAnswer, TokenEngine
 from infer.foreign import shown
 from infer.kernels.errors import ClosedError, InferError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
-from infer.kernels.gpu.device import Device, MemoryStats
+from infer.kernels.gpu.device import Device
+from infer.kernels.state.step import MAX_LOGPROBS
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
 from infer.reading import Reading
+from infer.results import Chunk, LLMMemoryStats, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
 from infer.text.answer_reader import Pieces
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools import (
     Tool,
-    ToolCall,
-    ToolCallDelta,
     ToolChoice,
     add_deltas,
     check_tools,
@@ -48,130 +48,6 @@ Prompt = Chat | Sequence[int]
 # Lists of them. To type checkers a text is a list of texts too; here it is one.
 Chats = Sequence[str] | Sequence[Sequence[Message]]
 Prompts = Chats | Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class TopLogprob:
-    """A token that may come next, and the log probability that it does: of the model itself, before
-    any filter or penalty. text: as the token stands within a text, where it is special by its name,
-    and U+FFFD for a part of a character."""
-
-    token_id: int
-    logprob: float
-    text: str
-
-
-@dataclass(frozen=True)
-class TokenLogprob(TopLogprob):
-    """The same of the token that was chosen. top: the most probable in its place, best first."""
-
-    top: tuple[TopLogprob, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of a stream, which prints as its text: what is now certain (perhaps nothing), and the
-    token that led to it (None in the last piece, when text was held back). logprob is there when
-    asked for. reasoning and tool_calls: pieces of those, in answers to chats."""
-
-    text: str
-    token_id: int | None
-    logprob: TokenLogprob | None = None
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass
-class Result:
-    """A whole generation, which prints as its text.
-
-    token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
-    string), "tool_calls" ("stop", and it calls tools), "length" (max_tokens, or the context is
-    full) or "cancelled" (closed before its end). reasoning, tool_calls: what an answer to a chat
-    has beside its text. reasoning_tokens: those of token_ids that are reasoning. stop_string: the
-    one that ended it.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = "cancelled"
-    logprobs: list[TokenLogprob] | None = None
-    prompt_tokens: int = 0
-    timings: Timings = field(default_factory=Timings)
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    reasoning_tokens: int = 0
-    stop_string: str | None = None
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The answer as one of the messages of the next chat, where what was called stands in front
-        of its results: {"role": "tool", "tool_call_id", "content"} each."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in self.tool_calls
-            ]
-        return message
-
-    @property
-    def completion_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def prompt_tps(self) -> float:
-        """Prompt tokens computed per second, up to the first token that was generated."""
-        t = self.timings
-        return t.prefilled_tokens / t.prefill_seconds if t.prefill_seconds else 0.0
-
-    @property
-    def generation_tps(self) -> float:
-        """Tokens per second after the first one."""
-        t = self.timings
-        return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
-
-    @property
-    def step_tokens(self) -> float:
-        """Tokens of a step after the first token: more than one where some were drafted."""
-        steps = self.timings.decoded_tokens - self.timings.accepted_tokens
-        return self.timings.decoded_tokens / steps if steps else 0.0
-
-
-Results = Result | list[Result] | list[list[Result]]  # by what was asked for
-
-
-@dataclass(frozen=True)
-class Score:
-    """How likely a continuation is. logprob: of all its tokens, the sum of token_logprobs.
-    is_greedy: whether each of them is the most probable one in its place. tokens: how many."""
-
-    logprob: float
-    token_logprobs: list[float]
-    is_greedy: bool
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_logprobs)
-
-
-@dataclass(frozen=True)
-class LLMMemoryStats(MemoryStats):
-    """Those of the device, and the pages of the KV cache."""
-
-    cache: PoolStats
 
 
 class _Lazy:
@@ -577,6 +453,8 @@ class LLM:
         several = isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
         if several and not isinstance(prompt, Mapping | bytes | bytearray | memoryview):
             items: list[Any] = list(prompt)
+            if set(map(type, items)) <= {int}:
+                return items
             if items and all(isinstance(item, Mapping) for item in items):
                 return self.tokenizer.encode_chat(items, **template_args)
             if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
@@ -641,7 +519,7 @@ class LLM:
         self._engine.check_adapter(adapter)
         ids = self.encode(prompt)
         with self._call():
-            return np.concatenate(list(self._engine.score(ids, adapter)))
+            return np.concatenate(list(self._engine.logits(ids, adapter)))
 
     def score(
         self,
@@ -678,15 +556,18 @@ class LLM:
         self._engine.check_adapter(adapter)
         ids = self.encode(prompt)
         self._engine.check_prompt(ids, room=0)
-        found: list[TokenLogprob] = []
         with self._call():
-            for chunk in self._engine.score(ids, adapter):
-                rest = ids[len(found) + 1 :]
-                found += [
-                    self._logprob(token, logprobs(row, token, n))
-                    for row, token in zip(chunk, rest, strict=False)
-                ]
-        return found
+            return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter))]
+
+    def _ranked(self, ids: Sequence[int], n: int, adapter: str | None) -> Iterator[Logprobs]:
+        """Of all tokens but the first."""
+        if n <= MAX_LOGPROBS:
+            for part in self._engine.score(ids, n, adapter):
+                yield from part
+            return
+        given = iter(ids[1:])  # more than the GPU finds
+        for rows in self._engine.logits(ids[:-1], adapter) if len(ids) > 1 else ():
+            yield from (logprobs(row, next(given), n) for row in rows)
 
     def _logprob(self, token: int, chosen: Logprobs) -> TokenLogprob:
         own, best = chosen
@@ -719,15 +600,11 @@ class LLM:
     def _score(self, ids: Sequence[int], begin: int, adapter: str | None) -> Score:
         """Of ids from `begin` on."""
         values: list[float] = []
-        is_greedy, position = True, 0
-        for chunk in self._engine.score(ids[:-1], adapter):
-            first = max(begin - 1 - position, 0)  # row that says something of the continuation
-            for row, token in zip(chunk[first:], ids[position + first + 1 :], strict=False):
-                wide = row.astype(np.float64)
-                top = wide.max()
-                values.append(float(wide[token] - top - np.log(np.exp(wide - top).sum())))
-                is_greedy &= bool(wide.argmax() == token)
-            position += len(chunk)
+        is_greedy = True
+        ranked = zip(ids[1:], self._ranked(ids, 1, adapter), strict=True)
+        for token, (own, best) in islice(ranked, begin - 1, None):
+            values.append(own)
+            is_greedy &= best[0][0] == token
         return Score(math.fsum(values), values, is_greedy)
 
     def _chunks(

@@ -104,17 +104,14 @@ def test_an_example_runs_and_prints_what_it_says(
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(llm: LLM) -> Iterator[str]:
     """Of a server."""
-    from test_server import serving
+    from serving import serving
 
-    from infer.server.engine import InProcessEngine
+    from infer.server.engine import LLMClient
     from infer.server.service import ServerOptions, Service
 
-    with (
-        infer.load("demo", max_batch=2) as llm,
-        serving(Service(InProcessEngine(llm), ServerOptions())) as address,
-    ):
+    with serving(Service(LLMClient(llm), ServerOptions())) as address:
         yield address
 
 

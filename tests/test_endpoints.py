@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -11,33 +12,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
-from test_server import (
+from serving import (
     ANSWER,
     CHAT,
     COMPLETIONS,
     JSON,
     MESSAGES,
     STORY,
+    FakeAnswer,
     FakeEngine,
     answer,
     ask,
     connect,
     fake_service,
-    invoke,
     serving,
     streamed,
     wait_for,
 )
 
 from infer import LLM, DeviceError
-from infer.server.engine import InProcessEngine
+from infer.engine.token_engine import Timings
+from infer.server.engine import LLMClient
+from infer.server.metrics import Metrics
 from infer.server.service import ServerOptions, Service
 from infer.text.infill import Infill, find_infill
 
@@ -48,7 +49,7 @@ EMBEDDINGS = "/v1/embeddings"
 
 @pytest.fixture(scope="module")
 def service(llm: LLM) -> Service:
-    return Service(InProcessEngine(llm), ServerOptions())
+    return Service(LLMClient(llm), ServerOptions())
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def test_how_models_fill_in_the_middle(tokens: set[str], prompt: str | None) -> 
 
 
 def test_metrics_count_what_was_done(llm: LLM) -> None:
-    with serving(Service(InProcessEngine(llm), ServerOptions())) as address:
+    with serving(Service(LLMClient(llm), ServerOptions())) as address:
         whole = answer(address, CHAT, messages=MESSAGES)
         streamed(address, COMPLETIONS, prompt=STORY, max_tokens=4)
         _, data = ask(address, "/metrics")
@@ -215,6 +216,24 @@ def test_metrics_tell_what_engines_say() -> None:
     assert 'vllm:num_requests_running{model_name="fake"} 1.0' in lines
     assert 'vllm:num_requests_waiting{model_name="fake"} 2.0' in lines
     assert 'vllm:kv_cache_usage_perc{model_name="fake"} 0.4' in lines
+
+
+def test_metrics_count_drafts() -> None:
+    engine = FakeEngine()
+    engine.go_on.set()
+    metrics = Metrics()
+
+    async def read() -> None:
+        for drafted, accepted in ((5, 3), (2, 0)):
+            answer = FakeAnswer(engine)
+            answer.result.timings = Timings(drafted_tokens=drafted, accepted_tokens=accepted)
+            async for _ in metrics.watched("fake", answer):
+                pass
+
+    asyncio.run(read())
+    lines = metrics.text({}).decode().splitlines()
+    assert 'vllm:spec_decode_num_draft_tokens_total{model_name="fake"} 7.0' in lines
+    assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="fake"} 3.0' in lines
 
 
 def test_metrics_count_who_went_away() -> None:
@@ -264,14 +283,14 @@ def test_options_of_the_server_are_passed_on(monkeypatch: pytest.MonkeyPatch) ->
     # Not by its path: a test has imported the package anew.
     monkeypatch.setattr(import_module("infer.server.host"), "Host", host)
     flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict"
-    assert invoke("demo", *flags.split(), "--served-name", "mine").exit_code == 1
+    assert invoke("serve", "demo", *flags.split(), "--served-name", "mine").exit_code == 1
     monkeypatch.setenv("INFER_API_KEY", "c d")
-    assert invoke("demo", "--port", "0", "--log-level", "debug").exit_code == 1
+    assert invoke("serve", "demo", "--port", "0", "--log-level", "debug").exit_code == 1
     assert seen == [
         ServerOptions("mine", ["a", "b"], True, ["https://example.org"]),
         ServerOptions(api_keys=["c", "d"]),
     ]
-    assert invoke("demo", "--log-level", "chatty").exit_code == 2
+    assert invoke("serve", "demo", "--log-level", "chatty").exit_code == 2
 
 
 def test_keys_have_caches_of_their_own(llm: LLM) -> None:
@@ -284,7 +303,7 @@ def test_keys_have_caches_of_their_own(llm: LLM) -> None:
         found: int = json.loads(data)["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
 
-    with serving(Service(InProcessEngine(llm), options)) as address:
+    with serving(Service(LLMClient(llm), options)) as address:
         whole = len(body["prompt"]) - 1
         assert [cached(key) for key in ("one", "two", "one", "two")] == [0, 0, whole, whole]
         assert [cached("one", cache_salt="mine") for _ in range(2)] == [0, whole]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
@@ -39,23 +39,25 @@ from infer.engine.answers import (
     Embedding,
     InFlight,
     Prepared,
+    Scored,
     Staging,
+    Text,
 )
 from infer.engine.constraint import Asked, Constraint, masks_after
+from infer.engine.draft import Drafting, DraftModel, Loaded
 from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import MAX_DRAFT, Speculation
-from infer.engine.steps import HIDDEN, Steps
+from infer.engine.speculation import MAX_DRAFT, ModelSpeculation, Speculation
+from infer.engine.steps import HIDDEN, MAX_BATCH, SCORED, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
-from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
+from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
 from infer.kernels.gpu.device import Device
-from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.gpu.record import Copy, Part, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
@@ -66,13 +68,14 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import NO_TOKEN, StepRow, pack_prompts, pack_rows, pack_step
+from infer.kernels.state.step import NO_TOKEN, StepRow, pack_prompts, pack_rows
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams, logprobs
 
 _TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
+_DRAFTED = 4  # rows for each of many sequences that a draft model drafts for
 _PAUSE = 0.005  # between two steps, from where on they do not follow each other
 
 
@@ -86,13 +89,18 @@ class Engine(TokenEngine):
         weights: Mapping[str, GpuTensor],
         options: EngineOptions,
         adapters: Adapters = NO_ADAPTERS,
+        draft: Loaded | None = None,
     ) -> None:
-        """adapters: what lies beside the weights. Allocates everything but the weights and these.
-        Raises OutOfMemoryError."""
+        """adapters: what lies beside the weights. draft: a model that fits (`check_draft`), for
+        ways to speculate that need one. Allocates everything but the weights and these. Raises
+        OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
         self.config, self.slots = model.config, options.max_batch
         self.context, self.vocab_size = options.context, model.config.vocab_size
         self.adapters, self.adapter_names = adapters, adapters.names
+        draft_rows = options.draft_rows
+        if draft is not None:
+            draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
         self.steps = Steps(
             device,
             model,
@@ -105,7 +113,7 @@ class Engine(TokenEngine):
             max_batch=options.max_batch,
             n_pages=options.pages,
             invariant=options.invariant,
-            draft_rows=options.draft_rows,
+            draft_rows=draft_rows,
         )
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
@@ -128,20 +136,25 @@ class Engine(TokenEngine):
             snapshot_tail=_TAIL if self.states else 0,
             prompts=self.steps.prompts,
         )
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            self.draft = DraftModel(device, draft, options, self.steps, self.sampler)
         self.speculation: Speculation | None = None
         if options.speculate != "off":
-            measures = options.speculate == "auto"
-            self.speculation = Speculation(self.steps.draft_kinds, measures=measures)
+            by = Speculation if draft is None else ModelSpeculation
+            self.speculation = by(self.steps.draft_kinds, measures=options.speculate == "auto")
         self._draft_rows = 0  # of the next step with drafts
+        self._verified = [0, 0, 0]  # drafts, their tokens, and those that were right
+        self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
         self._in_flight: deque[InFlight] = deque()
         self._held: tuple[Batch, int] | None = None  # a step whose body alone is submitted
         self._submitted = 0
-        self._answers: dict[scheduler.Sequence, Answer | Embedding] = {}
-        self._embeds: set[bool] = set()  # whether by row: steps of hidden states that are made
-        self._inbox: deque[Answer | Embedding] = deque()  # those to begin, and those to cancel
+        self._answers: dict[scheduler.Sequence, Answer | Text] = {}
+        self._made: set[tuple[str, bool]] = set()  # steps of texts that are there, some by row
+        self._inbox: deque[Answer | Text] = deque()  # those to begin, and those to cancel
         self._turn = threading.Condition()
         self._leader: int | None = None  # the thread that submits and reads
         self._wanted = 0  # threads that wait for a turn, before the next step
@@ -163,6 +176,8 @@ class Engine(TokenEngine):
         self._rows: tuple[int, ...] | None = None
         self._host_rows: set[int] = set()  # slots of whose next rows the GPU does not know
         self._batch: Batch | None = None
+        if self.draft is not None:
+            self.draft.forget()
         self._drop_prepared()
 
     def warm_up(
@@ -181,7 +196,12 @@ class Engine(TokenEngine):
         recordings = [self.recording(kind, True, chain) for kind in kinds]
         if params.max_tokens != 1:
             few = [self.steps.drafts(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
-            recordings += [self.recording(kind, True, chain, drafts=True) for kind in few]
+            unknown = self.draft is not None
+            recordings += [
+                self.recording(kind, True, chain, drafts=True, unknown=unknown) for kind in few
+            ]
+        if self.draft is not None:
+            recordings += self.draft.recordings(prompt_tokens, chain)
         if not self.device.software:
             return
         first = {item.pipeline: item for r in recordings for item in r.dispatches}
@@ -192,10 +212,16 @@ class Engine(TokenEngine):
             if progress is not None:
                 progress(done, len(first))
 
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """As `Steps.compile`, of the draft model too."""
+        self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
+
     def compile_batches(self, params: SamplingParams) -> None:
         """Have compiled what an answer that joins others takes beside what it would alone."""
         self.steps.compile_batches()
         self.sampler.dispatches(self._chain(params), gather=self.steps.prompts)
+        if self.draft is not None:
+            self.draft.steps.compile_batches(prompts=False)
 
     @property
     def gpu(self) -> AdapterInfo:
@@ -282,7 +308,7 @@ class Engine(TokenEngine):
         length = table_length(rope, len(ids))
         return scheduler.Sequence(ids, limit=part, key=(*key, length), group=length, ahead=ahead)
 
-    def cancel(self, answer: Answer | Embedding) -> None:
+    def cancel(self, answer: Answer | Text) -> None:
         """Safe at any time, in any thread, and twice."""
         if not (answer.ended or answer.cancelled):
             answer.cancelled = True
@@ -333,7 +359,8 @@ class Engine(TokenEngine):
         running = len(scheduler.running) + len(scheduler.prefilling)
         memory = self.device.memory_stats()
         waiting = len(scheduler.waiting) + new
-        return EngineStats(memory, self.pool.stats, running, waiting, scheduler.preemptions)
+        counts = scheduler.preemptions, *self._verified
+        return EngineStats(memory, self.pool.stats, running, waiting, *counts)
 
     def close(self) -> None:
         with self.turn():
@@ -447,6 +474,10 @@ class Engine(TokenEngine):
             self._give_pages(slot, part.sequence.pages)
             if part.copy is not None:
                 before += self.steps.cache.copies(*part.copy, part.start % PAGE)
+                if self.draft is not None:
+                    before += self.draft.copies(*part.copy, part.start % PAGE)
+            if part.first and self.draft is not None:
+                self.draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
                 before += copies(self.states, slot, part.restore, back=True)
         self._rotate_for(answers[0].table_length)
@@ -461,9 +492,9 @@ class Engine(TokenEngine):
         logits_of: tuple[int, ...] = ()
         logprobs = False
         chunk = None
-        if isinstance(answers[0], Embedding):
-            chunk = Chunk.of(answers[0], work[0])
-            recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, any(numbers))
+        if isinstance(answers[0], Text):
+            chunk = self._chunk(answers[0], work[0])
+            recording = self._text_recording(answers[0], kind, bool(chunk.rows), any(numbers))
         else:
             ending = [cast(Answer, answers[i]) for i in last]
             chain = reduce(or_, (answer.chain for answer in ending)) if ending else None
@@ -484,9 +515,13 @@ class Engine(TokenEngine):
             self.queue.submit(piece, count, longest, ())
         self._rows = tuple(slots[i] for i in last) if sampled else None
         self._host_rows.difference_update(slots)
-        prefilled = count if count > MAX_VEC_ROWS else 0
+        # One that is scored takes longer, and says nothing of prompts.
+        is_prompt = count > MAX_VEC_ROWS and not isinstance(answers[0], Scored)
+        prefilled = count if is_prompt else 0
         self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
         for part, slot in zip(work, slots, strict=True):
+            if self.draft is not None and part.sequence.shares:
+                self.draft.follow(self.queue, part.sequence, slot, part.start + part.count)
             if part.save is not None:
                 self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, part.save, back=False))
 
@@ -528,7 +563,11 @@ class Engine(TokenEngine):
         for sequence, slot in zip(batch.sequences, batch.slots, strict=True):
             longest = max(longest, sequence.computed)
             if len(sequence.pages) != len(self._pages[slot]):
+                if self.draft is not None:
+                    self.draft.forget_pages(sequence.pages[len(self._pages[slot]) :])
                 self._give_pages(slot, sequence.pages)
+        if self.draft is not None and not work.drafts:
+            self._drop_prepared()  # there is nothing to be drafted
         prepared = None if self._prepared is None else self._take_prepared(batch, self._prepared)
         if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
@@ -617,6 +656,10 @@ class Engine(TokenEngine):
         self.scheduler.in_step = any(counts)
         if self.scheduler.in_step:
             self._draft_rows = len(running) + sum(counts)
+            self._drafting = sum(map(bool, counts)), max(counts)
+            if self.draft is not None and self._prepared is not None:  # then from the next step on
+                depth = self._prepared.drafting[1]
+                counts = [depth if count else 0 for count in counts]
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
             known = guess is not None and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
@@ -634,6 +677,7 @@ class Engine(TokenEngine):
         sampled: list[scheduler.Sequence] = []
         drafted: list[int | None] = []
         first: list[int] = []  # row of each sequence
+        drafting: list[Drafting] = []
         each = zip(batch.sequences, batch.slots, drafts, behind, strict=True)
         for sequence, slot, draft, own_behind in each:
             first.append(len(rows))
@@ -641,38 +685,56 @@ class Engine(TokenEngine):
             number = self.adapters.number(answer.adapter)
             position = len(sequence.tokens) - 1
             for i, token in enumerate((sequence.tokens[-1], *draft)):
-                rows.append((token, position + i, slot, number, 0 if i else own_behind))
+                known = 0 if token == NO_TOKEN else token
+                rows.append((known, position + i, slot, number, 0 if i else own_behind))
                 drafted.append(token if i else None)
             sampled += [sequence] * (1 + len(draft))
+            if draft and self.draft is not None:
+                drafting.append(Drafting(sequence, slot, len(draft), first[-1] + 1))
             if draft:
                 self._host_rows.add(slot)
             else:
                 self._host_rows.discard(slot)
             answer.timings.drafted_tokens += len(draft)
         count = len(rows)
-        if prepared is not None and prepared.rows < count:
-            self.queue.drop(prepared.commands)
+        of = len(drafting), max(map(len, drafts))
+        if prepared is not None and (
+            prepared.rows < count or any(n < m for n, m in zip(prepared.drafting, of, strict=True))
+        ):
+            self._drop(prepared)
             prepared = None
-        count = count if prepared is None else prepared.rows
+        if prepared is not None:
+            count, of = prepared.rows, prepared.drafting
+        longest += max(map(len, drafts))
         self._write_masks(batch.masked)
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
+        if self.draft is not None and drafting:
+            is_behind = self.draft.begin_round(self.queue, drafting, of[0])
+            if prepared is not None:
+                self.queue.send(prepared.first[is_behind])
+                self.queue.drop(prepared.first[not is_behind])
+            else:  # the GPU drafts while the host records what verifies it
+                parts = self.draft.first(of[0], batch.chain, longest, is_behind)
+                for part in (*parts, *self.draft.others(*of, batch.chain, longest)):
+                    self.queue.submit(*part, ())
         self._submit(
             self._verifying(batch, count),
             count,
-            longest + max(map(len, drafts)),
+            longest,
             tuple(sampled),
             tuple(first[i] for i in batch.logits_of),
             batch.logprobs,
             sequences=len(batch.sequences),
             drafts=tuple(drafted),
+            depth=of[1],
             commands=None if prepared is None else prepared.commands,
         )
 
     def _verifying(self, batch: Batch, rows: int) -> Recording:
         """What a step with drafts dispatches."""
-        kind = self.steps.drafts(rows)
-        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True)
+        kind, unknown = self.steps.drafts(rows), self.draft is not None
+        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True, unknown=unknown)
 
     def _prepare(self) -> None:
         """Record the next step of a batch while one runs: there are to be drafts in it."""
@@ -682,12 +744,21 @@ class Engine(TokenEngine):
         if len(self._in_flight) > 1 or self.scheduler.has_prompts:
             return  # another comes first
         longest = max(s.computed + s.drafted for s in batch.sequences) + 1 + MAX_DRAFT
-        rows, number = self._draft_rows, self._submitted
+        longest = min(longest, self.context)
+        rows, number, drafting = self._draft_rows, self._submitted, self._drafting
         staging = self._staging[number % len(self._staging)]
         copies = self._read_back(staging, rows, batch.logprobs)
-        of = rows, min(longest, self.context), copies
-        commands = self.queue.record(self._verifying(batch, rows), *of)
-        self._prepared = Prepared(batch, rows, number, commands)
+        before: list[Part] = []
+        first: tuple[Any, ...] = ()
+        if self.draft is not None:
+            before = self.draft.others(*drafting, batch.chain, longest)
+            ways = (
+                self.draft.first(drafting[0], batch.chain, longest, behind)
+                for behind in (False, True)
+            )
+            first = tuple(self.queue.record(*sampling, (), [step]) for step, sampling in ways)
+        commands = self.queue.record(self._verifying(batch, rows), rows, longest, copies, before)
+        self._prepared = Prepared(batch, rows, drafting, number, commands, first)
 
     def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -701,8 +772,12 @@ class Engine(TokenEngine):
 
     def _drop_prepared(self) -> None:
         if self._prepared is not None:
-            self.queue.drop(self._prepared.commands)
+            self._drop(self._prepared)
             self._prepared = None
+
+    def _drop(self, prepared: Prepared) -> None:
+        for commands in (prepared.commands, *prepared.first):
+            self.queue.drop(commands)
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
@@ -723,17 +798,18 @@ class Engine(TokenEngine):
         joins: bool = False,
         body: bool = True,
         drafts: bool = False,
+        unknown: bool = False,
     ) -> Recording:
         """by_row: some of its rows have adapters. joins: its rows are taken from the table of
-        sequences first. drafts: they may have drafted tokens."""
-        key = (kind, by_row, head, chain, joins, body, drafts)
+        sequences first. drafts: they may have drafted tokens. unknown: to the host."""
+        key = (kind, by_row, head, chain, joins, body, drafts, unknown)
         if key not in self._recordings:
             plan = self.steps.plan(kind, by_row)
             dispatches = [self.sampler.step_rows] if joins else []
             dispatches += [*(plan.body if body else ()), *(plan.head if head else ())]
             if chain is not None:
                 gather = self.steps.gathers(kind)
-                dispatches += self.sampler.dispatches(chain, gather=gather, drafts=drafts)
+                dispatches += self.sampler.dispatches(chain, gather, drafts, unknown)
             self._recordings[key] = Recording(dispatches)
         return self._recordings[key]
 
@@ -749,9 +825,10 @@ class Engine(TokenEngine):
         chunk: Chunk | None = None,
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
+        depth: int = 0,
         commands: Any = None,
     ) -> None:
-        """commands: it was recorded before."""
+        """depth: steps of a draft model before it. commands: it was recorded before."""
         staging = self._staging[self._submitted % len(self._staging)]
         self._submitted += 1
         read_back = self._read_back(staging, len(sampled), logprobs)
@@ -761,15 +838,16 @@ class Engine(TokenEngine):
                 to = staging.rows(len(logits_of) * row), at * row
                 read_back.append(Copy((self.steps.logits, i * row), to, nbytes))
         if chunk is not None and chunk.rows:
-            row = 4 * stride(self.model.config.hidden_size)
-            nbytes, begin = len(chunk.rows) * row, chunk.rows.start * row
-            read_back.append(Copy((self.steps.hidden, begin), (staging.rows(nbytes), 0), nbytes))
+            nbytes, begin = (4 * chunk.words * n for n in (len(chunk.rows), chunk.rows.start))
+            read_back.append(Copy((chunk.buffer, begin), (staging.rows(nbytes), 0), nbytes))
         if commands is None:
             submission = self.queue.submit(recording, rows, kv_len, read_back)
         else:
             submission = self.queue.send(commands)
         now = time.perf_counter()
-        kind = self.steps.rows_of(rows) if drafts else 0
+        kind: Hashable = 0
+        if drafts and self.speculation is not None:
+            kind = self.speculation.kind(sequences, self.steps.rows_of(rows), depth)
         of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, now
         self._in_flight.append(InFlight(submission, staging, *of))
 
@@ -794,11 +872,12 @@ class Engine(TokenEngine):
         else:
             self.queue.wait(step.submission)
         if step.logits_of:
-            values = self._read_rows(step, len(step.logits_of), self.vocab_size)
+            words = stride(self.vocab_size)
+            values = self._read_rows(step, len(step.logits_of), words, self.vocab_size)
             logits = dict(zip(step.logits_of, values, strict=True))
-        chunk, hidden = step.chunk, None
+        chunk, of_text = step.chunk, None
         if chunk is not None and chunk.rows:
-            hidden = self._read_rows(step, len(chunk.rows), self.model.config.hidden_size)
+            of_text = self._read_rows(step, len(chunk.rows), chunk.words, chunk.width)
         ranked: dict[int, NDArray[Any]] = {}
         if step.logprobs:
             nbytes = LOGPROBS_BYTES * len(step.rows)
@@ -819,8 +898,8 @@ class Engine(TokenEngine):
                     answer.timings.accepted_tokens += 1
                 self._take_token(answer, ids[i], logits.get(i), ranked.get(i), now)
         if chunk is not None and not chunk.text.ended:
-            if hidden is not None:
-                chunk.pool(hidden)
+            if of_text is not None:
+                chunk.text.take(chunk.start, of_text)
             if chunk.last:
                 self._end(chunk.text)
         if self._held is not None and not self._awaits_tokens(self._held[0]):
@@ -844,16 +923,27 @@ class Engine(TokenEngine):
         rows: list[int] = []
         counts: dict[scheduler.Sequence, int] = {}
         for i, (sequence, drafted) in enumerate(zip(step.rows, step.drafts, strict=True)):
-            if drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted):
+            if drafted == NO_TOKEN:  # the GPU has compared it
+                right = ids[i] != NO_TOKEN
+            else:
+                right = drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted)
+            if right:
                 rows.append(i)
                 counts[sequence] = counts.get(sequence, -1) + 1
         for sequence, count in counts.items():
+            answer = self._answers.get(sequence)
+            for i, new in enumerate((sequence.drafted > 0, sequence.drafted, count)):
+                self._verified[i] += new
+            if self.draft is not None and sequence.drafted and sequence.state == "running":
+                self.draft.accepted(sequence, sequence.drafted, count)
+                if isinstance(answer, Answer) and answer.guess is not None:
+                    answer.guess.verified(sequence.drafted, count)
             self.scheduler.accept(sequence, count)
         return rows
 
-    def _read_rows(self, step: InFlight, count: int, width: int) -> NDArray[np.float32]:
+    def _read_rows(self, step: InFlight, count: int, words: int, width: int) -> NDArray[np.float32]:
         """[count, width]: what was read back of a step."""
-        nbytes = 4 * count * stride(width)
+        nbytes = 4 * count * words
         raw = self.queue.read(step.staging.rows(nbytes), nbytes, step.submission)
         return raw.view(np.float32).reshape(count, -1)[:, :width]
 
@@ -932,7 +1022,7 @@ class Engine(TokenEngine):
         self._host_rows.discard(slot)
         self._rows = None
 
-    def _end(self, answer: Answer | Embedding, *, at_once: bool = False) -> None:
+    def _end(self, answer: Answer | Text, *, at_once: bool = False) -> None:
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
@@ -966,27 +1056,75 @@ class Engine(TokenEngine):
             if answer.ended:  # it only had a state to be saved
                 self._end(answer, at_once=True)
 
+    # Texts
+
+    def _chunk(self, text: Text, work: Prefill) -> Chunk:
+        steps, rows = self.steps, text.rows(work)
+        if isinstance(text, Embedding):
+            width = self.model.config.hidden_size
+            of = steps.hidden, stride(width), width
+        elif isinstance(text, Scored) and text.given is not None:
+            given = np.array(text.given[work.start : work.start + work.count], np.uint32)
+            self.device.write(self._ranker.sampled, given)
+            of = self._ranker.logprobs, LOGPROBS_BYTES // 4, LOGPROBS_BYTES // 4
+        else:
+            of = steps.scored, stride(self.vocab_size), self.vocab_size
+        return Chunk(text, work.start, work.last, rows, *of)
+
+    def _text_recording(self, text: Text, kind: str, head: bool, by_row: bool) -> Recording:
+        if isinstance(text, Embedding):
+            return self.recording(HIDDEN + kind, head, None, by_row)
+        ranked = isinstance(text, Scored) and text.given is not None
+        key = SCORED, by_row, ranked
+        if key not in self._recordings:
+            plan = self.steps.plan(SCORED, by_row)
+            ranking = self._ranker.ranking if ranked else ()
+            self._recordings[key] = Recording((*plan.body, *plan.head, *ranking))
+        return self._recordings[key]
+
+    @cached_property
+    def _ranker(self) -> Sampler:
+        """Of the logits of all rows, of which nothing is sampled."""
+        steps, rows = self.steps, self.steps.scored_rows
+        return Sampler(self.device, self.vocab_size, steps.scored, steps.step, max_rows=rows)
+
+    def _make(self, kinds: Iterable[str], adapter: str | None) -> None:
+        """Steps of texts, when the first comes: what fails here fails for nobody else."""
+        missing = {(kind, adapter is not None) for kind in kinds} - self._made
+        if missing:
+            with self.turn():
+                for kind, by_row in missing:
+                    self.steps.plan(kind, by_row)
+                if (SCORED, adapter is not None) in missing:
+                    _ = self._ranker.ranking, self._ranker.logprobs
+            self._made |= missing
+
+    def _text_sequence(
+        self, ids: Sequence[int], adapter: str | None, chunk: int = 1 << 30
+    ) -> scheduler.Sequence:
+        """Nothing in the cache is reused, because a position in it has no hidden state any more,
+        and nothing is left there."""
+        length = table_length(self.model.config.rope, len(ids))
+        key = adapter, length
+        return scheduler.Sequence(ids, limit=0, key=key, group=length, shares=False, chunk=chunk)
+
     # Embedding
 
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
     ) -> Generator[NDArray[np.float64], None, None]:
-        """Computed beside what else is generated. Nothing in the cache is reused, because a
-        position in it has no hidden state any more, and nothing is left there."""
+        """Computed beside what else is generated."""
         for ids in texts:
             self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
-        by_row = adapter is not None
-        if by_row not in self._embeds:
-            with self.turn():  # what fails here fails for nobody else
-                for kind in self.steps.rows:
-                    self.steps.plan(HIDDEN + kind, by_row)
-                self._embeds.add(by_row)
+        self._make((HIDDEN + kind for kind in self.steps.rows), adapter)
         # A few at a time, so that an answer that comes meanwhile need not wait for all of them.
         running: deque[Embedding] = deque()
         try:
             for ids in texts:
-                running.append(self._begin_text(ids, pooling, adapter))
+                text = Embedding(ids, adapter, self._text_sequence(ids, adapter), pooling)
+                self._inbox.append(text)
+                running.append(text)
                 if len(running) > self.options.ahead:
                     yield self._pooled(running[0])
                     running.popleft()
@@ -996,14 +1134,6 @@ class Engine(TokenEngine):
         finally:
             for text in running:
                 self.cancel(text)
-
-    def _begin_text(self, ids: Sequence[int], pooling: str, adapter: str | None) -> Embedding:
-        length = table_length(self.model.config.rope, len(ids))
-        key = adapter, length
-        sequence = scheduler.Sequence(ids, limit=0, key=key, group=length, shares=False)
-        text = Embedding(ids, pooling, adapter, sequence)
-        self._inbox.append(text)
-        return text
 
     def _pooled(self, text: Embedding) -> NDArray[np.float64]:
         """Waited for. Raises ModelError for what is not finite."""
@@ -1019,27 +1149,36 @@ class Engine(TokenEngine):
     # Scoring
 
     def score(
-        self, ids: Sequence[int], adapter: str | None = None
-    ) -> Generator[NDArray[np.float32], None, None]:
-        """Nothing in the cache is reused, because a position in it has no logits any more."""
+        self, ids: Sequence[int], n: int, adapter: str | None = None
+    ) -> Generator[list[Logprobs], None, None]:
+        """Computed beside what else is generated. n: MAX_LOGPROBS at most."""
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
-        row = 4 * stride(self.vocab_size)
-        # Of more than a few rows, matmul writes whole tiles.
-        whole = self.device.limits.max_binding >= 128 * row
-        rows = min(self.steps.rows["prefill"], 128 if whole else MAX_VEC_ROWS)
-        with self.alone(), self.device.scope():
-            self._rotate_for(table_length(self.model.config.rope, len(ids)))
-            logits = self.device.buffer(padded_rows(rows) * row, label="logits of all rows")
-            number = self.adapters.number(adapter)
-            plan = self.steps.lower(StepKind(rows), logits, number > 0).place(Arena(self.device))
-            recording = Recording((*plan.body, *plan.head))
-            for start in range(0, len(ids), rows):
-                part = ids[start : start + rows]
-                self.device.write(self.steps.step, pack_step(part, start, adapter=number))
-                self.queue.submit(recording, len(part), start + len(part), ())
-                values = self.device.read(logits, np.float32, len(part) * row // 4)
-                yield values.reshape(len(part), -1)[:, : self.vocab_size]
+        for part in self._parts(ids[:-1], ids[1:], adapter) if len(ids) > 1 else ():
+            yield [_ranked(row, n) for row in part.view(LOGPROB)]
+
+    def logits(
+        self, ids: Sequence[int], adapter: str | None = None
+    ) -> Generator[NDArray[np.float32], None, None]:
+        """As `score`."""
+        self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self._parts(ids, None, adapter)
+
+    def _parts(
+        self, ids: Sequence[int], given: Sequence[int] | None, adapter: str | None
+    ) -> Iterator[NDArray[np.float32]]:
+        self._make((SCORED,), adapter)
+        sequence = self._text_sequence(ids, adapter, self.steps.scored_rows)
+        text = Scored(ids, adapter, sequence, given)
+        self._inbox.append(text)
+        try:
+            while not (text.ended and not text.parts):
+                self.wait(lambda: bool(text.parts) or text.ended)
+                while text.parts:
+                    yield text.parts.popleft()
+        finally:
+            self.cancel(text)
 
 
 def _logprobs(
@@ -1056,8 +1195,13 @@ def _logprobs(
         assert logits is not None  # asked for
         return logprobs(logits, token, n)
     assert ranked is not None  # a stage of its chain
-    best = ranked[1 : 1 + n]
-    return float(ranked["logprob"][0]), best[best["token"] != NO_TOKEN].tolist()
+    return _ranked(ranked, n)
+
+
+def _ranked(row: NDArray[Any], n: int) -> Logprobs:
+    """row: its LOGPROB records."""
+    best = row[1 : 1 + n]
+    return float(row["logprob"][0]), best[best["token"] != NO_TOKEN].tolist()
 
 
 def _slot(sequence: scheduler.Sequence) -> int:

@@ -23,6 +23,7 @@ from infer.kernels.errors import RequestError
 
 AGEING = 64  # later sequences that one of the next higher priority may overtake
 HEADROOM = 256  # positions for an answer that must be there before it is begun
+COPIED = 8  # tokens that are computed rather than copied a step later
 
 State = Literal["waiting", "prefill", "running", "ended"]
 
@@ -34,10 +35,10 @@ class Sequence:
     slot: of the step, both while it has them. computed: positions that are in the cache, or will be
     when what is submitted has run; settled: those that states have taken in, where layers have
     some: drafted tokens that were right only are by the next step. in_flight: tokens that are
-    sampled by steps not yet read.
-    reused: positions of the prompt that were cached when it was first begun. draft: tokens that may
-    come next, for its next step to verify. drafted: how many a step in flight does; they count
-    among computed and in_flight from when they are read (`Scheduler.accept`).
+    sampled by steps not yet read. reused: positions of the prompt that were cached when it was
+    first begun. draft: tokens that may come next, for its next step to verify. drafted: how many a
+    step in flight does; they count among computed and in_flight from when they are read
+    (`Scheduler.accept`). followed: positions that a draft model has in its cache.
     """
 
     def __init__(
@@ -50,22 +51,24 @@ class Sequence:
         group: Hashable = None,
         ahead: int = 1 << 30,
         shares: bool = True,
+        chunk: int = 1 << 30,
     ) -> None:
         """limit: tokens to generate at most. 0: none, and it is to be cancelled when the last chunk
         of the prompt has been read. key: what keys and values depend on beside the tokens.
         priority: higher ones are begun first. group: of those that can share a decode step. ahead:
         tokens in flight at most. shares: whether it takes from the cache what others have left
-        there, and leaves what it has; else all of its prompt is computed."""
+        there, and leaves what it has; else all of its prompt is computed. chunk: tokens of its
+        prompt in a step, at most."""
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.limit, self.key, self.priority = limit, key, priority
         self.group: Any = group
-        self.ahead, self.shares = ahead, shares
+        self.ahead, self.shares, self.chunk = ahead, shares, chunk
         self.pages: list[int] = []
         self.slot: int | None = None
         self.computed = self.settled = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
         self.draft: Ids[int] = ()
-        self.drafted = 0
+        self.drafted = self.followed = 0
         self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first
@@ -286,7 +289,7 @@ class Scheduler:
         if sequence is None or not _fits(sequence, others):
             return None
         start, length = sequence.computed, len(sequence.tokens)
-        end = min(start + most, length)
+        end = min(start + min(most, sequence.chunk), length)
         if until := next((position for position in sequence.saves if position > start), 0):
             end = min(end, until)
             if end == until:
@@ -305,7 +308,7 @@ class Scheduler:
     ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
         """Give it a slot and pages for its tokens, if there is room for some of its answer too:
         itself, the page to copy and the snapshot to restore. Not in the step of others that write
-        what it would copy."""
+        a page of which it would copy more than some tokens."""
         alone = not self.running and not self.prefilling
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
             return None
@@ -317,12 +320,18 @@ class Scheduler:
         # The last token's row is what is sampled from.
         limit = length - 1 if sequence.shares else 0
         match = pool.match(sequence.tokens, sequence.key, limit)
-        if match.partial is not None and any(
-            match.partial[0] in chunk.sequence.pages[chunk.start // pool.page_size :]
+        unwritten = {
+            page
             for chunk in others
-        ):
+            for page in chunk.sequence.pages[chunk.start // pool.page_size :]
+        }
+        if match.partial is not None and match.partial[0] in unwritten:
+            most = match.length
             pool.unmatch(match, limit)
-            return None
+            match = pool.match(sequence.tokens, sequence.key, limit, unwritten)
+            if most - match.length > COPIED:
+                pool.unmatch(match, limit)
+                return None
         while need - len(match.pages) > pool.available:
             pool.unmatch(match, limit)
             if match.partial is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
@@ -33,6 +33,7 @@ from infer.models.loading.lora import Adapters
 
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
 PACKED = "packed "  # and of those of several prompts
+SCORED = "scored"  # the kind of step of one sequence that gives the logits of all rows
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
@@ -49,9 +50,9 @@ class Steps:
     batches: of the kinds of which each row names its own, from the smallest; where tokens are
     drafted several rows may be of one, at consecutive positions: such steps have as many as one of
     draft_kinds, and, where layers have a state, are of a kind of their own. Each of `rows` has a
-    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows. prompts:
-    sequences of a step of prefill, at most; for several those of many rows have a kind, too, PACKED
-    before its name.
+    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows; SCORED has
+    scored_rows. prompts: sequences of a step of prefill, at most; for several those of many rows
+    have a kind, too, PACKED before its name.
     """
 
     def __init__(
@@ -69,15 +70,22 @@ class Steps:
         n_pages: int,
         invariant: bool,
         draft_rows: int = 0,
+        pages: Buffer | None = None,
     ) -> None:
         """adapters: what lies beside the weights. draft_rows: of a step that verifies drafts, at
-        most; 0: none does. The others: as in EngineOptions. Raises OutOfMemoryError, and
-        UnsupportedError for what an adapter changes."""
+        most; 0: none does. pages: the page table, where it is another model's. The others: as in
+        EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an adapter changes."""
         self.device, self.adapters, self.context = device, adapters, context
         self._fuse, self._invariant = fuse, invariant
         c = model.config
         self.cache = KVCache(
-            device, c.kv_shapes, context, sequences=max_batch, dtype=kv_dtype, n_pages=n_pages
+            device,
+            c.kv_shapes,
+            context,
+            sequences=max_batch,
+            dtype=kv_dtype,
+            n_pages=n_pages,
+            pages=pages,
         )
         self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
         keys_and_values = iter(self.cache.layers)
@@ -135,6 +143,11 @@ class Steps:
         if any(c.states):
             drafting = {n: StepKind(n, batch=True, drafts=MAX_DRAFT) for n in self.draft_kinds}
             self._kinds |= {self.drafts(rows): kind for rows, kind in drafting.items()}
+        # Of more than a few rows, matmul writes whole tiles.
+        tile = padded_rows(MAX_VEC_ROWS + 1)
+        has_room = device.limits.max_binding >= 4 * stride(c.vocab_size) * tile
+        self.scored_rows = min(chunk, tile if has_room else MAX_VEC_ROWS)
+        self._kinds[SCORED] = StepKind(self.scored_rows)
         # One answer needs these, drafts among them. Other batches take less room than the largest,
         # and are made when they are needed, as hidden states are.
         few = [self.drafts(rows) for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
@@ -172,6 +185,12 @@ class Steps:
         nbytes = 4 * row * padded_rows(self.rows["prefill"])
         return self.device.buffer(nbytes, label="hidden states")
 
+    @cached_property
+    def scored(self) -> Buffer:
+        """The logits of all rows of a step; there when first asked for."""
+        nbytes = 4 * stride(self._traced.width) * padded_rows(self.scored_rows)
+        return self.device.buffer(nbytes, label="logits of all rows")
+
     def lower(self, kind: StepKind, logits: Buffer, by_row: bool) -> Lowering:
         """The kernels of a kind of step. by_row: its rows have adapters."""
         return self._lower(self._traced, kind, logits, by_row)
@@ -182,26 +201,30 @@ class Steps:
         fuse = self._fuse
         return lower(self.device, output, kind, self.step, buffer, fuse=fuse, changes=changes)
 
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def compile(self, progress: Callable[[int, int], None] | None = None, *others: Steps) -> None:
         """Compile, in threads, what every generation needs, so that none has to wait for it; but
-        for batches, of which most sizes may never come.
+        for batches, of which most sizes may never come. others: on the same device.
         `progress` gets how many kernels are done, and how many there are."""
-        self._compile([key for key in self.lowered if key[0] in self._first], progress)
-
-    def compile_batches(self) -> None:
-        """Compile the rest, so that an answer that joins others lets nobody wait."""
-        ways = (False, True) if self.adapters.names else (False,)
-        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed]
-        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
-        self._compile([(kind, by_row) for kind in kinds for by_row in ways])
-
-    def _compile(
-        self,
-        keys: Sequence[tuple[str, bool]],
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        specs = [kernel.spec for key in keys for kernel in self._lowered(*key).kernels]
+        wanted = [(steps, key) for steps in (self, *others) for key in steps._first_keys]
+        specs = [kernel.spec for steps, key in wanted for kernel in steps._lowered(*key).kernels]
         self.device.pipelines(specs, progress)
+        for steps, key in wanted:
+            steps.plan(*key)
+
+    @property
+    def _first_keys(self) -> list[tuple[str, bool]]:
+        return [key for key in self.lowered if key[0] in self._first]
+
+    def compile_batches(self, *, prompts: bool = True) -> None:
+        """Compile the rest, so that an answer that joins others lets nobody wait. prompts: steps of
+        several, too."""
+        ways = (False, True) if self.adapters.names else (False,)
+        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed] * prompts
+        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
+        keys = [(kind, by_row) for kind in kinds for by_row in ways]
+        self.device.pipelines(
+            [kernel.spec for key in keys for kernel in self._lowered(*key).kernels]
+        )
         for key in keys:
             self.plan(*key)
 
@@ -215,9 +238,9 @@ class Steps:
     def _lowered(self, kind: str, by_row: bool) -> Lowering:
         key = kind, by_row
         if key not in self.lowered:
-            is_hidden = kind.startswith(HIDDEN)
-            output = _before_head(self._traced) if is_hidden else self._traced
-            buffer = self.hidden if is_hidden else self.logits
+            output, buffer = self._traced, self.scored if kind == SCORED else self.logits
+            if kind.startswith(HIDDEN):
+                output, buffer = _before_head(self._traced), self.hidden
             self.lowered[key] = self._lower(output, self._kinds[kind], buffer, by_row)
         return self.lowered[key]
 

@@ -48,13 +48,17 @@ class Timings:
 @dataclass(frozen=True)
 class EngineStats:
     """memory: of the device. cache: the pages of the KV cache. running and waiting: answers.
-    preemptions: how often an answer had to give its pages back."""
+    preemptions: how often an answer had to give its pages back. drafts: how often something was
+    drafted for an answer; drafted: tokens, and accepted: those that were right."""
 
     memory: MemoryStats
     cache: PoolStats
     running: int
     waiting: int
     preemptions: int
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class TokenAnswer(Iterator[Step]):
@@ -121,8 +125,8 @@ class TokenEngine(ABC):
         no room for so many more tokens."""
         if not prompt_ids:
             raise RequestError("The prompt is empty: give at least one token.")
-        wrong = next((i for i in prompt_ids if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            wrong = next(i for i in prompt_ids if not 0 <= i < self.vocab_size)
             raise RequestError(
                 f"Token {shown(wrong)} is not in the model's vocabulary of {self.vocab_size} "
                 "tokens."
@@ -195,6 +199,13 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def score(
+        self, ids: Sequence[int], n: int, adapter: str | None = None
+    ) -> Generator[list[Logprobs], None, None]:
+        """Of all tokens but the first the log probability, and the n most probable ones in their
+        place, in chunks."""
+
+    @abstractmethod
+    def logits(
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
         """The logits of every position, in chunks [rows, vocab_size]."""

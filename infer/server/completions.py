@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from infer.llm import Chunk, Prompt, Result, TokenLogprob
+from infer.llm import Prompt
+from infer.results import Chunk, Result, TokenLogprob
 from infer.server.choices import ChoicesFormat
 from infer.server.endpoint import Call
 from infer.server.engine import EngineClient
@@ -56,9 +57,10 @@ def read_prompts(given: str | Sequence[str | int | list[int]], param: str) -> li
     """Of a text, token ids, or a list of either. Raises ApiError (400) for a mixed one."""
     if isinstance(given, str):
         return [given]
-    if not given or all(isinstance(each, int) for each in given):
+    kinds = set(map(type, given))
+    if kinds <= {int}:
         return [cast(list[int], given)]
-    if all(isinstance(each, str) for each in given) or all(isinstance(e, list) for e in given):
+    if kinds in ({str}, {list}):
         return cast(list[Prompt], given)
     raise ApiError(
         400,

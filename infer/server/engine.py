@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -15,12 +14,14 @@ from numpy.typing import NDArray
 from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError
-from infer.llm import LLM, Chunk, Prompt, Result, TokenLogprob
+from infer.llm import LLM, Prompt
+from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
 
 T = TypeVar("T")
+_SHORT = 1000  # tokens, or characters of a text: to hand it to a thread takes as long as to do it
 
 
 class Answer(Protocol):
@@ -109,8 +110,8 @@ class EngineClient(Protocol):
     async def stats(self) -> EngineStats: ...
 
 
-class InProcessEngine:
-    """That of an LLM of this process, wherever its own engine runs. What takes longer with longer
+class LLMClient:
+    """That of an LLM of this process, wherever its engine runs. What takes longer with longer
     prompts is done in threads."""
 
     def __init__(self, llm: LLM) -> None:
@@ -130,9 +131,13 @@ class InProcessEngine:
     async def encode(
         self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
     ) -> list[int]:
+        encode = partial(self._llm.encode, prompt, **template_args)
         if isinstance(prompt, str) and not add_special_tokens:
-            return await asyncio.to_thread(self._llm.tokenizer.encode, prompt, False)
-        return await asyncio.to_thread(self._llm.encode, prompt, **template_args)
+            encode = partial(self._llm.tokenizer.encode, prompt, False)
+        is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
+        if len(prompt) <= _SHORT and not is_chat:
+            return encode()
+        return await asyncio.to_thread(encode)
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._llm.decode, ids, skip_special_tokens=False)
@@ -147,10 +152,12 @@ class InProcessEngine:
     ) -> Answer:
         chat: ToolOptions = {} if tools is None else {"tools": [], **tools}
         begin = partial(self._llm.astream, params=params, adapter=adapter, cache_salt=cache_salt)
-        threads = self._grammars if params.constrained or chat.get("tools") else None
+        has_grammar = params.constrained or bool(chat.get("tools"))
+        if len(ids) <= _SHORT and not has_grammar:
+            return _Answer(self, begin(ids, **chat))
+        threads = self._grammars if has_grammar else None
         loop = asyncio.get_running_loop()
-        stream = await loop.run_in_executor(threads, partial(begin, ids, **chat))
-        return _Answer(self, stream)
+        return _Answer(self, await loop.run_in_executor(threads, partial(begin, ids, **chat)))
 
     async def embed(
         self, texts: Sequence[Sequence[int]], adapter: str | None
@@ -163,25 +170,23 @@ class InProcessEngine:
         return await self._call(partial(self._llm.prompt_logprobs, ids, n, adapter=adapter))
 
     async def _call(self, call: Callable[[], T]) -> T:
-        with self.noticing():
-            return await asyncio.get_running_loop().run_in_executor(self._calls, call)
-
-    @contextmanager
-    def noticing(self) -> Iterator[None]:
-        """A device that is lost in the block is so for good."""
         try:
-            yield
+            return await asyncio.get_running_loop().run_in_executor(self._calls, call)
         except DeviceError as error:
-            if not isinstance(error, OutOfMemoryError):
-                self.failure = str(error)
+            self.notice(error)
             raise
+
+    def notice(self, error: DeviceError) -> None:
+        """A device that is lost is so for good."""
+        if not isinstance(error, OutOfMemoryError):
+            self.failure = str(error)
 
     async def stats(self) -> EngineStats:
         return await asyncio.to_thread(self._llm.stats)
 
 
 class _Answer:
-    def __init__(self, engine: InProcessEngine, stream: AsyncStream[Chunk, Result]) -> None:
+    def __init__(self, engine: LLMClient, stream: AsyncStream[Chunk, Result]) -> None:
         self._engine, self._stream = engine, stream
 
     @property
@@ -192,8 +197,11 @@ class _Answer:
         return self
 
     async def __anext__(self) -> Chunk:
-        with self._engine.noticing():
-            return await anext(self._stream)
+        try:
+            return await self._stream.__anext__()
+        except DeviceError as error:
+            self._engine.notice(error)
+            raise
 
     async def aclose(self) -> None:
         await self._stream.aclose()

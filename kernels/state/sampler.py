@@ -21,7 +21,12 @@ the lowest ids), min-p. Temperature 0 is greedy: the lowest id of the largest sc
 penalties and mask.
 
 Where several rows are of one sequence, tokens were drafted for all but its first. Penalties count
-the drafted tokens before a row, and a last kernel, sample_count, those that were right.
+the drafted tokens before a row, and a last kernel, sample_count, those that were right. Where a
+model on the GPU has drafted them, the host gets NO_TOKEN from there on where one was wrong.
+
+A draft model has a sampler of its own, that samples by the records of the other's sequences: its
+last kernel, sample_drafts, puts the tokens into the rows that are to be verified. Penalties there
+do not count what it has drafted before.
 
 Log probabilities of the sampled token and of the most probable ones are two more kernels, where a
 row asks for them: sample_tiles and sample_logprobs. They are those of the model itself: of its
@@ -33,7 +38,7 @@ A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +75,8 @@ CUT = np.dtype(  # of sample_cut.wgsl
 LOGPROB = np.dtype([("token", "<u4"), ("logprob", "<f4")])  # of sample_logprobs.wgsl
 ROW_LOGPROBS = 1 + MAX_LOGPROBS  # the sampled token's, and the best
 SLOTS = 6  # cuts of a row, one for each dispatch that finds something
+
+_Kernel = tuple[KernelSpec, tuple[str, ...]]  # and the buffers that it binds
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ class Sampler:
         *,
         max_rows: int = 1,
         sequences: int = 1,
+        verified: tuple[Sampler, Buffer] | None = None,
     ) -> None:
+        """verified: of a draft model the sampler and the step buffer of the model that verifies."""
         self.device, self.vocab_size = device, vocab_size
         self.max_rows, self.sequences = max_rows, sequences
         self._stride = -(-vocab_size // 8) * 8
@@ -127,7 +136,10 @@ class Sampler:
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
-        self._dispatches: dict[tuple[SamplerChain, int, bool], tuple[Dispatch, ...]] = {}
+        self._dispatches: dict[tuple[SamplerChain, int, bool, bool], tuple[Dispatch, ...]] = {}
+        self._drafts = verified is not None
+        if verified is not None:
+            self._records, self._buffers["verified"] = verified
         self.sampled = self._buffer("sampled")
         self._buffer("sampling")
 
@@ -171,7 +183,7 @@ class Sampler:
         return self._buffer("logprobs")
 
     def dispatches(
-        self, chain: SamplerChain, gather: int, drafts: bool = False
+        self, chain: SamplerChain, gather: int, drafts: bool = False, unknown: bool = False
     ) -> tuple[Dispatch, ...]:
         """The kernels that sample one step, compiled on first use.
 
@@ -180,13 +192,28 @@ class Sampler:
         next step are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record
         asks for.
         drafts: rows of one sequence follow each other, and all but its first have drafted tokens;
-        the host writes the rows of the next step.
+        the host writes the rows of the next step. unknown: the host does not know what was drafted.
         """
         gather = min(gather, self.max_rows)
-        key = chain, gather, drafts and chain.penalties  # which alone look at other rows
+        if self._drafts:
+            chain = self._own(chain)
+        # Else no row looks at others.
+        key = chain, gather, drafts and (chain.penalties or unknown), drafts and unknown
         if key not in self._dispatches:
             self._dispatches[key] = self._build(*key)
         return self._dispatches[key]
+
+    def _own(self, chain: SamplerChain) -> SamplerChain:
+        """What a draft model does of the other's chain: all that changes what is sampled, where
+        both have as many tokens, so that what is kept of each lies alike."""
+        same = self.vocab_size == self._records.vocab_size
+        return replace(
+            chain,
+            penalties=chain.penalties and same,
+            bias=chain.bias and same,
+            mask=False,
+            logprobs=False,
+        )
 
     def take_rows_of(self, sequences: Sequence[int]) -> None:
         """What `step_rows` makes the rows of the next step: those of these sequences, in this
@@ -213,16 +240,17 @@ class Sampler:
         self._owned.clear()
         self._dispatches.clear()
 
-    def _build(self, chain: SamplerChain, gather: int, drafts: bool) -> tuple[Dispatch, ...]:
+    def _build(
+        self, chain: SamplerChain, gather: int, drafts: bool, unknown: bool
+    ) -> tuple[Dispatch, ...]:
         sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
-        gathers: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
-        gathers["SOFTWARE"], gathers["MASK_WORDS"] = self.device.software, self.masks.shape[1]
+        gathers = self._gathers(gather)
         tokens = sizes | gathers | {"STRIDE": self._stride}
         changes: dict[str, Param] = {
             "PENALTIES": chain.penalties,
             "BIAS": chain.bias,
             "MASK": chain.mask,
-            "DRAFTS": drafts,
+            "DRAFTS": drafts and chain.penalties,
         }
         counts = "counts" if chain.penalties else "no_counts"
         biases = "biases" if chain.bias else "no_biases"
@@ -231,7 +259,7 @@ class Sampler:
         inputs = ("step", "sampling", "logits", counts, biases)
         cutting = ("step", "sampling", "z", "stats", histograms, "cuts")
 
-        kernels: list[tuple[KernelSpec, tuple[str, ...]]] = []
+        kernels: list[_Kernel] = []
         if chain.filtered:
             spec = KernelSpec.of("sample_prepare", **tokens, **changes, CLEAR=bool(levels))
             kernels.append((spec, (*inputs, "z", "stats", histograms)))
@@ -250,25 +278,52 @@ class Sampler:
             TILES=self._tiles,
             STRIDE=self._stride,
             ROWS=gather or 1,
-            PENALTIES=chain.penalties and not drafts,
+            PENALTIES=chain.penalties and not drafts and not self._drafts,
             DRAFTS=drafts,
         )
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
         if drafts:
-            spec = KernelSpec.of("sample_count", VOCAB=self.vocab_size, STRIDE=self._stride)
+            spec = KernelSpec.of(
+                "sample_count",
+                VOCAB=self.vocab_size,
+                STRIDE=self._stride,
+                COUNTS=chain.penalties,
+                ACCEPTS=unknown,
+            )
             kernels.append((spec, ("step", "sampled", counts)))
+        if self._drafts:
+            kernels.append((KernelSpec.of("sample_drafts"), ("step", "verified")))
         if chain.logprobs:
-            spec = KernelSpec.of("sample_tiles", **tokens)
-            kernels.append((spec, ("step", "logits", "tile_bests")))
-            spec = KernelSpec.of("sample_logprobs", **tokens, BEST=MAX_LOGPROBS)
-            kernels.append((spec, ("step", "logits", "tile_bests", "sampled", "logprobs")))
+            kernels += self._ranking(tokens)
+        return self._made(kernels, gather)
 
+    @cached_property
+    def ranking(self) -> tuple[Dispatch, ...]:
+        """The kernels of log probabilities alone, of all rows of a step: of the tokens that are
+        written into `sampled`."""
+        sizes = {"TILES": self._tiles, "VOCAB": self.vocab_size, "STRIDE": self._stride}
+        return self._made(self._ranking(sizes | self._gathers(0)), 0)
+
+    def _ranking(self, tokens: Mapping[str, Param]) -> list[_Kernel]:
+        tiles = KernelSpec.of("sample_tiles", **tokens)
+        logprobs = KernelSpec.of("sample_logprobs", **tokens, BEST=MAX_LOGPROBS)
+        return [
+            (tiles, ("step", "logits", "tile_bests")),
+            (logprobs, ("step", "logits", "tile_bests", "sampled", "logprobs")),
+        ]
+
+    def _gathers(self, gather: int) -> dict[str, Param]:
+        params: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
+        return params | {"SOFTWARE": self.device.software, "MASK_WORDS": self.masks.shape[1]}
+
+    def _made(self, kernels: Sequence[_Kernel], gather: int) -> tuple[Dispatch, ...]:
         self.device.pipelines(spec for spec, _ in kernels)
         # A prefill chunk has more rows than logits, nearly always those of one row.
         grid: Grid = (self._tiles, gather, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
         others: dict[str, Grid] = {
             "sample_commit": (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1),
             "sample_count": (1, 1, 1),
+            "sample_drafts": (1, 1, 1),
             "sample_logprobs": (1, gather, 1) if gather else lambda rows, _: (1, rows, 1),
         }
         result = []
@@ -288,6 +343,8 @@ class Sampler:
 
     def _buffer(self, name: str) -> Buffer:
         """The buffer of that name, allocated when it is first asked for."""
+        if self._drafts and name in ("sampling", "counts", "biases"):
+            return self._records._buffer(name)
         if name not in self._buffers:
             per_row = {
                 "sampled": 4,

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from urllib.parse import unquote
 
-from infer.download import Listing, Progress, Repository, settings
 from infer.embedding import MODULES, POOLING
+from infer.hub.download import Listing, Progress, Repository, settings
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -34,6 +34,7 @@ from infer.models.loading.formats.gguf import gguf_parts
 from infer.progress import size
 
 DEMO = "demo"
+DEMO_DRAFT = "demo-draft"  # drafts for it
 
 # All that a model is loaded from except for its weights.
 SMALL_FILES = (
@@ -51,6 +52,7 @@ SMALL_FILES = (
     ADAPTER_CONFIG,  # which a model has not: to say what it is
     INDEX,
 )
+CARD, CARD_BYTES = "README.md", 1 << 20  # says the licence; of one that is larger nothing is read
 UNSUPPORTED_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # A hub id, or one of the GGUF models there: org/name:Q4_K_M, org/name/folder/file.gguf.
@@ -126,7 +128,8 @@ def resolve(
                 f"{model} is a local folder, which has no revisions. Give the revision of a hub "
                 "id, or none."
             )
-        return ResolvedModel(_check_folder(path), path.resolve().name)
+        name = model if model == DEMO_DRAFT else path.resolve().name
+        return ResolvedModel(_check_folder(path), name)
     if path is not None and os.path.isfile(path) and _is_gguf(path.name):
         if revision is not None:
             raise ModelNotFoundError(f"{model} is a local file, which has no revisions.")
@@ -202,18 +205,21 @@ def model_of_hub(
 
 
 def model_files(path: Path) -> list[Path]:
-    """What is loaded of a model that is there: of the folder or the GGUF file that `resolve` finds,
-    the files. Raises CheckpointError for a broken index."""
+    """What is loaded of a model that is there, and its card: of the folder or the GGUF file that
+    `resolve` finds, the files. Raises CheckpointError for a broken index."""
     if path.is_file():
         return [path.with_name(part) for part in gguf_parts(path.name)]
     names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
-    return [path / n for n in names if n in {*_small(names), *(_shards(path) or _weights(names))}]
+    wanted = {CARD, *_small(names), *(_shards(path) or _weights(names))}
+    return [path / name for name in names if name in wanted]
 
 
 def local_path(model: str) -> Path | None:
     """The bundled model, or the path that a name is, if it can be one; what is not there may be a
     model of the hub."""
-    return _demo_folder() if model == DEMO else _local(model)
+    if model in (DEMO, DEMO_DRAFT):
+        return _demo_folder() / ("" if model == DEMO else "draft")
+    return _local(model)
 
 
 def _local(name: str) -> Path | None:
@@ -353,7 +359,8 @@ def _fetch(
 
     if file := _choose_gguf(model, names, repo, listing.blobs):
         return ResolvedModel(fetch(gguf_parts(file)) / file, model[0], commit)
-    folder = fetch(_small(names))
+    _, card_bytes = listing.blobs.get(CARD, ("", CARD_BYTES + 1))
+    folder = fetch([*_small(names), *([CARD] if card_bytes <= CARD_BYTES else [])])
     if not (needed := _shards(folder) or _weights(names)):
         raise _no_weights(repo, names)
     fetch(needed)
