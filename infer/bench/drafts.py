@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from infer.engine.speculation import MAX_DRAFT, Guess, Speculation
+from infer.engine.speculation import MAX_DRAFT, Guess, Held, Speculation
 
 
 class Decreed(Speculation):
@@ -20,7 +20,7 @@ class Decreed(Speculation):
         self._accept, self._count, self._vocab_size = accept, count, vocab_size
         self._random = random.Random(0)
 
-    def guess(self) -> Guess:
+    def guess(self, held: Held | None = None) -> Guess:
         return _Guess(self._accept, self._vocab_size)
 
     def counts(self, guesses: Sequence[Guess | None]) -> list[int]:

@@ -154,11 +154,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A step of so many rows of a batch that is recorded, to be the one of that number."""
+    """A step of so many rows of a batch that is recorded, to be the one of that number. body: where
+    it is submitted in two parts."""
 
     batch: Batch
     rows: int
     number: int
+    body: Any
     commands: Any
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
+from itertools import accumulate, takewhile
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -58,26 +59,48 @@ def library() -> ModuleType:
 class Constraint:
     """Of one answer."""
 
-    def __init__(self, name: str, matcher: LLMatcher, tokens: int, executor: LLExecutor) -> None:
+    def __init__(
+        self,
+        name: str,
+        matcher: LLMatcher,
+        tokens: int,
+        executor: LLExecutor,
+        ends: Collection[int] = (),
+    ) -> None:
         """name: of the option that asks for it. matcher: at the beginning. tokens: of its
-        tokenizer. executor: of threads, for several at once."""
+        tokenizer, and those of them that end a turn. executor: of threads, for several at once."""
         self.name, self.matcher, self._beginning = name, matcher, matcher.deep_copy()
         self.mask_words, self.executor = -(-tokens // 32), executor
+        self._ends = ends
         self._seen: int | None = 0  # tokens; None: not known
 
     def mask_after(self, tokens: Sequence[int], start: int) -> NDArray[np.uint32]:
         """Which tokens may follow tokens[start:], which it allowed one by one: of token t bit
         t % 32 of word t / 32, for all of the vocabulary at least. Raises RequestError where that
         takes too much."""
-        (mask,) = masks_after([(self, tokens, start)])
-        if isinstance(mask, RequestError):
-            raise mask
-        return mask
+        (masks,) = masks_after([(self, tokens, start, ())])
+        if isinstance(masks, RequestError):
+            raise masks
+        return masks[0]
 
     def allowed_after(self, tokens: Sequence[int], start: int, vocab: int) -> NDArray[np.bool_]:
         """The same as [vocab]."""
         mask = self.mask_after(tokens, start).view(np.uint8)
         return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_)
+
+    def forced_after(self, tokens: Sequence[int], start: int) -> list[int]:
+        """What has to come after tokens[start:], as each of them will be the only one possible."""
+        self.go_on(tokens, start)
+        forced: list[int] = self.matcher.compute_ff_tokens()
+        return forced
+
+    def count_allowed(self, tokens: Sequence[int], start: int, ids: Sequence[int]) -> int:
+        """How many of the first `ids` may come after tokens[start:], one after the other, before
+        the end."""
+        self.go_on(tokens, start)
+        before = list(takewhile(lambda token: token not in self._ends, ids))
+        count: int = self.matcher.validate_tokens(before)
+        return count
 
     def go_on(self, tokens: Sequence[int], start: int) -> None:
         """To after tokens[start:]."""
@@ -89,31 +112,40 @@ class Constraint:
         self._seen = count
 
 
-# A constraint, an answer's tokens, and where in them it begins.
-Asked = tuple[Constraint, Sequence[int], int]
+# A constraint, an answer's tokens, where in them it begins, and what was drafted after them, of
+# which each token is allowed.
+Asked = tuple[Constraint, Sequence[int], int, Sequence[int]]
 
 
 def masks_after(asked: Sequence[Asked]) -> list[NDArray[np.uint32] | RequestError]:
-    """The `mask_after` of each, or what it raises. All are of one model."""
-    masks = np.zeros((len(asked), asked[0][0].mask_words), np.uint32)
-    for constraint, tokens, start in asked:
-        constraint.go_on(tokens, start)
-    matchers = [constraint.matcher for constraint, _, _ in asked]
+    """The `mask_after` of each and after each of its drafted tokens, or what it raises. All are of
+    one model."""
+    rows = list(accumulate((1 + len(draft) for *_, draft in asked), initial=0))
+    masks = np.zeros((rows[-1], asked[0][0].mask_words), np.uint32)
     begin, nbytes = masks.ctypes.data, masks.strides[0]
-    if len(asked) < _SEVERAL:
-        for row, matcher in enumerate(matchers):
-            matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
+    plain: list[tuple[LLMatcher, int]] = []
+    drafted: list[tuple[LLMatcher, int, list[int]]] = []
+    for row, (constraint, tokens, start, draft) in zip(rows, asked, strict=False):
+        constraint.go_on(tokens, start)
+        if draft:
+            drafted.append((constraint.matcher, row, list(draft)))
+        else:
+            plain.append((constraint.matcher, row))
+    executor = asked[0][0].executor
+    if drafted:
+        executor.unsafe_compute_mask_ptr_with_draft_token(drafted, begin, nbytes, len(masks))
+    if len(plain) >= _SEVERAL:
+        executor.unsafe_compute_mask_ptr(plain, begin, nbytes, len(masks))
     else:
-        rows = [(matcher, row) for row, matcher in enumerate(matchers)]
-        executor = asked[0][0].executor
-        executor.unsafe_compute_mask_ptr(rows, begin, nbytes, len(rows))
+        for matcher, row in plain:
+            matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
     results: list[NDArray[np.uint32] | RequestError] = []
-    for row, (constraint, _, _) in enumerate(asked):
+    for row, (constraint, _, _, draft) in zip(rows, asked, strict=False):
         if constraint.matcher.is_error():
             error, _, _ = constraint.matcher.get_error().partition("\n<non-verbose/>")
             results.append(RequestError(f"{constraint.name} cannot be followed: {error.strip()}"))
         else:
-            results.append(masks[row])
+            results.append(masks[row : row + 1 + len(draft)])
     return results
 
 
@@ -131,8 +163,8 @@ class Constraints:
         self._limits = llguidance.LLParserLimits(
             initial_lexer_fuel=200_000, step_max_items=10_000, verbose_errors=False
         )
-        ends = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
-        if not ends:
+        self._ends = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
+        if not self._ends:
             raise UnsupportedError(
                 "This model's files name no token that ends an answer, which one by a schema, a "
                 "regex or a grammar needs."
@@ -140,7 +172,7 @@ class Constraints:
         with foreign("llguidance does not know this tokenizer", UnsupportedError):
             self._size = max(vocab_size, tokenizer.size)  # either may have more
             description = _described(tokenizer.to_json())
-            self._tokenizer = llguidance.LLTokenizer(description, self._size, ends)
+            self._tokenizer = llguidance.LLTokenizer(description, self._size, self._ends)
 
     def of(self, params: SamplingParams) -> Constraint | None:
         """What an answer is held to, if it is. Raises RequestError for what the library does not
@@ -159,7 +191,7 @@ class Constraints:
             return None
         with foreign(f"{name} cannot be followed", RequestError):
             matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
-            constraint = Constraint(name, matcher, self._size, self._executor)
+            constraint = Constraint(name, matcher, self._size, self._executor, self._ends)
             constraint.mask_after((), 0)  # finds what is wrong, and the first takes longest
         return constraint
 

@@ -45,7 +45,7 @@ from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import MAX_DRAFT, Speculation
+from infer.engine.speculation import MAX_DRAFT, Guess, Held, Speculation
 from infer.engine.steps import HIDDEN, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.arena import Arena
@@ -142,7 +142,8 @@ class Engine(TokenEngine):
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
         self._in_flight: deque[InFlight] = deque()
-        self._held: tuple[Batch, int] | None = None  # a step whose body alone is submitted
+        # A step whose body alone is submitted: the longest of its sequences, and since when.
+        self._held: tuple[Batch, int, float] | None = None
         self._submitted = 0
         self._answers: dict[scheduler.Sequence, Answer | Embedding] = {}
         self._embeds: set[bool] = set()  # whether by row: steps of hidden states that are made
@@ -240,10 +241,8 @@ class Engine(TokenEngine):
         ids = [*prompt_ids, *generated]
         chain = self._chain(params) if sampler is None else SamplerChain()
         guess = None
-        # The host would have to choose, or to write a mask, for every drafted token.
-        on_host = sampler is not None or constraint is not None or with_logits
-        if self.speculation is not None and not on_host:
-            guess = self.speculation.guess()
+        if sampler is None and not with_logits:  # the host would have to do it for every draft
+            guess = self._guess(None if constraint is None else Held(constraint, len(prompt_ids)))
         answer = Answer(
             self,
             prompt_ids,
@@ -266,6 +265,16 @@ class Engine(TokenEngine):
             answer.ended = True
         self.timings = answer.timings
         return answer
+
+    def _guess(self, held: Held | None) -> Guess | None:
+        """Of an answer that begins. Where nothing else is drafted, what a constraint forces is, in
+        steps of kinds that are there for batches."""
+        if held is not None and self.options.speculate == "off" and not self.states:
+            kinds = tuple(self.steps.made_batches())
+            if self.speculation is None:
+                self.speculation = Speculation(kinds, measures=True, drafter=None)
+            self.speculation.kinds = kinds
+        return None if self.speculation is None else self.speculation.guess(held)
 
     def _chain(self, params: SamplingParams) -> SamplerChain:
         """What sampling dispatches. Noise beside filters is added to other scores than alone: to be
@@ -535,7 +544,7 @@ class Engine(TokenEngine):
         if self._awaits_tokens(batch):
             body = batch.body_joins if joins else batch.body
             self.queue.submit(body, len(batch.slots), longest, ())
-            self._held = batch, longest
+            self._held = batch, longest, time.perf_counter()
         else:
             self._sample(batch, batch.joins if joins else batch.recording, longest)
 
@@ -543,33 +552,43 @@ class Engine(TokenEngine):
         """Whether tokens before this step, on which its masks depend, have not been read."""
         return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
 
-    def _sample(self, batch: Batch, recording: Recording, longest: int) -> None:
-        """Submit a step, or its head."""
+    def _sample(
+        self, batch: Batch, recording: Recording, longest: int, since: float | None = None
+    ) -> None:
+        """Submit a step, or the head of one whose body was submitted then."""
         self._write_masks(batch.masked)
         of = batch.sequences, batch.logits_of, batch.logprobs
         count = len(batch.slots)
-        self._submit(recording, count, longest, *of, sequences=count)
+        self._submit(recording, count, longest, *of, sequences=count, since=since)
 
-    def _write_masks(self, sequences: Sequence[scheduler.Sequence]) -> None:
-        """What those that have a mask may sample next. All their tokens have been read."""
+    def _write_masks(
+        self,
+        sequences: Sequence[scheduler.Sequence],
+        drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None = None,
+    ) -> None:
+        """What those that have a mask may sample next. All their tokens have been read. drafts: in
+        a step with drafts, where each row has its mask, the first row of each and its draft."""
         answers: list[Answer] = []
         asked: list[Asked] = []
+        places: list[range] = []
         for sequence in sequences:
             answer = self._answers.get(sequence)
             if isinstance(answer, Answer) and answer.is_masked and not answer.ended:
                 assert answer.constraint is not None
+                place, draft = (_slot(sequence), ()) if drafts is None else drafts[sequence]
                 answers.append(answer)
-                asked.append((answer.constraint, sequence.tokens, len(answer.prompt)))
+                asked.append((answer.constraint, sequence.tokens, len(answer.prompt), draft))
+                places.append(range(place, place + 1 + len(draft)))
         if not asked:
             return
-        slots = [_slot(answer.sequence) for answer in answers]
-        for answer, slot, mask in zip(answers, slots, masks_after(asked), strict=True):
-            if isinstance(mask, RequestError):
-                answer.error = mask
+        words = self.sampler.masks.shape[1]
+        for answer, place, masks in zip(answers, places, masks_after(asked), strict=True):
+            if isinstance(masks, RequestError):
+                answer.error = masks
                 self._end(answer, at_once=True)
             else:
-                self.sampler.masks[slot] = mask[: self.sampler.masks.shape[1]]
-        self.sampler.write_masks(min(slots), max(slots))
+                self.sampler.masks[place.start : place.stop] = masks[:, :words]
+        self.sampler.write_masks(places[0].start, places[-1].stop - 1)
 
     def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
         answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
@@ -638,28 +657,41 @@ class Engine(TokenEngine):
             answer.timings.drafted_tokens += len(draft)
         count = len(rows)
         if prepared is not None and prepared.rows < count:
-            self.queue.drop(prepared.commands)
+            self._drop(prepared)
             prepared = None
         count = count if prepared is None else prepared.rows
-        self._write_masks(batch.masked)
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
+        longest += max(map(len, drafts))
+        since = time.perf_counter()
+        body, recording = self._verifying(batch, count)
+        if body is not None:  # which runs while masks are made
+            if prepared is None:
+                self.queue.submit(body, count, longest, ())
+            else:
+                self.queue.send(prepared.body)
+            own = zip(first, drafts, strict=True)
+            self._write_masks(batch.masked, dict(zip(batch.sequences, own, strict=True)))
         self._submit(
-            self._verifying(batch, count),
+            recording,
             count,
-            longest + max(map(len, drafts)),
+            longest,
             tuple(sampled),
             tuple(first[i] for i in batch.logits_of),
             batch.logprobs,
             sequences=len(batch.sequences),
             drafts=tuple(drafted),
             commands=None if prepared is None else prepared.commands,
+            since=since,
         )
 
-    def _verifying(self, batch: Batch, rows: int) -> Recording:
-        """What a step with drafts dispatches."""
-        kind = self.steps.batch(rows)
-        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True)
+    def _verifying(self, batch: Batch, rows: int) -> tuple[Recording | None, Recording]:
+        """What a step with drafts dispatches, with masks in two parts: the body and the head."""
+        kind, chain, by_row = self.steps.batch(rows), batch.chain, batch.by_row
+        if not batch.masked:
+            return None, self.recording(kind, True, chain, by_row, drafts=True)
+        head = self.recording(kind, True, chain, by_row, body=False, drafts=True)
+        return self.recording(kind, False, None, by_row), head
 
     def _prepare(self) -> None:
         """Record the next step of a batch while one runs: there are to be drafts in it."""
@@ -672,9 +704,11 @@ class Engine(TokenEngine):
         rows, number = self._draft_rows, self._submitted
         staging = self._staging[number % len(self._staging)]
         copies = self._read_back(staging, rows, batch.logprobs)
-        of = rows, min(longest, self.context), copies
-        commands = self.queue.record(self._verifying(batch, rows), *of)
-        self._prepared = Prepared(batch, rows, number, commands)
+        body, recording = self._verifying(batch, rows)
+        of = rows, min(longest, self.context)
+        first = None if body is None else self.queue.record(body, *of, ())
+        commands = self.queue.record(recording, *of, copies)
+        self._prepared = Prepared(batch, rows, number, first, commands)
 
     def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -688,8 +722,13 @@ class Engine(TokenEngine):
 
     def _drop_prepared(self) -> None:
         if self._prepared is not None:
-            self.queue.drop(self._prepared.commands)
+            self._drop(self._prepared)
             self._prepared = None
+
+    def _drop(self, prepared: Prepared) -> None:
+        if prepared.body is not None:
+            self.queue.drop(prepared.body)
+        self.queue.drop(prepared.commands)
 
     def _kind(self, rows: int) -> str:
         """Of the steps of one sequence the one for the fewest rows that has room."""
@@ -741,8 +780,9 @@ class Engine(TokenEngine):
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
         commands: Any = None,
+        since: float | None = None,
     ) -> None:
-        """commands: it was recorded before."""
+        """commands: it was recorded before. since: when its body was submitted."""
         staging = self._staging[self._submitted % len(self._staging)]
         self._submitted += 1
         read_back = self._read_back(staging, len(sampled), logprobs)
@@ -759,9 +799,9 @@ class Engine(TokenEngine):
             submission = self.queue.submit(recording, rows, kv_len, read_back)
         else:
             submission = self.queue.send(commands)
-        now = time.perf_counter()
+        since = time.perf_counter() if since is None else since
         kind = self.steps.rows_of(rows) if drafts else 0
-        of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, now
+        of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, since
         self._in_flight.append(InFlight(submission, staging, *of))
 
     def _read_back(self, staging: Staging, rows: int, logprobs: bool) -> list[Copy]:
@@ -815,8 +855,8 @@ class Engine(TokenEngine):
             if chunk.last:
                 self._end(chunk.text)
         if self._held is not None and not self._awaits_tokens(self._held[0]):
-            (batch, longest), self._held = self._held, None
-            self._sample(batch, batch.head, longest)
+            (batch, longest, since), self._held = self._held, None
+            self._sample(batch, batch.head, longest, since)
         self._is_whole = True
 
     def _account(

@@ -86,6 +86,7 @@ class Steps:
             (local if window else self.rope) if rotated else None
             for window, rotated in zip(c.windows, c.rope_layers, strict=True)
         ]
+        self._ways = (False, True) if adapters.names else (False,)  # by row, or not
         self._traced = model.forward(weights, self.ropes, self.caches)
         values = Graph(self._traced).values
         for changes in (adapters.always, adapters.by_row):
@@ -117,7 +118,7 @@ class Steps:
         self.lowered = {
             (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
             for kind in lowered
-            for by_row in ((False, True) if adapters.names else (False,))
+            for by_row in self._ways
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
         largest = max([self.logits.nbytes, *(size for own in sizes for size in own)])
@@ -162,8 +163,7 @@ class Steps:
 
     def compile_batches(self) -> None:
         """Compile the rest, so that an answer that joins others lets nobody wait."""
-        ways = (False, True) if self.adapters.names else (False,)
-        self._compile([(f"batch {rows}", by_row) for rows in self.batches for by_row in ways])
+        self._compile([(f"batch {rows}", way) for rows in self.batches for way in self._ways])
 
     def _compile(
         self,
@@ -174,6 +174,11 @@ class Steps:
         self.device.pipelines(specs, progress)
         for key in keys:
             self.plan(*key)
+
+    def made_batches(self) -> list[int]:
+        """The rows of those kinds of batches for which nothing has to be compiled any more."""
+        plans, ways = self._plans, self._ways
+        return [n for n in self.batches if all((f"batch {n}", way) in plans for way in ways)]
 
     def plan(self, kind: str, by_row: bool) -> DispatchPlan:
         """Made, and compiled where it is not yet, when it is first needed."""

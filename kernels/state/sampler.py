@@ -20,8 +20,9 @@ ties with the k-th survives), top-p (the fewest of the most probable that reach 
 the lowest ids), min-p. Temperature 0 is greedy: the lowest id of the largest score after bias,
 penalties and mask.
 
-Where several rows are of one sequence, tokens were drafted for all but its first. Penalties count
-the drafted tokens before a row, and a last kernel, sample_count, those that were right.
+Where several rows are of one sequence, tokens were drafted for all but its first. Each row has a mask
+of its own. Penalties count the drafted tokens before a row, and a last kernel, sample_count, those
+that were right.
 
 Log probabilities of the sampled token and of the most probable ones are two more kernels, where a
 row asks for them: sample_tiles and sample_logprobs. They are those of the model itself: of its
@@ -101,12 +102,12 @@ class Sampler:
 
     logits is f32 [max_rows][stride] with the stride vocab_size rounded up to a multiple of 8; step
     is a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row
-    that was not alive, or INVALID_TOKEN. `masks` is u32 [sequences][vocab_size / 32], on the host:
-    token t of a sequence is possible where bit t % 32 of word t / 32 is set; `write_masks` takes
-    it to the GPU. `logprobs` is LOGPROB [max_rows][ROW_LOGPROBS]: with a
-    chain that has them, each row's token and the most probable ones, the best first; NO_TOKEN where
-    the vocabulary has no more. Buffers that only some chains use are allocated when the first such
-    chain or sequence comes.
+    that was not alive, or INVALID_TOKEN. `masks` is u32 [max_rows][vocab_size / 32], on the host:
+    token t of a sequence, or of a row where there are drafts, is possible where bit t % 32 of word
+    t / 32 is set; `write_masks` takes it to the GPU. `logprobs` is LOGPROB [max_rows][ROW_LOGPROBS]:
+    with a chain that has them, each row's token and the most probable ones, the best first;
+    NO_TOKEN where the vocabulary has no more. Buffers that only some chains use are allocated when
+    the first such chain or sequence comes.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Sampler:
         self._chosen_rows = min(chosen_rows, max_rows)
         self._stride = -(-vocab_size // 8) * 8
         self._tiles = -(-vocab_size // TILE)
-        self.masks = np.zeros((sequences, -(-vocab_size // 32)), np.uint32)
+        self.masks = np.zeros((max(sequences, max_rows), -(-vocab_size // 32)), np.uint32)
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
@@ -164,8 +165,8 @@ class Sampler:
             self._biased.add(sequence)
 
     def write_masks(self, first: int, last: int) -> None:
-        """Of the sequences from the first to the last: those that are `masked` sample what `masks`
-        allows from here on."""
+        """Of the sequences, or rows, from the first to the last: of sequences that are `masked`
+        they sample what `masks` allows from here on."""
         offset = self.sequences * SAMPLING.itemsize + first * self.masks.strides[0]
         self.device.write(self._buffer("sampling"), self.masks[first : last + 1], offset)
 
@@ -184,7 +185,8 @@ class Sampler:
         drafts: rows of one sequence follow each other, and all but its first have drafted tokens;
         the host writes the rows of the next step.
         """
-        key = chain, gather, drafts and chain.penalties  # which alone look at other rows
+        # Which alone look at other rows, or at what is kept by row.
+        key = chain, gather, drafts and (chain.penalties or chain.mask)
         if key not in self._dispatches:
             self._dispatches[key] = self._build(*key)
         return self._dispatches[key]
@@ -217,13 +219,14 @@ class Sampler:
     def _build(self, chain: SamplerChain, gather: bool, drafts: bool) -> tuple[Dispatch, ...]:
         sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
         gathers: dict[str, Param] = {"GATHER": gather, "SEQUENCES": self.sequences}
-        gathers["SOFTWARE"], gathers["MASK_WORDS"] = self.device.software, self.masks.shape[1]
+        gathers["SOFTWARE"] = self.device.software
         rows = self._chosen_rows
         tokens = sizes | gathers | {"STRIDE": self._stride}
         changes: dict[str, Param] = {
             "PENALTIES": chain.penalties,
             "BIAS": chain.bias,
             "MASK": chain.mask,
+            "MASK_WORDS": self.masks.shape[1],
             "DRAFTS": drafts,
         }
         counts = "counts" if chain.penalties else "no_counts"
@@ -253,10 +256,10 @@ class Sampler:
             STRIDE=self._stride,
             ROWS=rows if gather else 1,
             PENALTIES=chain.penalties and not drafts,
-            DRAFTS=drafts,
+            DRAFTS=chain.penalties and drafts,
         )
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
-        if drafts:
+        if drafts and chain.penalties:
             spec = KernelSpec.of("sample_count", VOCAB=self.vocab_size, STRIDE=self._stride)
             kernels.append((spec, ("step", "sampled", counts)))
         if chain.logprobs:
@@ -302,7 +305,7 @@ class Sampler:
                 "cuts": SLOTS * CUT.itemsize,
             }
             per_sequence = {
-                "sampling": SAMPLING.itemsize + self.masks.strides[0],
+                "sampling": SAMPLING.itemsize,
                 "counts": self._stride * 4,
                 "biases": self._stride * 4,
                 "sequences": ROW.itemsize,
@@ -311,6 +314,7 @@ class Sampler:
             nbytes = self.max_rows * per_row.get(name, 0)
             nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: a stand-in
             nbytes += 4 * (name == "members")  # how many
+            nbytes += self.masks.nbytes * (name == "sampling")
             self._buffers[name] = self.device.buffer(nbytes, label=f"sampler {name}")
             self._owned.append(self._buffers[name])
         return self._buffers[name]
