@@ -29,7 +29,7 @@ import infer.engine.scheduler
 from infer import LLM, InferError, RequestError
 from infer.cli.app import app
 from infer.engine.answers import Answer
-from infer.engine.constraint import Constraint, Constraints
+from infer.engine.constraint import Constraint, Constraints, MaskThreads
 from infer.engine.engine import Engine
 from infer.engine.token_engine import Step
 from infer.hub import DEMO
@@ -128,7 +128,7 @@ def masked(
         with_logits=True,
         logits_processor=logits_processor,
         constraint=Constraint(
-            "regex", matcher or Third(engine.vocab_size), engine.vocab_size, executor=None
+            "regex", matcher or Third(engine.vocab_size), engine.vocab_size, MaskThreads(None)
         ),
     )
 
@@ -204,14 +204,14 @@ def test_only_steps_with_a_mask_are_submitted_in_two_parts(
 ) -> None:
     engine = engine_of("llama", max_batch=3)
     ids: list[int] = reference("llama").prompt_ids.tolist()[:5]
-    submit, count = engine.queue.submit, 0
+    send, count = engine.queue.send, 0
 
     def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
-        return submit(*args)
+        return send(*args)
 
-    monkeypatch.setattr(engine.queue, "submit", counted)
+    monkeypatch.setattr(engine.queue, "send", counted)
     for begin, parts in ((free, 1), (masked, 2)):
         engine.forget()
         count = 0

@@ -9,12 +9,13 @@ Rust's regex, without looking around) and of Lark it knows; the rest is refused 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from importlib import import_module
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 # Between the parts of JSON, as people write it. Unbounded, some models write nothing else.
 WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
 _SEVERAL = 4  # masks that threads make faster than one
-_MOST_THREADS = 8
 
 
 def schema_error(schema: Mapping[str, Any]) -> str | None:
@@ -64,13 +64,13 @@ class Constraint:
         name: str,
         matcher: LLMatcher,
         tokens: int,
-        executor: LLExecutor,
+        threads: MaskThreads,
         ends: Collection[int] = (),
     ) -> None:
         """name: of the option that asks for it. matcher: at the beginning. tokens: of its
-        tokenizer, and those of them that end a turn. executor: of threads, for several at once."""
+        tokenizer. threads: of its model. ends: the tokens that end a turn."""
         self.name, self.matcher, self._beginning = name, matcher, matcher.deep_copy()
-        self.mask_words, self.executor = -(-tokens // 32), executor
+        self.mask_words, self.threads = -(-tokens // 32), threads
         self._ends = ends
         self._seen: int | None = 0  # tokens; None: not known
 
@@ -78,15 +78,24 @@ class Constraint:
         """Which tokens may follow tokens[start:], which it allowed one by one: of token t bit
         t % 32 of word t / 32, for all of the vocabulary at least. Raises RequestError where that
         takes too much."""
-        (masks,) = masks_after([(self, tokens, start, ())])
-        if isinstance(masks, RequestError):
-            raise masks
-        return masks[0]
+        masks: NDArray[np.uint32] = np.zeros((1, self.mask_words), np.uint32)
+        (error,) = self.threads.make([Asked(self, tokens, start, 0)], masks)
+        if error is not None:
+            raise error
+        return masks.reshape(-1)
 
     def allowed_after(self, tokens: Sequence[int], start: int, vocab: int) -> NDArray[np.bool_]:
         """The same as [vocab]."""
         mask = self.mask_after(tokens, start).view(np.uint8)
         return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_)
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why it cannot be followed any further."""
+        if not self.matcher.is_error():
+            return None
+        error, _, _ = self.matcher.get_error().partition("\n<non-verbose/>")
+        return RequestError(f"{self.name} cannot be followed: {error.strip()}")
 
     def forced_after(self, tokens: Sequence[int], start: int) -> list[int]:
         """What has to come after tokens[start:], as each of them will be the only one possible."""
@@ -112,41 +121,71 @@ class Constraint:
         self._seen = count
 
 
-# A constraint, an answer's tokens, where in them it begins, and what was drafted after them, of
-# which each token is allowed.
-Asked = tuple[Constraint, Sequence[int], int, Sequence[int]]
+class Asked(NamedTuple):
+    """A mask that is asked for, and one after each of the drafted tokens, all of which are allowed.
+
+    start: of the answer in its tokens. row: where its masks go, one after the other."""
+
+    constraint: Constraint
+    tokens: Sequence[int]
+    start: int
+    row: int
+    draft: Sequence[int] = ()
+
+    @property
+    def rows(self) -> range:
+        return range(self.row, self.row + 1 + len(self.draft))
 
 
-def masks_after(asked: Sequence[Asked]) -> list[NDArray[np.uint32] | RequestError]:
-    """The `mask_after` of each and after each of its drafted tokens, or what it raises. All are of
-    one model."""
-    rows = list(accumulate((1 + len(draft) for *_, draft in asked), initial=0))
-    masks = np.zeros((rows[-1], asked[0][0].mask_words), np.uint32)
-    begin, nbytes = masks.ctypes.data, masks.strides[0]
-    plain: list[tuple[LLMatcher, int]] = []
-    drafted: list[tuple[LLMatcher, int, list[int]]] = []
-    for row, (constraint, tokens, start, draft) in zip(rows, asked, strict=False):
-        constraint.go_on(tokens, start)
-        if draft:
-            drafted.append((constraint.matcher, row, list(draft)))
+class MaskThreads:
+    """Those that make the masks of a model's answers."""
+
+    def __init__(self, executor: LLExecutor) -> None:
+        self._executor = executor
+        self._first = ThreadPoolExecutor(1, "masks")  # waits for the others
+
+    @contextmanager
+    def making(
+        self, asked: Sequence[Asked], masks: NDArray[np.uint32]
+    ) -> Iterator[Future[list[RequestError | None]]]:
+        """While the body runs, and until its end at the latest, the `mask_after` of each is written
+        to its rows of masks [rows, words]. The result is what each would raise."""
+        made = self._first.submit(self.make, asked, masks)
+        try:
+            yield made
+        finally:  # nothing else may touch them before
+            wait([made])
+
+    def make(self, asked: Sequence[Asked], masks: NDArray[np.uint32]) -> list[RequestError | None]:
+        """The same at once."""
+        words = asked[0].constraint.mask_words
+        if masks.shape[1] == words:
+            self._fill(asked, masks)
+        else:  # tokenizer and model have not equally many tokens
+            made = np.zeros((len(masks), words), np.uint32)
+            self._fill(asked, made)
+            for each in asked:
+                masks[each.rows] = made[each.rows, : masks.shape[1]]
+        return [each.constraint.error for each in asked]
+
+    def _fill(self, asked: Sequence[Asked], masks: NDArray[np.uint32]) -> None:
+        begin, nbytes = masks.ctypes.data, masks.strides[0]
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        for constraint, tokens, start, row, draft in asked:
+            constraint.go_on(tokens, start)
+            if draft:
+                drafted.append((constraint.matcher, row, list(draft)))
+            else:
+                plain.append((constraint.matcher, row))
+        if drafted:
+            of = begin, nbytes, len(masks)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *of)
+        if len(plain) >= _SEVERAL:
+            self._executor.unsafe_compute_mask_ptr(plain, begin, nbytes, len(masks))
         else:
-            plain.append((constraint.matcher, row))
-    executor = asked[0][0].executor
-    if drafted:
-        executor.unsafe_compute_mask_ptr_with_draft_token(drafted, begin, nbytes, len(masks))
-    if len(plain) >= _SEVERAL:
-        executor.unsafe_compute_mask_ptr(plain, begin, nbytes, len(masks))
-    else:
-        for matcher, row in plain:
-            matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
-    results: list[NDArray[np.uint32] | RequestError] = []
-    for row, (constraint, _, _, draft) in zip(rows, asked, strict=False):
-        if constraint.matcher.is_error():
-            error, _, _ = constraint.matcher.get_error().partition("\n<non-verbose/>")
-            results.append(RequestError(f"{constraint.name} cannot be followed: {error.strip()}"))
-        else:
-            results.append(masks[row : row + 1 + len(draft)])
-    return results
+            for matcher, row in plain:
+                matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
 
 
 class Constraints:
@@ -157,7 +196,7 @@ class Constraints:
         it does not know."""
         llguidance = library()
         self._matcher = llguidance.LLMatcher
-        self._executor = llguidance.LLExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
+        self._threads = MaskThreads(llguidance.LLExecutor())
         # A fifth of what it takes by itself, so that no step of others waits for seconds. Its
         # errors go to who gave the grammar, and need not say all of it.
         self._limits = llguidance.LLParserLimits(
@@ -191,7 +230,7 @@ class Constraints:
             return None
         with foreign(f"{name} cannot be followed", RequestError):
             matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
-            constraint = Constraint(name, matcher, self._size, self._executor, self._ends)
+            constraint = Constraint(name, matcher, self._size, self._threads, self._ends)
             constraint.mask_after((), 0)  # finds what is wrong, and the first takes longest
         return constraint
 

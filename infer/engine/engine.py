@@ -40,7 +40,7 @@ from infer.engine.answers import (
     Prepared,
     Staging,
 )
-from infer.engine.constraint import Asked, Constraint, masks_after
+from infer.engine.constraint import Asked, Constraint
 from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
@@ -139,6 +139,7 @@ class Engine(TokenEngine):
             self.speculation = Speculation(self.steps.draft_kinds, measures=measures)
         self._draft_rows = 0  # of the next step with drafts
         self._prepared: Prepared | None = None
+        self._body: tuple[Batch, int, Any] | None = None  # recorded: that of the next such step
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
         self._in_flight: deque[InFlight] = deque()
@@ -474,7 +475,6 @@ class Engine(TokenEngine):
             sampled = (sequence,) if work.last else ()
             logits_of = (0,) if work.last and answer.reads_logits else ()
             logprobs = work.last and answer.chain.logprobs
-            self._write_masks(sampled)
         chosen = (count - 1,) if sampled else ()
         step = pack_step(ids, work.start, sequence=slot, adapter=number, logits_rows=chosen)
         self.device.write(self.steps.step, step)
@@ -485,6 +485,8 @@ class Engine(TokenEngine):
         self._rows = (slot,) if sampled else None
         self._host_rows.discard(slot)
         prefilled = count if count > MAX_VEC_ROWS else 0
+        with self._masks(sampled):
+            pass
         self._submit(rest, count, end, sampled, logits_of, logprobs, prefilled, chunk)
         if work.save is not None:
             self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
@@ -542,8 +544,7 @@ class Engine(TokenEngine):
             self.sampler.take_rows_of(batch.slots)
             self._rows = batch.slots
         if self._awaits_tokens(batch):
-            body = batch.body_joins if joins else batch.body
-            self.queue.submit(body, len(batch.slots), longest, ())
+            self._submit_body(batch, longest, joins)
             self._held = batch, longest, time.perf_counter()
         else:
             self._sample(batch, batch.joins if joins else batch.recording, longest)
@@ -556,39 +557,65 @@ class Engine(TokenEngine):
         self, batch: Batch, recording: Recording, longest: int, since: float | None = None
     ) -> None:
         """Submit a step, or the head of one whose body was submitted then."""
-        self._write_masks(batch.masked)
         of = batch.sequences, batch.logits_of, batch.logprobs
-        count = len(batch.slots)
-        self._submit(recording, count, longest, *of, sequences=count, since=since)
+        count, commands = len(batch.slots), None
+        if batch.masked:
+            with self._masks(batch.masked) as are_made:
+                copies = self._read_back(self._next_staging, count, *of[1:])
+                commands = self.queue.record(recording, count, longest, copies)
+                if self.options.ahead > 1 and not (self.scheduler.in_step or are_made()):
+                    self._record_body(batch, longest + 1)
+        self._submit(
+            recording, count, longest, *of, sequences=count, commands=commands, since=since
+        )
 
-    def _write_masks(
+    def _record_body(self, batch: Batch, longest: int) -> None:
+        """That of the next step of a batch with masks, if it stays as it is."""
+        if self._body is not None:
+            self.queue.drop(self._body[-1])
+            self._body = None
+        commands = self.queue.record(batch.body, len(batch.slots), longest, ())
+        self._body = batch, longest, commands
+
+    def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
+        own, self._body = self._body, None
+        if own is not None:
+            if own[0] is batch and own[1] == longest and not joins:
+                self.queue.send(own[-1])
+                return
+            self.queue.drop(own[-1])
+        body = batch.body_joins if joins else batch.body
+        self.queue.submit(body, len(batch.slots), longest, ())
+
+    @contextmanager
+    def _masks(
         self,
         sequences: Sequence[scheduler.Sequence],
         drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None = None,
-    ) -> None:
-        """What those that have a mask may sample next. All their tokens have been read. drafts: in
-        a step with drafts, where each row has its mask, the first row of each and its draft."""
+    ) -> Iterator[Callable[[], bool]]:
+        """What those that have a mask may sample next is found out while the body runs, which can
+        ask whether that is done, and then written. All their tokens have been read. drafts: in a
+        step with drafts, where each row has its mask, the first row of each and its draft."""
         answers: list[Answer] = []
         asked: list[Asked] = []
-        places: list[range] = []
         for sequence in sequences:
             answer = self._answers.get(sequence)
             if isinstance(answer, Answer) and answer.is_masked and not answer.ended:
                 assert answer.constraint is not None
-                place, draft = (_slot(sequence), ()) if drafts is None else drafts[sequence]
+                of = sequence.tokens, len(answer.prompt)
+                at = (_slot(sequence),) if drafts is None else drafts[sequence]
                 answers.append(answer)
-                asked.append((answer.constraint, sequence.tokens, len(answer.prompt), draft))
-                places.append(range(place, place + 1 + len(draft)))
+                asked.append(Asked(answer.constraint, *of, *at))
         if not asked:
+            yield lambda: True
             return
-        words = self.sampler.masks.shape[1]
-        for answer, place, masks in zip(answers, places, masks_after(asked), strict=True):
-            if isinstance(masks, RequestError):
-                answer.error = masks
+        with asked[0].constraint.threads.making(asked, self.sampler.masks) as made:
+            yield made.done
+        for answer, error in zip(answers, made.result(), strict=True):
+            if error is not None:
+                answer.error = error
                 self._end(answer, at_once=True)
-            else:
-                self.sampler.masks[place.start : place.stop] = masks[:, :words]
-        self.sampler.write_masks(places[0].start, places[-1].stop - 1)
+        self.sampler.write_masks(asked[0].row, asked[-1].rows[-1])
 
     def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
         answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
@@ -665,23 +692,26 @@ class Engine(TokenEngine):
         longest += max(map(len, drafts))
         since = time.perf_counter()
         body, recording = self._verifying(batch, count)
+        of = tuple(sampled), tuple(first[i] for i in batch.logits_of), batch.logprobs
+        commands = None if prepared is None else prepared.commands
         if body is not None:  # which runs while masks are made
             if prepared is None:
                 self.queue.submit(body, count, longest, ())
             else:
                 self.queue.send(prepared.body)
-            own = zip(first, drafts, strict=True)
-            self._write_masks(batch.masked, dict(zip(batch.sequences, own, strict=True)))
+            places = zip(first, drafts, strict=True)
+            with self._masks(batch.masked, dict(zip(batch.sequences, places, strict=True))):
+                if commands is None:
+                    copies = self._read_back(self._next_staging, len(sampled), *of[1:])
+                    commands = self.queue.record(recording, count, longest, copies)
         self._submit(
             recording,
             count,
             longest,
-            tuple(sampled),
-            tuple(first[i] for i in batch.logits_of),
-            batch.logprobs,
+            *of,
             sequences=len(batch.sequences),
             drafts=tuple(drafted),
-            commands=None if prepared is None else prepared.commands,
+            commands=commands,
             since=since,
         )
 
@@ -702,8 +732,7 @@ class Engine(TokenEngine):
             return  # another comes first
         longest = max(s.computed + s.drafted for s in batch.sequences) + 1 + MAX_DRAFT
         rows, number = self._draft_rows, self._submitted
-        staging = self._staging[number % len(self._staging)]
-        copies = self._read_back(staging, rows, batch.logprobs)
+        copies = self._read_back(self._next_staging, rows, (), batch.logprobs)
         body, recording = self._verifying(batch, rows)
         of = rows, min(longest, self.context)
         first = None if body is None else self.queue.record(body, *of, ())
@@ -724,6 +753,9 @@ class Engine(TokenEngine):
         if self._prepared is not None:
             self._drop(self._prepared)
             self._prepared = None
+        if self._body is not None:
+            self.queue.drop(self._body[-1])
+            self._body = None
 
     def _drop(self, prepared: Prepared) -> None:
         if prepared.body is not None:
@@ -783,14 +815,9 @@ class Engine(TokenEngine):
         since: float | None = None,
     ) -> None:
         """commands: it was recorded before. since: when its body was submitted."""
-        staging = self._staging[self._submitted % len(self._staging)]
+        staging = self._next_staging
         self._submitted += 1
-        read_back = self._read_back(staging, len(sampled), logprobs)
-        if logits_of:
-            row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
-            for at, i in enumerate(logits_of):
-                to = staging.rows(len(logits_of) * row), at * row
-                read_back.append(Copy((self.steps.logits, i * row), to, nbytes))
+        read_back = self._read_back(staging, len(sampled), logits_of, logprobs)
         if chunk is not None and chunk.rows:
             row = 4 * stride(self.model.config.hidden_size)
             nbytes, begin = len(chunk.rows) * row, chunk.rows.start * row
@@ -804,14 +831,25 @@ class Engine(TokenEngine):
         of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, since
         self._in_flight.append(InFlight(submission, staging, *of))
 
-    def _read_back(self, staging: Staging, rows: int, logprobs: bool) -> list[Copy]:
-        """What the sampler leaves of so many rows."""
+    @property
+    def _next_staging(self) -> Staging:
+        """Of the step that is submitted next."""
+        return self._staging[self._submitted % len(self._staging)]
+
+    def _read_back(
+        self, staging: Staging, rows: int, logits_of: Sequence[int], logprobs: bool
+    ) -> list[Copy]:
+        """What the sampler leaves of so many rows, and the logits of some."""
         copies: list[Copy] = []
         if rows:
             copies.append(Copy((self.sampler.sampled, 0), (staging.ids, 0), 4 * rows))
         if logprobs:
             nbytes = LOGPROBS_BYTES * rows
             copies.append(Copy((self.sampler.logprobs, 0), (staging.logprobs, 0), nbytes))
+        row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
+        for at, i in enumerate(logits_of):
+            to = staging.rows(len(logits_of) * row), at * row
+            copies.append(Copy((self.steps.logits, i * row), to, nbytes))
         return copies
 
     def _read(self) -> None:

@@ -20,9 +20,9 @@ ties with the k-th survives), top-p (the fewest of the most probable that reach 
 the lowest ids), min-p. Temperature 0 is greedy: the lowest id of the largest score after bias,
 penalties and mask.
 
-Where several rows are of one sequence, tokens were drafted for all but its first. Each row has a mask
-of its own. Penalties count the drafted tokens before a row, and a last kernel, sample_count, those
-that were right.
+Where several rows are of one sequence, tokens were drafted for all but its first. Each row has a
+mask of its own. Penalties count the drafted tokens before a row, and a last kernel, sample_count,
+those that were right.
 
 Log probabilities of the sampled token and of the most probable ones are two more kernels, where a
 row asks for them: sample_tiles and sample_logprobs. They are those of the model itself: of its
@@ -104,10 +104,10 @@ class Sampler:
     is a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row
     that was not alive, or INVALID_TOKEN. `masks` is u32 [max_rows][vocab_size / 32], on the host:
     token t of a sequence, or of a row where there are drafts, is possible where bit t % 32 of word
-    t / 32 is set; `write_masks` takes it to the GPU. `logprobs` is LOGPROB [max_rows][ROW_LOGPROBS]:
-    with a chain that has them, each row's token and the most probable ones, the best first;
-    NO_TOKEN where the vocabulary has no more. Buffers that only some chains use are allocated when
-    the first such chain or sequence comes.
+    t / 32 is set; `write_masks` takes it to the GPU. `logprobs` is LOGPROB
+    [max_rows][ROW_LOGPROBS]: with a chain that has them, each row's token and the most probable
+    ones, the best first; NO_TOKEN where the vocabulary has no more. Buffers that only some chains
+    use are allocated when the first such chain or sequence comes.
     """
 
     def __init__(
