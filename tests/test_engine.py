@@ -563,23 +563,23 @@ def test_a_context_grows_out_of_one_split(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "granitemoehybrid"])
 def test_prompts_of_any_length_have_steps_of_their_size(
-    build: Build, own_device: Device, monkeypatch: pytest.MonkeyPatch
+    model_type: str, build: Build, own_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU has tiles for short prompts."""
+    """A GPU has tiles for short prompts, and kernels without them for the shortest."""
     monkeypatch.setattr(own_device, "software", True)
-    engine = build("llama", context=501)
+    engine = build(model_type, context=501)
     assert {kind for _, _, kind in engine.chunks(300)} == {"prefill"}
-    lengths = (9, 33, 129, 300)
+    lengths = (9, 30, 33, 65, 129, 300)
     ids = [i % engine.vocab_size for i in range(7, 307)]
     expected = [answer(engine, ids[:length], 3) for length in lengths]
     monkeypatch.setattr(own_device, "software", False)
     monkeypatch.setattr("infer.engine.pace.FIRST_ROWS", 512)
-    engine = build("llama", context=502)
+    engine = build(model_type, context=502)
     kinds = [[kind for _, _, kind in engine.chunks(length)] for length in (1, 8, *lengths)]
-    assert kinds == [
-        [kind] for kind in ("decode", "few", *["prefill of 128"] * 2, "prefill of 256", "prefill")
-    ]
+    short = [f"prefill of {rows}" for rows in (16, 32, 64, 128, 256)]
+    assert kinds == [[kind] for kind in ("decode", "few", *short, "prefill")]
     for length, answered in zip(lengths, expected, strict=True):
         engine.forget()
         assert_same(answer(engine, ids[:length], 3), answered)

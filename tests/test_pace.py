@@ -46,6 +46,21 @@ def test_chunks_beside_answers(step: float, row: float, least: int, most: int) -
     assert least <= min(rows[20:]) <= max(rows[20:]) <= most
 
 
+def test_chunks_beside_answers_fill_a_kind() -> None:
+    """Seconds of an 8B model, which a step of some rows takes for those of its kind."""
+    kinds = {16: 0.0061, 32: 0.0093, 64: 0.0157, 128: 0.0322, 256: 0.0565, 512: 0.1075}
+    pace, draw, rows = Pace(32, list(kinds)), random.Random(0), []
+    for alone in (FIRST_ROWS, CHUNK):
+        pace.measured(alone, kinds[alone])
+    for _ in range(200):
+        rows.append(pace.rows_beside)
+        last = draw.randint(1, rows[-1])  # of a prompt
+        for step in (rows[-1], last):
+            kind = min(kind for kind in kinds if kind >= step)
+            pace.measured(step, kinds[kind] * draw.uniform(0.95, 1.05))
+    assert set(rows) == {128}
+
+
 def test_small_chunks_do_not_make_smaller_ones() -> None:
     """A short last chunk takes as long as a tile: by its rows alone prefill would seem slow."""
     pace, seconds = Pace(32), line(0.008, 0.0002)

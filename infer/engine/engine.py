@@ -123,7 +123,8 @@ class Engine(TokenEngine):
             sequences=options.max_batch,
             chosen_rows=1,
         )
-        self.pace = Pace(model.config.num_hidden_layers)
+        prefill = [rows for rows in self.steps.rows.values() if rows > MAX_VEC_ROWS]
+        self.pace = Pace(model.config.num_hidden_layers, prefill)
         self.pool = PagePool(options.pages, PAGE, snapshots=self.steps.places if self.states else 0)
         self.scheduler = Scheduler(
             self.pool,

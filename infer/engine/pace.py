@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 SUBMISSION_SECONDS = 0.1  # of prefill at most
 PAUSE_SECONDS = 0.045  # that a prompt may hold up other answers, step by step
 SUBMISSIONS = 8  # of a step at least: the GPU begins while the host records what comes after
 FIRST_ROWS = 64  # of prefill, while it is not known how fast the GPU is
-TILE_ROWS = 64  # fewer take kernels as long
+TILE_ROWS = 64  # fewer take kernels as long, if there are none for so few
 
 _KEPT = 0.9  # of the weight of a measurement when the next one comes
 
 
 class Pace:
     """A step of prefill takes step_seconds, and row_seconds more for each of its rows: the line
-    through those that were measured, of which the last ones count most. 0: not known."""
+    through those that were measured, of which the last ones count most. 0: not known.
 
-    def __init__(self, layers: int) -> None:
+    kinds: for so many rows steps have kernels of their own, which take as long for fewer."""
+
+    def __init__(self, layers: int, kinds: Sequence[int] = ()) -> None:
         self.layers, self.step_seconds, self.row_seconds = layers, 0.0, 0.0
+        self.kinds = sorted(kinds)
         self._sums: tuple[float, ...] = (0.0,) * 5  # of 1, rows, seconds, rows², rows × seconds
 
     def measured(self, rows: int, seconds: float) -> None:
         """Take a step into account."""
-        rows = -(-rows // TILE_ROWS) * TILE_ROWS
+        tiles = -(-rows // TILE_ROWS) * TILE_ROWS
+        rows = next((kind for kind in self.kinds if rows <= kind <= TILE_ROWS), tiles)
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = tuple(_KEPT * old + own for old, own in zip(self._sums, new, strict=True))
         count, r, s, rr, rs = self._sums
@@ -47,11 +52,12 @@ class Pace:
 
     @property
     def rows_beside(self) -> int:
-        """The same while other answers wait for their next tokens. Not so few that most of a step's
-        time is not for rows: then all would wait longer."""
+        """The same while other answers wait for their next tokens: of a kind all rows. Not so few
+        that most of a step's time is not for rows: then all would wait longer."""
         if not self.known:
             return self.rows
-        return min(self.rows, self._rows_in(max(PAUSE_SECONDS, 2 * self.step_seconds)))
+        rows = min(self.rows, self._rows_in(max(PAUSE_SECONDS, 2 * self.step_seconds)))
+        return max((kind for kind in self.kinds if kind <= rows), default=rows)
 
     def _rows_in(self, seconds: float) -> int:
         rows = int((seconds - self.step_seconds) / self.row_seconds)

@@ -12,6 +12,7 @@ from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
@@ -19,6 +20,7 @@ from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.experts import ExpertDown
 from infer.kernels.ops.linear import Changes, Linear
+from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
@@ -30,6 +32,7 @@ from infer.models.loading.lora import Adapters
 
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
+_SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
 _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
 
@@ -105,7 +108,11 @@ class Steps:
         self.logits = device.buffer(4 * stride(c.vocab_size) * logits_rows, label="logits")
         self.rows = {"prefill": chunk}
         if not device.software:
-            self.rows |= {f"prefill of {rows}": rows for rows in _SHORT if rows < chunk}
+            short = (
+                *_SHORT,
+                *(_SHORTEST if few_rows(Tuning(device), 16) and not invariant else ()),
+            )
+            self.rows |= {f"prefill of {rows}": rows for rows in short if rows < chunk}
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
         self._kinds = kinds | {f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches}

@@ -27,6 +27,7 @@ from infer.kernels.ops.linear import (
     multiplied,
     tile_params,
 )
+from infer.kernels.ops.matmul_rows import MOST_ROWS
 from infer.kernels.ops.prepared import Form
 
 
@@ -151,8 +152,9 @@ class Route(Value):
         too few rows to fill tiles: an expert has four or fewer."""
         if target.kind.vec:
             return True
-        few = target.kind.rows * self.all_slots <= 4 * self.all_experts
-        return target.kind.batch and few and not target.tuning.software
+        rows = target.kind.rows
+        few = rows <= MOST_ROWS and rows * self.all_slots <= 4 * self.all_experts
+        return few and not target.tuning.software
 
     def tile(self, low: Lowering, dtype: str) -> TileVariant:
         """The tile of prefill: its rows are the same for all of a layer's projections."""
