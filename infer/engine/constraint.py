@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from infer.text.tokenizer import Tokenizer
 
 # Between the parts of JSON, as people write it. Unbounded, some models write nothing else.
-WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
+WHITESPACE = r" |\n[ \t]{0,20}"
+MOST_OPTIONAL = 512  # properties of an object
 _SEVERAL = 4  # masks that threads make faster than one
 
 
@@ -42,7 +43,29 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         return None
     with foreign("schema cannot be followed", RequestError):
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return LLMatcher.validate_grammar(grammar).strip() or None
+        return LLMatcher.validate_grammar(grammar).strip() or _too_wide(schema)
+
+
+def _too_wide(schema: Mapping[str, Any]) -> str | None:
+    """Why a schema would fail in the middle of an answer: after each property any of those that
+    follow and are not required may come, all of which are looked for at once."""
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            names, required = part.get("properties"), part.get("required")
+            if isinstance(names, Mapping):
+                known = required if isinstance(required, list) else ()
+                count = len(names.keys() - {name for name in known if isinstance(name, str)})
+                if count > MOST_OPTIONAL:
+                    return (
+                        f"an object has {count:,} properties that are not required, and at most "
+                        f"{MOST_OPTIONAL} can be followed. Require some, or nest them in objects."
+                    )
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return None
 
 
 def library() -> ModuleType:
@@ -197,10 +220,13 @@ class Constraints:
         llguidance = library()
         self._matcher = llguidance.LLMatcher
         self._threads = MaskThreads(llguidance.LLExecutor())
-        # A fifth of what it takes by itself, so that no step of others waits for seconds. Its
-        # errors go to who gave the grammar, and need not say all of it.
+        # So that no step of others waits for seconds, and MOST_OPTIONAL properties fit: a mask of
+        # so many items takes 50 ms. Errors go to who gave the grammar, and need not say all of it.
         self._limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=200_000, step_max_items=10_000, verbose_errors=False
+            initial_lexer_fuel=200_000,
+            step_max_items=100_000,
+            max_items_in_row=10_000,
+            verbose_errors=False,
         )
         self._ends = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
         if not self._ends:
@@ -218,6 +244,8 @@ class Constraints:
         know."""
         if params.schema is not None:
             name = "schema"
+            if (error := _too_wide(params.schema)) is not None:
+                raise RequestError(f"schema cannot be followed: {error}")
             with foreign("schema cannot be followed", RequestError):  # nested too deeply
                 source = self._matcher.grammar_from_json_schema(
                     json.dumps(params.schema), {"whitespace_pattern": WHITESPACE}

@@ -654,7 +654,7 @@ class Engine(TokenEngine):
         if self.scheduler.in_step:
             self._draft_rows = len(running) + sum(counts)
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
-            known = guess is not None and not sequence.in_flight
+            known = guess is not None and count and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
 
     def _verify(

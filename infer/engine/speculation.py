@@ -115,34 +115,41 @@ class Guess:
     """
 
     def __init__(self, drafter: Drafter | None, held: Held | None = None) -> None:
-        """held: where a constraint says what may come."""
-        self.ids: list[int] = []
+        """held: where a constraint says what may come, which is asked where it matters."""
         self.certain = 0
         self._drafter, self._held = drafter, held
+        self._ids: list[int] = []  # as the drafter has them, until they are asked for
+        self._tokens: Sequence[int] | None = None  # after which the constraint was not asked yet
         self._run = 0  # the last so many tokens were guessed
         self._rates = [_FIRST_RATE] * _RUNS
 
     def take(self, tokens: Sequence[int]) -> None:
         """Another token has come, or the prompt."""
-        if self.ids and not self.certain:
-            right = self.ids[0] == tokens[-1]
+        if self._ids and not self.certain:
+            right = self._ids[0] == tokens[-1]
             run = min(self._run, _RUNS - 1)
             self._rates[run] = _KEPT * self._rates[run] + (1 - _KEPT) * right
             self._run = self._run + 1 if right else 0
-        self.ids = [] if self._drafter is None else self._drafter.draft(tokens, MAX_DRAFT)
-        if self._held is not None:
+        self._ids = [] if self._drafter is None else self._drafter.draft(tokens, MAX_DRAFT)
+        self.certain, self._tokens = 0, None if self._held is None else tokens
+
+    @property
+    def ids(self) -> list[int]:
+        if self._held is not None and self._tokens is not None:
+            tokens, self._tokens = self._tokens, None
             forced = self._held.forced(tokens)[:MAX_DRAFT]
             self.certain = len(forced)
-            if self.ids[: self.certain] != forced:
-                self.ids = forced
-            elif len(self.ids) > self.certain:
-                self.ids = self._held.allowed(tokens, self.ids)
+            if self._ids[: self.certain] != forced:
+                self._ids = forced
+            elif len(self._ids) > self.certain:
+                self._ids = self._held.allowed(tokens, self._ids)
+        return self._ids
 
     @property
     def chances(self) -> list[float]:
         """Of each of its ids, that it and all before it are right."""
         run, rates = self._run, self._rates
-        others = range(len(self.ids) - self.certain)
+        others = range(len(self.ids) - self.certain)  # ids first: it finds out what is certain
         own = [1.0] * self.certain + [rates[min(run + i, _RUNS - 1)] for i in others]
         return list(accumulate(own, mul))
 
@@ -177,13 +184,17 @@ class Speculation:
         none. Tokens that are most likely right come first, whosever they are."""
         n = len(guesses)
         counts = [0] * n
+        most = max(self.kinds, default=0)
+        if n >= most or (self._measures and self._best(n, [1.0] * most) == n):
+            self._drafts = False  # whatever would be drafted
+            return counts
         chances = [
             (chance, i)
             for i, guess in enumerate(guesses)
             if guess is not None
             for chance in guess.chances
         ]
-        if not chances or n >= max(self.kinds, default=0):
+        if not chances:
             self._drafts = False
             return counts
         chances.sort(key=lambda each: -each[0])
