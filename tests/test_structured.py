@@ -668,6 +668,15 @@ def drafting() -> Iterator[LLM]:
         yield llm
 
 
+def test_forced_tokens_have_steps_whose_rows_fit(engine_of: Callable[..., Engine]) -> None:
+    """A kind of step may have more rows than answers can be generated."""
+    for max_batch, kinds in ((3, []), (4, [4])):
+        engine = engine_of("llama", max_batch=max_batch)
+        engine.steps.compile_batches()
+        assert engine.steps.batches == [4]
+        assert engine.steps.made_batches() == kinds
+
+
 def held_answers(llm: LLM, at_once: bool, **options: Any) -> list[infer.Result]:
     """Held to schemas, a regular expression and a grammar, and a free one."""
     held: list[dict[str, Any]] = [{"schema": schema} for schema in SCHEMAS[3::5]]

@@ -688,6 +688,7 @@ class Engine(TokenEngine):
             self._drop(prepared)
             prepared = None
         count = count if prepared is None else prepared.rows
+        assert count <= self.steps.most_rows
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
         longest += max(map(len, drafts))
