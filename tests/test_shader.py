@@ -17,6 +17,7 @@ import pytest
 from marks import others_full
 from test_lower import Everywhere
 
+from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.checks import functions
 from infer.kernels.checks.functions import validate
 from infer.kernels.compiler.compile import lower
@@ -386,8 +387,9 @@ def model_specs(
     changed: bool = False,
 ) -> Iterator[KernelSpec]:
     """The kernels of the steps (dtype of the cache; fused or not; rows, and those with logits: all
-    of up to 64, in a batch) of a real model, of which nothing is allocated, on an adapter with so
-    many lanes in a subgroup, or 0 for none. changed: by LoRA adapters, each row by its own."""
+    of up to 64, in a batch, and with drafts) of a real model, of which nothing is allocated, on an
+    adapter with so many lanes in a subgroup, or 0 for none. changed: by LoRA adapters, each row by
+    its own."""
     raw = shape_config(shape)
     kinds = build_model(raw).config.states
     few = kinds.index(None) + 1  # attention, and what comes before
@@ -408,7 +410,7 @@ def model_specs(
         ropes = []
         for layer, (state, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
             if state is not None:
-                caches.append(LayerState.new(dry, state, layer))
+                caches.append(LayerState.new(dry, state, layer, drafts=MAX_DRAFT))
             elif source < layer:
                 caches.append(caches[source])
             else:
@@ -417,17 +419,18 @@ def model_specs(
             ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
         output = model.forward(weights, ropes, caches)
         batch = logits is None and rows <= 64
-        lowering = lower(
-            dry,
-            output,
-            StepKind(rows, logits, batch=batch),
-            dry.buffer(1),
-            dry.buffer(1),
-            fuse=fuse,
-            tuning=ByRows(dry) if batch else None,
-            changes=Everywhere(dry, by_row=True) if changed else {},
-        )
-        yield from (kernel.spec for kernel in lowering.kernels)
+        for drafts in (0, MAX_DRAFT) if batch and any(c.states) else (0,):
+            lowering = lower(
+                dry,
+                output,
+                StepKind(rows, logits, batch=batch, drafts=drafts),
+                dry.buffer(1),
+                dry.buffer(1),
+                fuse=fuse,
+                tuning=ByRows(dry) if batch else None,
+                changes=Everywhere(dry, by_row=True) if changed else {},
+            )
+            yield from (kernel.spec for kernel in lowering.kernels)
 
 
 def sampler_specs(device: Device) -> Iterator[KernelSpec]:

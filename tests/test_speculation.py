@@ -11,10 +11,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 from engines import build_engine
 from marks import others_full
-from reference_models import load
+from reference_models import load, relative_error
 from test_batch import Soak
 from test_structured import masked
 
@@ -24,20 +25,24 @@ from infer.engine.answers import Answer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.speculation import MAX_DRAFT, Guess, PromptLookup, Speculation
-from infer.kernels.errors import RequestError, UnsupportedError
+from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
 
 STEPS = 24
-# One architecture of each kind that has no states.
+# One architecture of each kind.
 KINDS = {
     "llama": "keys and values",
     "gemma2": "windows, soft caps",
     "gpt_oss": "sinks, experts",
     "qwen3_moe": "experts",
     "deepseek_v2": "latents",
+    "lfm2": "a convolution",
+    "granitemoehybrid_mamba": "Mamba 2",
+    "qwen3_next": "the delta rule",
 }
+STATES = "lfm2", "granitemoehybrid_mamba", "qwen3_next"
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 5},
@@ -56,7 +61,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @dataclass
 class Known:
     """Drafts what answers go on with, if it is right, and something else if it is not. right: by
-    the number of the draft, how many of its first tokens are; the next one is wrong."""
+    the number of the draft, how many of its first tokens are; the next one is wrong; below 0:
+    nothing is drafted."""
 
     answers: Sequence[Sequence[int]]  # with their prompts
     right: Callable[[int], int] = lambda number: MAX_DRAFT
@@ -64,10 +70,11 @@ class Known:
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         self.count += 1
-        for answer in self.answers:
+        right = self.right(self.count)
+        for answer in self.answers if right >= 0 else ():
             if list(answer[: len(tokens)]) == list(tokens):
                 ids = list(answer[len(tokens) : len(tokens) + most])
-                for i in range(self.right(self.count), len(ids)):
+                for i in range(right, len(ids)):
                     ids[i] = (ids[i] + 1 + i) % 50
                 return ids
         return []
@@ -76,7 +83,7 @@ class Known:
 PATTERNS: dict[str, Callable[[int], int]] = {
     "right": lambda number: MAX_DRAFT,
     "wrong": lambda number: 0,
-    "mixed": lambda number: random.Random(number).randrange(MAX_DRAFT + 1),
+    "mixed": lambda number: random.Random(number).randrange(-2, MAX_DRAFT + 1),
 }
 
 
@@ -168,11 +175,11 @@ def with_drafts(
     pattern: str,
     **options: Any,
 ) -> list[Taken]:
-    answers = [[*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True)]
+    answers = ([*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True))
     before = engine.speculation
     assert before is not None
     engine.speculation = Speculation(
-        before.kinds, measures=False, drafter=lambda: Known(answers, PATTERNS[pattern])
+        before.kinds, measures=False, drafter=lambda: Known([next(answers)], PATTERNS[pattern])
     )
     try:
         found = run(engine, prompts, params, **options)
@@ -189,7 +196,7 @@ def params_of(way: str, **options: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@others_full("case", KINDS, ["llama", "deepseek_v2"])
+@others_full("case", KINDS, ["llama", "deepseek_v2", "granitemoehybrid_mamba"])
 def test_answers_are_those_without_drafts(
     engine_of: Callable[..., Engine], case: str, pattern: str
 ) -> None:
@@ -209,7 +216,7 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@others_full("case", KINDS, ["llama"])
+@others_full("case", KINDS, ["llama", "lfm2"])
 def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) -> None:
     engine, prompts = engine_of(case, max_batch=1), prompts_of(case)[:1]
     params = params_of(way, max_tokens=60)
@@ -226,7 +233,7 @@ def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) 
             assert 50 <= timings.accepted_tokens <= 59 - 59 // (1 + MAX_DRAFT)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt_oss"])
+@others_full("case", ["llama", "gpt_oss", *STATES], ["llama", "gpt_oss"])
 def test_an_invariant_answer_has_the_same_bits(engine_of: Callable[..., Engine], case: str) -> None:
     engine, prompts = engine_of(case, invariant=True), prompts_of(case)[:3]
     params = params_of("sampled", logprobs=0)
@@ -240,18 +247,22 @@ def test_an_invariant_answer_has_the_same_bits(engine_of: Callable[..., Engine],
     [{"kv_dtype": "q8"}, {"ahead": 1}, {"raw": False}, {"fuse": False}, {"ahead": 3}],
     ids=str,
 )
-def test_other_engines(engine_of: Callable[..., Engine], options: dict[str, Any]) -> None:
-    engine, prompts = engine_of("llama", **options), prompts_of("llama")[:3]
+@others_full("case", ["llama", *STATES], ["llama"])
+def test_other_engines(
+    engine_of: Callable[..., Engine], case: str, options: dict[str, Any]
+) -> None:
+    engine, prompts = engine_of(case, **options), prompts_of(case)[:3]
     expected = plainly(engine, prompts, params_of("sampled"))
     with_drafts(engine, prompts, params_of("sampled"), expected, "mixed")
 
 
 @pytest.mark.full
-def test_few_pages(engine_of: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize("case", ["llama", *STATES])
+def test_few_pages(engine_of: Callable[..., Engine], case: str) -> None:
     """Answers give their pages back, and begin again, in the middle of drafts; and what is cached
     then is what another finds."""
-    engine = engine_of("llama", max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
-    ids = prompts_of("llama")[0]
+    engine = engine_of(case, max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
+    ids = prompts_of(case)[0]
     prompts = [ids, ids[3:], ids[:20]]
     params = params_of("sampled", max_tokens=3 * PAGE - len(ids) - 1)
     expected = plainly(engine, prompts, params)
@@ -348,12 +359,13 @@ def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> 
     engine.speculation = before
 
 
+@others_full("case", ["llama", *STATES], ["llama"])
 def test_many_answers_come_and_go(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Closed at any time, failing, left unread, out of pages: each that is compared is right."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)
-    engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
+    engine = engine_of(case, max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
     before, soak = engine.speculation, Soak(engine)
     known = [[*ids, *answer] for ids, answer in soak.clear.items()]
     junk = random.Random(0)
@@ -377,11 +389,12 @@ def test_many_answers_come_and_go(
 
 
 @pytest.mark.parametrize("where", ["record", "send", "submit", "read"])
+@others_full("case", ["llama", "lfm2"], ["llama"])
 def test_an_interrupt_changes_nothing(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str, where: str
 ) -> None:
     """Before or after it is done, at each of the first times."""
-    engine, ids = engine_of("llama"), prompts_of("llama")[0]
+    engine, ids = engine_of(case), prompts_of(case)[0]
     params = params_of("greedy")
     (expected,) = plainly(engine, [ids], params)
     before = engine.speculation
@@ -427,13 +440,35 @@ def test_adapters_by_row(own_device: Device) -> None:
         with_drafts(engine, [ids, ids[3:]], params, expected, "mixed", adapter=adapter)
 
 
-def test_a_state_does_not_go_back(
-    own_device: Device, tmp_path: Path, engine_of: Callable[..., Engine]
+@others_full("case", STATES, ["qwen3_next"])
+def test_a_chat_goes_on_from_an_answer_with_drafts(
+    engine_of: Callable[..., Engine], case: str
 ) -> None:
-    folder = load("lfm2").write_checkpoint(tmp_path / "lfm2")
-    with pytest.raises(UnsupportedError, match="lfm2: its layers have a state"):
-        build_engine(own_device, folder, speculate="lookup")
-    assert build_engine(own_device, folder, speculate="auto").speculation is None
+    """The state saved at its end is that before the tokens drafted last, however many were right,
+    and wherever in a draft the answer ends."""
+    engine, ids = engine_of(case, max_batch=1), prompts_of(case)[0]
+    (whole,) = plainly(engine, [ids], params_of("greedy"))
+    before = engine.speculation
+    lost = set[int]()
+    for last in range(STEPS):
+        if whole.ids[last] in whole.ids[:last]:
+            continue
+        engine.forget()
+        engine.speculation = Speculation(
+            [8], measures=False, drafter=lambda: Known([[*ids, *whole.ids]])
+        )
+        (found,) = run(engine, [ids], params_of("greedy"), stop_ids=[whole.ids[last]])
+        assert found.ids == whole.ids[: last + 1]
+        engine.speculation = None
+        turn = [*ids, *found.ids, 5, 6, 7]
+        second = engines.answer(engine, turn, 4)
+        lost.add(len(ids) + last - engine.timings.reused_tokens)
+        engine.forget()
+        fresh = engines.answer(engine, turn, 4)
+        assert second.token_ids == fresh.token_ids
+        assert relative_error(second.logits, fresh.logits) <= 1e-5
+    engine.speculation = before
+    assert min(lost) == 0 < max(lost) <= MAX_DRAFT
 
 
 def test_only_these_ways() -> None:

@@ -27,6 +27,7 @@ from test_kernels import (
 from infer.engine.engine import Engine
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import to_gpu
+from infer.kernels.checks.bench import Bench
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight
 from infer.kernels.checks.reference import nmse
@@ -161,6 +162,32 @@ def test_ssm_scan_before_a_norm_and_a_projection(
     assert nmse(y, expected) <= LIMIT
 
 
+DRAFTED = {
+    "short_conv": lambda bench, heads, dims: recurrent_check.drafted_short_conv(
+        bench, channels=dims[0] + heads[1], taps=1 + heads[1], gated=heads[0] > 1
+    ),
+    "delta_rule": recurrent_check.drafted_delta_rule,
+    "ssm_scan": recurrent_check.drafted_ssm_scan,
+}
+
+
+@covering(
+    SETTINGS
+    | {
+        "kernel": tuple(DRAFTED),
+        "heads": ((1, 1), (2, 6), (3, 3)),
+        "dims": ((4, 4), (40, 36), (128, 64)),
+    }
+)
+def test_drafted_rows(open_device: OpenDevice, cases: list[Case]) -> None:
+    """Of which some are right, and go into the state with the next step."""
+    for case in cases:
+        device = open_device(settings_of(case))
+        with device.scope():
+            outcome = DRAFTED[case["kernel"]](Bench(device), case["heads"], case["dims"])
+        assert nmse(*outcome) <= LIMIT, case
+
+
 class Forced(Tuning):
     """Always the same variant of scans."""
 
@@ -175,18 +202,27 @@ class Forced(Tuning):
         return own if rule is delta_rule_variant else rule(self, *call)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        DeltaVariant(4, 2, 16, 4, 4, 2, subgroups=True),
-        DeltaVariant(2, 2, 8, 8, 2, 16, subgroups=False),
-    ],
-)
+VARIANTS = [
+    DeltaVariant(4, 2, 16, 4, 4, 2, subgroups=True),
+    DeltaVariant(2, 2, 8, 8, 2, 16, subgroups=False),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_scans(device: Device, rng: np.random.Generator, variant: DeltaVariant) -> None:
     """More than one block of rows, and a part of one."""
     case = {"rows": 19, "goes_on": True, "heads": (1, 2), "dims": (32, 20), "dt_limit": (0, np.inf)}
     assert delta_rule_error(device, rng, case, Forced(device, variant)) <= LIMIT
     assert ssm_scan_error(device, rng, case, Forced(device, variant)) <= LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["delta_rule", "ssm_scan"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_scans_with_drafts(device: Device, variant: DeltaVariant, kernel: str) -> None:
+    with device.scope():
+        bench = Bench(device, tuning=Forced(device, variant))
+        assert nmse(*DRAFTED[kernel](bench, (1, 2), (32, 20))) <= LIMIT
 
 
 @pytest.mark.parametrize(("rows", "heads", "width"), [(1, 1, 331), (3, 5, 24), (9, 4, 128)])

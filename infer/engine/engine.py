@@ -51,7 +51,7 @@ from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
-from infer.kernels.errors import ModelError, RequestError, UnsupportedError
+from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
@@ -65,7 +65,7 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import NO_TOKEN, pack_rows, pack_step
+from infer.kernels.state.step import NO_TOKEN, StepRow, pack_rows, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
@@ -87,14 +87,7 @@ class Engine(TokenEngine):
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
         """adapters: what lies beside the weights. Allocates everything but the weights and these.
-        Raises OutOfMemoryError, and UnsupportedError for drafts where layers have a state."""
-        if options.speculate != "off" and any(model.config.states):
-            if options.speculate != "auto":
-                raise UnsupportedError(
-                    f"Nothing can be drafted for {model.config.model_type}: its layers have a "
-                    "state, which does not go back. Leave out speculate."
-                )
-            options = replace(options, speculate="off")
+        Raises OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
         self.config, self.slots = model.config, options.max_batch
         self.context, self.vocab_size = options.context, model.config.vocab_size
@@ -188,7 +181,7 @@ class Engine(TokenEngine):
         chain = self._chain(params)
         recordings = [self.recording(kind, True, chain) for kind in kinds]
         if params.max_tokens != 1:
-            few = [self.steps.batch(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
+            few = [self.steps.drafts(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
             recordings += [self.recording(kind, True, chain, drafts=True) for kind in few]
         if not self.device.software:
             return
@@ -532,9 +525,10 @@ class Engine(TokenEngine):
             if len(sequence.pages) != len(self._pages[slot]):
                 self._give_pages(slot, sequence.pages)
         prepared = None if self._prepared is None else self._take_prepared(batch, self._prepared)
-        if work.drafts or prepared is not None:
+        if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
-            self._verify(batch, drafts, longest, prepared)
+            behind = work.behind or (0,) * len(batch.slots)
+            self._verify(batch, drafts, behind, longest, prepared)
             return
         if self._host_rows:
             for sequence in batch.sequences:
@@ -661,21 +655,23 @@ class Engine(TokenEngine):
         self,
         batch: Batch,
         drafts: Sequence[Sequence[int]],
+        behind: Sequence[int],
         longest: int,
         prepared: Prepared | None,
     ) -> None:
         """A step of rows that the host writes: all tokens of its sequences have been read."""
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[StepRow] = []
         sampled: list[scheduler.Sequence] = []
         drafted: list[int | None] = []
         first: list[int] = []  # row of each sequence
-        for sequence, slot, draft in zip(batch.sequences, batch.slots, drafts, strict=True):
+        each = zip(batch.sequences, batch.slots, drafts, behind, strict=True)
+        for sequence, slot, draft, own_behind in each:
             first.append(len(rows))
             answer = cast(Answer, self._answers[sequence])
             number = self.adapters.number(answer.adapter)
             position = len(sequence.tokens) - 1
             for i, token in enumerate((sequence.tokens[-1], *draft)):
-                rows.append((token, position + i, slot, number))
+                rows.append((token, position + i, slot, number, 0 if i else own_behind))
                 drafted.append(token if i else None)
             sampled += [sequence] * (1 + len(draft))
             if draft:
@@ -719,7 +715,7 @@ class Engine(TokenEngine):
 
     def _verifying(self, batch: Batch, rows: int) -> tuple[Recording | None, Recording]:
         """What a step with drafts dispatches, with masks in two parts: the body and the head."""
-        kind, chain, by_row = self.steps.batch(rows), batch.chain, batch.by_row
+        kind, chain, by_row = self.steps.drafts(rows), batch.chain, batch.by_row
         if not batch.masked:
             return None, self.recording(kind, True, chain, by_row, drafts=True)
         head = self.recording(kind, True, chain, by_row, body=False, drafts=True)

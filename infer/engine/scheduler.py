@@ -29,7 +29,9 @@ class Sequence:
 
     tokens: of the prompt, and those generated that were read. pages: of the cache, in order, and
     slot: of the step, both while it has them. computed: positions that are in the cache, or will be
-    when what is submitted has run. in_flight: tokens that are sampled by steps not yet read.
+    when what is submitted has run; settled: those that states have taken in, where layers have
+    some: drafted tokens that were right only are by the next step. in_flight: tokens that are
+    sampled by steps not yet read.
     reused: positions of the prompt that were cached when it was first begun. draft: tokens that may
     come next, for its next step to verify. drafted: how many a step in flight does; they count
     among computed and in_flight from when they are read (`Scheduler.accept`).
@@ -57,7 +59,7 @@ class Sequence:
         self.ahead, self.shares = ahead, shares
         self.pages: list[int] = []
         self.slot: int | None = None
-        self.computed = self.in_flight = self.reused = 0
+        self.computed = self.settled = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
         self.draft: Ids[int] = ()
         self.drafted = 0
@@ -70,6 +72,11 @@ class Sequence:
     def left(self) -> int:
         """Tokens that may still be submitted."""
         return self.limit - (len(self.tokens) + self.in_flight - self.prompt_tokens)
+
+    @property
+    def behind(self) -> int:
+        """Positions computed that its states have not taken in."""
+        return self.computed - self.settled
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,12 @@ class Prefill:
 @dataclass(frozen=True)
 class Decode:
     """One row of each of these, in order of their slots, at the last of the positions computed.
-    drafts: where there are any, what each has drafted after it, a row for each token."""
+    drafts: where there are any, what each has drafted after it, a row for each token. behind: where
+    any are, how many positions before it the states of each have yet to take in."""
 
     sequences: tuple[Sequence, ...]
     drafts: tuple[Ids[int], ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -193,6 +202,8 @@ class Scheduler:
         sequence.in_flight += count
         if sequence.state == "running":
             sequence.computed += count
+            if not self.snapshot_tail:
+                sequence.settled = sequence.computed
 
     def cancel(self, sequence: Sequence, *, at_once: bool = False) -> int | None:
         """End it now: tokens of it that are in flight mean nothing any more. But where layers have
@@ -223,10 +234,11 @@ class Scheduler:
         self.pool.clear()
 
     def _snapshot(self, sequence: Sequence) -> int | None:
-        """Where the state goes that a sequence ends with: after all its tokens but the last."""
+        """Where the state goes that a sequence ends with: after all its tokens but the last, or
+        those that were drafted last, too."""
         if not self.snapshot_tail or not sequence.shares or sequence.state != "running":
             return None
-        known = sequence.tokens[:-1]
+        known = sequence.tokens[:-1][: sequence.settled]
         return self.pool.store_snapshot(known, sequence.key, sequence.pages)
 
     # Prefill
@@ -252,7 +264,8 @@ class Scheduler:
             end = min(end, until)
             if end == until:
                 save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
-        sequence.computed, last = end, end == length
+        sequence.computed = sequence.settled = end
+        last = end == length
         self._store(sequence, end, partial=last)
         if last:
             sequence.state, sequence.in_flight = "running", 1
@@ -294,7 +307,7 @@ class Scheduler:
         self.prefilling.append(sequence)
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
-        sequence.computed = sequence.stored = match.length
+        sequence.computed = sequence.settled = sequence.stored = match.length
         if self.snapshot_tail and sequence.shares:
             sequence.saves = [length - self.snapshot_tail]
             # What two prompts have in common a third may have, too.
@@ -310,9 +323,10 @@ class Scheduler:
         """By group, the sequences that can have a row now, by slot."""
         groups: dict[Hashable, list[Sequence]] = {}
         busy = set[Hashable]()
+        behind = {sequence.group for sequence in self.running if sequence.behind}
         for sequence in self.running:
             in_flight = sequence.in_flight
-            if in_flight and (self.in_step or sequence.drafted):
+            if in_flight and (self.in_step or sequence.drafted or sequence.group in behind):
                 busy.add(sequence.group)
             if in_flight < self.ahead and in_flight < sequence.ahead and sequence.left > 0:
                 groups.setdefault(sequence.group, []).append(sequence)
@@ -341,14 +355,16 @@ class Scheduler:
             drafts: tuple[Ids[int], ...] = ()
             if self.in_step:
                 drafts = tuple(self._drafted(sequence) for sequence in rows)
+            behind = tuple(sequence.behind for sequence in rows)
             for sequence in rows:
                 sequence.computed += 1
+                sequence.settled = sequence.computed
                 sequence.in_flight += 1
             self._steps += 1
             self._decoded[group] = self._steps
             if len(self._decoded) > len(self.running):
                 self._decoded = {s.group: self._last_decode(s.group) for s in self.running}
-            return Decode(rows, drafts if any(drafts) else ())
+            return Decode(rows, drafts if any(drafts) else (), behind if any(behind) else ())
         return None
 
     def _drafted(self, sequence: Sequence) -> Ids[int]:
@@ -402,7 +418,7 @@ class Scheduler:
         assert sequence.slot is not None
         heappush(self._slots, sequence.slot)
         sequence.pages, sequence.slot = [], None
-        sequence.computed, sequence.draft = 0, ()
+        sequence.computed, sequence.settled, sequence.draft = 0, 0, ()
         self._short = None
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
 
+from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
@@ -43,9 +44,9 @@ class Steps:
     of step is there without them, and by row, where each row has its own or none.
 
     rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
-    batches: of the kinds of which each row names its own, from the smallest; where rows are drafted
-    several may be of one, at consecutive positions, if no layer has a state: steps with drafts are
-    of one of draft_kinds. Each of `rows` has a
+    batches: of the kinds of which each row names its own, from the smallest; where tokens are
+    drafted several rows may be of one, at consecutive positions: such steps have as many as one of
+    draft_kinds, and, where layers have a state, are of a kind of their own. Each of `rows` has a
     kind beside it, HIDDEN before its name, that gives the hidden states of all its rows.
     """
 
@@ -79,7 +80,9 @@ class Steps:
         self.caches: list[Cache] = []  # of each layer
         for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
             if shape is not None:
-                self.caches.append(LayerState.new(device, shape, layer, max_batch, self.places))
+                drafts = MAX_DRAFT if draft_rows else 0
+                own_state = LayerState.new(device, shape, layer, max_batch, self.places, drafts)
+                self.caches.append(own_state)
             else:
                 own = source == layer
                 self.caches.append(next(keys_and_values) if own else self.caches[source])
@@ -104,6 +107,7 @@ class Steps:
         self.step = device.buffer(step_bytes(most), label="step")
         self.batches = _batches(self.most_rows, device)
         self.draft_kinds = [rows for rows in self.batches if rows <= draft_rows]
+        self._drafting = "drafts" if any(c.states) else "batch"
         logits_rows = padded_rows(max(self.batches, default=1))
         self.logits = device.buffer(4 * stride(c.vocab_size) * logits_rows, label="logits")
         self.rows = {"prefill": chunk}
@@ -117,11 +121,16 @@ class Steps:
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
         self._kinds = kinds | {f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches}
         self._kinds |= {f"{HIDDEN}{name}": StepKind(rows) for name, rows in self.rows.items()}
+        if any(c.states):
+            drafting = {n: StepKind(n, batch=True, drafts=MAX_DRAFT) for n in self.draft_kinds}
+            self._kinds |= {self.drafts(rows): kind for rows, kind in drafting.items()}
         # One answer needs these, drafts among them. Other batches take less room than the largest,
         # and are made when they are needed, as hidden states are.
-        few = [f"batch {rows}" for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
+        few = [self.drafts(rows) for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
         self._first = [*self.rows, *few]
-        lowered = dict.fromkeys([*self._first, *(f"batch {rows}" for rows in self.batches[-1:])])
+        largest_kinds = [f"batch {rows}" for rows in self.batches[-1:]]
+        largest_kinds += [self.drafts(rows) for rows in self.draft_kinds[-1:]]
+        lowered = dict.fromkeys([*self._first, *largest_kinds])
         self.lowered = {
             (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
             for kind in lowered
@@ -170,7 +179,9 @@ class Steps:
 
     def compile_batches(self) -> None:
         """Compile the rest, so that an answer that joins others lets nobody wait."""
-        self._compile([(f"batch {rows}", way) for rows in self.batches for way in self._ways])
+        kinds = [f"batch {rows}" for rows in self.batches]
+        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
+        self._compile([(kind, way) for kind in kinds for way in self._ways])
 
     def _compile(
         self,
@@ -211,6 +222,10 @@ class Steps:
     def batch(self, rows: int) -> str:
         """The kind of step of so many rows, each of a sequence of its own."""
         return "decode" if rows == 1 else f"batch {self.rows_of(rows)}"
+
+    def drafts(self, rows: int) -> str:
+        """The same where several may be of one sequence."""
+        return f"{self._drafting} {self.rows_of(rows)}"
 
     def rows_of(self, rows: int) -> int:
         """Those of the kind of batch that has room for so many."""

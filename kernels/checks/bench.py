@@ -22,6 +22,7 @@ from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops.matmul_rows import MOST_ROWS
+from infer.kernels.state.step import StepRow
 
 F32_LIMIT = 1e-10  # of arithmetic in f32, whatever the storage
 EPS = 1e-6
@@ -71,13 +72,13 @@ class Bench:
         position: int = 0,
         tokens: Ids | None = None,
         adapters: Ids = (0,),
-        plan_rows: int = 0,
-        logits_rows: Sequence[int] | None = None,
+        batch: Sequence[StepRow] = (),
+        **own: Any,
     ) -> Floats:
         """The values of `output`, [rows, width]; the first row is at `position`. rows: where there
-        are no inputs. adapters: as of Forward.run. plan_rows, logits_rows: as of Forward."""
-        forward = self.forward(self.rows or rows, plan_rows=plan_rows, logits_rows=logits_rows)
-        return forward.run(output, position=position, tokens=tokens, adapters=adapters)
+        are no inputs. adapters, batch: as of Forward.run. own: options of Forward."""
+        forward = self.forward(self.rows or rows, **own)
+        return forward.run(output, position=position, tokens=tokens, adapters=adapters, batch=batch)
 
     def run_alone(self, kernel: str, output: Value, *, position: int, **own: Any) -> None:
         """Only one of the kernels that make `output`. own: buffers as of Forward.run_alone, and

@@ -21,7 +21,7 @@ from infer.kernels.gpu.plan import Dispatch, dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.record import run
 from infer.kernels.ops.linear import Changes
-from infer.kernels.state.step import pack_step, step_bytes
+from infer.kernels.state.step import StepRow, pack_rows, pack_step, step_bytes
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 Floats = NDArray[np.float32]
@@ -43,7 +43,8 @@ class Forward:
     """A forward traced by hand: make inputs, apply operations to them, `run` the result.
 
     rows: of the activations. plan_rows: the most rows that its plan is made for, as an engine's
-    plan serves steps of fewer rows; more than MAX_VEC_ROWS give the kernels of prefill.
+    plan serves steps of fewer rows; more than MAX_VEC_ROWS give the kernels of prefill. drafts:
+    tokens drafted for each sequence of a batch, at most; 0: all rows are of one sequence.
     logits_rows: the rows that `LogitsRows` takes. changes: what lies beside weights.
     """
 
@@ -53,6 +54,7 @@ class Forward:
         rows: int,
         *,
         plan_rows: int = 0,
+        drafts: int = 0,
         logits_rows: Sequence[int] | None = None,
         fuse: bool = True,
         tuning: Tuning | None = None,
@@ -63,7 +65,7 @@ class Forward:
         self.logits_rows, self.fuse = logits_rows, fuse
         self.tuning, self.timings, self.changes = tuning, timings, changes
         logits = None if logits_rows is None else len(logits_rows)
-        self.kind = StepKind(max(rows, plan_rows), logits)
+        self.kind = StepKind(max(rows, plan_rows), logits, batch=drafts > 0, drafts=drafts)
 
     def input(self, values: Array) -> Value:
         """An activation of these values, [rows, width]. Padding is NaN: nothing may read it."""
@@ -73,13 +75,20 @@ class Forward:
         return Input(self.device.upload(rows), values.shape[1])
 
     def lower(
-        self, output: Value, *, position: int = 0, tokens: Ids | None = None, adapters: Ids = (0,)
+        self,
+        output: Value,
+        *,
+        position: int = 0,
+        tokens: Ids | None = None,
+        adapters: Ids = (0,),
+        batch: Sequence[StepRow] = (),
     ) -> tuple[Lowering, Buffer]:
         """The kernels that make `output`, and the buffer that it will be in."""
         ids = np.zeros(self.rows, np.int64) if tokens is None else tokens
         step = self.device.buffer(step_bytes(self.kind.rows), label="step")
         logits_rows = self.logits_rows or ()
-        self.device.write(step, pack_step(ids, position, adapter=adapters, logits_rows=logits_rows))
+        packed = pack_step(ids, position, adapter=adapters, logits_rows=logits_rows)
+        self.device.write(step, pack_rows(batch, self.rows) if batch else packed)
         buffer = unwritten(self.device, padded_rows(self._rows(output)), output.width)
         lowering = lower(
             self.device,
@@ -94,11 +103,19 @@ class Forward:
         return lowering, buffer
 
     def run(
-        self, output: Value, *, position: int = 0, tokens: Ids | None = None, adapters: Ids = (0,)
+        self,
+        output: Value,
+        *,
+        position: int = 0,
+        tokens: Ids | None = None,
+        adapters: Ids = (0,),
+        batch: Sequence[StepRow] = (),
     ) -> Floats:
         """The values of `output`, [rows, width]; the first row is at `position`. adapters: of each
-        row the number, or one of all."""
-        lowering, buffer = self.lower(output, position=position, tokens=tokens, adapters=adapters)
+        row the number, or one of all. batch: the rows, where they are of several sequences."""
+        lowering, buffer = self.lower(
+            output, position=position, tokens=tokens, adapters=adapters, batch=batch
+        )
         arena = Arena(self.device)
         plan = lowering.place(arena)
         for slot in arena.slots:

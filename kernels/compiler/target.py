@@ -15,7 +15,8 @@ MAX_VEC_ROWS = 8
 @dataclass(frozen=True)
 class StepKind:
     """A kind of step: at most `rows` rows, of which `logits` get logits (None: all of them). They
-    are consecutive positions of one sequence or, in a batch, each the next of its own.
+    are consecutive positions of one sequence or, in a batch, each the next of its own, and behind
+    it at most so many `drafts` of tokens that may come then.
 
     Up to MAX_VEC_ROWS rows go through matmul_vec, more through matmul. invariant: whatever their
     number is, they are computed as in a step of a few rows, and each as if it were alone.
@@ -25,6 +26,7 @@ class StepKind:
     logits: int | None = None
     batch: bool = False
     invariant: bool = False
+    drafts: int = 0
 
     @property
     def vec(self) -> bool:
@@ -38,7 +40,7 @@ class StepKind:
     @property
     def span(self) -> int:
         """Rows of one sequence, at most."""
-        return 1 if self.batch else self.rows
+        return 1 + self.drafts if self.batch else self.rows
 
     @property
     def few(self) -> bool:

@@ -23,6 +23,13 @@ _LARGEST = 3e38  # WGSL has no infinity
 Scan = TypeVar("Scan", bound="ScanVariant")
 
 
+def _recent(target: Target, state: LayerState, index: int) -> tuple[list[Operand], dict[str, int]]:
+    """What a kernel binds and is told where tokens are drafted. index: of its state's buffer."""
+    if not target.kind.drafts:
+        return [], {"RECENT": 0}
+    return [state.recent[index]], {"RECENT": state.recent_rows}
+
+
 def _scan_grid(target: Target, columns: int, heads: int) -> Grid:
     if target.kind.batch:
         return lambda rows, kv_len: (columns, heads, rows)
@@ -55,9 +62,10 @@ class ShortConv(Value):
         operands: list[Operand] = [low.step, x, self.weight.buffer, self.state.inputs, self]
         workgroups = -(-self.width // 64)
         rows_each = 1 if low.kind.batch else _CONV_ROWS
+        recent, recent_params = _recent(low, self.state, 0)
         low.emit(
             "short_conv",
-            operands if self.bias is None else [*operands, self.bias.buffer],
+            [*operands, *([] if self.bias is None else [self.bias.buffer]), *recent],
             lambda rows, kv_len: (workgroups, -(-rows // rows_each), 1),
             {
                 "CHANNELS": self.width,
@@ -70,6 +78,7 @@ class ShortConv(Value):
                 "X_STRIDE": x_stride,
                 "X_OFFSET": offset,
                 "Y_STRIDE": stride(self.width),
+                **recent_params,
             },
             moved=lambda rows, kv_len: 4 * rows * (self.x.width + self.width),
         )
@@ -101,11 +110,13 @@ class DeltaRule(Value):
         variant = low.tuning.choose(delta_rule_variant, low.kind.span, shape.key_dim)
         (x, x_stride, _), (gates, gates_stride, _) = low.source(self.x), low.source(self.gates)
         vectors = self.a_log.buffer, self.dt_bias.buffer
+        recent, recent_params = _recent(low, state, 1)
         low.emit(
             "delta_rule",
-            (low.step, x, gates, *vectors, state.matrices, self),
+            (low.step, x, gates, *vectors, state.matrices, self, *recent),
             _scan_grid(low, -(-shape.value_dim // variant.columns), shape.heads),
             variant.params
+            | recent_params
             | {
                 "BATCH": low.kind.batch,
                 "KEY_HEADS": shape.key_heads,
@@ -155,7 +166,8 @@ class SSMScan(Maker):
     def writes(self, form: Form, target: Target) -> bool:
         variant = target.tuning.choose(ssm_scan_variant, target.kind.span, self.state.shape.key_dim)
         halves = variant.columns % HALF == self.state.shape.value_dim % HALF == 0
-        return form.fits(self, target, 6) and (halves or not form.int8)
+        bound = 7 if target.kind.drafts else 6
+        return form.fits(self, target, bound) and (halves or not form.int8)
 
     def lower(self, low: Lowering) -> None:
         state, shape = self.state, self.state.shape
@@ -163,11 +175,13 @@ class SSMScan(Maker):
         variant = low.tuning.choose(ssm_scan_variant, low.kind.span, shape.key_dim)
         (x, x_stride, _), (z, z_stride, z_offset) = low.source(self.x), low.source(self.z)
         dt, dt_stride, dt_offset = low.source(self.dt)
+        recent, recent_params = _recent(low, state, 1)
         low.emit(
             "ssm_scan",
-            [low.step, x, z, dt, self.heads.buffer, state.matrices, *self.outputs_bound],
+            [low.step, x, z, dt, self.heads.buffer, state.matrices, *recent, *self.outputs_bound],
             _scan_grid(low, -(-shape.value_dim // variant.columns), shape.heads),
             variant.params
+            | recent_params
             | self.output_params
             | {
                 "BATCH": low.kind.batch,

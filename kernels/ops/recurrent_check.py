@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,6 +21,7 @@ from infer.kernels.ops.linear_check import matmul
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.recurrent import DeltaRule, ShortConv, SSMScan
 from infer.kernels.state.layer_state import LayerState, StateShape
+from infer.kernels.state.step import StepRow
 
 
 def short_conv(
@@ -201,11 +202,17 @@ def cases() -> Iterator[Case]:
         yield Case("delta_rule", name, partial(_delta_rule, rows=rows, goes_on=goes_on))
         yield Case("ssm_scan", name, partial(_ssm_scan, rows=rows, goes_on=goes_on))
     yield Case("ssm_scan", "1 row, as int8 behind a norm", _ssm_scan_int8)
+    drafted = "rows of three sequences, with drafts"
+    for gated in (False, True):
+        run = partial(drafted_short_conv, channels=67, taps=4, gated=gated)
+        yield Case("short_conv", f"{drafted}, {'gated' if gated else 'silu'}", run)
+    yield Case("delta_rule", drafted, partial(drafted_delta_rule, heads=(2, 4), dims=(24, 36)))
+    yield Case("ssm_scan", drafted, partial(drafted_ssm_scan, heads=(2, 4), dims=(24, 36)))
 
 
-def _joined(y: Array, left: Array) -> Array:
-    """A result and a state, as the values of both."""
-    return np.concatenate([y.ravel(), left.ravel()])
+def _joined(*parts: Array) -> Array:
+    """The values of all: results and states."""
+    return np.concatenate([part.ravel() for part in parts])
 
 
 def _short_conv(bench: Bench, rows: int, goes_on: bool, gated: bool) -> Outcome:
@@ -254,3 +261,122 @@ def _ssm_scan_int8(bench: Bench) -> Outcome:
     scale = 1 / np.sqrt(np.mean(values**2) + EPS)
     expected = matmul(scale * rounded_values.reshape(1, -1) * norm, weight)
     return _joined(y, left), _joined(expected, expected_left)
+
+
+# Two steps of three sequences: the slot of each, its position in the first step, its rows in both,
+# and how many of the tokens drafted in the first are right.
+_DRAFTED = ((2, 13, (8, 8), 7), (0, 0, (1, 3), 0), (1, 40, (3, 1), 1))
+_DRAFTS = 7
+_ROWS = 13  # of a step; the last is dead
+
+Reference = Callable[[Sequence[Array], Array | None], tuple[Array, Array]]
+
+
+def _drafted(
+    bench: Bench,
+    shape: StateShape,
+    buffer: int,
+    widths: Sequence[int],
+    op: Callable[..., Value],
+    reference: Reference,
+) -> Outcome:
+    """What both steps give, and the states, after the first row of each sequence in the second. A
+    sequence that begins has NaN for a state, and what was drafted wrong must not be read again.
+    buffer: the op's of the state. op: of inputs of these widths, and a state; reference: the same
+    of one sequence."""
+    state = LayerState.new(bench.device, shape, 0, sequences=len(_DRAFTED), drafts=_DRAFTS)
+    own = state.buffers[buffer]
+    states = bench.random(len(_DRAFTED), shape.sizes[buffer] // 4)
+    states[0] = np.nan
+    bench.device.write(own, states)
+    bench.device.write(
+        state.recent[buffer], np.full(state.recent[buffer].nbytes // 4, np.nan, np.float32)
+    )
+    inputs = [[bench.random(_ROWS, width) for width in widths] for _ in range(2)]
+    found: list[Array] = []
+    for i, step in enumerate(inputs):
+        rows: list[StepRow] = []
+        for slot, position, counts, right in _DRAFTED:
+            begin, behind = (position + 1 + right, right) if i else (position, 0)
+            rows += [(0, begin + j, slot, 0, 0 if j else behind) for j in range(counts[i])]
+        y = bench.run(op(*map(bench.input, step), state), batch=rows, drafts=_DRAFTS)
+        found.append(y[: len(rows)])
+    found.append(bench.device.read(own, np.float32, states.size))
+    expected: list[list[Array]] = [[], []]
+    lefts: dict[int, Array] = {}
+    at = [0, 0]
+    for slot, position, counts, right in _DRAFTED:
+        parts = [
+            [values[at[i] : at[i] + counts[i]] for values in step] for i, step in enumerate(inputs)
+        ]
+        at = [at[i] + counts[i] for i in range(2)]
+        before = states[slot] if position else None
+        both = [np.concatenate([a[: 1 + right], b]) for a, b in zip(*parts, strict=True)]
+        expected[0].append(reference(parts[0], before)[0])
+        expected[1].append(reference(both, before)[0][1 + right :])
+        lefts[slot] = reference([values[: 2 + right] for values in both], before)[1]
+    left = [lefts[slot] for slot in range(len(_DRAFTED))]
+    return _joined(*found), _joined(*expected[0], *expected[1], *left)
+
+
+def drafted_short_conv(bench: Bench, channels: int, taps: int, gated: bool) -> Outcome:
+    weight, bias = bench.random(channels, taps), bench.random(channels)
+
+    def op(x: Value, state: LayerState) -> Value:
+        own = None if gated else bench.vector(bias)
+        activation = "none" if gated else "silu"
+        vector = bench.weight(weight.reshape(-1))
+        return ShortConv(x, vector, own, state, gated=gated, activation=activation)
+
+    def reference(inputs: Sequence[Array], state: Array | None) -> tuple[Array, Array]:
+        before = None if state is None else state.reshape(taps - 1, channels)
+        if not gated:
+            y, left = short_conv(inputs[0], weight, bias, before)
+            return silu(y), left
+        gate, after, value = np.split(inputs[0].astype(np.float64), 3, axis=1)
+        y, left = short_conv(gate * value, weight, None, before)
+        return after * y, left
+
+    shape = StateShape(channels, taps)
+    return _drafted(bench, shape, 0, [channels * (3 if gated else 1)], op, reference)
+
+
+def drafted_delta_rule(bench: Bench, heads: tuple[int, int], dims: tuple[int, int]) -> Outcome:
+    """heads: with a key, and with a value; dims: of both."""
+    (key_heads, n_heads), (key_dim, value_dim) = heads, dims
+    vectors = bench.random(n_heads) - 1, bench.random(n_heads)
+    keys, values = key_heads * key_dim, n_heads * value_dim
+    shape = StateShape(2 * keys + values, 2, key_heads, n_heads, key_dim, value_dim)
+
+    def op(x: Value, gates: Value, state: LayerState) -> Value:
+        a_log, dt_bias = (bench.weight(vector) for vector in vectors)
+        return DeltaRule(x, gates, a_log, dt_bias, state)
+
+    def reference(inputs: Sequence[Array], state: Array | None) -> tuple[Array, Array]:
+        q, k, v = np.split(inputs[0], (keys, 2 * keys), axis=1)
+        before = None if state is None else state.reshape(n_heads, key_dim, value_dim)
+        q, k = (part.reshape(-1, key_heads, key_dim) for part in (q, k))
+        return delta_rule(q, k, v.reshape(-1, n_heads, value_dim), inputs[1], *vectors, before)
+
+    return _drafted(bench, shape, 1, (shape.channels, 2 * n_heads), op, reference)
+
+
+def drafted_ssm_scan(bench: Bench, heads: tuple[int, int], dims: tuple[int, int]) -> Outcome:
+    """heads: groups, and those of values; dims: of a state and of a head."""
+    (groups, n_heads), (state_dim, head_dim) = heads, dims
+    own = bench.random(3, n_heads) - 1
+    values, inputs_of = n_heads * head_dim, groups * state_dim
+    shape = StateShape(values + 2 * inputs_of, 2, groups, n_heads, state_dim, head_dim)
+
+    def op(x: Value, z: Value, dt: Value, state: LayerState) -> Value:
+        return SSMScan(x, z, dt, bench.weight(own.reshape(-1)), state)
+
+    def reference(inputs: Sequence[Array], state: Array | None) -> tuple[Array, Array]:
+        xbc, z, dt = inputs
+        x, b, c = np.split(xbc, (values, values + inputs_of), axis=1)
+        x, z = (part.reshape(-1, n_heads, head_dim) for part in (x, z))
+        b, c = (part.reshape(-1, groups, state_dim) for part in (b, c))
+        before = None if state is None else state.reshape(n_heads, state_dim, head_dim)
+        return ssm_scan(x, b, c, z, dt, own, state=before)
+
+    return _drafted(bench, shape, 1, (shape.channels, values, n_heads), op, reference)

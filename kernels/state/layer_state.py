@@ -5,6 +5,12 @@ A step's rows are consecutive positions of one sequence or, in a batch, each the
 Kernels go on from a sequence's state, or from zeros where the first row is at position 0, and leave
 the state after the last row, unless the rows have stopped. So nothing has to be cleared to start
 anew; but a state cannot forget positions: it goes back only to where it was saved.
+
+Where tokens are drafted a step may have several rows of each sequence, and the state that is left
+is that after the first. The inputs of the others are kept: those of tokens that were right go into
+the state in the sequence's next step, which says how many they are (recent.wgsl). A state is small
+to read and large to keep many of, and a row's inputs are far less ("The Mamba in the Llama", Wang
+et al. 2024, does the same).
 """
 
 from __future__ import annotations
@@ -37,6 +43,13 @@ class StateShape:
         matrices = 4 * self.heads * self.key_dim * self.value_dim
         return tuple(nbytes for nbytes in (inputs, matrices) if nbytes)
 
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Bytes of what goes into each of its buffers in a row, all f32: of the heads, what the
+        convolution gives, and four values for each."""
+        inputs, gates = 4 * self.channels, 16 * self.heads
+        return (inputs, inputs + gates)[: len(self.sizes)]
+
 
 NOTHING = StateShape(channels=0, taps=1)  # of a layer that is an MLP alone
 
@@ -48,26 +61,42 @@ class LayerState:
 
     buffers: the last taps - 1 inputs of the convolution [sequence][taps - 1][channels], oldest
     first, and, where there are heads, their matrices [sequence][head][key_dim][value_dim]. saved:
-    the same, by places.
+    the same, by places. recent: what went into each, [sequence][recent_rows][value], a row at its
+    position modulo recent_rows; none where nothing is drafted.
     """
 
     shape: StateShape
     buffers: tuple[Buffer, ...]
     saved: tuple[Buffer, ...]
+    recent: tuple[Buffer, ...]
+    recent_rows: int
 
     @classmethod
     def new(
-        cls, device: Device, shape: StateShape, layer: int, sequences: int = 1, places: int = 1
+        cls,
+        device: Device,
+        shape: StateShape,
+        layer: int,
+        sequences: int = 1,
+        places: int = 1,
+        drafts: int = 0,
     ) -> LayerState:
-        """places: of copies. Raises OutOfMemoryError."""
-        buffers, saved = (
+        """places: of copies. drafts: tokens drafted for a sequence at once, at most. Raises
+        OutOfMemoryError."""
+        recent_rows = 2 * (1 + drafts) if drafts else 0  # those before, and those of a step
+        buffers, saved, recent = (
             tuple(
                 device.buffer(count * nbytes, label=f"{kind} of layer {layer}")
-                for nbytes in shape.sizes
+                for nbytes in sizes
+                if count
             )
-            for kind, count in (("state", sequences), ("saved state", places))
+            for kind, count, sizes in (
+                ("state", sequences, shape.sizes),
+                ("saved state", places, shape.sizes),
+                ("recent rows", sequences * recent_rows, shape.row_sizes),
+            )
         )
-        return cls(shape, buffers, saved)
+        return cls(shape, buffers, saved, recent, recent_rows)
 
     @property
     def inputs(self) -> Buffer:

@@ -24,7 +24,8 @@ ROW = np.dtype(
         ("sequence", "<u4"),
         ("adapter", "<u4"),
         ("alive", "<u4"),
-        ("unused", "<u4", 3),
+        ("behind", "<u4"),
+        ("unused", "<u4", 2),
     ]
 )
 HEADER = np.dtype(
@@ -81,11 +82,15 @@ def pack_step(
     return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
 
 
-def pack_rows(rows: Sequence[tuple[int, int, int, int]], count: int) -> NDArray[np.uint8]:
-    """The bytes of a step of these rows (token, position, sequence, adapter), and as many more, up
-    to `count`, as compute what the last of them does and leave nothing."""
+# Its token, position, sequence, adapter, and how many rows its states are behind.
+StepRow = tuple[int, int, int, int, int]
+
+
+def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
+    """The bytes of a step of these rows, and as many more, up to `count`, as compute what the last
+    of them does and leave nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"] = count
-    own = [(*row, 1, (0, 0, 0)) for row in rows]
-    own += [(*rows[-1], 0, (0, 0, 0))] * (count - len(rows))
+    own = [(*row, 1, behind, (0, 0)) for *row, behind in rows]
+    own += [(*rows[-1][:-1], 0, 0, (0, 0))] * (count - len(rows))
     return np.concatenate([header.view(np.uint8), np.array(own, ROW).view(np.uint8)])

@@ -5,9 +5,9 @@ struct Row {
   sequence: u32,
   adapter: u32,   // its number, from 1 (LoRA); 0: none
   alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
+  behind: u32,    // rows of its sequence before it that its states have not taken in (recent.wgsl)
   unused_0: u32,
   unused_1: u32,
-  unused_2: u32,
 }
 
 struct Step {

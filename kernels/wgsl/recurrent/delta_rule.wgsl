@@ -31,9 +31,13 @@
 @group(0) @binding(4) var<storage, read> dt_bias: array<f32>;
 @group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [sequence][HEADS][KEY_DIM][VALUE_DIM]
 @group(0) @binding(6) var<storage, read_write> y: array<Columns>;      // [rows][HEADS][VALUE_DIM]
+#if RECENT
+@group(0) @binding(7) var<storage, read_write> recent: array<vec4<f32>>;
+#endif
 
 const QUADS = KEY_DIM / 4u;
 const FIRST_VALUE = 2u * KEY_HEADS * KEY_DIM;
+const X_QUADS = (FIRST_VALUE + HEADS * VALUE_DIM) / 4u;
 const EPS = 1e-6;
 // What an invocation loads of the rows: vec4 of q and of k.
 #let LOADS = (KEY_DIM / 4 + LOADERS - 1) / LOADERS
@@ -69,14 +73,22 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
   var rows: Rows;
   if (tid < ROWS * LOADERS) {
     let row = min(first + tid / LOADERS, task.last_row);
-    let q_at = row * X_STRIDE / 4u + task.head / (HEADS / KEY_HEADS) * QUADS;
+    let q_at = task.head / (HEADS / KEY_HEADS) * QUADS;
 #for l in 0..LOADS
     let quad$l = min(tid % LOADERS + $lu * LOADERS, QUADS - 1u);
-    rows.q$l = x[q_at + quad$l];
-    rows.k$l = x[q_at + KEY_HEADS * QUADS + quad$l];
+    rows.q$l = input(task, row, q_at + quad$l);
+    rows.k$l = input(task, row, q_at + KEY_HEADS * QUADS + quad$l);
 #endfor
-    rows.b = gates[row * GATES_STRIDE + task.head];
-    rows.a = gates[row * GATES_STRIDE + task.head + HEADS];
+    let own = step_row(task, row) * GATES_STRIDE + task.head;
+    rows.b = gates[own];
+    rows.a = gates[own + HEADS];
+#if RECENT
+    if (row < task.behind) {
+      let kept = recent[recent_at(task, row) + X_QUADS + task.head];
+      rows.b = kept.x;
+      rows.a = kept.y;
+    }
+#endif
   }
   rows.values = load_values(task, first, tid);
   return rows;
@@ -108,6 +120,13 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
     if (loader + $lu * LOADERS < QUADS) {
       queries[row * QUADS + loader + $lu * LOADERS] = q_scale * rows.q$l;
       keys[row * QUADS + loader + $lu * LOADERS] = k_scale * rows.k$l;
+#if RECENT
+      if (task.first_column == 0u && task.head % (HEADS / KEY_HEADS) == 0u) {
+        let at$l = task.head / (HEADS / KEY_HEADS) * QUADS + loader + $lu * LOADERS;
+        keep(task, first + row, at$l, rows.q$l);
+        keep(task, first + row, at$l + KEY_HEADS * QUADS, rows.k$l);
+      }
+#endif
     }
 #endfor
     let beta = 1.0 / (1.0 + exp(-rows.b));
@@ -116,9 +135,14 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
     if (loader == 0u) {
       factors[row] =
         Factors(select(0.0, beta, there), select(1.0, decay, there), q_scale * k_scale * sums.z);
+#if RECENT
+      if (task.first_column == 0u) {
+        keep(task, first + row, X_QUADS + task.head, vec4<f32>(rows.b, rows.a, 0.0, 0.0));
+      }
+#endif
     }
   }
-  store_values(rows.values, tid);
+  store_values(task, first, rows.values, tid);
   workgroupBarrier();
 }
 
@@ -134,11 +158,21 @@ fn main(
   @builtin(local_invocation_index) tid: u32,
 #endif
 ) {
-#if BATCH
+#if RECENT
+  let count = rows_from(id.z);
+  if (count == 0u) {
+    return;
+  }
   let first_row = id.z;
-  let last_row = id.z;
+  let begin = 0u;
+  let last_row = step.rows[first_row].behind + count - 1u;
+#elif BATCH
+  let first_row = id.z;
+  let begin = first_row;
+  let last_row = first_row;
 #else
   let first_row = 0u;
+  let begin = first_row;
   let last_row = step.n_rows - 1u;
 #endif
   if (step.rows[first_row].alive == 0u) {
@@ -146,8 +180,15 @@ fn main(
   }
   let sequence = step.rows[first_row].sequence;
   let head = id.y;
+#if RECENT
+  let own = step.rows[first_row];
+  let task = Task(
+    head, id.x * COLUMNS, last_row, exp(a_log[head]), dt_bias[head],
+    first_row, own.behind, own.sequence, own.position - own.behind);
+#else
   let task =
     Task(head, id.x * COLUMNS, last_row, exp(a_log[head]), dt_bias[head]);
+#endif
 #if SUBGROUPS
   let tid = subgroup * subgroup_size + lane;
   let tile = tid / SPLIT;
@@ -158,13 +199,18 @@ fn main(
 #endif
   let column = task.first_column + tile * TILE;
 #include "scan_read_state.wgsl"
-  var rows = load(task, first_row, tid);
-  for (var first = first_row; first <= task.last_row; first += ROWS) {
+  var rows = load(task, begin, tid);
+  for (var first = begin; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
     if (first + ROWS <= task.last_row) {
       rows = load(task, first + ROWS, tid);
     }
     for (var base = 0u; base < ROWS; base += UNROLL) {
+#if RECENT
+      if (first + base > task.last_row) {
+        break;
+      }
+#endif
 #for u in 0..UNROLL
       {
         let row = base + $uu;
@@ -198,19 +244,37 @@ fn main(
 #for j in 0..KEY_DIM / (4 * SPLIT)
         s$j = add_outer(own.decay * s$j, k$j, delta);
 #endfor
-        if (part == 0u && column < VALUE_DIM && first + row <= task.last_row) {
+#if RECENT
+        if (first + row == task.behind && column < VALUE_DIM) {
+#for j in 0..KEY_DIM / (4 * SPLIT)
+          leave(origin, $ju, s$j);
+#endfor
+        }
+#endif
+#if RECENT
+        let goes_out = first + row >= task.behind && first + row <= task.last_row;
+#else
+        let goes_out = first + row <= task.last_row;
+#endif
+        if (part == 0u && column < VALUE_DIM && goes_out) {
 #if not SUBGROUPS
           of_query = Columns();
           for (var i = 0u; i < SPLIT; i++) {
             of_query += query_sums[half + i * TILES + tile];
           }
 #endif
-          y[((first + row) * Y_STRIDE + head * VALUE_DIM + column) / TILE] =
+          y[(step_row(task, first + row) * Y_STRIDE + head * VALUE_DIM + column) / TILE] =
             own.decay * of_query + own.qk * delta;
         }
       }
 #endfor
     }
   }
-#include "scan_write_state.wgsl"
+#if not RECENT
+  if (column < VALUE_DIM) {
+#for j in 0..KEY_DIM / (4 * SPLIT)
+    leave(origin, $ju, s$j);
+#endfor
+  }
+#endif
 }

@@ -2,8 +2,9 @@
 // convolution of x [rows][CHANNELS]. With GATED, a row of x is gate, output gate and input side by side
 // (LFM2: B, C, x): what is convolved is gate * input, and the result is multiplied by the output gate.
 // Inputs before the first row come from the state, which then holds the last ones.
-// BATCH: each row is of a sequence of its own.
+// BATCH: each row is of a sequence of its own; with RECENT it may be one of several.
 #include "step.wgsl"
+#include "recent.wgsl"
 #include "activate.wgsl"
 // @param CHANNELS u32
 // @param TAPS u32
@@ -21,6 +22,9 @@
 @group(0) @binding(4) var<storage, read_write> y: array<f32>;
 #if BIAS
 @group(0) @binding(5) var<storage, read> bias: array<f32>;
+#endif
+#if RECENT
+@group(0) @binding($(5 + BIAS)) var<storage, read_write> recent: array<f32>;  // [sequence][RECENT][CHANNELS]
 #endif
 
 fn input(row: u32, channel: u32) -> f32 {
@@ -49,6 +53,15 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
   if (channel >= CHANNELS || own.alive == 0u) {
     return;
   }
+#if RECENT
+  let count = rows_from(first);
+  if (count == 0u) {
+    return;
+  }
+  let end = first + count;
+#else
+  let end = min(first + ROWS, n_rows);
+#endif
   let starts = own.position == 0u;
   let from_state = own.sequence * $(TAPS - 1)u * CHANNELS + channel;
 #for j in 0..TAPS - 1
@@ -59,7 +72,16 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     before$j = state[from_state + $ju * CHANNELS];
   }
 #endfor
-  for (var row = first; row < min(first + ROWS, n_rows); row++) {
+#if RECENT
+  let from_recent = own.sequence * RECENT * CHANNELS + channel;
+  for (var i = own.position - own.behind; i < own.position; i++) {
+#for j in 0..TAPS - 2
+    before$j = before$($j + 1);
+#endfor
+    before$(TAPS - 2) = recent[from_recent + i % RECENT * CHANNELS];
+  }
+#endif
+  for (var row = first; row < end; row++) {
     let now = input(row, channel);
 #if BIAS
     var sum = bias[channel];
@@ -81,7 +103,17 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     before$j = before$($j + 1);
 #endfor
     before$(TAPS - 2) = now;
+#if RECENT
+    if (row == first) {
+#for j in 0..TAPS - 1
+      state[from_state + $ju * CHANNELS] = before$j;
+#endfor
+    } else {
+      recent[from_recent + (own.position + row - first) % RECENT * CHANNELS] = now;
+    }
+#endif
   }
+#if not RECENT
   if (is_first) {
 #for j in 0..TAPS - 1
 #if not BATCH
@@ -92,4 +124,5 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     state[from_state + $ju * CHANNELS] = before$j;
 #endfor
   }
+#endif
 }

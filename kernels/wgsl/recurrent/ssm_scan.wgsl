@@ -35,11 +35,17 @@
 @group(0) @binding(3) var<storage, read> dt: array<f32>;               // [rows][HEADS]
 @group(0) @binding(4) var<storage, read> heads: array<f32>;            // [a_log, dt_bias, D][HEADS]
 @group(0) @binding(5) var<storage, read_write> state: array<Columns>;  // [sequence][HEADS][STATE_DIM][HEAD_DIM]
+#if RECENT
+@group(0) @binding(6) var<storage, read_write> recent: array<vec4<f32>>;
+#let OUTPUT = 7
+#else
 #let OUTPUT = 6
+#endif
 #include "next_input.wgsl"
 
 const VALUE_DIM = HEAD_DIM;
 const FIRST_VALUE = 0u;
+const X_QUADS = (HEADS * HEAD_DIM + 2u * GROUPS * STATE_DIM) / 4u;
 const QUADS = STATE_DIM / 4u;
 const FOURS = COLUMNS / 4u;
 // What an invocation loads of the rows: vec4 of B and C, values of z.
@@ -71,11 +77,18 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
     let i = tid + $lu * WG;
     let row = min(first + i / (2u * QUADS), task.last_row);
     let group = i / QUADS % 2u * GROUPS + task.head / (HEADS / GROUPS);  // those of B, then of C
-    rows.quad$l = x[(row * X_STRIDE + HEADS * HEAD_DIM) / 4u + group * QUADS + i % QUADS];
+    rows.quad$l = input(task, row, HEADS * HEAD_DIM / 4u + group * QUADS + i % QUADS);
   }
 #endfor
   rows.values = load_values(task, first, tid);
-  rows.dt = dt[min(first + tid % ROWS, task.last_row) * DT_STRIDE + DT_OFFSET + task.head];
+  let own = min(first + tid % ROWS, task.last_row);
+#if RECENT
+  if (own < task.behind) {
+    rows.dt = recent[recent_at(task, own) + X_QUADS + task.head].x;
+    return rows;
+  }
+#endif
+  rows.dt = dt[step_row(task, own) * DT_STRIDE + DT_OFFSET + task.head];
   return rows;
 }
 
@@ -84,24 +97,47 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
 #for l in 0..LOADS
   if (tid + $lu * WG < ROWS * 2u * QUADS) {
     quads[tid + $lu * WG] = rows.quad$l;
+#if RECENT
+    let i$l = tid + $lu * WG;
+    if (task.first_column == 0u && task.head % (HEADS / GROUPS) == 0u) {
+      let group$l = i$l / QUADS % 2u * GROUPS + task.head / (HEADS / GROUPS);
+      let at$l = HEADS * HEAD_DIM / 4u + group$l * QUADS + i$l % QUADS;
+      keep(task, first + i$l / (2u * QUADS), at$l, rows.quad$l);
+    }
+#endif
   }
 #endfor
-  store_values(rows.values, tid);
+  store_values(task, first, rows.values, tid);
   let delta = clamp(softplus(rows.dt + task.bias), DT_MIN, DT_MAX);
   let own = vec2<f32>(delta, exp(-delta * task.rate));
   if (tid < ROWS) {
     steps[tid] = select(vec2<f32>(0.0, 1.0), own, first + tid <= task.last_row);
+#if RECENT
+    if (task.first_column == 0u) {
+      keep(task, first + tid, X_QUADS + task.head, vec4<f32>(rows.dt, 0.0, 0.0, 0.0));
+    }
+#endif
   }
 }
 
 // grid (HEAD_DIM / COLUMNS, HEADS); BATCH: (…, …, rows)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-#if BATCH
+#if RECENT
+  let count = rows_from(id.z);
+  if (count == 0u) {
+    return;
+  }
   let first_row = id.z;
-  let last_row = id.z;
+  let begin = 0u;
+  let last_row = step.rows[first_row].behind + count - 1u;
+#elif BATCH
+  let first_row = id.z;
+  let begin = first_row;
+  let last_row = first_row;
 #else
   let first_row = 0u;
+  let begin = first_row;
   let last_row = step.n_rows - 1u;
 #endif
   if (step.rows[first_row].alive == 0u) {
@@ -111,13 +147,20 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
   let head = id.y;
   let rate = exp(heads[head]);
   let skip = heads[2u * HEADS + head];
+#if RECENT
+  let own = step.rows[first_row];
+  let task = Task(
+    head, id.x * COLUMNS, last_row, rate, heads[HEADS + head],
+    first_row, own.behind, own.sequence, own.position - own.behind);
+#else
   let task = Task(head, id.x * COLUMNS, last_row, rate, heads[HEADS + head]);
+#endif
   let tile = tid % TILES;
   let part = tid / TILES;
   let column = task.first_column + tile * TILE;
 #include "scan_read_state.wgsl"
-  var rows = load(task, first_row, tid);
-  for (var first = first_row; first <= task.last_row; first += ROWS) {
+  var rows = load(task, begin, tid);
+  for (var first = begin; first <= task.last_row; first += ROWS) {
     store(task, first, rows, tid);
     workgroupBarrier();
     if (first + ROWS <= task.last_row) {
@@ -125,7 +168,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     }
 #for l in 0..Z_LOADS
     let i$l = tid + $lu * WG;
-    let row$l = min(first + i$l / COLUMNS, task.last_row);
+    let row$l = step_row(task, min(first + i$l / COLUMNS, task.last_row));
     let gate$l = z[row$l * Z_STRIDE + Z_OFFSET + column_of(task, i$l)];
     let value$l = values[min(i$l / TILE, ROWS * TILES - 1u)][i$l % TILE];
 #if NEXT_NORM
@@ -135,6 +178,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
 #endfor
     for (var base = 0u; base < ROWS; base += UNROLL) {
+#if RECENT
+      if (first + base > task.last_row) {
+        break;
+      }
+#endif
 #for u in 0..UNROLL
       {
         let row = base + $uu;
@@ -149,6 +197,13 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         sum = add_product(sum, c$j, s$j);
 #endfor
         sums[row * WG + tid] = sum;
+#if RECENT
+        if (first + row == task.behind && column < VALUE_DIM) {
+#for j in 0..STATE_DIM / (4 * SPLIT)
+          leave(origin, $ju, s$j);
+#endfor
+        }
+#endif
       }
 #endfor
     }
@@ -162,13 +217,22 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     if (
       i$l < ROWS * COLUMNS && first + i$l / COLUMNS <= task.last_row
       && task.first_column + i$l % COLUMNS < HEAD_DIM
+#if RECENT
+      && first + i$l / COLUMNS >= task.behind
+#endif
     ) {
       sum$l = sum$l * gate$l / (1.0 + exp(-gate$l));
       store_output(i$l, row$l * Y_STRIDE + column_of(task, i$l), sum$l, norm$l);
     }
 #endfor
   }
-#include "scan_write_state.wgsl"
+#if not RECENT
+  if (column < VALUE_DIM) {
+#for j in 0..STATE_DIM / (4 * SPLIT)
+    leave(origin, $ju, s$j);
+#endfor
+  }
+#endif
 #if QUANTIZE
 
   workgroupBarrier();
