@@ -46,7 +46,7 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         return LLMatcher.validate_grammar(grammar).strip() or _too_wide(schema)
 
 
-def _too_wide(schema: Mapping[str, Any]) -> str | None:
+def _too_wide(schema: object) -> str | None:
     """Why a schema would fail in the middle of an answer: after each property any of those that
     follow and are not required may come, all of which are looked for at once."""
     parts: list[Any] = [schema]
