@@ -21,6 +21,9 @@ import infer.engine.steps
 from infer.engine.answers import Answer as Running
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.pace import Pace
+from infer.engine.scheduler import Prefill
+from infer.engine.steps import PACKED
 from infer.engine.token_engine import Step
 from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device
@@ -40,6 +43,7 @@ KINDS = {
     "granitemoehybrid_mamba": "Mamba 2",
     "lfm2": "short convolutions",
 }
+WITH_STATES = "qwen3_next", "granitemoehybrid_mamba", "lfm2"
 SAMPLED: dict[str, Any] = {
     "temperature": 0.9,
     "top_k": 50,
@@ -130,6 +134,79 @@ def test_answers_of_a_batch_are_those_alone(engine_of: Callable[..., Engine], ca
         assert_same(found, expected)
     stats = engine.pool.stats
     assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
+
+
+def prompts_of_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts have rows in each step of prefill that will be."""
+    counts: list[int] = []
+    prefill = engine._prefill
+
+    def counted(work: Sequence[Prefill]) -> None:
+        counts.append(len(work))
+        prefill(work)
+
+    monkeypatch.setattr(engine, "_prefill", counted)
+    return counts
+
+
+@others_full("case", [case for case in KINDS if case not in WITH_STATES], ["llama"])
+def test_prompts_share_steps(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """All that begin at once, of many tokens and of one; and where the cache has their beginnings,
+    up to the middle of a page."""
+    engine, prompts = engine_of(case, max_batch=4), prompts_of(case)[:4]
+    again = [[*ids[:-1], 9, 8] for ids in prompts]
+    alone = [answer(engine, ids, STEPS) for ids in [*prompts, *again]]
+    engine.forget()
+    counts = prompts_of_steps(engine, monkeypatch)
+    for these, expected in ((prompts, alone[:4]), (again, alone[4:])):
+        running = [begin(engine, ids) for ids in these]
+        for item, own in zip(running, expected, strict=True):
+            assert_same(of(list(item)), own)
+    assert [item.timings.reused_tokens for item in running] == [len(ids) - 2 for ids in again]
+    assert sum(counts) > len(counts)
+    assert counts[-1] == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in KINDS if case not in WITH_STATES])
+def test_prompts_share_steps_by_the_rules_for_a_gpu(
+    own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    """Which have kernels for steps of every size, with tiles and without."""
+    monkeypatch.setattr(own_device, "software", False)
+    monkeypatch.setattr("infer.engine.pace.FIRST_ROWS", 512)
+    ids: list[int] = 4 * load(case).prompt_ids.tolist()
+    with own_device.scope():
+        folder = load(case).write_checkpoint(tmp_path / case)
+        engine = build_engine(own_device, folder, max_batch=3, context=256)
+        for lengths in ((5, 6), (20, 9, 1), (33, 30), (60, 10, 40), (33, 130, 64)):
+            prompts = [ids[i : i + length] for i, length in enumerate(lengths)]
+            alone = [answer(engine, prompt, 2) for prompt in prompts]
+            engine.forget()
+            engine.pace = Pace(1, engine.pace.kinds)  # not known: nothing is cut
+            running = [begin(engine, prompt, 2) for prompt in prompts]
+            for item, own in zip(running, alone, strict=True):
+                assert_same(of(list(item)), own)
+        seen = [kind for kind, _ in engine.steps._plans if kind.startswith(PACKED)]
+    short = [f"{PACKED}prefill of {rows}" for rows in (16, 32, 64, 128)]
+    assert seen == [*short, f"{PACKED}prefill"]
+
+
+def test_one_prompt_alone_takes_nothing_of_several(engine_of: Callable[..., Engine]) -> None:
+    """Prompts whose layers have a state, or whose bits are to depend on nobody, share no steps."""
+    engine = engine_of("llama", max_batch=3)
+    assert len(answer(engine, prompts_of("llama")[0], STEPS).token_ids) == STEPS
+    assert not any(kind.startswith(PACKED) for kind, _ in engine.steps._plans)
+    for case, options in (
+        ("lfm2", {}),
+        ("llama", {"invariant": True}),
+        ("llama", {"max_batch": 1}),
+    ):
+        engine = engine_of(case, **{"max_batch": 3} | options)
+        assert engine.steps.prompts == 1
+        assert not engine.steps.packed
 
 
 def test_every_kind_has_stored_answers() -> None:
@@ -241,6 +318,10 @@ def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) 
     engine.forget()
     for found, expected in zip(together(engine, begun()), alone, strict=True):
         assert_same(found, expected)
+    engine.forget()
+    at_once = [start() for start in begun()]
+    for item, expected in zip(at_once, alone, strict=True):
+        assert_same(of(list(item)), expected)
 
 
 def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine]) -> None:

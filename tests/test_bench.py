@@ -443,15 +443,15 @@ def test_a_batch_is_as_deep_as_it_says(device: Device, own: dict[str, Any]) -> N
         assert (row.test, row.tokens, row.sequences) == ("tg5 x 6 @ d90", 30, 6)
         for run in (answers[-12:-6], answers[-6:]):
             assert {len(a.prompt) + a.count for a in run} == {90 + 1 + 5}
-            assert {len(a.prompt) for a in run} == set(range(83, 89))
+            assert {len(a.prompt) for a in run} == set(range(83, 89) if own else [88])
             assert min(a.timings.reused_tokens - len(a.prompt) for a in run) >= -8  # one step
         kv_dtype, model = engine.options.kv_dtype, engine.model
         nbytes = measure.cache_bytes_per_token(model, kv_dtype, 90, 5)
         assert row.bytes_per_token == nbytes + measure.weight_bytes_per_token(engine) / 6
         assert row.flops == 6 * measure.decode_flops(model, 90, 5)
-        # Prompts of one token, after which the answers have 8, 7, 6, 5, 4 and 3: 5.5 before these.
+        # Prompts of one token, after which the answers have 3, or 8, 7, 6, 5, 4 and 3.
         row = measure.EngineBench(engine, 1e9, 1, lambda *_: None).batch(6, 5, 3)
-        assert row.test == "tg5 x 6 @ d6"
+        assert row.test == ("tg5 x 6 @ d6" if own else "tg5 x 6 @ d3")
 
 
 @pytest.mark.usefixtures("short")

@@ -632,6 +632,21 @@ def test_lora_of_logits(
     assert nmse(y, lora_check.by_row(x[-1:], a, [2])) <= LIMIT
 
 
+def test_lora_of_logits_of_several_prompts(device: Device, rng: np.random.Generator) -> None:
+    x, a, adapters = (
+        normal(rng, 9, 40),
+        normal(rng, 3, 5, 40),
+        np.array([1, 1, 0, 2, 2, 2, 3, 0, 3]),
+    )
+    chosen = [1, 2, 5, 8]
+    with device.scope():
+        prompts = [(2, 4), (1, 0), (3, 9), (3, 1)]
+        forward = Forward(device, 9, plan_rows=130, logits_rows=chosen, prompts=prompts)
+        low = LoraDown(ops.logits_rows(forward.input(x)), to_gpu(device, a.reshape(15, 40)), 5)
+        y = forward.run(low, adapters=adapters)
+    assert nmse(y, lora_check.by_row(x[chosen], a, adapters[chosen])) <= LIMIT
+
+
 @pytest.mark.parametrize("settings", [Settings(), LEAST])
 @pytest.mark.parametrize(("rows", "n"), [(1, 48), (1, 24), (2, 48)])  # halves of blocks, or not
 def test_heads_before_a_quantized_projection(

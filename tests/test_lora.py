@@ -20,7 +20,7 @@ from plans import load_weights
 from reference_models import DATA as MODELS
 from reference_models import load, relative_error
 from safetensors.numpy import load_file, save_file
-from test_batch import assert_same, together
+from test_batch import assert_same, of, together
 from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
 from test_formats import values_of
@@ -395,7 +395,8 @@ def test_unlike_adapters_share_steps(
     shutil.copy(folder / "config.json", merged)
     save_file(merged_tensors(folder, small), merged / "model.safetensors")
     three = {"a": DATA / "llama", "b": DATA / "llama_head", "c": small}
-    ids, shared = Reference.load("llama").prompt_ids, set[frozenset[str | None]]()
+    ids = Reference.load("llama").prompt_ids
+    shared, packed = set[frozenset[str | None]](), set[frozenset[str | None]]()
     names = [None, "a", "b", "c", "a", "b"]
     prompts = [ids, ids[2:], ids, ids[:9], ids[4:], ids[3:5]]
     with device.scope():
@@ -411,8 +412,10 @@ def test_unlike_adapters_share_steps(
         engine.forget()
         next_step = engine.scheduler.next
 
-        def noted(rows: int) -> Prefill | Decode | None:
+        def noted(rows: int) -> tuple[Prefill, ...] | Decode | None:
             work = next_step(rows)
+            if isinstance(work, tuple):
+                packed.add(frozenset(chunk.sequence.key[0] for chunk in work))
             if isinstance(work, Decode):
                 keys: Any = [sequence.key for sequence in work.sequences]
                 shared.add(frozenset(name for name, *_ in keys))
@@ -427,7 +430,12 @@ def test_unlike_adapters_share_steps(
         begun[4] = partial(begun[4], logits_processor=lambda ids, logits: logits)  # on the host
         for found, own in zip(together(engine, begun), alone, strict=True):
             assert_same(found, own)
+        engine.forget()
+        at_once = [start() for start in begun]  # whose prompts share steps
+        for item, own in zip(at_once, alone, strict=True):
+            assert_same(of(list(item)), own)
     assert {frozenset([None, "a", "b", "c"]), frozenset("abc")} <= shared
+    assert max(map(len, packed)) > 2
 
 
 def test_switching_is_as_good_as_separate_models(device: Device) -> None:

@@ -61,6 +61,19 @@ def test_chunks_beside_answers_fill_a_kind() -> None:
     assert set(rows) == {128}
 
 
+def test_a_step_of_several_prompts_fills_a_kind() -> None:
+    """Where a larger one's empty rows would take longer than a step more; of the times above."""
+    kinds = {16: 0.0061, 32: 0.0093, 64: 0.0157, 128: 0.0322, 256: 0.0565, 512: 0.1075}
+    pace = Pace(32, list(kinds))
+    assert pace.filled(FIRST_ROWS, 40) == FIRST_ROWS  # nothing is known
+    for rows, seconds in kinds.items():
+        pace.measured(rows, seconds)
+    rows = (0, 10, 20, 33, 60, 64, 70, 90, 110, 140, 250, 256, 300, 1000)
+    found = [pace.filled(256, n) for n in rows]
+    assert found == [256, 256, 256, 256, 256, 256, 64, 64, 256, 128, 256, 256, 256, 256]
+    assert Pace(32, [512]).filled(512, 10) == 512
+
+
 def test_small_chunks_do_not_make_smaller_ones() -> None:
     """A short last chunk takes as long as a tile: by its rows alone prefill would seem slow."""
     pace, seconds = Pace(32), line(0.008, 0.0002)

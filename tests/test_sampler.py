@@ -90,7 +90,7 @@ class Bench:
             rows["sequence"], rows["position"] = np.arange(self.rows), position
         self.device.write(self.step, packed)
 
-    def sample(self, gather: bool = False) -> NDArray[np.uint32]:
+    def sample(self, gather: int = 0) -> NDArray[np.uint32]:
         run(self.device, self.sampler.dispatches(self.chain, gather), self.rows)
         return self.device.read(self.sampler.sampled, np.uint32, self.rows)
 
@@ -102,7 +102,7 @@ class Bench:
         cuts that sample_draw has written down."""
         buffers = self.sampler._buffers
         z = self.device.read(buffers["z"]).reshape(self.rows, -1)[:, : self.vocab]
-        n_found = len(self.sampler.dispatches(self.chain, False)) - 2
+        n_found = len(self.sampler.dispatches(self.chain, 0)) - 2
         cuts = self.device.read(buffers["cuts"], CUT).reshape(self.rows, SLOTS)[:, n_found - 1]
         bits = (z + np.float32(0)).view(np.uint32)
         keys = np.where(bits >> 31 == 1, bits, ~(bits | np.uint32(1 << 31)))
@@ -585,7 +585,7 @@ def test_gather_reads_all_rows_before_it_writes(device: Device, settings: dict[s
     stops_at_11 = params.record(vocab_size=60, prompt_tokens=1, context=CONTEXT, stop_ids=[11])
     bench.sampler.begin(2, stops_at_11, [1])
 
-    assert bench.sample(gather=True)[:4].tolist() == [11, 12, NO_TOKEN, 14]
+    assert bench.sample(gather=8)[:4].tolist() == [11, 12, NO_TOKEN, 14]
     after = bench.step_rows()[:4]
     assert after["token"].tolist() == [11, 12, 1, 14]
     assert after["sequence"].tolist() == places
@@ -658,7 +658,7 @@ def test_log_probabilities_of_rows_that_are_gathered(device: Device) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (8, 1100))
     bench = Bench(device, logits, SamplingParams(logprobs=2))
     device.write(bench.step, pack_step([1] * 8, 0, logits_rows=[2, 7]))
-    tokens = bench.sample(gather=True)
+    tokens = bench.sample(gather=8)
     for row, found in enumerate(logprobs_of(bench)[:2]):
         assert_logprobs(found, logits[row].astype(np.float32), int(tokens[row]))
 
@@ -678,6 +678,6 @@ def test_chains_dispatch_what_they_need(device: Device) -> None:
     }
     assert both == SamplerChain(noise=True, bias=True, top_k=True, top_p=True)
     for chain, count in counts.items():
-        assert len(bench.sampler.dispatches(chain, False)) == count
-        for dispatch in bench.sampler.dispatches(chain, True):
+        assert len(bench.sampler.dispatches(chain, 0)) == count
+        for dispatch in bench.sampler.dispatches(chain, 1):
             assert len(dispatch.pipeline.shader.bindings) <= 8  # what WebGPU guarantees a stage

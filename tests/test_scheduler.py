@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Hashable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -86,15 +87,23 @@ class Gpu:
         self.rows = {}
 
     def put(
-        self, sequence: Sequence, values: Ids[int], position: int, settled: int, behind: int = 0
+        self,
+        sequence: Sequence,
+        values: Ids[int],
+        position: int,
+        settled: int,
+        behind: int = 0,
+        others: Ids[Prefill] = (),
     ) -> None:
         """Write values at positions from this one on, after reading those before. The state, which
-        is so many positions behind, goes on to the first `settled`."""
+        is so many positions behind, goes on to the first `settled`. others: that come later in the
+        same step, and may read them."""
         cells = [cell for page in sequence.pages for cell in self.pages[page]]
         assert cells[:position] == list(values[:position]), "keys of another sequence"
         for i in range(position, len(values)):
             page = sequence.pages[i // SIZE]
-            assert self.pool._count[page] == 1, "a page that others read is written"
+            readers = sum(page in chunk.sequence.pages for chunk in others)
+            assert self.pool._count[page] == 1 + readers, "a page that others read is written"
             self.pages[page][i % SIZE] = values[i]
         assert sequence.slot is not None
         if self.pool.snapshots:
@@ -103,23 +112,29 @@ class Gpu:
             assert self.states[sequence.slot] == before, "the state of another sequence"
         self.states[sequence.slot] = values[settled - 1]
 
-    def prefill(self, step: Prefill) -> list[tuple[Sequence, list[int]]]:
-        s, end = step.sequence, step.start + step.count
-        assert s.slot is not None
-        if step.copy is not None:
-            source, target = step.copy
-            self.pages[target] = list(self.pages[source])
-        if step.restore is not None:
-            self.states[s.slot] = self.snapshots[step.restore]
-        values = chain(s.key, s.tokens[:end])
-        self.put(s, values, step.start, end)
-        if step.save is not None:
-            self.snapshots[step.save] = self.states[s.slot]
-        assert step.last == (end == len(s.tokens))
-        if not step.last:
-            return []
-        self.rows[s.slot] = Row(values, chosen(values[-1]))
-        return [(s, [self.sampled(self.rows[s.slot])])]
+    def prefill(self, step: Ids[Prefill]) -> list[tuple[Sequence, list[int]]]:
+        """All that is copied comes before all rows; of these each layer writes the keys and values
+        before any attends."""
+        for chunk in step:
+            assert chunk.sequence.slot is not None
+            if chunk.copy is not None:
+                source, target = chunk.copy
+                self.pages[target] = list(self.pages[source])
+            if chunk.restore is not None:
+                self.states[chunk.sequence.slot] = self.snapshots[chunk.restore]
+        sampled: list[tuple[Sequence, list[int]]] = []
+        for i, chunk in enumerate(step):
+            s, end = chunk.sequence, chunk.start + chunk.count
+            values = chain(s.key, s.tokens[:end])
+            self.put(s, values, chunk.start, end, others=step[i + 1 :])
+            assert s.slot is not None
+            if chunk.save is not None:
+                self.snapshots[chunk.save] = self.states[s.slot]
+            assert chunk.last == (end == len(s.tokens))
+            if chunk.last:
+                self.rows[s.slot] = Row(values, chosen(values[-1]))
+                sampled.append((s, [self.sampled(self.rows[s.slot])]))
+        return sampled
 
     def decode(self, step: Decode) -> list[tuple[Sequence, list[int]]]:
         """And of drafts the tokens up to the first that is wrong."""
@@ -167,6 +182,7 @@ class World:
         chunk: int = 8,
         ahead: int = 2,
         snapshots: int = 0,
+        prompts: int = 1,
     ) -> None:
         self.pool = PagePool(pages, SIZE, snapshots=snapshots)
         self.scheduler = Scheduler(
@@ -176,6 +192,7 @@ class World:
             chunk=chunk,
             ahead=ahead,
             snapshot_tail=3 if snapshots else 0,
+            prompts=prompts,
         )
         self.gpu = Gpu(self.pool, slots)
         self.pending: deque[list[tuple[Sequence, list[int]]]] = deque()
@@ -212,15 +229,17 @@ class World:
         if step is None:
             return False
         self.seen["preempted"] += scheduler.preemptions - preemptions
-        self.last = "P" if isinstance(step, Prefill) else str(step.sequences[0].group or "D")
+        self.last = str(step.sequences[0].group or "D") if isinstance(step, Decode) else "P"
         preempted = [s for s in holders if s.state == "waiting"]
         assert not preempted or min(s.rank for s in preempted) > max(s.rank for s in self.holders())
         in_turn = scheduler.preemptions == preemptions and most_rows > 0
-        if isinstance(step, Prefill):
+        if not isinstance(step, Decode):
             assert not in_turn or ready <= self.decoded, "decode waits for more than one chunk"
             self.decoded.clear()
-            assert not in_turn or step.first == (step.sequence not in holders)
-            self.check_prefill(step, most_rows)
+            self.check_step(step, most_rows)
+            for chunk in step:
+                assert not in_turn or chunk.first == (chunk.sequence not in holders)
+                self.check_chunk(chunk)
             self.pending.append(self.gpu.prefill(step))
         else:
             group = step.sequences[0].group
@@ -241,9 +260,22 @@ class World:
             return False
         return s.left > 0 and s.in_flight < min(s.ahead, self.scheduler.ahead)
 
-    def check_prefill(self, step: Prefill, most_rows: int) -> None:
+    def check_step(self, step: Ids[Prefill], most_rows: int) -> None:
+        assert 1 <= len(step) <= self.scheduler.prompts
+        sequences = [chunk.sequence for chunk in step]
+        assert len(set(sequences)) == len(sequences)
+        assert len({s.group for s in sequences}) == 1
+        assert sequences == sorted(sequences, key=lambda s: s.rank)
+        assert all(chunk.last for chunk in step[:-1])
+        assert all(s.limit > 0 for s in sequences[1:])
+        rows, most = sum(chunk.count for chunk in step), min(self.scheduler.chunk, most_rows)
+        assert rows <= most
+        assert step[-1].last or step[-1].save is not None or rows == most, "room is left"
+        self.seen["packed"] += len(step) - 1
+
+    def check_chunk(self, step: Prefill) -> None:
         s, scheduler = step.sequence, self.scheduler
-        assert 0 < step.count <= min(scheduler.chunk, most_rows)
+        assert step.count > 0
         assert s.computed == step.start + step.count <= len(s.tokens)
         assert len(s.pages) == self.pool.pages_for(len(s.tokens))
         assert s.state == ("running" if step.last else "prefill")
@@ -363,11 +395,16 @@ def prompt(rng: random.Random, texts: list[list[int]], most: int) -> list[int]:
 SEEN = Counter[str]()
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("snapshots", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("snapshots", "drafts", "prompts"),
+    [
+        *((0, drafts, prompts) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
+        *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
+    ],
+)
 @pytest.mark.parametrize("seed", range(10))
 def test_at_random(
-    seed: int, snapshots: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arrivals, ends, cancels and resets, in too few pages: every answer is the one that its
     prompt alone would give."""
@@ -381,6 +418,7 @@ def test_at_random(
         chunk=rng.choice([3, 8, 64]),
         ahead=rng.randrange(1, 4),
         snapshots=snapshots,
+        prompts=prompts,
     )
     groups = rng.randrange(1, 4)
     texts = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
@@ -415,11 +453,43 @@ def test_at_random(
     SEEN.update(world.seen)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_load_of_prompts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of which share steps, of few tokens and of many, alike and not, in enough pages and in
+    too few."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(scheduler, "HEADROOM", 8)
+    world = World((30, 100)[seed % 2], slots=9, chunk=16, prompts=(8, 3)[seed // 2])
+    texts = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
+    while len(world.sequences) < 600:
+        if len(world.scheduler.waiting) < 3:
+            for _ in range(rng.randrange(10)):
+                group, limit = rng.randrange(20) // 19, rng.choice([0, 1, 4, 4, 12, 40])
+                priority = rng.choice([0, 0, 1])
+                own = prompt(rng, texts, 40)
+                world.add(Sequence(own, limit=limit, group=group, priority=priority))
+                texts = [*texts[-20:], answer(world.sequences[-1])]
+        action = rng.random()
+        if action < 0.003:
+            world.cancel(rng.choice(world.sequences[-20:]))
+        elif action < 0.004:
+            world.reset()
+        elif action < 0.6 or not world.pending:
+            world.submit(rng.choice([8, 16]))
+        else:
+            world.read()
+        if rng.random() < 0.05:
+            world.check()
+    world.finish()
+    SEEN.update(world.seen)
+
+
 def test_all_of_it_was_seen() -> None:
     """What happened at random, if all of it ran."""
     print(SEEN)
-    if SEEN["sequences"] > 1400:
+    if SEEN["sequences"] > 4000:
         assert min(SEEN[what] for what in ("copy", "restore", "save", "preempted", "reused")) > 15
+        assert SEEN["packed"] > 500
         assert 500 < SEEN["behind"] < SEEN["accepted"] < SEEN["drafted"]
 
 
@@ -498,6 +568,73 @@ def test_decode_steps_and_chunks_take_turns() -> None:
     assert steps(world, 10) == "PPDPDPDPDD"
 
 
+def chunks(plan: Scheduler, most_rows: int = 100) -> list[tuple[int, int, int]]:
+    """Of the next step, which is of prefill: the first token of each sequence, and its rows."""
+    step = plan.next(most_rows)
+    assert isinstance(step, tuple)
+    return [(c.sequence.tokens[0], c.start, c.start + c.count) for c in step]
+
+
+def packing(*prompts: Ids[int] | Sequence, pages: int = 40, most: int = 4) -> Scheduler:
+    """Of these prompts, in steps of 16 rows."""
+    plan = Scheduler(PagePool(pages, SIZE), slots=9, context=64, chunk=16, prompts=most)
+    for item in prompts:
+        plan.add(item if isinstance(item, Sequence) else Sequence(item, limit=8))
+    return plan
+
+
+def test_prompts_fill_a_step() -> None:
+    """In their order; the last of them may go on in the next."""
+    plan = packing([1] * 5, [2] * 20, [3], [4] * 2, [5] * 3, [6] * 30)
+    assert chunks(plan) == [(1, 0, 5), (2, 0, 11)]
+    assert isinstance(plan.next(100), Decode)
+    assert chunks(plan, 12) == [(2, 11, 20), (3, 0, 1), (4, 0, 2)]
+    assert isinstance(plan.next(100), Decode)
+    assert chunks(plan) == [(5, 0, 3), (6, 0, 13)]
+
+
+def test_rows_that_may_share_a_step_are_counted() -> None:
+    plan = packing([1] * 5, [2] * 20, [3], [4] * 2, [5] * 3)
+    assert plan.shared_rows == 28  # of four
+    assert chunks(plan) == [(1, 0, 5), (2, 0, 11)]
+    assert plan.shared_rows == 9 + 1 + 2 + 3
+    assert packing([1] * 5).shared_rows == packing().shared_rows == 0
+    assert packing([1] * 5, [2] * 20, most=1).shared_rows == 0
+    assert packing([1] * 5, Sequence([2], limit=1, group="other"), [3]).shared_rows == 6
+
+
+def test_no_more_prompts_than_may_share_a_step() -> None:
+    plan = packing(*([i] for i in range(6)))
+    assert chunks(plan) == [(i, 0, 1) for i in range(4)]
+    assert isinstance(plan.next(100), Decode)
+    assert chunks(plan) == [(4, 0, 1), (5, 0, 1)]
+    assert chunks(packing([1], [2], most=1)) == [(1, 0, 1)]
+
+
+@pytest.mark.parametrize("own", [{"group": "other"}, {"limit": 0}])
+def test_other_kinds_of_prompts_have_steps_of_their_own(own: dict[str, Any]) -> None:
+    plan = packing([1], Sequence([2], **{"limit": 8} | own), [3], [4])
+    steps = [plan.next(100) for _ in range(6)]
+    prompts = [[c.sequence.tokens[0] for c in step] for step in steps if isinstance(step, tuple)]
+    assert prompts == [[1], [2], [3, 4]]
+
+
+def test_one_that_finds_no_pages_is_not_passed() -> None:
+    plan = packing([1] * 5, [2] * 20, [3], pages=7)
+    assert chunks(plan) == [(1, 0, 5)]
+
+
+def test_equal_prompts_wait_for_the_first() -> None:
+    """Whose last page they copy; whole pages they share in the same step."""
+    first = [1, 2, 0, 1, 2, 2, 1]
+    plan = packing(first, first, first, first)
+    assert chunks(plan) == [(1, 0, 7)]
+    plan.next(100)
+    assert chunks(plan) == [(1, 6, 7)] * 3
+    plan = packing([*first, 0], [*first, 0, 1], [*first, 0, 2, 2])
+    assert chunks(plan) == [(1, 0, 8), (1, 8, 9), (1, 8, 10)]
+
+
 def test_groups_take_turns() -> None:
     world = World(40, slots=5, chunk=4)
     for name in "abac":
@@ -557,8 +694,9 @@ def test_the_youngest_gives_its_pages_back_and_comes_back() -> None:
     read(plan, young, 1)
     assert young.tokens == [2, 2, 2, 0, 1]
     step = plan.next(100)
-    assert isinstance(step, Prefill)
-    assert (step.sequence, step.start, step.count, step.last) == (young, 4, 1, True)
+    assert isinstance(step, tuple)
+    (chunk,) = step
+    assert (chunk.sequence, chunk.start, chunk.count, chunk.last) == (young, 4, 1, True)
     assert young.reused == 0  # of the prompt, at first
 
 
@@ -609,7 +747,7 @@ def test_there_is_a_step_after_the_last_row_was_given_up(group: str | None) -> N
     assert plan.pool.allocate(2) is not None  # the last
     step = plan.next(100)
     assert low.state == "waiting"
-    assert step == Decode((high,)) if group else isinstance(step, Prefill)
+    assert step == Decode((high,)) if group else isinstance(step, tuple)
 
 
 def test_what_does_not_share_leaves_the_cache_alone() -> None:
@@ -642,8 +780,8 @@ def test_one_that_waits_is_begun_when_another_ends() -> None:
     assert [s.state for s in (first, second, third)] == ["running", "running", "waiting"]
     read(plan, first, 5, True)
     step = plan.next(100)
-    assert isinstance(step, Prefill)
-    assert step.sequence is third
+    assert isinstance(step, tuple)
+    assert [chunk.sequence for chunk in step] == [third]
 
 
 def test_the_first_is_prefilled_first() -> None:

@@ -31,18 +31,19 @@ from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
 
 STEPS = 24
-# One architecture of each kind.
+# One architecture of each kind, without states and with.
 KINDS = {
     "llama": "keys and values",
     "gemma2": "windows, soft caps",
     "gpt_oss": "sinks, experts",
     "qwen3_moe": "experts",
     "deepseek_v2": "latents",
+}
+STATES = {
     "lfm2": "a convolution",
     "granitemoehybrid_mamba": "Mamba 2",
     "qwen3_next": "the delta rule",
 }
-STATES = "lfm2", "granitemoehybrid_mamba", "qwen3_next"
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 5},
@@ -196,13 +197,24 @@ def params_of(way: str, **options: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@others_full("case", KINDS, ["llama", "deepseek_v2", "granitemoehybrid_mamba"])
+@others_full("case", KINDS, ["llama", "deepseek_v2"])
 def test_answers_are_those_without_drafts(
     engine_of: Callable[..., Engine], case: str, pattern: str
 ) -> None:
-    """Six of them on four slots, greedy, sampled and with penalties."""
-    engine, prompts = engine_of(case), prompts_of(case)
-    ways = [*WAYS, *WAYS]
+    assert_same_with_drafts(engine_of(case), case, pattern)
+
+
+@others_full("pattern", PATTERNS, ["mixed"])
+@others_full("case", STATES, ["qwen3_next"])
+def test_a_state_takes_in_what_was_right(
+    engine_of: Callable[..., Engine], case: str, pattern: str
+) -> None:
+    assert_same_with_drafts(engine_of(case), case, pattern)
+
+
+def assert_same_with_drafts(engine: Engine, case: str, pattern: str) -> None:
+    """Six answers on four slots, greedy, sampled and with penalties."""
+    prompts, ways = prompts_of(case), [*WAYS, *WAYS]
     params = [params_of(way, logprobs=2) for way in ways]
     expected = plainly(engine, prompts, params)
     found = with_drafts(engine, prompts, params, expected, pattern)
@@ -216,7 +228,7 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@others_full("case", KINDS, ["llama", "lfm2"])
+@others_full("case", [*KINDS, *STATES], ["llama"])
 def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) -> None:
     engine, prompts = engine_of(case, max_batch=1), prompts_of(case)[:1]
     params = params_of(way, max_tokens=60)
@@ -440,7 +452,7 @@ def test_adapters_by_row(own_device: Device) -> None:
         with_drafts(engine, [ids, ids[3:]], params, expected, "mixed", adapter=adapter)
 
 
-@others_full("case", STATES, ["qwen3_next"])
+@others_full("case", STATES, ["granitemoehybrid_mamba"])
 def test_a_chat_goes_on_from_an_answer_with_drafts(
     engine_of: Callable[..., Engine], case: str
 ) -> None:
@@ -450,7 +462,7 @@ def test_a_chat_goes_on_from_an_answer_with_drafts(
     (whole,) = plainly(engine, [ids], params_of("greedy"))
     before = engine.speculation
     lost = set[int]()
-    for last in range(STEPS):
+    for last in range(1 + MAX_DRAFT):
         if whole.ids[last] in whole.ids[:last]:
             continue
         engine.forget()

@@ -220,8 +220,9 @@ class EngineBench:
         what it has generated while the last of them began."""
         draw = random.Random(1)
         ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
-        # Each begins a step after the one before it, which has a token more by then.
-        lengths = [max(1, depth - _SETTLE - later) for later in reversed(range(rows))]
+        # Those that begin in one step do so after those before them, which have a token more then.
+        steps = [i // self.engine.steps.prompts for i in range(rows)]
+        lengths = [max(1, depth - _SETTLE - (steps[-1] - step)) for step in steps]
         prompts = [draw.choices(ids, k=depth)[:length] for length in lengths]
         for prompt in prompts:  # cached from here on, so that one step begins it
             self._generate(prompt, replace(GREEDY, max_tokens=1))
@@ -463,7 +464,7 @@ class EngineBench:
         profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
         profiles = [replace(profile, step_seconds=whole)]
         plan = engine.recording("decode", True, None).dispatches
-        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
         for depth, row in decode.items():
             kv_len = _middle(row, depth)
             place_step(engine, [0], kv_len - 1)
@@ -472,12 +473,12 @@ class EngineBench:
         for rows, depth in batches:
             if rows > 1:
                 plan = engine.recording(engine.steps.batch(rows), True, None).dispatches
-                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=False)
+                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
                 place_batch(engine, rows, depth)
                 title = f"decode of {rows} sequences"
                 profiles.append(self._profile(title, plan, sampler, rows, depth))
         place_step(engine, [0], 0, SAMPLED)
-        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=False)
+        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=0)
         profiles.append(self._profile("full sampler", (), sampler, 1, 1))
         return profiles
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
+from itertools import accumulate
 from operator import or_
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import NO_TOKEN, StepRow, pack_rows, pack_step
+from infer.kernels.state.step import NO_TOKEN, StepRow, pack_prompts, pack_rows, pack_step
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
@@ -114,7 +115,6 @@ class Engine(TokenEngine):
             self.steps.step,
             max_rows=self.steps.most_rows,
             sequences=options.max_batch,
-            chosen_rows=1,
         )
         prefill = [rows for rows in self.steps.rows.values() if rows > MAX_VEC_ROWS]
         self.pace = Pace(model.config.num_hidden_layers, prefill)
@@ -126,6 +126,7 @@ class Engine(TokenEngine):
             chunk=self.steps.rows["prefill"],
             ahead=options.ahead,
             snapshot_tail=_TAIL if self.states else 0,
+            prompts=self.steps.prompts,
         )
         self.speculation: Speculation | None = None
         if options.speculate != "off":
@@ -192,6 +193,11 @@ class Engine(TokenEngine):
             self.queue.wait(self.queue.submit(nothing, 0, 0, ()))
             if progress is not None:
                 progress(done, len(first))
+
+    def compile_batches(self, params: SamplingParams) -> None:
+        """Have compiled what an answer that joins others takes beside what it would alone."""
+        self.steps.compile_batches()
+        self.sampler.dispatches(self._chain(params), gather=self.steps.prompts)
 
     @property
     def gpu(self) -> AdapterInfo:
@@ -419,13 +425,14 @@ class Engine(TokenEngine):
             rows = 0
             if self.scheduler.has_prompts:
                 rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
             if work is None:
                 break
-            if isinstance(work, Prefill):
-                self._prefill(work)
-            else:
+            if isinstance(work, Decode):
                 self._decode(work)
+            else:
+                self._prefill(work)
 
     def _take_in(self) -> None:
         while self._inbox:
@@ -437,53 +444,62 @@ class Engine(TokenEngine):
                 self.scheduler.add(answer.sequence)
             self._inbox.popleft()
 
-    def _prefill(self, work: Prefill) -> None:
-        sequence, count, end = work.sequence, work.count, work.start + work.count
-        answer, slot = self._answers[sequence], _slot(sequence)
-        if work.first:
-            self._batch = None  # it may have had another slot
-            if isinstance(answer, Answer):
-                self._begin(answer, slot)
-        self._rotate_for(answer.table_length)
-        self._give_pages(slot, sequence.pages)
+    def _prefill(self, work: Sequence[Prefill]) -> None:
+        """Chunks of several prompts, or of one."""
+        answers = [self._answers[part.sequence] for part in work]
+        slots = [_slot(part.sequence) for part in work]
         before: list[Copy] = []
-        if work.copy is not None:
-            before += self.steps.cache.copies(*work.copy, work.start % PAGE)
-        if work.restore is not None:
-            before += copies(self.states, slot, work.restore, back=True)
+        for part, answer, slot in zip(work, answers, slots, strict=True):
+            if part.first:
+                self._batch = None  # it may have had another slot
+                if isinstance(answer, Answer):
+                    self._begin(answer, slot)
+            self._give_pages(slot, part.sequence.pages)
+            if part.copy is not None:
+                before += self.steps.cache.copies(*part.copy, part.start % PAGE)
+            if part.restore is not None:
+                before += copies(self.states, slot, part.restore, back=True)
+        self._rotate_for(answers[0].table_length)
         if before:
             self.queue.submit(NOTHING, 0, 0, before)
-        ids = sequence.tokens[work.start : end]
-        kind = self._kind(count)
-        number = self.adapters.number(answer.adapter)
+        numbers = [self.adapters.number(answer.adapter) for answer in answers]
+        rows = list(accumulate(part.count for part in work))  # where those of each end
+        count, longest = rows[-1], max(part.start + part.count for part in work)
+        kind = self.steps.prefill(count, len(work))
+        last = [i for i, part in enumerate(work) if part.last]
         sampled: tuple[scheduler.Sequence, ...] = ()
         logits_of: tuple[int, ...] = ()
         logprobs = False
         chunk = None
-        if isinstance(answer, Embedding):
-            chunk = Chunk.of(answer, work)
-            recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, number > 0)
+        if isinstance(answers[0], Embedding):
+            chunk = Chunk.of(answers[0], work[0])
+            recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, any(numbers))
         else:
-            chain = answer.chain if work.last else None
-            recording = self.recording(kind, work.last, chain, number > 0)
-            sampled = (sequence,) if work.last else ()
-            logits_of = (0,) if work.last and answer.reads_logits else ()
-            logprobs = work.last and answer.chain.logprobs
-        chosen = (count - 1,) if sampled else ()
-        step = pack_step(ids, work.start, sequence=slot, adapter=number, logits_rows=chosen)
-        self.device.write(self.steps.step, step)
+            ending = [cast(Answer, answers[i]) for i in last]
+            chain = reduce(or_, (answer.chain for answer in ending)) if ending else None
+            recording = self.recording(kind, bool(ending), chain, any(numbers))
+            sampled = tuple(answer.sequence for answer in ending)
+            logits_of = tuple(i for i, answer in enumerate(ending) if answer.reads_logits)
+            logprobs = chain is not None and chain.logprobs
+        chunks = [
+            (part.sequence.tokens[part.start : part.start + part.count], part.start, slot, number)
+            for part, slot, number in zip(work, slots, numbers, strict=True)
+        ]
+        chosen = [rows[i] - 1 for i in last] if sampled else []
+        self.device.write(self.steps.step, pack_prompts(chunks, chosen))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         *first, rest = recording.parts(pieces)
         for piece in first:
-            self.queue.submit(piece, count, end, ())
-        self._rows = (slot,) if sampled else None
-        self._host_rows.discard(slot)
+            self.queue.submit(piece, count, longest, ())
+        self._rows = tuple(slots[i] for i in last) if sampled else None
+        self._host_rows.difference_update(slots)
         prefilled = count if count > MAX_VEC_ROWS else 0
         with self._masks(sampled):
             pass
-        self._submit(rest, count, end, sampled, logits_of, logprobs, prefilled, chunk)
-        if work.save is not None:
-            self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, work.save, back=False))
+        self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
+        for part, slot in zip(work, slots, strict=True):
+            if part.save is not None:
+                self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, part.save, back=False))
 
     def _begin(self, answer: Answer, slot: int) -> None:
         """Of a sequence that has got a slot, perhaps not for the first time."""
@@ -610,7 +626,8 @@ class Engine(TokenEngine):
             if error is not None:
                 answer.error = error
                 self._end(answer, at_once=True)
-        self.sampler.write_masks(asked[0].row, asked[-1].rows[-1])
+        rows = [row for each in asked for row in each.rows]
+        self.sampler.write_masks(min(rows), max(rows))
 
     def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
         answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
@@ -760,17 +777,13 @@ class Engine(TokenEngine):
             self.queue.drop(prepared.body)
         self.queue.drop(prepared.commands)
 
-    def _kind(self, rows: int) -> str:
-        """Of the steps of one sequence the one for the fewest rows that has room."""
-        return next(kind for kind, n in reversed(self.steps.rows.items()) if n >= rows)
-
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
         alone."""
         start = 0
         while start < length:
             rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
-            yield start, rows, self._kind(rows)
+            yield start, rows, self.steps.prefill(rows)
             start += rows
 
     def recording(

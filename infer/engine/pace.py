@@ -63,6 +63,17 @@ class Pace:
         rows = int((seconds - self.step_seconds) / self.row_seconds)
         return max(1, rows // TILE_ROWS) * TILE_ROWS
 
+    def filled(self, most: int, rows: int) -> int:
+        """Of so many rows of several prompts the most that the next step takes: all, or those that
+        fill a smaller kind, where what is left takes less time than a larger one's empty rows."""
+        kind = next((kind for kind in self.kinds if kind >= rows), 0)
+        smaller = max((n for n in self.kinds if n < kind), default=0)
+        if not (self.known and smaller and rows < most):
+            return most
+        left = next(n for n in self.kinds if n >= rows - smaller)
+        apart = self.step_seconds + left * self.row_seconds
+        return smaller if apart < (kind - smaller) * self.row_seconds else most
+
     def submissions(self, rows: int) -> int:
         """Into how many submissions a step of so many rows is cut."""
         if not self.known:

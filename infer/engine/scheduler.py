@@ -4,6 +4,9 @@ A sequence waits for a slot and for pages; its prompt is prefilled chunk by chun
 not cached; then it has a row in each decode step until it ends. Decode steps and chunks take turns.
 Out of pages, the sequence that came last gives its own back and waits again, with the tokens that
 it has. Steps are submitted before the ids of those before them are read.
+
+A step of prefill takes as long as its tiles, not as its rows: where the end of a prompt leaves
+room, the next ones begin in the same step.
 """
 
 from __future__ import annotations
@@ -123,14 +126,15 @@ class Scheduler:
         chunk: int,
         ahead: int = 2,
         snapshot_tail: int = 0,
+        prompts: int = 1,
     ) -> None:
-        """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step.
-        ahead: tokens of a sequence in flight. snapshot_tail: where layers have a state, it is saved
-        so many tokens before the end of a prompt, as a next one may end otherwise, and where it
-        parts from one before it."""
+        """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step,
+        and prompts: those that it is of, at most. ahead: tokens of a sequence in flight.
+        snapshot_tail: where layers have a state, it is saved so many tokens before the end of a
+        prompt, as a next one may end otherwise, and where it parts from one before it."""
         self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
         self.in_step = False  # no row before all tokens of its group have been read
-        self.snapshot_tail = snapshot_tail
+        self.snapshot_tail, self.prompts = snapshot_tail, prompts
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # by slot
@@ -151,6 +155,14 @@ class Scheduler:
         """Whether there are tokens to be computed before some sequence can go on."""
         return bool(self.waiting or self.prefilling)
 
+    @property
+    def shared_rows(self) -> int:
+        """Of the prompts that may share the next step, if nothing of them is cached; 0 if there is
+        but one."""
+        first = sorted([*self.prefilling, *self.waiting[: self.prompts]], key=_rank)[: self.prompts]
+        sharing = [s for s in first if s.group == first[0].group and s.limit]
+        return sum(len(s.tokens) - s.computed for s in sharing) if len(sharing) > 1 else 0
+
     def add(self, sequence: Sequence) -> None:
         """Raises RequestError for a prompt that leaves no room for an answer. The limit is cut to
         the room there is."""
@@ -167,17 +179,17 @@ class Scheduler:
         self._added += 1
         self._wait(sequence)
 
-    def next(self, most_rows: int) -> Prefill | Decode | None:
-        """The step to submit now, a chunk of `most_rows` at most; None if there is nothing to do
-        before more ids are read."""
-        step: Prefill | Decode | None = None
+    def next(self, most_rows: int) -> tuple[Prefill, ...] | Decode | None:
+        """The step to submit now, chunks of `most_rows` together at most; None if there is nothing
+        to do before more ids are read."""
+        step: tuple[Prefill, ...] | Decode | None = None
         groups = self._ready()
-        # A chunk comes after one decode step of each group.
+        # Chunks come after one decode step of each group.
         if self.has_prompts and (
             not groups or min(map(self._last_decode, groups)) > self._prefilled
         ):
             step = self._prefill(most_rows)
-        return step or self._decode(groups) or self._prefill(most_rows)
+        return step or self._decode(groups) or self._prefill(most_rows) or None
 
     def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
         """The oldest token of it that is in flight. ended: it is the last, and its row is dead, if
@@ -243,20 +255,35 @@ class Scheduler:
 
     # Prefill
 
-    def _prefill(self, most_rows: int) -> Prefill | None:
-        """A chunk of the first sequence that has not all its tokens in the cache."""
+    def _prefill(self, most_rows: int) -> tuple[Prefill, ...]:
+        """Chunks of the first sequences that have not all their tokens in the cache; all but the
+        last end their prompts."""
+        chunks: list[Prefill] = []
         most = min(self.chunk, most_rows)
-        if most < 1:
-            return None
+        while most > 0 and len(chunks) < self.prompts:
+            chunk = self._chunk(most, chunks)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            most -= chunk.count
+            if not chunk.last:
+                break
+        if chunks:
+            self._steps += 1
+            self._prefilled = self._steps
+        return tuple(chunks)
+
+    def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
+        """The next of a step, behind others."""
         sequence = min(self.prefilling, key=_rank, default=None)
         copy = restore = save = None
         first = False
         if self.waiting and (sequence is None or self.waiting[0].rank < sequence.rank):
-            admitted = self._admit(self.waiting[0])
+            admitted = self._admit(self.waiting[0], others)
             if admitted is not None:
                 sequence, copy, restore = admitted
                 first = True
-        if sequence is None:
+        if sequence is None or not _fits(sequence, others):
             return None
         start, length = sequence.computed, len(sequence.tokens)
         end = min(start + most, length)
@@ -271,17 +298,18 @@ class Scheduler:
             sequence.state, sequence.in_flight = "running", 1
             self.prefilling.remove(sequence)
             insort(self.running, sequence, key=_slot)
-        self._steps += 1
-        self._prefilled = self._steps
         return Prefill(sequence, start, end - start, copy, restore, save, first, last)
 
     def _admit(
-        self, sequence: Sequence
+        self, sequence: Sequence, others: Ids[Prefill]
     ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
         """Give it a slot and pages for its tokens, if there is room for some of its answer too:
-        itself, the page to copy and the snapshot to restore."""
+        itself, the page to copy and the snapshot to restore. Not in the step of others that write
+        what it would copy."""
         alone = not self.running and not self.prefilling
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
+            return None
+        if not _fits(sequence, others):
             return None
         pool, length = self.pool, len(sequence.tokens)
         need = pool.pages_for(length + min(sequence.left, 1 if alone else HEADROOM))
@@ -289,6 +317,12 @@ class Scheduler:
         # The last token's row is what is sampled from.
         limit = length - 1 if sequence.shares else 0
         match = pool.match(sequence.tokens, sequence.key, limit)
+        if match.partial is not None and any(
+            match.partial[0] in chunk.sequence.pages[chunk.start // pool.page_size :]
+            for chunk in others
+        ):
+            pool.unmatch(match, limit)
+            return None
         while need - len(match.pages) > pool.available:
             pool.unmatch(match, limit)
             if match.partial is None:
@@ -420,6 +454,14 @@ class Scheduler:
         sequence.pages, sequence.slot = [], None
         sequence.computed, sequence.settled, sequence.draft = 0, 0, ()
         self._short = None
+
+
+def _fits(sequence: Sequence, others: Ids[Prefill]) -> bool:
+    """Whether its prompt may be computed in their step."""
+    return all(
+        sequence.group == chunk.sequence.group and sequence.limit and chunk.sequence.limit
+        for chunk in others[:1]
+    )
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -25,13 +25,14 @@ from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
-from infer.kernels.state.step import step_bytes
+from infer.kernels.state.step import MAX_PROMPTS, step_bytes
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
 from infer.models.loading.lora import Adapters
 
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
+PACKED = "packed "  # and of those of several prompts
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
@@ -47,7 +48,9 @@ class Steps:
     batches: of the kinds of which each row names its own, from the smallest; where tokens are
     drafted several rows may be of one, at consecutive positions: such steps have as many as one of
     draft_kinds, and, where layers have a state, are of a kind of their own. Each of `rows` has a
-    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows.
+    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows. prompts:
+    sequences of a step of prefill, at most; for several those of many rows have a kind, too, PACKED
+    before its name.
     """
 
     def __init__(
@@ -117,8 +120,16 @@ class Steps:
                 *(_SHORTEST if few_rows(Tuning(device), 16) and not invariant else ()),
             )
             self.rows |= {f"prefill of {rows}": rows for rows in short if rows < chunk}
+        # A state is scanned along the rows of one sequence.
+        alone = max_batch == 1 or invariant or any(c.states)
+        self.prompts = 1 if alone else min(MAX_PROMPTS, self.batches[-1])
+        self.packed = {f"{PACKED}{n}": rows for n, rows in self.rows.items() if self.prompts > 1}
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
+        kinds |= {
+            name: StepKind(rows, logits=self.prompts, prompts=self.prompts)
+            for name, rows in self.packed.items()
+        }
         self._kinds = kinds | {f"batch {rows}": StepKind(rows, batch=True) for rows in self.batches}
         self._kinds |= {f"{HIDDEN}{name}": StepKind(rows) for name, rows in self.rows.items()}
         if any(c.states):
@@ -179,7 +190,7 @@ class Steps:
 
     def compile_batches(self) -> None:
         """Compile the rest, so that an answer that joins others lets nobody wait."""
-        kinds = [f"batch {rows}" for rows in self.batches]
+        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed]
         kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
         self._compile([(kind, way) for kind in kinds for way in self._ways])
 
@@ -215,9 +226,16 @@ class Steps:
             self.lowered[key] = self._lower(output, self._kinds[kind], buffer, by_row)
         return self.lowered[key]
 
-    def gathers(self, kind: str) -> bool:
-        """Whether its logits are of one row, which the step names; else they are of all rows."""
-        return kind in self.rows and kind != "decode"
+    def gathers(self, kind: str) -> int:
+        """How many rows have logits, at most, which the step names; 0: they are of all rows."""
+        if kind in self.packed:
+            return self.prompts
+        return int(kind in self.rows and kind != "decode")
+
+    def prefill(self, rows: int, prompts: int = 1) -> str:
+        """The kind of step of so many rows of a prompt, or of several."""
+        kinds = self.rows if prompts == 1 else self.packed
+        return next(kind for kind, n in reversed(kinds.items()) if n >= rows)
 
     def batch(self, rows: int) -> str:
         """The kind of step of so many rows, each of a sequence of its own."""

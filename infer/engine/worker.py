@@ -127,7 +127,7 @@ class _Worker:
         params = SamplingParams().resolved(llm.defaults)
         llm.engine.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
         if not llm.device.software:  # there it takes too long for what may never come
-            llm.engine.steps.compile_batches()
+            llm.engine.compile_batches(params)
         return llm
 
     def _receive(self) -> None:

@@ -21,7 +21,7 @@ from infer.kernels.gpu.plan import Dispatch, dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.record import run
 from infer.kernels.ops.linear import Changes
-from infer.kernels.state.step import StepRow, pack_rows, pack_step, step_bytes
+from infer.kernels.state.step import StepRow, pack_prompts, pack_rows, step_bytes
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 Floats = NDArray[np.float32]
@@ -44,8 +44,9 @@ class Forward:
 
     rows: of the activations. plan_rows: the most rows that its plan is made for, as an engine's
     plan serves steps of fewer rows; more than MAX_VEC_ROWS give the kernels of prefill. drafts:
-    tokens drafted for each sequence of a batch, at most; 0: all rows are of one sequence.
-    logits_rows: the rows that `LogitsRows` takes. changes: what lies beside weights.
+    tokens drafted for each sequence of a batch, at most; 0: all rows are of one sequence, or of
+    `prompts`: of each of these, 0, 1, 2…, how many rows and the first one's position. logits_rows:
+    the rows that `LogitsRows` takes. changes: what lies beside weights.
     """
 
     def __init__(
@@ -56,16 +57,20 @@ class Forward:
         plan_rows: int = 0,
         drafts: int = 0,
         logits_rows: Sequence[int] | None = None,
+        prompts: Sequence[tuple[int, int]] = (),
         fuse: bool = True,
         tuning: Tuning | None = None,
         timings: dict[str, float] | None = None,
         changes: Changes = NO_CHANGES,
     ) -> None:
         self.device, self.rows = device, rows
-        self.logits_rows, self.fuse = logits_rows, fuse
+        self.logits_rows, self.prompts, self.fuse = logits_rows, prompts, fuse
         self.tuning, self.timings, self.changes = tuning, timings, changes
         logits = None if logits_rows is None else len(logits_rows)
-        self.kind = StepKind(max(rows, plan_rows), logits, batch=drafts > 0, drafts=drafts)
+        several = max(1, len(prompts))
+        self.kind = StepKind(
+            max(rows, plan_rows), logits, batch=drafts > 0, prompts=several, drafts=drafts
+        )
 
     def input(self, values: Array) -> Value:
         """An activation of these values, [rows, width]. Padding is NaN: nothing may read it."""
@@ -87,7 +92,13 @@ class Forward:
         ids = np.zeros(self.rows, np.int64) if tokens is None else tokens
         step = self.device.buffer(step_bytes(self.kind.rows), label="step")
         logits_rows = self.logits_rows or ()
-        packed = pack_step(ids, position, adapter=adapters, logits_rows=logits_rows)
+        chunks, end = [], 0
+        numbers = np.broadcast_to(adapters, self.rows)
+        for sequence, (count, first) in enumerate(self.prompts or [(self.rows, position)]):
+            own = slice(end, end + count)
+            chunks.append((ids[own], first, sequence, numbers[own]))
+            end += count
+        packed = pack_prompts(chunks, logits_rows)
         self.device.write(step, pack_rows(batch, self.rows) if batch else packed)
         buffer = unwritten(self.device, padded_rows(self._rows(output)), output.width)
         lowering = lower(
@@ -138,7 +149,8 @@ class Forward:
         self._submit([dispatch(self.device, kernel.spec, bound, kernel.grid)], position)
 
     def _submit(self, dispatches: Sequence[Dispatch], position: int) -> None:
-        submit(self.device, dispatches, self.rows, position + self.rows, self.timings)
+        longest = max(map(sum, self.prompts), default=position + self.rows)
+        submit(self.device, dispatches, self.rows, longest, self.timings)
 
     def _rows(self, value: Value) -> int:
         """Rows of an activation in this plan."""

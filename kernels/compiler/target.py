@@ -15,8 +15,9 @@ MAX_VEC_ROWS = 8
 @dataclass(frozen=True)
 class StepKind:
     """A kind of step: at most `rows` rows, of which `logits` get logits (None: all of them). They
-    are consecutive positions of one sequence or, in a batch, each the next of its own, and behind
-    it at most so many `drafts` of tokens that may come then.
+    are consecutive positions of one sequence, or of up to `prompts`, one behind the other; or, in a
+    batch, each the next of its own, and behind it at most so many `drafts` of tokens that may come
+    then.
 
     Up to MAX_VEC_ROWS rows go through matmul_vec, more through matmul. invariant: whatever their
     number is, they are computed as in a step of a few rows, and each as if it were alone.
@@ -26,6 +27,7 @@ class StepKind:
     logits: int | None = None
     batch: bool = False
     invariant: bool = False
+    prompts: int = 1
     drafts: int = 0
 
     @property

@@ -268,10 +268,11 @@ class Attention(Maker):
         cache, n_heads = self.cache, self.n_heads
         q, q_stride, q_offset = low.source(self.q)
         variant = low.tuning.choose(attention_tiled_variant, cache.head_dim, n_heads)
+        prompts = low.kind.prompts
         low.emit(
             "attention_tiled",
             (low.step, cache.pages, q, cache.keys, cache.values, self, *self._sinks),
-            lambda rows, kv_len: (n_heads, -(-rows // variant.rows), 1),
+            lambda rows, kv_len: (n_heads, -(-rows // variant.rows) + prompts - 1, 1),
             common
             | {
                 "Q_STRIDE": q_stride,
@@ -285,6 +286,7 @@ class Attention(Maker):
                 "V_DEPTH": variant.v_depth(cache.head_dim),
                 "DOUBLE": variant.double,
                 "SINKS": self.sinks is not None,
+                "PROMPTS": prompts,
                 "SOFTWARE": low.device.software,
             },
             flops=lambda rows, kv_len: 2 * rows * self.width * (2 * kv_len - rows),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -35,6 +35,8 @@ from infer.kernels.state.kv_cache import (
     kv_block,
     to_kv,
 )
+
+Prompt = tuple[Array, Array, Array]  # q, k and v: as of `run_attention`
 
 
 def visible(rows: int, kv_len: int, window: int = 0) -> NDArray[np.bool_]:
@@ -97,19 +99,23 @@ def run_attention(bench: Bench, q: Array, k: Array, v: Array, **options: Any) ->
     latent: keys are k and v side by side, and so are values.
     """
     few(len(q), "attention_tiled")
-    return _attention(bench, q, k, v, 0, **options)
+    return _attention(bench, [(q, k, v)], 0, **options)
 
 
 def run_attention_tiled(bench: Bench, q: Array, k: Array, v: Array, **options: Any) -> Floats:
     """What attention computes, by the kernel of prefill, for any number of rows."""
-    return _attention(bench, q, k, v, TILED, **options)
+    return _attention(bench, [(q, k, v)], TILED, **options)
+
+
+def run_attention_prompts(bench: Bench, prompts: Sequence[Prompt], **options: Any) -> Floats:
+    """What attention computes of (q, k, v) of up to eight sequences, by the kernel of prefill that
+    takes several at once: their rows one behind the other."""
+    return _attention(bench, prompts, TILED, **options)
 
 
 def _attention(
     bench: Bench,
-    q: Array,
-    k: Array,
-    v: Array,
+    prompts: Sequence[Prompt],
     plan_rows: int,
     *,
     n_kv_heads: int,
@@ -120,13 +126,19 @@ def _attention(
     kv_dtype: str = "f32",
     latent: bool = False,
 ) -> Floats:
-    past = len(k) - len(q)
-    before = (np.concatenate([k, v], axis=1)[:past],) * 2 if latent else (k[:past], v[:past])
-    cache = _new_cache(bench, *before, n_kv_heads, kv_dtype, len(k), latent=latent)
-    inputs = bench.input(q), bench.input(k[past:]), bench.input(v[past:])
-    own = bench.vector(sinks)
-    output = Attention(*inputs, cache.layers[0], scale, window, softcap, own)
-    return bench.run(output, position=past, plan_rows=plan_rows)
+    placed = [(len(q), len(k) - len(q)) for q, k, _ in prompts]
+    before, rows = list[tuple[Array, Array]](), list[tuple[Array, Array, Array]]()
+    for (_, past), (q, k, v) in zip(placed, prompts, strict=True):
+        keys, values = (np.concatenate([k, v], axis=1),) * 2 if latent else (k, v)
+        before.append((keys[:past], values[:past]))
+        rows.append((q, k[past:], v[past:]))
+    longest = max(len(k) for _, k, _ in prompts)
+    own, *others = before
+    cache = _new_cache(bench, *own, n_kv_heads, kv_dtype, longest, latent=latent, others=others)
+    new_q, new_k, new_v = (bench.input(np.concatenate(part)) for part in zip(*rows, strict=True))
+    own_sinks, layer = bench.vector(sinks), cache.layers[0]
+    output = Attention(new_q, new_k, new_v, layer, scale, window, softcap, own_sinks)
+    return bench.run(output, prompts=placed, plan_rows=plan_rows)
 
 
 def run_attention_scores(
@@ -354,9 +366,10 @@ def _new_cache(
     positions: int,
     *,
     latent: bool = False,
+    others: Sequence[tuple[Array, Array]] = (),
 ) -> KVCache:
     """A cache that holds k and v [up to positions, n_kv_heads * head_dim], and NaN after them.
-    latent: k is v."""
+    latent: k is v. others: of as many more sequences."""
     if k.ndim != 2 or k.shape != v.shape or k.shape[1] % n_kv_heads:
         raise ShaderError(
             f"k and v must be [kv_len, {n_kv_heads} * head_dim], "
@@ -364,11 +377,14 @@ def _new_cache(
         )
     head_dim = k.shape[1] // n_kv_heads
     shape = KVShape(n_kv_heads, head_dim, latent)
-    cache = KVCache(bench.device, [shape], positions, dtype=dtype)
+    parts = [(k, v), *others]
+    cache = KVCache(bench.device, [shape], positions, sequences=len(parts), dtype=dtype)
     layer = cache.layers[0]
-    for buffer, part in ((layer.keys, k), (layer.values, v)):
-        stored = np.full((layer.slots, n_kv_heads, head_dim), np.nan)
-        stored[: len(part)] = part.reshape(len(part), n_kv_heads, head_dim)
+    for buffer, of_each in zip((layer.keys, layer.values), zip(*parts, strict=True), strict=True):
+        stored = np.full((len(parts), layer.slots // len(parts), n_kv_heads, head_dim), np.nan)
+        for own, part in zip(stored, of_each, strict=True):
+            own[: len(part)] = part.reshape(len(part), n_kv_heads, head_dim)
+        stored = stored.reshape(layer.slots, n_kv_heads, head_dim)
         bench.device.write(buffer, to_kv(stored, dtype))
     return cache
 
@@ -479,6 +495,25 @@ def _attend(
     k, v = (keys[:, : shape.latent], keys[:, shape.latent :]) if shape.latent else (keys, values)
     y = function(bench, q, k, v, scale=shape.scale, latent=shape.latent > 0, **options)
     return y, shape.attention(q, keys, values, sinks)
+
+
+def _prompts(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
+    """Of five sequences: the last rows of a context, a row alone, all of a short one, and tiles
+    that are full or nearly."""
+    prompts: list[Prompt] = []
+    expected: list[Array] = []
+    sinks = bench.random(shape.n_heads) if shape.sinks else None
+    for own, kv_len in ((rows, shape.kv_len), (1, 40), (5, 5), (32, 66), (33, 70)):
+        of = replace(shape, kv_len=kv_len)
+        q, *cached = of.qkv(bench, own)
+        keys, values = (kept(part, of.head_dim, dtype) for part in of.joined(*cached))
+        k, v = (keys[:, : of.latent], keys[:, of.latent :]) if of.latent else (keys, values)
+        prompts.append((q, k, v))
+        expected.append(of.attention(q, keys, values, sinks))
+    options = shape.options(dtype) | {"softcap": shape.softcap, "sinks": sinks}
+    latent = shape.latent > 0
+    y = run_attention_prompts(bench, prompts, scale=shape.scale, latent=latent, **options)
+    return y, np.concatenate(expected)
 
 
 def _scores(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
@@ -638,4 +673,5 @@ _ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...], tuple[_Shap
     "rope_attention": (_rope_attention, (1, 3), (*_SHAPES, _ROW_NORMS)),
     "attention": (partial(_attend, run_attention), (1, 5), _ALL),
     "attention_tiled": (partial(_attend, run_attention_tiled), (70,), _ALL),
+    "attention_prompts": (_prompts, (47,), _ALL),
 }

@@ -46,7 +46,7 @@ class LoraDown(Projection):
                 "lora_down",
                 [*multiplied(shard, inputs), low.step, self],
                 _grid(low, self, -(-self.rank // outputs), rows),
-                _params(self.weight, shard, self.rank, rows)
+                _params(low, self, shard, self.rank, rows)
                 | of_norm
                 | {
                     "OUTPUTS": outputs,
@@ -88,7 +88,7 @@ class LoraUp(Value):
                 "lora_up",
                 [*multiplied(shard, [x]), low.step, *added, self],
                 _grid(low, self, -(-self.n // _UP), rows),
-                _params(self.weight, shard, self.n, rows)
+                _params(low, self, shard, self.n, rows)
                 | {"NORM": False, "SCALED": False, "RESIDUAL": bool(added)}
                 | {"WG": _UP, "SCALE": float(self.scale)},
                 moved=4 * self.n * k,
@@ -125,12 +125,13 @@ def _grid(low: Lowering, y: Value, x: int, rows: int) -> Grid:
     return tile_grid(x, rows)
 
 
-def _params(weight: GpuTensor, shard: Shard, n: int, rows: int) -> dict[str, Any]:
+def _params(low: Lowering, y: LoraDown | LoraUp, shard: Shard, n: int, rows: int) -> dict[str, Any]:
     """Those that both kernels have."""
     return {
-        "WEIGHT": weight.dtype,
-        **weight.grouping.params,
-        "K": weight.shape[1],
+        "WEIGHT": y.weight.dtype,
+        **y.weight.grouping.params,
+        "CHOSEN": y.of_logits and low.kind.prompts > 1,
+        "K": y.weight.shape[1],
         "N": n,
         "START": shard.start,
         "SHARD_ROWS": shard.rows,

@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, Grid, dispatch
 from infer.kernels.gpu.shader import KernelSpec, Param
-from infer.kernels.state.step import MAX_LOGITS_ROWS, MAX_LOGPROBS, ROW, SAMPLING
+from infer.kernels.state.step import MAX_LOGPROBS, ROW, SAMPLING
 
 INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
 IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
@@ -119,19 +119,16 @@ class Sampler:
         *,
         max_rows: int = 1,
         sequences: int = 1,
-        chosen_rows: int = MAX_LOGITS_ROWS,
     ) -> None:
-        """chosen_rows: of a step of which not all rows get logits, at most."""
         self.device, self.vocab_size = device, vocab_size
         self.max_rows, self.sequences = max_rows, sequences
-        self._chosen_rows = min(chosen_rows, max_rows)
         self._stride = -(-vocab_size // 8) * 8
         self._tiles = -(-vocab_size // TILE)
         self.masks = np.zeros((max(sequences, max_rows), -(-vocab_size // 32)), np.uint32)
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
-        self._dispatches: dict[tuple[SamplerChain, bool, bool], tuple[Dispatch, ...]] = {}
+        self._dispatches: dict[tuple[SamplerChain, int, bool], tuple[Dispatch, ...]] = {}
         self.sampled = self._buffer("sampled")
         self._buffer("sampling")
 
@@ -175,16 +172,18 @@ class Sampler:
         return self._buffer("logprobs")
 
     def dispatches(
-        self, chain: SamplerChain, gather: bool, drafts: bool = False
+        self, chain: SamplerChain, gather: int, drafts: bool = False
     ) -> tuple[Dispatch, ...]:
         """The kernels that sample one step, compiled on first use.
 
-        gather: logits row i belongs to step row step.logits_rows[i], for step.n_logits of them
-        (prefill); else logits row i is step row i (decode). Either way the rows of the next step
-        are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record asks for.
+        gather: logits row i belongs to step row step.logits_rows[i], for step.n_logits of them, at
+        most so many (prefill); 0: logits row i is step row i (decode). Either way the rows of the
+        next step are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record
+        asks for.
         drafts: rows of one sequence follow each other, and all but its first have drafted tokens;
         the host writes the rows of the next step.
         """
+        gather = min(gather, self.max_rows)
         # Which alone look at other rows, or at what is kept by row.
         key = chain, gather, drafts and (chain.penalties or chain.mask)
         if key not in self._dispatches:
@@ -216,11 +215,10 @@ class Sampler:
         self._owned.clear()
         self._dispatches.clear()
 
-    def _build(self, chain: SamplerChain, gather: bool, drafts: bool) -> tuple[Dispatch, ...]:
+    def _build(self, chain: SamplerChain, gather: int, drafts: bool) -> tuple[Dispatch, ...]:
         sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
-        gathers: dict[str, Param] = {"GATHER": gather, "SEQUENCES": self.sequences}
+        gathers: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
         gathers["SOFTWARE"] = self.device.software
-        rows = self._chosen_rows
         tokens = sizes | gathers | {"STRIDE": self._stride}
         changes: dict[str, Param] = {
             "PENALTIES": chain.penalties,
@@ -254,7 +252,7 @@ class Sampler:
             **gathers,
             TILES=self._tiles,
             STRIDE=self._stride,
-            ROWS=rows if gather else 1,
+            ROWS=gather or 1,
             PENALTIES=chain.penalties and not drafts,
             DRAFTS=chain.penalties and drafts,
         )
@@ -270,11 +268,11 @@ class Sampler:
 
         self.device.pipelines(spec for spec, _ in kernels)
         # A prefill chunk has more rows than logits, nearly always those of one row.
-        grid: Grid = (self._tiles, rows, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
+        grid: Grid = (self._tiles, gather, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
         others: dict[str, Grid] = {
             "sample_commit": (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1),
             "sample_count": (1, 1, 1),
-            "sample_logprobs": (1, rows, 1) if gather else lambda rows, _: (1, rows, 1),
+            "sample_logprobs": (1, gather, 1) if gather else lambda rows, _: (1, rows, 1),
         }
         result = []
         for spec, names in kernels:

@@ -70,7 +70,7 @@ def run_sample(
             bits = np.isin(np.arange(-(-vocab // 32) * 32), own)
             sampler.masks[row] = np.packbits(bits, bitorder="little").view(np.uint32)
         sampler.write_masks(0, len(masks) - 1)
-    dispatches = sampler.dispatches(chain, gather=False, drafts=bool(drafts))
+    dispatches = sampler.dispatches(chain, gather=0, drafts=bool(drafts))
     submit(bench.device, dispatches, rows, 0, timings)
     ids: NDArray[np.uint32] = bench.device.read(sampler.sampled, np.uint32, rows)
     return ids
@@ -144,7 +144,7 @@ def _logprobs(bench: Bench, field: str) -> Outcome:
         bench.device, vocab, bench.device.upload(to_rows(logits, rows)), step, max_rows=rows
     )
     sampler.begin(0, np.zeros(1, SAMPLING)[0])
-    dispatches = sampler.dispatches(SamplerChain(logprobs=True), gather=False)
+    dispatches = sampler.dispatches(SamplerChain(logprobs=True), gather=0)
     submit(bench.device, dispatches, rows, 0, None)
     y = bench.device.read(sampler.logprobs, LOGPROB, rows * ROW_LOGPROBS).reshape(rows, -1)
     wide = logits.astype(np.float64)

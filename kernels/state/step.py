@@ -12,10 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_LOGITS_ROWS = 8
+MAX_PROMPTS = 8  # whose tokens a step of prefill takes
+MAX_LOGITS_ROWS = MAX_PROMPTS
 MAX_LOGPROBS = 20  # of the most probable tokens
 MAX_STOP_IDS = 52
 NO_TOKEN = 0xFFFFFFFF  # what the sampler writes for a row that had already stopped
+
+Tokens = Sequence[int] | NDArray[np.integer]
 
 ROW = np.dtype(
     [
@@ -34,6 +37,7 @@ HEADER = np.dtype(
         ("n_logits", "<u4"),
         ("unused", "<u4", 6),
         ("logits_rows", "<u4", MAX_LOGITS_ROWS),
+        ("ends", "<u4", MAX_PROMPTS),
     ]
 )
 SAMPLING = np.dtype(
@@ -61,23 +65,36 @@ def step_bytes(rows: int) -> int:
 
 
 def pack_step(
-    tokens: Sequence[int] | NDArray[np.integer],
+    tokens: Tokens,
     position: int,
     *,
     sequence: int = 0,
-    adapter: int | Sequence[int] | NDArray[np.integer] = 0,
+    adapter: int | Tokens = 0,
     logits_rows: Sequence[int] = (),
 ) -> NDArray[np.uint8]:
     """The bytes of a step whose rows are consecutive tokens of one sequence from `position` on.
     adapter: of all rows, or of each; 0: none."""
+    return pack_prompts([(tokens, position, sequence, adapter)], logits_rows)
+
+
+def pack_prompts(
+    chunks: Sequence[tuple[Tokens, int, int, int | Tokens]], logits_rows: Sequence[int] = ()
+) -> NDArray[np.uint8]:
+    """The bytes of a step of such rows (tokens, position, sequence, adapter) of each of up to
+    MAX_PROMPTS sequences, one behind the other."""
+    ends = np.cumsum([len(tokens) for tokens, *_ in chunks])
     header = np.zeros(1, HEADER)
-    header["n_rows"], header["n_logits"] = len(tokens), len(logits_rows)
+    header["n_rows"], header["n_logits"] = ends[-1], len(logits_rows)
     header["logits_rows"][0, : len(logits_rows)] = logits_rows
-    rows = np.zeros(len(tokens), ROW)
-    rows["token"] = tokens
-    rows["position"] = np.arange(position, position + len(tokens))
-    rows["sequence"] = sequence
-    rows["adapter"] = adapter
+    header["ends"] = ends[-1]
+    header["ends"][0, : len(ends)] = ends
+    rows = np.zeros(ends[-1], ROW)
+    for end, (tokens, position, sequence, adapter) in zip(ends, chunks, strict=True):
+        own = rows[end - len(tokens) : end]
+        own["token"] = tokens
+        own["position"] = np.arange(position, position + len(tokens))
+        own["sequence"] = sequence
+        own["adapter"] = adapter
     rows["alive"] = 1
     return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
 

@@ -20,5 +20,6 @@ struct Step {
   unused_4: u32,
   unused_5: u32,
   logits_rows: array<u32, 8>,  // which
+  ends: array<u32, 8>,  // of prefill: where the rows of a sequence end, and those of the next begin, if any do
   rows: array<Row>,
 }

@@ -4,12 +4,16 @@
 // @param START u32
 // @param SHARD_ROWS u32
 // @param ROWS u32         rows of x that a workgroup takes
+// @param CHOSEN bool      rows of x are those that get logits
 // Needs `step`.
 #include "step.wgsl"
 
-// Of a row of x, which is one of the step's, or of the rows that get logits: these are of one sequence.
 fn adapter_of(row: u32) -> u32 {
+#if CHOSEN
+  return step.rows[step.logits_rows[min(row, step.n_logits - 1u)]].adapter;
+#else
   return step.rows[min(row, step.n_rows - 1u)].adapter;
+#endif
 }
 
 // Where output n of an adapter lies in the shard; beyond its end if it does not.

@@ -158,37 +158,10 @@ fn main(
   @builtin(local_invocation_index) tid: u32,
 #endif
 ) {
-#if RECENT
-  let count = rows_from(id.z);
-  if (count == 0u) {
-    return;
-  }
-  let first_row = id.z;
-  let begin = 0u;
-  let last_row = step.rows[first_row].behind + count - 1u;
-#elif BATCH
-  let first_row = id.z;
-  let begin = first_row;
-  let last_row = first_row;
-#else
-  let first_row = 0u;
-  let begin = first_row;
-  let last_row = step.n_rows - 1u;
-#endif
-  if (step.rows[first_row].alive == 0u) {
-    return;
-  }
-  let sequence = step.rows[first_row].sequence;
   let head = id.y;
-#if RECENT
-  let own = step.rows[first_row];
-  let task = Task(
-    head, id.x * COLUMNS, last_row, exp(a_log[head]), dt_bias[head],
-    first_row, own.behind, own.sequence, own.position - own.behind);
-#else
-  let task =
-    Task(head, id.x * COLUMNS, last_row, exp(a_log[head]), dt_bias[head]);
-#endif
+  let rate = exp(a_log[head]);
+  let bias = dt_bias[head];
+#include "scan_task.wgsl"
 #if SUBGROUPS
   let tid = subgroup * subgroup_size + lane;
   let tile = tid / SPLIT;
@@ -250,8 +223,6 @@ fn main(
           leave(origin, $ju, s$j);
 #endfor
         }
-#endif
-#if RECENT
         let goes_out = first + row >= task.behind && first + row <= task.last_row;
 #else
         let goes_out = first + row <= task.last_row;

@@ -46,7 +46,7 @@ fn keep(task: Task, row: u32, at: u32, value: vec4<f32>) {
 }
 #endif
 
-// A row's own in the step; with RECENT, of those before the sequence's own the first.
+// Which one of the step a row is; with RECENT, for one before the sequence's own its first.
 fn step_row(task: Task, row: u32) -> u32 {
 #if RECENT
   return task.first_row + max(row, task.behind) - task.behind;

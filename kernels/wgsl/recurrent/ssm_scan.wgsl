@@ -123,38 +123,11 @@ fn store(task: Task, first: u32, rows: Rows, tid: u32) {
 // grid (HEAD_DIM / COLUMNS, HEADS); BATCH: (…, …, rows)
 @compute @workgroup_size(WG)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-#if RECENT
-  let count = rows_from(id.z);
-  if (count == 0u) {
-    return;
-  }
-  let first_row = id.z;
-  let begin = 0u;
-  let last_row = step.rows[first_row].behind + count - 1u;
-#elif BATCH
-  let first_row = id.z;
-  let begin = first_row;
-  let last_row = first_row;
-#else
-  let first_row = 0u;
-  let begin = first_row;
-  let last_row = step.n_rows - 1u;
-#endif
-  if (step.rows[first_row].alive == 0u) {
-    return;
-  }
-  let sequence = step.rows[first_row].sequence;
   let head = id.y;
   let rate = exp(heads[head]);
+  let bias = heads[HEADS + head];
   let skip = heads[2u * HEADS + head];
-#if RECENT
-  let own = step.rows[first_row];
-  let task = Task(
-    head, id.x * COLUMNS, last_row, rate, heads[HEADS + head],
-    first_row, own.behind, own.sequence, own.position - own.behind);
-#else
-  let task = Task(head, id.x * COLUMNS, last_row, rate, heads[HEADS + head]);
-#endif
+#include "scan_task.wgsl"
   let tile = tid % TILES;
   let part = tid / TILES;
   let column = task.first_column + tile * TILE;
