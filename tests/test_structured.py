@@ -83,11 +83,47 @@ class Third:
         bits[: self.vocab] = every_third(self.vocab, self.tokens)
         ctypes.memmove(pointer, np.packbits(bits, bitorder="little").ctypes.data, nbytes)
 
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        so_far = list(self.tokens)
+        for i, token in enumerate(tokens):
+            if not every_third(self.vocab, so_far)[token]:
+                return i
+            so_far.append(token)
+        return len(tokens)
+
     def is_error(self) -> bool:
         return len(self.tokens) >= self.fails_after
 
     def get_error(self) -> str:
         return "too much"
+
+
+class Executor:
+    """Makes several masks in place of that of llguidance."""
+
+    def unsafe_compute_mask_ptr(
+        self, asked: list[tuple[Third, int]], begin: int, nbytes: int, rows: int
+    ) -> None:
+        for matcher, row in asked:
+            assert row < rows
+            matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
+
+    def unsafe_compute_mask_ptr_with_draft_token(
+        self, asked: list[tuple[Third, int, list[int]]], begin: int, nbytes: int, rows: int
+    ) -> None:
+        for matcher, row, draft in asked:
+            copy = matcher.deep_copy()
+            self.unsafe_compute_mask_ptr([(copy, row)], begin, nbytes, rows)
+            for i, token in enumerate(draft):
+                copy.consume_tokens([token])
+                self.unsafe_compute_mask_ptr([(copy, row + 1 + i)], begin, nbytes, rows)
+
+
+def constraint_of(vocab: int, matcher: Third | None = None) -> Constraint:
+    return Constraint("regex", matcher or Third(vocab), vocab, MaskThreads(Executor()))
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +164,7 @@ def masked(
         params,
         with_logits=True,
         logits_processor=logits_processor,
-        constraint=Constraint(
-            "regex", matcher or Third(engine.vocab_size), engine.vocab_size, MaskThreads(None)
-        ),
+        constraint=constraint_of(engine.vocab_size, matcher),
     )
 
 
