@@ -409,6 +409,7 @@ def test_at_random(
     """Arrivals, ends, cancels and resets, in too few pages: every answer is the one that its
     prompt alone would give."""
     rng = random.Random(seed)
+    monkeypatch.setattr(scheduler, "COPIED", seed % 3)
     monkeypatch.setattr(scheduler, "HEADROOM", rng.choice([1, 1, 8, 256]))
     monkeypatch.setattr(scheduler, "AGEING", 3)
     world = World(
@@ -459,6 +460,7 @@ def test_a_load_of_prompts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     too few."""
     rng = random.Random(seed)
     monkeypatch.setattr(scheduler, "HEADROOM", 8)
+    monkeypatch.setattr(scheduler, "COPIED", 2)
     world = World((30, 100)[seed % 2], slots=9, chunk=16, prompts=(8, 3)[seed // 2])
     texts = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
     while len(world.sequences) < 600:
@@ -624,15 +626,28 @@ def test_one_that_finds_no_pages_is_not_passed() -> None:
     assert chunks(plan) == [(1, 0, 5)]
 
 
-def test_equal_prompts_wait_for_the_first() -> None:
-    """Whose last page they copy; whole pages they share in the same step."""
+def test_equal_prompts_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose last page they copy; whole pages they share in the same step, and a few tokens they
+    compute themselves."""
     first = [1, 2, 0, 1, 2, 2, 1]
+    plan = packing([*first, 0], [*first, 0, 1], [*first, 0, 2, 2])
+    assert chunks(plan) == [(1, 0, 8), (1, 8, 9), (1, 8, 10)]
+    plan = packing(first, first, first)
+    assert chunks(plan) == [(1, 0, 7), (1, 4, 7), (1, 4, 7)]
+    monkeypatch.setattr(scheduler, "COPIED", 1)
     plan = packing(first, first, first, first)
     assert chunks(plan) == [(1, 0, 7)]
     plan.next(100)
     assert chunks(plan) == [(1, 6, 7)] * 3
-    plan = packing([*first, 0], [*first, 0, 1], [*first, 0, 2, 2])
-    assert chunks(plan) == [(1, 0, 8), (1, 8, 9), (1, 8, 10)]
+
+
+def test_a_beginning_is_copied_from_a_page_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though pages of the same step have as much of it."""
+    monkeypatch.setattr(scheduler, "COPIED", 0)
+    plan = packing([1, 2, 5], [1, 2, 6], [1, 2, 7], [1, 2, 4], [1, 3, 0])
+    assert chunks(plan) == [(1, 0, 3)]
+    plan.next(100)
+    assert chunks(plan) == [(1, 2, 3)] * 3 + [(1, 1, 3)]
 
 
 def test_groups_take_turns() -> None:

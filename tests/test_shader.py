@@ -438,7 +438,7 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
         logits, step = device.buffer(8 * 4 * 5000), device.buffer(4096)
         sampler = Sampler(device, 5000, logits, step, max_rows=8)
         yield sampler.step_rows.pipeline.spec
-        for chain, gather in product(SAMPLERS, (False, True)):
+        for chain, gather in product(SAMPLERS, (0, 1)):
             for drafts in {False, not gather}:
                 plan = sampler.dispatches(chain, gather, drafts)
                 yield from (item.pipeline.spec for item in plan)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -65,16 +65,19 @@ class _Node:
     twins: set[int] = field(default_factory=set)
     snapshots: dict[int, int] = field(default_factory=dict)
 
-    def closest(self, tokens: tuple[int, ...]) -> tuple[_Node | None, int]:
+    def closest(
+        self, tokens: tuple[int, ...], avoid: Container[int] = ()
+    ) -> tuple[_Node | None, int]:
         """The child that has most of the first tokens, and how many. It is a neighbour of where
-        they would stand among the children."""
-        at = bisect_left(self.children, tokens, key=_tokens)
-        if at < len(self.children) and self.children[at].tokens == tokens:  # mostly
-            return self.children[at], len(tokens)
+        they would stand among the children. avoid: pages of which it is none."""
+        children, at = self.children, bisect_left(self.children, tokens, key=_tokens)
+        if at < len(children) and children[at].tokens == tokens and children[at].page not in avoid:
+            return children[at], len(tokens)  # mostly
         best: _Node | None = None
         length = 0
-        for child in self.children[max(at - 1, 0) : at + 1]:
-            if (n := _common(child.tokens, tokens)) > length:
+        for side in (range(at - 1, -1, -1), range(at, len(children))):
+            child = next((children[i] for i in side if children[i].page not in avoid), None)
+            if child is not None and (n := _common(child.tokens, tokens)) > length:
                 best, length = child, n
         return best, length
 
@@ -189,11 +192,14 @@ class PagePool:
 
     # What they hold
 
-    def match(self, tokens: Sequence[int], key: Hashable, limit: int) -> Match:
+    def match(
+        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int] = ()
+    ) -> Match:
         """The longest beginning of tokens[:limit] that is cached and, if there are snapshots, has
-        one. key: what else the keys and values depend on. All its pages are retained."""
+        one. key: what else the keys and values depend on. uncopied: pages that are not `partial`.
+        All its pages are retained."""
         limit = min(limit, len(tokens))
-        found = self._match(tokens, key, limit)
+        found = self._match(tokens, key, limit, uncopied)
         self._lookups += limit
         self._hits += found.length
         self.retain(found.pages)
@@ -209,7 +215,9 @@ class PagePool:
             self.release(match.partial[:1])
         self.release(match.pages)
 
-    def _match(self, tokens: Sequence[int], key: Hashable, limit: int) -> Match:
+    def _match(
+        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
+    ) -> Match:
         node, pages, length = self._roots.get(key), list[int](), 0
         depths: dict[_Node, int] = {}  # positions before the children of a node
         closest, common = None, 0
@@ -218,6 +226,8 @@ class PagePool:
             rest = tuple(tokens[length : min(length + self.page_size, limit)])
             closest, common = node.closest(rest)
             if closest is None or common < self.page_size:
+                if closest is not None and closest.page in uncopied:
+                    closest, common = node.closest(rest, uncopied)
                 break
             pages.append(closest.page)
             length += self.page_size

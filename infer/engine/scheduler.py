@@ -23,6 +23,7 @@ from infer.kernels.errors import RequestError
 
 AGEING = 64  # later sequences that one of the next higher priority may overtake
 HEADROOM = 256  # positions for an answer that must be there before it is begun
+COPIED = 8  # tokens that are computed rather than copied a step later
 
 State = Literal["waiting", "prefill", "running", "ended"]
 
@@ -34,10 +35,10 @@ class Sequence:
     slot: of the step, both while it has them. computed: positions that are in the cache, or will be
     when what is submitted has run; settled: those that states have taken in, where layers have
     some: drafted tokens that were right only are by the next step. in_flight: tokens that are
-    sampled by steps not yet read.
-    reused: positions of the prompt that were cached when it was first begun. draft: tokens that may
-    come next, for its next step to verify. drafted: how many a step in flight does; they count
-    among computed and in_flight from when they are read (`Scheduler.accept`).
+    sampled by steps not yet read. reused: positions of the prompt that were cached when it was
+    first begun. draft: tokens that may come next, for its next step to verify. drafted: how many a
+    step in flight does; they count among computed and in_flight from when they are read
+    (`Scheduler.accept`).
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class Scheduler:
     ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
         """Give it a slot and pages for its tokens, if there is room for some of its answer too:
         itself, the page to copy and the snapshot to restore. Not in the step of others that write
-        what it would copy."""
+        a page of which it would copy more than some tokens."""
         alone = not self.running and not self.prefilling
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
             return None
@@ -317,12 +318,18 @@ class Scheduler:
         # The last token's row is what is sampled from.
         limit = length - 1 if sequence.shares else 0
         match = pool.match(sequence.tokens, sequence.key, limit)
-        if match.partial is not None and any(
-            match.partial[0] in chunk.sequence.pages[chunk.start // pool.page_size :]
+        unwritten = {
+            page
             for chunk in others
-        ):
+            for page in chunk.sequence.pages[chunk.start // pool.page_size :]
+        }
+        if match.partial is not None and match.partial[0] in unwritten:
+            most = match.length
             pool.unmatch(match, limit)
-            return None
+            match = pool.match(sequence.tokens, sequence.key, limit, unwritten)
+            if most - match.length > COPIED:
+                pool.unmatch(match, limit)
+                return None
         while need - len(match.pages) > pool.available:
             pool.unmatch(match, limit)
             if match.partial is None:
