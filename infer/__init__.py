@@ -38,17 +38,9 @@ if TYPE_CHECKING:
     from infer.kept import generate, stream
     from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.gpu.device import Device, MemoryStats, Settings
-    from infer.llm import (
-        LLM,
-        Chunk,
-        LLMMemoryStats,
-        Result,
-        Score,
-        Stream,
-        TokenLogprob,
-        TopLogprob,
-    )
+    from infer.llm import LLM, Stream
     from infer.loading import load
+    from infer.results import Chunk, LLMMemoryStats, Result, Score, TokenLogprob, TopLogprob
     from infer.sampling import SamplingParams
     from infer.text.tools import ToolCall, ToolCallDelta
 
@@ -59,19 +51,19 @@ _LAZY = {
     "LLM": "infer.llm",
     "AdapterInfo": "infer.kernels.gpu.adapters",
     "AsyncStream": "infer.aio",
-    "Chunk": "infer.llm",
+    "Chunk": "infer.results",
     "Device": "infer.kernels.gpu.device",
-    "LLMMemoryStats": "infer.llm",
+    "LLMMemoryStats": "infer.results",
     "MemoryStats": "infer.kernels.gpu.device",
-    "Result": "infer.llm",
+    "Result": "infer.results",
     "SamplingParams": "infer.sampling",
-    "Score": "infer.llm",
+    "Score": "infer.results",
     "Settings": "infer.kernels.gpu.device",
     "Stream": "infer.llm",
-    "TokenLogprob": "infer.llm",
+    "TokenLogprob": "infer.results",
     "ToolCall": "infer.text.tools",
     "ToolCallDelta": "infer.text.tools",
-    "TopLogprob": "infer.llm",
+    "TopLogprob": "infer.results",
     "generate": "infer.kept",
     "is_available": "infer.kernels.gpu.adapters",
     "list_adapters": "infer.kernels.gpu.adapters",

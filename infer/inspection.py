@@ -15,7 +15,7 @@ from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Limits
 from infer.keywords import Progress
-from infer.loading import open_adapters, weight_dtype
+from infer.loading import open_adapters, open_draft, way_to_speculate, weight_dtype
 from infer.memory import MemoryCount, checked_context, kv_bytes_per_position
 from infer.models import open_model
 from infer.models.loading.files import open_file
@@ -38,6 +38,7 @@ class Inspection:
     of these are f32 though the files have them quantised: routers, and those whose parts have no
     form in common. ignored: what the files quantise besides weights, in a way that is not used.
     license: its name on the hub, where the files have it. lora: the adapter that is always on.
+    draft: the model that drafts for it, whose weights, cache and other buffers are counted too.
     disk_bytes: all tensors of the checkpoint. fits: whether the GPU has room now, None where that
     is unknown; `verdict` says why.
     """
@@ -54,6 +55,7 @@ class Inspection:
     format: str | None
     ignored: list[str]
     lora: str | None
+    draft: str | None
     disk_bytes: int
     max_context: int
     context: int
@@ -78,6 +80,8 @@ def inspect_model(
     dtype: str | None = None,
     quantize: str | None = None,
     kv_dtype: str = "f16",
+    draft: str | Path | None = None,
+    draft_quantize: str | None = None,
     adapter: str | Path | None = None,
     revision: str | None = None,
     offline: bool = False,
@@ -95,10 +99,21 @@ def inspect_model(
     opened, checkpoint = open_model(found.path)
     plan = plan_weights(opened.weights(), checkpoint, converted, opened.ignorable)
     loras = Loras.fit(opened, plan, always=always)
-    options = EngineOptions(checked_context(opened, found.name, context), kv_dtype=kv_dtype)
+    has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
+    tokenizer = open_tokenizer(found.path) if has_tokenizer else None
+    drafts = None
+    if draft is not None:
+        drafted = resolve(str(draft), offline=offline, progress=fetched)
+        own = tokenizer or open_tokenizer(found.path)
+        drafts = open_draft(drafted, converted, draft_quantize, found.name, own)
+    options = EngineOptions(
+        checked_context(opened, found.name, context, drafts),
+        kv_dtype=kv_dtype,
+        speculate=way_to_speculate(None, draft),
+    )
     gpu = choose_adapter(device) if device is not None or list_adapters() else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
-    count = MemoryCount(opened, plan.joined(loras.names), limits, gpu, loras)
+    count = MemoryCount(opened, plan.joined(loras.names), limits, gpu, loras, drafts)
     fits: bool | None = None
     if gpu is None:
         verdict = "no adapter was found; counted for the least that WebGPU guarantees"
@@ -116,8 +131,6 @@ def inspect_model(
                 else f"{size(free)} are free"
             )
     need = count.needed(options)
-    has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
-    tokenizer = open_tokenizer(found.path) if has_tokenizer else None
     return Inspection(
         name=found.name,
         path=str(found.path),
@@ -131,6 +144,7 @@ def inspect_model(
         format=checkpoint.format,
         ignored=list(checkpoint.ignored),
         lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
+        draft=None if drafts is None else drafts.name,
         disk_bytes=checkpoint.nbytes,
         max_context=opened.config.max_position_embeddings,
         context=options.context,

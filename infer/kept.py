@@ -9,19 +9,9 @@ from typing import Any, Literal, Unpack, overload
 
 from infer.kernels.errors import RequestError
 from infer.keywords import LOAD_NAMES, LoadOptions, Options, check_names
-from infer.llm import (
-    LLM,
-    Prompt,
-    Prompts,
-    Result,
-    Results,
-    Stream,
-    by_prompt,
-    check_options,
-    samples,
-    together,
-)
+from infer.llm import LLM, Prompt, Prompts, Stream, by_prompt, check_options, samples, together
 from infer.loading import load
+from infer.results import Result, Results
 
 
 @overload
@@ -57,8 +47,8 @@ def generate(
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
     asked for, and until what uses it is done. n: as for `LLM.generate`. options: those of
     `LLM.stream`, and of `load`: device, context, dtype, quantize, kv_dtype, max_batch,
-    cache_memory, invariant, speculate, revision, offline, progress, and, where the model is not an
-    LLM, adapter.
+    cache_memory, invariant, speculate, draft, draft_quantize, revision, offline, progress, and,
+    where the model is not an LLM, adapter.
     """
     streams = (stream(model, each, **own) for each, own in samples(prompt, n, options))
     return by_prompt(together(streams), prompt, n)

@@ -44,7 +44,9 @@ class LoadOptions(TypedDict, total=False):
     max_batch: int | None
     cache_memory: int | None
     invariant: bool
-    speculate: str
+    speculate: str | None
+    draft: str | Path | None
+    draft_quantize: str | None
     revision: str | None
     offline: bool
     progress: bool | Progress | None
@@ -68,7 +70,9 @@ class Options(LoadOptions, _AnswerOptions, total=False):
 _ELSEWHERE = {
     "chat_template_kwargs": "template_args",
     "ctx_size": "context",
+    "assistant_model": "draft",
     "do_sample": "temperature",
+    "draft_model": "draft",
     "enable_thinking": "template_args",
     "functions": "tools",
     "generation_config": "params",
@@ -99,6 +103,8 @@ _ELSEWHERE = {
     "response_format": "schema",
     "sampling_params": "params",
     "stop_sequences": "stop",
+    "speculative_config": "draft",
+    "speculative_model": "draft",
     "stop_strings": "stop",
     "temp": "temperature",
     "top_logprobs": "logprobs",

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
@@ -18,22 +18,20 @@ from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine.constraint import Constraint, Constraints
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
-from infer.engine.pages import PoolStats
-from infer.engine.token_engine import EngineStats, Timings, TokenAnswer, TokenEngine
+from infer.engine.token_engine import EngineStats, TokenAnswer, TokenEngine
 from infer.foreign import shown
 from infer.kernels.errors import ClosedError, InferError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
-from infer.kernels.gpu.device import Device, MemoryStats
+from infer.kernels.gpu.device import Device
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
 from infer.reading import Reading
+from infer.results import Chunk, LLMMemoryStats, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
 from infer.text.answer_reader import Pieces
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools import (
     Tool,
-    ToolCall,
-    ToolCallDelta,
     ToolChoice,
     add_deltas,
     check_tools,
@@ -48,130 +46,6 @@ Prompt = Chat | Sequence[int]
 # Lists of them. To type checkers a text is a list of texts too; here it is one.
 Chats = Sequence[str] | Sequence[Sequence[Message]]
 Prompts = Chats | Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class TopLogprob:
-    """A token that may come next, and the log probability that it does: of the model itself, before
-    any filter or penalty. text: as the token stands within a text, where it is special by its name,
-    and U+FFFD for a part of a character."""
-
-    token_id: int
-    logprob: float
-    text: str
-
-
-@dataclass(frozen=True)
-class TokenLogprob(TopLogprob):
-    """The same of the token that was chosen. top: the most probable in its place, best first."""
-
-    top: tuple[TopLogprob, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of a stream, which prints as its text: what is now certain (perhaps nothing), and the
-    token that led to it (None in the last piece, when text was held back). logprob is there when
-    asked for. reasoning and tool_calls: pieces of those, in answers to chats."""
-
-    text: str
-    token_id: int | None
-    logprob: TokenLogprob | None = None
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass
-class Result:
-    """A whole generation, which prints as its text.
-
-    token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
-    string), "tool_calls" ("stop", and it calls tools), "length" (max_tokens, or the context is
-    full) or "cancelled" (closed before its end). reasoning, tool_calls: what an answer to a chat
-    has beside its text. reasoning_tokens: those of token_ids that are reasoning. stop_string: the
-    one that ended it.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = "cancelled"
-    logprobs: list[TokenLogprob] | None = None
-    prompt_tokens: int = 0
-    timings: Timings = field(default_factory=Timings)
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    reasoning_tokens: int = 0
-    stop_string: str | None = None
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The answer as one of the messages of the next chat, where what was called stands in front
-        of its results: {"role": "tool", "tool_call_id", "content"} each."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in self.tool_calls
-            ]
-        return message
-
-    @property
-    def completion_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def prompt_tps(self) -> float:
-        """Prompt tokens computed per second, up to the first token that was generated."""
-        t = self.timings
-        return t.prefilled_tokens / t.prefill_seconds if t.prefill_seconds else 0.0
-
-    @property
-    def generation_tps(self) -> float:
-        """Tokens per second after the first one."""
-        t = self.timings
-        return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
-
-    @property
-    def step_tokens(self) -> float:
-        """Tokens of a step after the first token: more than one where some were drafted."""
-        steps = self.timings.decoded_tokens - self.timings.accepted_tokens
-        return self.timings.decoded_tokens / steps if steps else 0.0
-
-
-Results = Result | list[Result] | list[list[Result]]  # by what was asked for
-
-
-@dataclass(frozen=True)
-class Score:
-    """How likely a continuation is. logprob: of all its tokens, the sum of token_logprobs.
-    is_greedy: whether each of them is the most probable one in its place. tokens: how many."""
-
-    logprob: float
-    token_logprobs: list[float]
-    is_greedy: bool
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_logprobs)
-
-
-@dataclass(frozen=True)
-class LLMMemoryStats(MemoryStats):
-    """Those of the device, and the pages of the KV cache."""
-
-    cache: PoolStats
 
 
 class _Lazy:

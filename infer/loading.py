@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -27,7 +27,7 @@ from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
 from infer.llm import LLM
-from infer.memory import MemoryCount, checked_context, kv_bytes_per_position
+from infer.memory import Draft, MemoryCount, checked_context, kv_bytes_per_position
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.load import load_weights
@@ -51,7 +51,9 @@ def load(
     max_batch: int | None = None,
     cache_memory: int | None = None,
     invariant: bool = False,
-    speculate: str = "off",
+    speculate: str | None = None,
+    draft: str | Path | None = None,
+    draft_quantize: str | None = None,
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
     revision: str | None = None,
@@ -78,7 +80,11 @@ def load(
     whoever comes and goes, and whatever of it the cache has; slower, prefill above all.
     speculate: "lookup" drafts tokens from what came after the same ones before, in prompt or
     answer, and verifies many in one step, which changes nothing but the speed; "auto" where that is
-    measured to be faster; "off".
+    measured to be faster; "off". draft: a smaller model with the same tokenizer, such as
+    "demo-draft", which drafts in place of that: "draft" in every step, "auto" as many tokens as is
+    measured to be fastest, or none. None: "auto" with a draft model, else "off".
+    draft_quantize: "q8" or "q4", its weights; None: dtype and quantize are for both, but where the
+    draft model's files are quantised already.
     adapter: a LoRA adapter of the model (a folder or a hub id) that is always on: merged into the
     weights, before `quantize` if that is given, or applied beside those that the files have
     quantised. adapters: several by names of your own, applied beside the weights; none is on but
@@ -110,6 +116,9 @@ def load(
         report = progress if callable(progress) else line.loading
         fetched = partial(report, "download")
         resolved = resolve(str(model), revision=revision, offline=offline, progress=fetched)
+        drafted = None
+        if draft is not None:
+            drafted = resolve(str(draft), offline=offline, progress=fetched)
         if isolate:
             asked: dict[str, Any] = {
                 "device": device,
@@ -121,9 +130,12 @@ def load(
                 "cache_memory": cache_memory,
                 "invariant": invariant,
                 "speculate": speculate,
+                "draft_quantize": draft_quantize,
                 "settings": settings,
                 "engine": engine,
             }
+            if drafted is not None:
+                asked["draft"] = drafted.path.absolute()
             one, several = find_adapters(adapter, adapters, offline, fetched)
             asked["adapter"] = None if one is None else one.path.absolute()
             paths = {name: found.path.absolute() for name, found in several.items()}
@@ -132,20 +144,43 @@ def load(
         always, named = open_adapters(adapter, adapters, offline, fetched)
         gpu = choose_adapter(device)
         files = _Files.open(resolved, converted, always, named)
+        if drafted is not None:
+            of = files.name, files.tokenizer
+            files = replace(files, draft=open_draft(drafted, converted, draft_quantize, *of))
         usual = _SOFTWARE_BATCH if gpu.kind == "software" else _BATCH
         per_position = kv_bytes_per_position(files.model, kv_dtype)
+        if files.draft is not None:
+            per_position += kv_bytes_per_position(files.draft.model, kv_dtype)
         asked = {
-            "context": checked_context(files.model, files.name, context),
+            "context": checked_context(files.model, files.name, context, files.draft),
             "max_batch": usual if max_batch is None else max_batch,
             "cache_positions": _positions(cache_memory, per_position),
             "kv_dtype": kv_dtype,
             "invariant": invariant,
-            "speculate": speculate,
+            "speculate": way_to_speculate(speculate, draft),
         }
         options = EngineOptions(**asked | dict(engine or {}))
         own = tuple(n for n, v in (("context", context), ("max_batch", max_batch)) if v is None)
         fill = partial(files.fill, options, may_shrink=own)
         return _Thread(partial(Device, gpu, settings), fill).result(report)
+
+
+def way_to_speculate(speculate: str | None, draft: str | Path | None) -> str:
+    """How tokens are drafted, with a draft model or without. Raises RequestError for a way that
+    does not go with the other."""
+    if speculate is None:
+        return "off" if draft is None else "auto"
+    if draft is not None and speculate in ("off", "lookup"):
+        raise RequestError(
+            f"speculate is {speculate}, and a draft model ({draft}) is given, which drafts in "
+            "place of that. Leave one of the two out."
+        )
+    if draft is None and speculate == "draft":
+        raise RequestError(
+            "speculate is draft, and there is no model to draft with. Give one with the same "
+            "tokenizer (draft, --draft), or take lookup or auto."
+        )
+    return speculate
 
 
 _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
@@ -224,6 +259,27 @@ def open_adapters(
     return None if one is None else opened(one), named
 
 
+def open_draft(
+    found: ResolvedModel, dtype: str | None, quantize: str | None, name: str, tokenizer: Tokenizer
+) -> Draft:
+    """What is read of a draft model for the model `name`. dtype: that this one is converted to.
+    quantize: what the draft is quantised to. Raises UnsupportedError where it has another
+    tokenizer, and ModelError."""
+    _check_choice("draft_quantize", quantize, (None, *QUANTIZED))
+    model, checkpoint = open_model(found.path)
+    differs = tokenizer.difference(open_tokenizer(found.path))
+    if differs is not None:
+        token, text, other = differs
+        raise UnsupportedError(
+            f"{found.name} cannot draft for {name}: its tokenizer is another one. Token {token} "
+            f"is {shown(other)} in it, and {shown(text)} here. Give a smaller model of the same "
+            "family."
+        )
+    stored = dtype if quantize is None and checkpoint.format is None else quantize
+    plan = plan_weights(model.weights(), checkpoint, stored, model.ignorable).joined()
+    return Draft(found.name, model, plan)
+
+
 @dataclass(frozen=True)
 class _Files:
     """What is read of a model and its adapters before there is a device: all but the weights."""
@@ -235,6 +291,7 @@ class _Files:
     tokenizer: Tokenizer
     defaults: Mapping[str, Any]
     embedding: EmbeddingConfig
+    draft: Draft | None = None
 
     @classmethod
     def open(
@@ -269,16 +326,19 @@ class _Files:
     ) -> LLM:
         """Read the weights onto a device, while the kernels of the engine are compiled.
         may_shrink: the options that may be less where they do not fit."""
-        count = MemoryCount(self.model, self.plan, device.limits, device.adapter, self.loras)
+        count = MemoryCount(
+            self.model, self.plan, device.limits, device.adapter, self.loras, self.draft
+        )
         fitting = count.fitting(options, may_shrink=may_shrink)
         started: list[tuple[Engine, Future[None]]] = []
+        draft = None if self.draft is None else self.draft.load(device, progress)
 
         def allocated(weights: dict[str, GpuTensor]) -> None:
             beside = self.loras.allocate(device, weights)
-            engine = Engine(device, self.model, weights, fitting, beside)
+            engine = Engine(device, self.model, weights, fitting, beside, draft)
             with enough_threads():
                 started.append(
-                    (engine, thread.submit(engine.steps.compile, partial(progress, "kernels")))
+                    (engine, thread.submit(engine.compile, partial(progress, "kernels")))
                 )
             self.loras.fill(device, weights, beside)
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
+from infer.engine.draft import Loaded, check_draft
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
-from infer.kernels.gpu.device import DryDevice, Limits
+from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.quantize import buffer_bytes
 from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.state.kv_cache import PAGE, keys_bytes, kv_cache_bytes
+from infer.keywords import Progress
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import table_bytes
+from infer.models.loading.load import load_weights
 from infer.models.loading.lora import NO_LORAS, Loras
 from infer.models.loading.plan import LoadPlan
 
@@ -56,11 +60,32 @@ def default_context(model: Decoder) -> int:
     return min(model.config.max_position_embeddings, DEFAULT_CONTEXT)
 
 
-def checked_context(model: Decoder, name: str, context: int | None) -> int:
+@dataclass(frozen=True)
+class Draft:
+    """A draft model before there is a device."""
+
+    name: str
+    model: Decoder
+    plan: LoadPlan
+
+    def load(self, device: Device, progress: Progress) -> Loaded:
+        """With its weights. progress: as for `load`."""
+        return Loaded(
+            self.model, load_weights(device, self.plan, progress=partial(progress, "weights"))
+        )
+
+
+def checked_context(
+    model: Decoder, name: str, context: int | None, draft: Draft | None = None
+) -> int:
     """The positions asked for, or the default. Raises RequestError for what the model `name` has
-    no positions for."""
+    no positions for, and what `check_draft` raises."""
     if context is None:
-        return default_context(model)
+        context = default_context(model)
+        if draft is not None:
+            context = min(context, draft.model.config.max_position_embeddings)
+    if draft is not None:
+        check_draft(draft.model, draft.name, model, name, context)
     if not isinstance(context, int) or context < 2:
         raise RequestError(f"context must be a count of at least 2 positions, not {context!r}.")
     own = model.config.max_position_embeddings
@@ -82,13 +107,21 @@ class MemoryCount:
         limits: Limits,
         gpu: AdapterInfo | None = None,
         loras: Loras = NO_LORAS,
+        draft: Draft | None = None,
     ) -> None:
         self.model, self.plan, self.limits, self.gpu = model, plan, limits, gpu
+        self.draft = draft
         self._device = DryDevice(limits, gpu)
         self._weights = {weight.name: weight.allocate(self._device) for weight in plan.weights}
         self._beside = loras.allocate(self._device, self._weights)
+        self._draft: Loaded | None = None
+        planned = plan.weights
+        if draft is not None:
+            weights = {weight.name: weight.allocate(self._device) for weight in draft.plan.weights}
+            self._draft = Loaded(draft.model, weights)
+            planned += draft.plan.weights
         self._weight_bytes = self._device.allocated
-        quantized = [weight.shape for weight in plan.weights if weight.quantized]
+        quantized = [weight.shape for weight in planned if weight.quantized]
         if quantized:
             self._device.buffer(buffer_bytes(quantized, limits))
         self._without_engine = self._device.allocated
@@ -98,13 +131,15 @@ class MemoryCount:
         """What loading with these options would allocate."""
         if options not in self._needed:
             self._device.allocated = self._without_engine
-            Engine(self._device, self.model, self._weights, options, self._beside)
+            Engine(self._device, self.model, self._weights, options, self._beside, self._draft)
             known = self._weight_bytes, self._kv_bytes(options)
             self._needed[options] = MemoryNeed(*known, self._device.allocated - sum(known))
         return self._needed[options]
 
     def _kv_bytes(self, options: EngineOptions) -> int:
-        return kv_bytes_per_position(self.model, options.kv_dtype) * PAGE * options.pages
+        models = [self.model, *([] if self.draft is None else [self.draft.model])]
+        each = sum(kv_bytes_per_position(model, options.kv_dtype) for model in models)
+        return each * PAGE * options.pages
 
     def fitting(self, options: EngineOptions, *, may_shrink: Sequence[str] = ()) -> EngineOptions:
         """The options, with a smaller "max_batch" or "context" if that is needed and allowed.
@@ -115,6 +150,10 @@ class MemoryCount:
         assert gpu is not None
         free = memory_info(gpu).free
         what, of_page = _largest(self.model, options.kv_dtype)
+        if self.draft is not None:
+            own, nbytes = _largest(self.draft.model, options.kv_dtype)
+            if nbytes > of_page:
+                what, of_page = f"{own} of the draft model", nbytes
         binding = min(self.limits.max_binding, self.limits.max_buffer)
         while True:
             largest = options.pages * of_page
@@ -141,11 +180,12 @@ class MemoryCount:
             )
         need = self.needed(options)
         positions = options.context if options.max_batch == 1 else options.pages * PAGE
+        of_draft = "" if self.draft is None else ", the draft model's included"
         quantized = any(weight.stored.dtype in QUANTIZED for weight in self.plan.weights)
         raise OutOfMemoryError(
             f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
             f"{need.kv_cache:,} of KV cache for {positions} positions, {need.other:,} "
-            f"besides); {gpu.name} has {free:,} free. A smaller context (--context), "
+            f"besides{of_draft}); {gpu.name} has {free:,} free. A smaller context (--context), "
             f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
             "device (--device) would help."
         )

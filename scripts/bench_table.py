@@ -95,7 +95,7 @@ def adapter_table(reports: Sequence[BenchReport]) -> str:
     """Tokens/s of prefill and decode, and of the latter at depth, where that was measured."""
     tests = {row.test for report in reports for row in report.rows}
     tests = {test for test in tests if not _BATCH.fullmatch(test)}
-    (prefill,) = {test for test in tests if test.startswith("pp")}
+    (prefill,) = {test for test in tests if re.fullmatch(r"pp\d+", test)}
     (decode,) = {test for test in tests if test.startswith("tg") and " " not in test}
     deep = {int(test.split("@ d")[1]): test for test in tests if "@ d" in test}
     others = [f"{decode} sampled", *(deep[d] for d in sorted(deep))]

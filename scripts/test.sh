@@ -16,6 +16,8 @@ make_venv
 # installs otherwise loses against the folder above, if that of the clone is called infer.
 install_package --config-settings editable_mode=compat --editable '.[test]'
 ensure_adapter
+# Tests start hundreds of processes, which would all compile the same files.
+unset PYTHONDONTWRITEBYTECODE
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy

@@ -1,6 +1,7 @@
 """Trains the demo model that comes with the package, from nothing, on text of `demo_corpus`.
 
     python scripts/train_demo.py                                   # minutes on a CUDA GPU
+    python scripts/train_demo.py --draft                           # its draft: minutes on a CPU
     python scripts/train_demo.py --device cpu --steps 4 --batch 2 --documents 2000 \
         --chats 20 --stories 4 --max-tokens 8 --out /tmp/demo      # a smoke test
 
@@ -8,6 +9,9 @@ Writes a Hugging Face folder: config.json, generation_config.json, tokenizer.jso
 tokenizer_config.json, model.safetensors (bf16) and the model card, README.md, with the figures of
 the evaluation, which uses the weights as they are saved, rounded to bf16. Everything random is
 seeded; the order of CUDA's additions is not, so two runs may still differ a little.
+
+The draft drafts tokens for the demo: a smaller model with the tokenizer that is there already,
+trained on the same kind of text, in a folder of its own beside it.
 """
 
 import argparse
@@ -90,6 +94,17 @@ class Config:
             "pad_token_id": PAD,
             "torch_dtype": "bfloat16",
         }
+
+
+DRAFT = Config(
+    hidden_size=96,
+    intermediate_size=224,
+    num_hidden_layers=3,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+)
+DRAFT_WIDTH = 512  # tokens of a row
+DEMO = Path(__file__).parents[1] / "infer" / "demo"
 
 
 # ---------------------------------------------------------------------------------- model
@@ -322,7 +337,7 @@ def train(model: Llama, rows: Tensor, args: argparse.Namespace) -> None:
         batch, order = rows[order[: args.batch].to(rows.device)].long(), order[args.batch :]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.learning_rate)
-        with torch.autocast(rows.device.type, torch.bfloat16):
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
             loss = loss_of(model, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -577,6 +592,24 @@ It takes prompts in simple English, close to those above, and its stories are va
 plots. It is made for trying out software, and for nothing else.
 """
 
+DRAFT_CARD = """\
+---
+license: mit
+language: en
+pipeline_tag: text-generation
+tags: [llama, demo]
+---
+
+# The draft of the demo model
+
+A model of {parameters:,} parameters in {layers} layers, with the demo model's tokenizer, that
+drafts tokens for it (`infer run demo --draft demo-draft`). Alone it is of little use.
+
+`python scripts/train_demo.py --draft` makes it from text of the same grammar: {documents:,}
+documents, seed {seed}, {steps:,} steps of {batch} rows of {width} tokens, peak learning rate
+{learning_rate}.
+"""
+
 
 def share(part: int, whole: int) -> str:
     return f"{part} of {whole} ({part / whole:.1%})"
@@ -631,13 +664,15 @@ def write_card(
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "infer" / "demo")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--draft", action="store_true", help="train its draft")
+    is_draft = parser.parse_known_args()[0].draft
+    parser.add_argument("--out", type=Path, default=DEMO / "draft" if is_draft else DEMO)
+    parser.add_argument("--device", default="cpu" if is_draft else "cuda")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--documents", type=int, default=1_000_000)
-    parser.add_argument("--steps", type=int, default=9000)
-    parser.add_argument("--batch", type=int, default=64, help="rows of 1,024 tokens")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--documents", type=int, default=20_000 if is_draft else 1_000_000)
+    parser.add_argument("--steps", type=int, default=1200 if is_draft else 9000)
+    parser.add_argument("--batch", type=int, default=4 if is_draft else 64, help="rows")
+    parser.add_argument("--learning-rate", type=float, default=3e-3 if is_draft else 2e-3)
     parser.add_argument("--chats", type=int, default=1500, help="held-out chats to judge")
     parser.add_argument("--stories", type=int, default=400, help="stories to judge")
     parser.add_argument("--max-tokens", type=int, default=400, help="of an answer")
@@ -651,11 +686,14 @@ def main() -> None:
     def note(text: str) -> None:
         print(f"[{time.perf_counter() - start:5.0f} s] {text}", flush=True)
 
-    config = Config()
-    sample = min(args.documents, TOKENIZER_DOCUMENTS)
-    tokenizer = train_tokenizer(f"tokenizer {args.seed}", sample, config.vocab_size)
+    config = DRAFT if args.draft else Config()
+    if args.draft:
+        tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    else:
+        sample = min(args.documents, TOKENIZER_DOCUMENTS)
+        tokenizer = train_tokenizer(f"tokenizer {args.seed}", sample, config.vocab_size)
     note(f"tokenizer of {tokenizer.get_vocab_size()} tokens")
-    width = config.max_position_embeddings + 1
+    width = (DRAFT_WIDTH if args.draft else config.max_position_embeddings) + 1
     corpus = make_corpus(tokenizer, args.seed, args.documents, width)
     note(f"corpus of {len(corpus)} rows, {np.mean(corpus != PAD):.1%} full")
     torch.manual_seed(args.seed)
@@ -663,6 +701,12 @@ def main() -> None:
     train(model, torch.from_numpy(corpus.astype(np.int16)).to(args.device), args)
     save(model, tokenizer, config, args.out)
     note("trained and saved")
+    if args.draft:
+        parameters = sum(p.numel() for p in model.parameters())
+        sizes = {"parameters": parameters, "layers": config.num_hidden_layers, "width": DRAFT_WIDTH}
+        card = DRAFT_CARD.format(**sizes, **vars(args))
+        (args.out / "README.md").write_text(card, encoding="utf-8")
+        return
     evaluation = Evaluation(model.eval(), tokenizer, args.seed, args.max_tokens)
     report = evaluation.report(args.chats, args.stories)
     write_card(report, config, model, args, len(corpus), time.perf_counter() - start)

@@ -52,6 +52,7 @@ from infer.kernels.ops.linear import (
     matmul_variant,
     matmul_vec_variant,
 )
+from infer.kernels.ops.matmul_lanes import LanesVariant, matmul_lanes_variant
 from infer.kernels.ops.matmul_rows import (
     RowsVariant,
     few_rows,
@@ -71,6 +72,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "matmul": matmul_variant,
     "matmul_int8": matmul_int8_variant,
     "matmul_rows": matmul_rows_variant,
+    "matmul_lanes": matmul_lanes_variant,
     "ssm_scan": ssm_scan_variant,
     "delta_rule": delta_rule_variant,
     "attention": attention_variant,
@@ -110,6 +112,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "splits": (1, 2),
         "staged": (0, 1),
     },
+    "matmul_lanes": {"m_tile": (1, 2, 4, 8, 16), "n_tile": (2, 4, 8)},
     "ssm_scan": SCANS,
     "delta_rule": SCANS | {"loaders": (8, 16), "subgroups": (0, 1)},
     "attention": {
@@ -128,6 +131,7 @@ FEW_ROWS = 8  # of matmul_rows, where --step-rows does not say
 # Kernels that the rule of another is for as well, and those that finish the work of another.
 ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
+OTHERS = ("matmul_vec", "matmul", "matmul_int8", "matmul_rows")  # that matmul_lanes stands for
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
@@ -181,6 +185,8 @@ def serves(variant: Any, *call: Any) -> bool:
     if isinstance(variant, TileVariant):
         return variant.splits == 1 or bool(call[3])
     shape = call[0]
+    if isinstance(variant, LanesVariant):
+        return variant.m_tile <= shape.rows
     if not isinstance(shape, VecShape):
         return True
     whole = not shape.quantize or variant.per_workgroup in (HALF, BLOCK)
@@ -228,6 +234,8 @@ class ForcedTuning(Tuning):
         own = rule is RULES[self.kernel]
         if self.kernel == "matmul_rows" and rule is few_rows:
             return call[0] > 1
+        if self.kernel in OTHERS and rule is matmul_lanes_variant:
+            return None
         if own and rule is matmul_rows_variant:
             rule = possible_variant  # also where tiles are chosen
         chosen = rule(self, *call)

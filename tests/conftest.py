@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engines import EngineOf, build_engine
+from reference_models import load
 
 import infer
 from infer import LLM
+from infer.engine.engine import Engine
 from infer.hub import DEMO
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device, Settings
@@ -102,6 +105,30 @@ def device(open_device: OpenDevice) -> Device:
 def least_device(open_device: OpenDevice) -> Device:
     """The best adapter with nothing but what every WebGPU device has."""
     return open_device(LEAST)
+
+
+@pytest.fixture(scope="module")
+def own_device() -> Iterator[Device]:
+    """The same, but what tests allocate on it may stay: for engines that a file keeps."""
+    with Device.open() as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def engine_of(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> EngineOf:
+    """The engine of a case of tests/data/models with these options: made when first asked for, then
+    kept, and without what the last test has left in its cache."""
+    engines: dict[tuple[Any, ...], Engine] = {}
+
+    def build(case: str, **options: Any) -> Engine:
+        key = (case, *sorted(options.items()))
+        if key not in engines:
+            folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
+            engines[key] = build_engine(own_device, folder, **options)
+        engines[key].forget()
+        return engines[key]
+
+    return build
 
 
 Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.gpu.device import Device
+from infer.kernels.state.kv_cache import PAGE
 from infer.models import open_model
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import plan_weights
 from infer.sampling import SamplingParams
+
+EngineOf = Callable[..., Engine]
+"""The fixture `engine_of`."""
 
 
 def build_engine(
@@ -27,10 +32,11 @@ def build_engine(
     dtype: str | None = None,
     adapter: Path | None = None,
     adapters: Mapping[str, Path] | None = None,
+    draft: Path | None = None,
     **options: Any,
 ) -> Engine:
     """The model in a folder, with a cache in f32 unless the options (of EngineOptions) differ.
-    dtype, adapter, adapters: as for `load`."""
+    dtype, adapter, adapters, draft: as for `load`."""
     model, checkpoint = open_model(folder)
     plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
     loras = Loras.fit(
@@ -43,7 +49,14 @@ def build_engine(
     beside = loras.allocate(device, weights)
     loras.fill(device, weights, beside)
     own: dict[str, Any] = {"context": 128, "kv_dtype": "f32"} | options
-    return Engine(device, model, weights, EngineOptions(**own), beside)
+    if own["context"] <= 128:  # kernels know the size: the same for any number of sequences
+        own = {"cache_positions": 17 * PAGE} | own
+    drafts = None
+    if draft is not None:
+        smaller, checkpoint = open_model(draft)
+        plan = plan_weights(smaller.weights(), checkpoint, None, smaller.ignorable)
+        drafts = Loaded(smaller, load_weights(device, plan.joined()))
+    return Engine(device, model, weights, EngineOptions(**own), beside, drafts)
 
 
 @dataclass(frozen=True)

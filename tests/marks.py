@@ -7,7 +7,9 @@ from collections.abc import Container, Iterable
 import pytest
 
 
-def others_full(name: str, cases: Iterable[str], default: Container[str]) -> pytest.MarkDecorator:
+def others_full(
+    name: str, cases: Iterable[object], default: Container[object]
+) -> pytest.MarkDecorator:
     """Parametrizes the argument of that name by `cases`: those that are not in `default` are of the
     full run."""
     return pytest.mark.parametrize(

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("anthropic")
 
 import anthropic
-from test_server import ANSWER, JSON, MESSAGES, FakeAnswer, FakeEngine, ask, fake_service, serving
+from serving import ANSWER, CALLS, JSON, MESSAGES, Scripted, ask, fake_service, serving
 
 import infer
 from infer import LLM
-from infer.llm import Chunk, Result
+from infer.results import Chunk
 from infer.sampling import SamplingParams
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
-from infer.text.tools import ToolCallDelta, ToolOptions, add_deltas
 
 pytestmark = pytest.mark.demo
 
@@ -36,7 +32,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def address(llm: LLM) -> Iterator[str]:
-    with serving(Service(InProcessEngine(llm), ServerOptions(api_keys=["secret"]))) as address:
+    with serving(Service(LLMClient(llm), ServerOptions(api_keys=["secret"]))) as address:
         yield address
 
 
@@ -113,49 +109,6 @@ def test_errors_are_of_its_types(client: Any, address: str) -> None:
     ):
         stranger.messages.create(**asked)
     assert unknown.value.body["error"]["type"] == "authentication_error"
-
-
-class Scripted(FakeEngine):
-    """Answers with these pieces."""
-
-    def __init__(self, *pieces: Chunk, reason: str = "stop") -> None:
-        super().__init__()
-        self.pieces, self.reason = pieces, reason
-        self.tools: list[ToolOptions | None] = []
-
-    async def open(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        adapter: str | None,
-        tools: ToolOptions | None = None,
-        cache_salt: str | None = None,
-    ) -> FakeAnswer:
-        self.tools.append(tools)
-        answer = await super().open(ids, params, adapter, tools, cache_salt)
-        answer.pieces = iter(self.pieces)
-        answer.result = Result(
-            "".join(piece.text for piece in self.pieces),
-            [1, 2],
-            self.reason,
-            prompt_tokens=3,
-            reasoning="".join(piece.reasoning for piece in self.pieces),
-        )
-        for piece in self.pieces:
-            add_deltas(answer.result.tool_calls, piece.tool_calls)
-        return answer
-
-
-CALLS = (
-    Chunk("", 1, reasoning="It is"),
-    Chunk("", 2, reasoning=" hot."),
-    Chunk("I look", 3),
-    Chunk(" it up.", 4),
-    Chunk("", 5, tool_calls=(ToolCallDelta(0, "call_1", "get_weather"),)),
-    Chunk("", 6, tool_calls=(ToolCallDelta(0, arguments='{"city": '),)),
-    Chunk("", 7, tool_calls=(ToolCallDelta(0, arguments='"Rome"}'),)),
-    Chunk("", 8, tool_calls=(ToolCallDelta(1, "call_2", "get_weather", "{}"),)),
-)
 
 
 @pytest.mark.parametrize("thinks", [True, False])

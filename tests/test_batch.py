@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,30 +54,6 @@ SAMPLED: dict[str, Any] = {
     "frequency_penalty": 0.3,
     "logit_bias": {7: 1.0},
 }
-
-
-@pytest.fixture(scope="module")
-def engine_of(
-    own_device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Engine]:
-    """The engine of a case with these options, made when first asked for."""
-    engines: dict[tuple[Any, ...], Engine] = {}
-
-    def build(case: str, **options: Any) -> Engine:
-        key = (case, *sorted(options.items()))
-        if key not in engines:
-            folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-            engines[key] = build_engine(own_device, folder, **options)
-        engines[key].forget()
-        return engines[key]
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    with Device.open() as device:
-        yield device
 
 
 def prompts_of(case: str) -> list[list[int]]:
@@ -219,7 +195,7 @@ def test_a_batch_agrees_with_transformers(engine_of: Callable[..., Engine], case
     comes to another page."""
     reference, tolerance = load_batch(case), tolerance_of(case)
     prompts, steps = reference.prompts, reference.greedy_ids.shape[1]
-    engine = engine_of(case, max_batch=len(prompts), context=5 * PAGE)
+    engine = engine_of(case, max_batch=8, context=5 * PAGE)
     for again in (False, True):
         running = [begin(engine, ids, steps) for ids in prompts]
         for i, found in enumerate([of(list(item)) for item in running]):
@@ -373,7 +349,7 @@ def test_a_prompt_in_the_cache_of_another_is_not_computed(
     engine_of: Callable[..., Engine],
 ) -> None:
     """While that one is still running; to the token, though pages are larger."""
-    engine = engine_of("llama", max_batch=2)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = load("llama").prompt_ids.tolist()
     expected = answer(engine, [*ids[:33], 9], STEPS)
     engine.forget()
@@ -544,7 +520,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
+    "count", [100, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
 )
 def test_nothing_is_left_of_many_answers(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, count: int

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke, refused
 from marks import others_full
 from plans import random_weights
-from test_cli import invoke, refused
 from test_llm import report_free
 
 from infer.bench import measure as measure
@@ -32,6 +32,7 @@ from infer.bench.report import (
     results_table,
 )
 from infer.engine.answers import Answer
+from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.checks.forward import Forward
@@ -327,7 +328,7 @@ def short(monkeypatch: pytest.MonkeyPatch, same_kernels: None) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
+def test_prefill_computes_what_is_not_cached_every_time(engine: Engine) -> None:
     row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).prefill(20)
     assert (row.test, row.tokens, len(row.seconds)) == ("pp20", 20, 2)
     assert (engine.timings.prefilled_tokens, engine.timings.reused_tokens) == (20, 0)
@@ -336,6 +337,11 @@ def test_prefill_computes_the_whole_prompt_every_time(engine: Engine) -> None:
     assert row.tps_deviation == pytest.approx(np.std(speeds, ddof=1))
     assert row.flops == measure.prefill_flops(engine.model, 20)
     assert row.flops_per_second == pytest.approx(row.flops / np.mean(row.seconds))
+    row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).prefill(20, cached=15)
+    assert (row.test, row.tokens, len(row.seconds)) == ("pp20, 15 cached", 20, 2)
+    assert (engine.timings.prefilled_tokens, engine.timings.reused_tokens) == (5, 15)
+    whole, first = (measure.prefill_flops(engine.model, count) for count in (20, 15))
+    assert row.flops == whole - first + 2 * 64 * 32  # the head's
 
 
 @pytest.mark.usefixtures("short")
@@ -388,15 +394,17 @@ def test_many_answers_at_once(tmp_path: Path, of: tuple[str, ...]) -> None:
 def serving(
     device: Device, config: dict[str, Any], max_batch: int, speculate: str = "off"
 ) -> Engine:
+    """speculate: "draft" by a model of the same shape."""
     model = build_model(RawConfig(config))
     weights = random_weights(device, list(model.weights()), "bf16")
+    draft = Loaded(model, weights) if speculate == "draft" else None
     options = EngineOptions(
         context=256,
         max_batch=max_batch,
-        cache_positions=max_batch * 256,
+        cache_positions=6 * 256,
         speculate=speculate,
     )
-    return Engine(device, model, weights, options)
+    return Engine(device, model, weights, options, draft=draft)
 
 
 def begun(engine: Engine) -> list[Answer]:
@@ -417,17 +425,19 @@ STATES |= {"block_auto_adjust_ff_dim": False}
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("way", ["lookup", "draft"])
 @pytest.mark.parametrize(("accept", "step_tokens"), [(0.0, 1.0), (0.7, 2.533), (1.0, 4.0)])
-def test_drafts_are_as_right_as_decreed(device: Device, accept: float, step_tokens: float) -> None:
+def test_drafts_are_as_right_as_decreed(
+    device: Device, accept: float, step_tokens: float, way: str
+) -> None:
     """Three drafted tokens of which each is right with probability p give 1 + p + p² + p³."""
     with device.scope():
-        engine = serving(device, TINY, 2, "lookup")
-        engine.speculation = None
+        engine = serving(device, TINY, 2, way)
         answers = begun(engine)
         row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).drafts(2, 60, 9, accept, 3)
         assert (row.test, row.tokens) == (f"tg60 + 3 x 2 @ d9, {accept:g} right", 120)
         assert row.step_tokens == pytest.approx(step_tokens, rel=0.15)
-        assert engine.speculation is None
+        assert engine.speculation is engine.draft is None
         drafted = [answer.timings.drafted_tokens for answer in answers]
         assert min(drafted) > 30
 
@@ -498,13 +508,15 @@ def test_a_load_of_requests(device: Device, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("short")
 def test_end_to_end(tmp_path: Path) -> None:
     counts = ("--prompt-tokens", 20, "-n", 4, "-r", 2, "--depth", 30, "--context", 256)
+    counts = (*counts, "--prefix", 0.9)
     done = invoke("bench", "--shape", "tiny", *counts, "--profile", "--save", tmp_path)
     assert done.exit_code == 0
     (path,) = tmp_path.iterdir()
     report = BenchReport.from_json(path.read_text(encoding="utf-8"))
-    assert done.stderr.splitlines()[1:6] == [
+    assert done.stderr.splitlines()[1:7] == [
         "loading tiny",
         "pp20",
+        "pp20, 18 cached",
         "tg4, tg4 sampled",
         "tg4 @ d30",
         "host and GPU of a step",
@@ -513,7 +525,8 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert path.name == report.file_name
     assert path.name.endswith("-tiny-bf16.json")
     assert done.stdout == format_report(report) + "\n"
-    assert [row.test for row in report.rows] == ["pp20", "tg4", "tg4 sampled", "tg4 @ d30"]
+    tests = ["pp20", "pp20, 18 cached", "tg4", "tg4 sampled", "tg4 @ d30"]
+    assert [row.test for row in report.rows] == tests
     assert all(len(row.seconds) == 2 for row in report.rows)
     assert report.random_weights
     assert report.context == 256
@@ -525,7 +538,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert report.gpu_seconds is not None
     assert 0 < report.submit_seconds < report.host_seconds
     assert report.gpu_seconds > 0
-    for row in report.rows[1:]:
+    for row in report.rows[2:]:
         assert row.share is not None
         assert row.bytes_per_token is not None
         assert row.share == pytest.approx(row.tps * row.bytes_per_token / report.copy_bandwidth)
@@ -535,13 +548,25 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert sum(kernel.calls for kernel in decode.kernels) == report.dispatches
     assert [p.host_seconds for p in report.profiles] == [None, *[report.host_seconds] * 2, None]
     assert prefill.step_seconds == pytest.approx(report.ttft_seconds[0])
-    assert deep.step_seconds == 1 / report.rows[3].tps
+    assert deep.step_seconds == 1 / report.rows[4].tps
     assert sampler.step_seconds is None
     assert min(profile.gpu_seconds for profile in report.profiles) > 0
     assert decode.kv_len == 3
     assert sum(k.nbytes for k in decode.kernels if k.kernel.startswith("matmul")) == 2 * (
         LAYERS + 64 * 32
     )
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("of", [("--shape", "tiny"), ("demo",)], ids=lambda of: of[-1])
+def test_an_invariant_engine(tmp_path: Path, of: tuple[str, ...]) -> None:
+    counts = ("--prompt-tokens", 8, "-n", 2, "-r", 1)
+    assert invoke("bench", *of, *counts, "--invariant", "--save", tmp_path).exit_code == 0
+    (path,) = tmp_path.iterdir()
+    report = BenchReport.from_json(path.read_text(encoding="utf-8"))
+    assert report.model_and_dtypes == f"{of[-1]} bf16, invariant"
+    assert path.name.endswith(f"-{of[-1]}-bf16-invariant.json")
 
 
 @pytest.mark.usefixtures("short")
@@ -577,7 +602,11 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
         ({"model": "demo", "quantize": "q3"}, "quantize must be one of"),
         ({"shape": "smollm2-135m", "accept": 2.0}, "from 0 to 1, not 2.0"),
         ({"shape": "smollm2-135m", "draft_rows": 3}, "how likely they are right"),
+        ({"model": "demo", "draft": "demo-draft"}, "say how likely they are to be"),
+        ({"shape": "smollm2-135m", "accept": 0.5, "draft": "demo"}, "no shape"),
         ({"shape": "smollm2-135m", "accept": 0.5, "draft_rows": 8}, "From 1 to 7 tokens"),
+        ({"shape": "smollm2-135m", "prefix": 1.0}, "between 0 and 1, not 1.0"),
+        ({"shape": "smollm2-135m", "prefix": 0.5, "prompt_tokens": 1}, "prompt of one token"),
         ({"shape": "smollm2-135m", "context": -1}, "not -1"),
         ({"shape": "smollm2-135m", "prompt_tokens": 10**6}, "positions up to 8192"),
         ({"shape": "smollm2-135m", "format": "mlx"}, "A format is one of .*mlx-4bit"),
@@ -658,7 +687,8 @@ class Timed(measure.EngineBench):
     """Prefill at so many seconds a token, and decode at as many; nothing is run."""
 
     def __init__(self, per_token: float, context: int) -> None:
-        engine: Any = SimpleNamespace(context=context, vocab_size=9, forget=lambda: None)
+        own = {"context": context, "vocab_size": 9, "forget": lambda: None, "draft": None}
+        engine: Any = SimpleNamespace(**own)
         super().__init__(engine, 1e9, 1, lambda *_: None)
         self.per_token = per_token
 

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import reference_models
 import typer
+from commands import invoke, refused
 from marks import others_full
 from safetensors import safe_open
-from typer.testing import CliRunner, Result
 
 import infer
 import infer.cli.report
@@ -32,7 +32,6 @@ import infer.llm
 import infer.loading
 import infer.memory
 from infer import LLM, SamplingParams
-from infer.cli.app import app
 from infer.cli.options import parse_bias, parse_template_arg
 from infer.cli.terminal import TextWriter, note, write
 from infer.engine.answers import Answer
@@ -57,7 +56,8 @@ pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with infer.load(DEMO) as llm:
+    """As `infer run` loads it, with the same kernels."""
+    with infer.load(DEMO, max_batch=1) as llm:
         yield llm
 
 
@@ -67,22 +67,6 @@ def environment() -> dict[str, str]:
     mine = ("INFER_DEVICE", "XDG_RUNTIME_DIR")
     own = {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return {name: os.environ[name] for name in os.environ if name not in mine} | own
-
-
-def invoke(*arguments: object, stdin: bytes | None = None) -> Result:
-    """The command in this process. Anything but a clean exit is raised."""
-    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, catch_exceptions=False)
-
-
-def refused(*arguments: object, code: int = 1, stdin: bytes | None = None) -> str:
-    """The message of a command that must fail with it, and must say nothing else."""
-    result = invoke(*arguments, stdin=stdin)
-    assert result.exit_code == code
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    if code == 1:
-        assert result.stderr.startswith("error: ")
-    return " ".join(result.stderr.replace("│", " ").split())
 
 
 def chat(text: str) -> list[dict[str, str]]:
@@ -389,7 +373,7 @@ def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: 
     assert process.returncode == 130
     assert text.endswith("\n")
     with (
-        infer.load(folder, context=LONG) as llm,
+        infer.load(folder, context=LONG, max_batch=1) as llm,
         llm.stream(chat(PROMPT), logit_bias={2: -100, 3: -100}) as stream,
     ):
         while len(stream.result.text) < len(text) - 1:
@@ -465,7 +449,7 @@ def test_a_full_disk_is_one_line(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("run", "--help")])
+@others_full("arguments", [("--version",), ("--help",), ("run", "--help")], [("run", "--help")])
 def test_help_on_a_full_disk_is_one_line(
     environment: dict[str, str], arguments: tuple[object, ...]
 ) -> None:
@@ -870,7 +854,7 @@ def test_verbose_adds_the_traceback() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hides Vulkan drivers")
-@pytest.mark.parametrize("arguments", [("run", "demo", "-p", "x"), ("devices",)])
+@others_full("arguments", [("run", "demo", "-p", "x"), ("devices",)], [("devices",)])
 def test_no_adapter(environment: dict[str, str], arguments: tuple[str, ...]) -> None:
     hidden = {"VK_DRIVER_FILES": "/nonexistent", "VK_ICD_FILENAMES": "/nonexistent"}
     done = run_process(*arguments, env=environment | hidden)
@@ -950,7 +934,8 @@ def test_info_says_what_is_left_out(tmp_path: Path) -> None:
     assert "qwen3; of qwen3_vl the text model alone" in invoke("info", folder).stdout
 
 
-def test_show_is_info() -> None:
+def test_show_is_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_memory(monkeypatch, None)  # which changes between the two
     assert invoke("show", "demo", "--json").stdout == invoke("info", "demo", "--json").stdout
     assert not re.search(r"\bshow\b", invoke("--help").stdout.replace("--show", ""))
 

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from infer import LLM
 from infer.cli.answers import Model, Piece, Server
 from infer.cli.app import app
 from infer.cli.chat import Conversation
 from infer.cli.lines import TypedLines
 from infer.cli.terminal import MarkdownWriter
 from infer.kernels.errors import InferError
-from infer.llm import Chunk
+from infer.results import Chunk
 
 pytestmark = pytest.mark.demo
 
@@ -334,18 +335,11 @@ def test_a_model_thinks() -> None:
 
 
 def test_a_server_thinks(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("msgspec")
-    from test_server import FakeEngine, fake_service, serving
+    from serving import Scripted, fake_service, serving
 
     chunks = [Chunk("", 1, reasoning="Let me see."), Chunk("Done.", 2)]
 
-    class Thinking(FakeEngine):
-        async def open(self, *args: Any, **more: Any) -> Any:
-            answer = await super().open(*args, **more)
-            answer.pieces = iter(chunks)
-            return answer
-
-    engine = Thinking()
+    engine = Scripted(*chunks)
     with serving(fake_service(engine)) as address:
         conversation = Conversation(Server(address, None), {}, None, typed=True, verbose=False)
         conversation.run(Given("Hi", "Go on"))
@@ -358,20 +352,15 @@ def test_a_server_thinks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(llm: LLM) -> Iterator[str]:
     """Of a server with the demo model, which asks for a key."""
-    for name in ("starlette", "uvicorn", "msgspec"):
-        pytest.importorskip(name)
-    from test_server import serving
+    from serving import serving
 
-    import infer
-    from infer.server.engine import InProcessEngine
+    from infer.server.engine import LLMClient
     from infer.server.service import ServerOptions, Service
 
-    with infer.load("demo") as llm:
-        service = Service(InProcessEngine(llm), ServerOptions(api_keys=["secret"]))
-        with serving(service) as address:
-            yield address
+    with serving(Service(LLMClient(llm), ServerOptions(api_keys=["secret"]))) as address:
+        yield address
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

@@ -121,7 +121,7 @@ def test_others_go_on_when_one_fails(prompts: Path, out: Path) -> None:
     wrong: dict[str, Any] = {"id": "b", "messages": [{"content": "no role"}]}
     lines = [{"id": "a", "prompt": "dog " * 300}, wrong, {"id": "c", "prompt": PROMPTS[1]}]
     write(prompts, *lines)
-    command = ("--file", prompts, "--out", out, "-n", 2, "--context", 128, "-q")
+    command = ("--file", prompts, "--out", out, "-n", 2, "--context", 128, "-q", "--max-batch", 2)
     result = run(*command)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: 2 of 3 prompts were not answered. ")

@@ -16,19 +16,14 @@ import infer
 from infer import LLM
 from infer.hub import DEMO
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("pydantic")
 
 import pydantic
-from test_server import ANSWER, MESSAGES, serving
+from serving import ANSWER, MESSAGES, serving
 from test_tool_calls import TEMPLATE, ForcedEngine
 
-from infer.sampling import SamplingParams
-from infer.server.engine import Answer, InProcessEngine
+from infer.server.engine import Answer, LLMClient
 from infer.server.service import ServerOptions, Service
-from infer.text.tools import ToolOptions
 
 pytestmark = [
     pytest.mark.full,
@@ -49,18 +44,11 @@ class Engine(ForcedEngine):
         super().__init__(llm)
         self.texts: list[str] = []
 
-    async def open(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        adapter: str | None,
-        tools: ToolOptions | None = None,
-        cache_salt: str | None = None,
-    ) -> Answer:
+    async def open(self, ids: Sequence[int], *others: Any) -> Answer:
         if self.texts:
             self.text = self.texts.pop(0)
-            return await super().open(ids, params, adapter, tools, cache_salt)
-        return await InProcessEngine.open(self, ids, params, adapter, tools, cache_salt)
+            return await super().open(ids, *others)
+        return await LLMClient.open(self, ids, *others)
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import build_engine
+from engines import EngineOf, build_engine
 from numpy.typing import NDArray
 from reference_models import (
     DATA,
@@ -36,24 +37,12 @@ CHUNK = 16
 # Of a prompt: one token, around the ends of chunks, all.
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 45)
 DEMO_FOLDER = resolve(DEMO).path
-Build = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    with Device.open() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def build(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The engine of a case, whose steps have CHUNK rows at most."""
-
-    def engine_of(case: str, **options: Any) -> Engine:
-        folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-        return build_engine(own_device, folder, **{"prefill_chunk": CHUNK} | options)
-
-    return engine_of
+def engine_of(engine_of: EngineOf) -> EngineOf:
+    """One whose steps have CHUNK rows at most."""
+    return partial(engine_of, prefill_chunk=CHUNK)
 
 
 def pooled(hidden: NDArray[np.float32], pooling: str) -> NDArray[np.float64]:
@@ -75,9 +64,11 @@ def is_idle(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("case", hidden_cases())
-def test_hidden_states_are_those_of_transformers(build: Build, case: str, pooling: str) -> None:
+def test_hidden_states_are_those_of_transformers(
+    engine_of: EngineOf, case: str, pooling: str
+) -> None:
     """Of texts of all lengths, several at once. Nothing of one is reused for the next."""
-    engine = build(case, max_batch=3)
+    engine = engine_of(case, max_batch=4)
     texts, hidden = prefixes(case)
     found = list(engine.embed(texts, pooling))
     for actual, own in zip(found, hidden, strict=True):
@@ -115,10 +106,10 @@ def test_every_architecture_agrees_with_transformers(
 
 
 @pytest.mark.parametrize("case", hidden_cases())
-def test_texts_beside_a_stream(build: Build, case: str) -> None:
+def test_texts_beside_a_stream(engine_of: EngineOf, case: str) -> None:
     """Of which two begin as its prompt does. Both are what they are alone, and the cache keeps the
     prompt."""
-    reference, engine = load(case), build(case, max_batch=2)
+    reference, engine = load(case), engine_of(case, max_batch=4)
     ids = reference.prompt_ids.tolist()
     texts, hidden = prefixes(case)
     answer = engine.generate(ids, SamplingParams(max_tokens=16).resolved({}))
@@ -136,10 +127,10 @@ def test_texts_beside_a_stream(build: Build, case: str) -> None:
 
 @pytest.mark.parametrize("begun_again", ["prefill", "running", "reset"])
 @pytest.mark.parametrize("case", hidden_cases())
-def test_a_text_is_begun_again(build: Build, case: str, begun_again: str) -> None:
+def test_a_text_is_begun_again(engine_of: EngineOf, case: str, begun_again: str) -> None:
     """It gives its pages back while chunks of it are in flight, the last among them or not, or
     all that was on the GPU is forgotten."""
-    engine, texts = build(case, max_batch=2), [load(case).prompt_ids.tolist()]
+    engine, texts = engine_of(case, max_batch=4), [load(case).prompt_ids.tolist()]
     read, reads = engine._read, []
 
     def read_and_begin_again() -> None:
@@ -175,8 +166,8 @@ def test_an_adapter_counts(own_device: Device) -> None:
     assert relative_error(plain, expected) > 1e-2
 
 
-def test_texts_that_nobody_waits_for_any_more(build: Build) -> None:
-    engine = build("qwen3_5_text", max_batch=2)
+def test_texts_that_nobody_waits_for_any_more(engine_of: EngineOf) -> None:
+    engine = engine_of("qwen3_5_text", max_batch=4)
     texts, hidden = prefixes("qwen3_5_text")
     vectors = engine.embed(texts[::-1], "last")
     next(vectors)
@@ -186,9 +177,9 @@ def test_texts_that_nobody_waits_for_any_more(build: Build) -> None:
     assert is_idle(engine)
 
 
-def test_a_text_may_fill_the_context(build: Build) -> None:
+def test_a_text_may_fill_the_context(engine_of: EngineOf) -> None:
     ids, hidden = load("llama").prompt_ids.tolist(), load_hidden("llama")
-    engine = build("llama", context=len(ids), cache_positions=len(ids))
+    engine = engine_of("llama", context=len(ids), cache_positions=len(ids))
     (found,) = engine.embed([ids], "last")
     assert relative_error(found, pooled(hidden, "last")) < TOLERANCE
     with pytest.raises(RequestError, match="has 46 tokens, and the context holds 45"):

@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
-from test_server import (
+from serving import (
     ANSWER,
     CHAT,
     COMPLETIONS,
@@ -30,14 +27,14 @@ from test_server import (
     ask,
     connect,
     fake_service,
-    invoke,
     serving,
     streamed,
     wait_for,
 )
+from test_server import invoke
 
 from infer import LLM, DeviceError
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
 from infer.text.infill import Infill, find_infill
 
@@ -48,7 +45,7 @@ EMBEDDINGS = "/v1/embeddings"
 
 @pytest.fixture(scope="module")
 def service(llm: LLM) -> Service:
-    return Service(InProcessEngine(llm), ServerOptions())
+    return Service(LLMClient(llm), ServerOptions())
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +175,7 @@ def test_how_models_fill_in_the_middle(tokens: set[str], prompt: str | None) -> 
 
 
 def test_metrics_count_what_was_done(llm: LLM) -> None:
-    with serving(Service(InProcessEngine(llm), ServerOptions())) as address:
+    with serving(Service(LLMClient(llm), ServerOptions())) as address:
         whole = answer(address, CHAT, messages=MESSAGES)
         streamed(address, COMPLETIONS, prompt=STORY, max_tokens=4)
         _, data = ask(address, "/metrics")
@@ -284,7 +281,7 @@ def test_keys_have_caches_of_their_own(llm: LLM) -> None:
         found: int = json.loads(data)["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
 
-    with serving(Service(InProcessEngine(llm), options)) as address:
+    with serving(Service(LLMClient(llm), options)) as address:
         whole = len(body["prompt"]) - 1
         assert [cached(key) for key in ("one", "two", "one", "two")] == [0, 0, whole, whole]
         assert [cached("one", cache_salt="mine") for _ in range(2)] == [0, whole]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import OpenDevice
-from engines import Answer, answer, build_engine, scores
+from engines import Answer, EngineOf, answer, build_engine, scores
 from numpy.typing import NDArray
 from reference_models import DATA, load, relative_error
 from wgpu.backends.wgpu_native import ffi, lib
@@ -39,33 +39,6 @@ from infer.sampling import SamplingParams
 TOLERANCE = 1e-5
 CASES = ["llama", "mistral_sliding", "qwen3", "lfm2", "qwen3_5_text", "nemotron_h_experts"]
 STEPS = 32
-
-Build = Callable[..., Engine]
-
-
-@pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    """For engines that several tests use."""
-    with Device.open() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def build(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The engine of a case with some options: made when first asked for, then kept."""
-    folders: dict[str, Path] = {}
-    engines: dict[tuple[Any, ...], Engine] = {}
-
-    def build_once(case: str, **options: Any) -> Engine:
-        key = (case, *sorted(options.items()))
-        if case not in folders:
-            folders[case] = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-        if key not in engines:
-            engines[key] = build_engine(own_device, folders[case], **options)
-        engines[key].forget()  # what the last test has left in the cache
-        return engines[key]
-
-    return build_once
 
 
 def prompt_of(case: str) -> list[int]:
@@ -96,9 +69,11 @@ def assert_same(actual: Answer, expected: Answer) -> None:
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()),
 )
-def test_options_do_not_change_the_answer(build: Build, case: str, options: dict[str, Any]) -> None:
+def test_options_do_not_change_the_answer(
+    engine_of: EngineOf, case: str, options: dict[str, Any]
+) -> None:
     prompt_ids = prompt_of(case)
-    usual, other = build(case), build(case, **options)
+    usual, other = engine_of(case), engine_of(case, **options)
     assert other.options != usual.options
     assert_same(answer(other, prompt_ids, STEPS), answer(usual, prompt_ids, STEPS))
     assert relative_error(scores(other, prompt_ids), load(case).logits) <= TOLERANCE
@@ -124,14 +99,14 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [8, 20])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 7, "seed": 1}])
 def test_warming_up_touches_every_kernel_and_runs_none(
-    build: Build,
+    engine_of: EngineOf,
     case: str,
     length: int,
     sampling: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A software adapter's driver compiles a kernel when it is first submitted."""
-    engine, kernels, grids = build(case), set(), set()
+    engine, kernels, grids = engine_of(case), set(), set()
     submit = RawQueue.submit
 
     def noted(self: RawQueue, recording: Recording, rows: int, kv_len: int, copies: Any) -> int:
@@ -155,11 +130,15 @@ def test_warming_up_touches_every_kernel_and_runs_none(
 
 @pytest.mark.parametrize("chunk", [1, 2, 8, 9, 40])
 @pytest.mark.parametrize("case", CASES)
-def test_decode_is_prefill(build: Build, case: str, chunk: int) -> None:
+def test_decode_is_prefill(engine_of: EngineOf, case: str, chunk: int) -> None:
     """The prompt in pieces of 1 (decode), up to 8 (few rows) and more (prefill), each after what
     the cache holds, gives the logits that transformers gives for it in one pass."""
     reference, prompt_ids = load(case), prompt_of(case)
-    engine, rows, ends = build(case), [], [*range(chunk, len(prompt_ids), chunk), len(prompt_ids)]
+    engine, rows, ends = (
+        engine_of(case),
+        [],
+        [*range(chunk, len(prompt_ids), chunk), len(prompt_ids)],
+    )
     for end in ends:
         rows.append(answer(engine, prompt_ids[:end], 1).logits[0])
         assert engine.timings.reused_tokens == (end - 1) // chunk * chunk
@@ -169,10 +148,10 @@ def test_decode_is_prefill(build: Build, case: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("shared", [0, 1, 30, 44, 45])
-def test_reusing_a_prefix_changes_nothing(build: Build, shared: int) -> None:
+def test_reusing_a_prefix_changes_nothing(engine_of: EngineOf, shared: int) -> None:
     prompt_ids = prompt_of("qwen3")
     other_ids = [*prompt_ids[:shared], *(i - 1 for i in prompt_ids[shared:])]
-    engine = build("qwen3")
+    engine = engine_of("qwen3")
     expected = answer(engine, prompt_ids, STEPS)
     engine.forget()
     answer(engine, other_ids, 8)
@@ -180,9 +159,9 @@ def test_reusing_a_prefix_changes_nothing(build: Build, shared: int) -> None:
     assert engine.timings.reused_tokens == min(shared, len(prompt_ids) - 1)
 
 
-def test_a_chat_goes_on_from_its_own_answer(build: Build) -> None:
+def test_a_chat_goes_on_from_its_own_answer(engine_of: EngineOf) -> None:
     """The next turn's prompt holds the last answer, whose keys and values are there already."""
-    prompt_ids, engine = prompt_of("llama"), build("llama")
+    prompt_ids, engine = prompt_of("llama"), engine_of("llama")
     first = answer(engine, prompt_ids, 9)
     turn_ids = [*prompt_ids, *first.token_ids, 5, 6, 7]
     second = answer(engine, turn_ids, 9)
@@ -193,9 +172,9 @@ def test_a_chat_goes_on_from_its_own_answer(build: Build) -> None:
 
 
 @pytest.mark.parametrize("left", [1, 2, 20])
-def test_an_abandoned_generation_leaves_a_good_cache(build: Build, left: int) -> None:
+def test_an_abandoned_generation_leaves_a_good_cache(engine_of: EngineOf, left: int) -> None:
     """Steps that had been submitted ahead when the reader went away do no harm."""
-    prompt_ids, engine = prompt_of("mistral_sliding"), build("mistral_sliding")
+    prompt_ids, engine = prompt_of("mistral_sliding"), engine_of("mistral_sliding")
     expected = answer(engine, prompt_ids, STEPS)
     engine.forget()
     steps = engine.generate(prompt_ids, SamplingParams(max_tokens=STEPS).resolved({}))
@@ -205,8 +184,8 @@ def test_an_abandoned_generation_leaves_a_good_cache(build: Build, left: int) ->
     assert_same(answer(engine, prompt_ids, STEPS), expected)
 
 
-def test_what_lies_beyond_the_cache_is_never_read(build: Build) -> None:
-    engine, prompt_ids = build("llama", context=600), prompt_of("llama")
+def test_what_lies_beyond_the_cache_is_never_read(engine_of: EngineOf) -> None:
+    engine, prompt_ids = engine_of("llama", context=600), prompt_of("llama")
     expected = answer(engine, prompt_ids, STEPS)
     for layer in engine.steps.cache.layers:
         for buffer in (layer.keys, layer.values):
@@ -219,8 +198,8 @@ def test_what_lies_beyond_the_cache_is_never_read(build: Build) -> None:
 # Where it ends
 
 
-def test_ends_at_any_stop_id_with_that_id(build: Build) -> None:
-    engine, prompt_ids = build("llama"), prompt_of("llama")
+def test_ends_at_any_stop_id_with_that_id(engine_of: EngineOf) -> None:
+    engine, prompt_ids = engine_of("llama"), prompt_of("llama")
     greedy = answer(engine, prompt_ids, STEPS).token_ids
     params = SamplingParams(max_tokens=STEPS).resolved({})
     for stop in (greedy[0], greedy[12]):
@@ -228,9 +207,9 @@ def test_ends_at_any_stop_id_with_that_id(build: Build) -> None:
         assert [step.token for step in steps] == greedy[: greedy.index(stop) + 1]
 
 
-def test_a_row_that_has_stopped_stays_so(build: Build) -> None:
+def test_a_row_that_has_stopped_stays_so(engine_of: EngineOf) -> None:
     """What was submitted ahead of a stop samples nothing and writes nothing to the cache."""
-    engine, prompt_ids = build("llama", ahead=3), prompt_of("llama")
+    engine, prompt_ids = engine_of("llama", ahead=3), prompt_of("llama")
     for _ in range(2):  # the second time, the kernels compute the last position as below
         stop = answer(engine, prompt_ids, 1).token_ids[0]
     before = cache_bytes(engine)
@@ -246,13 +225,13 @@ def cache_bytes(engine: Engine) -> list[bytes]:
     return [engine.device.read(buffer, np.uint8).tobytes() for buffer in engine.steps.cache.buffers]
 
 
-def test_the_context_is_used_to_its_end(build: Build) -> None:
+def test_the_context_is_used_to_its_end(engine_of: EngineOf) -> None:
     """The last token needs no position of its own."""
     prompt_ids = prompt_of("llama")
-    engine = build("llama", context=len(prompt_ids) + 3)
+    engine = engine_of("llama", context=len(prompt_ids) + 3)
     params = SamplingParams().resolved({})
     tokens = [step.token for step in engine.generate(prompt_ids, params)]
-    assert tokens == answer(build("llama"), prompt_ids, 3).token_ids
+    assert tokens == answer(engine_of("llama"), prompt_ids, 3).token_ids
     assert len(list(engine.generate([*prompt_ids, 1, 2], params))) == 1
     with pytest.raises(RequestError, match="has 48 tokens, and the context holds 48"):
         next(engine.generate([*prompt_ids, 1, 2, 3], params))
@@ -266,7 +245,7 @@ def test_scores_fit_in_a_binding(open_device: OpenDevice, tmp_path: Path) -> Non
     folder = reference.write_checkpoint(tmp_path / "llama")
     device = open_device(Settings(max_binding=128 * row - 256))
     with device.scope():
-        engine = build_engine(device, folder)
+        engine = build_engine(device, folder, cache_positions=128)
         assert (
             relative_error(scores(engine, reference.prompt_ids.tolist()), reference.logits)
             < TOLERANCE
@@ -277,11 +256,11 @@ def test_scores_fit_in_a_binding(open_device: OpenDevice, tmp_path: Path) -> Non
     ("ids", "message"),
     [([], "prompt is empty"), ([3, -1], "Token -1 is not"), ([211], "Token 211 is not")],
 )
-def test_prompts_that_cannot_be_served(build: Build, ids: list[int], message: str) -> None:
+def test_prompts_that_cannot_be_served(engine_of: EngineOf, ids: list[int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        next(build("llama").generate(ids, SamplingParams().resolved({})))
+        next(engine_of("llama").generate(ids, SamplingParams().resolved({})))
     with pytest.raises(RequestError, match=message):
-        next(build("llama").score(ids))
+        next(engine_of("llama").score(ids))
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -414,9 +393,9 @@ FILTERED: dict[str, Any] = {
 )
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_calls_of_a_token(
-    build: Build, counting: CountingLib, sampling: dict[str, Any], with_logits: bool
+    engine_of: EngineOf, counting: CountingLib, sampling: dict[str, Any], with_logits: bool
 ) -> None:
-    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")
+    engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
     engine.queue = RawQueue(engine.device)  # which knows the counting library
     # The end is so far away that every step counted has one after it.
     params = SamplingParams(max_tokens=2 * TOKENS, **sampling).resolved({})
@@ -455,9 +434,9 @@ def test_calls_of_a_token(
 
 
 def test_the_next_step_is_submitted_before_an_id_is_read(
-    build: Build, counting: CountingLib
+    engine_of: EngineOf, counting: CountingLib
 ) -> None:
-    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")[:1]  # nothing of which is reused
+    engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")[:1]  # nothing of which is reused
     engine.queue = RawQueue(engine.device)
     answer(engine, prompt_ids, 2)
     counting.calls.clear()
@@ -487,7 +466,7 @@ def test_the_next_step_is_submitted_before_an_id_is_read(
 
 @pytest.mark.parametrize("sampling", [{}, FILTERED], ids=["greedy", "all filters"])
 def test_a_generation_creates_nothing(
-    build: Build,
+    engine_of: EngineOf,
     counting: CountingLib,
     sampling: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -495,7 +474,7 @@ def test_a_generation_creates_nothing(
     """Once its kernels have been compiled, from the prompt on: neither on the GPU nor for it."""
     monkeypatch.setattr("infer.engine.pace.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
     monkeypatch.setattr("infer.engine.pace.SUBMISSIONS", 1)
-    engine, prompt_ids = build("qwen3", prefill_chunk=16), prompt_of("qwen3")
+    engine, prompt_ids = engine_of("qwen3", prefill_chunk=16), prompt_of("qwen3")
     engine.queue = RawQueue(engine.device)
     for _ in range(2):
         engine.forget()
@@ -525,15 +504,15 @@ def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np
 @pytest.mark.full
 @pytest.mark.parametrize("fuse", [True, False])
 def test_attention_costs_what_is_in_the_cache(
-    build: Build,
+    engine_of: EngineOf,
     own_device: Device,
     counting: CountingLib,
     monkeypatch: pytest.MonkeyPatch,
     fuse: bool,
 ) -> None:
     monkeypatch.setattr(own_device, "software", True)  # which splits short contexts too
-    small = build("llama", context=128, fuse=fuse)
-    large = build("llama", context=1024, fuse=fuse)
+    small = engine_of("llama", context=128, fuse=fuse)
+    large = engine_of("llama", context=1024, fuse=fuse)
     # The capacity does not count …
     expected = workgroups(small, counting, 100)
     assert workgroups(large, counting, 100).tolist() == expected.tolist()
@@ -550,13 +529,13 @@ def test_attention_costs_what_is_in_the_cache(
 
 @pytest.mark.full
 def test_a_context_grows_out_of_one_split(
-    build: Build, own_device: Device, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
+    engine_of: EngineOf, own_device: Device, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the rules of a GPU a short context takes a kernel less in each layer."""
     ids = [i % 200 for i in range(3, 1021)]
-    expected = answer(build("llama", context=1100), ids, 12)
+    expected = answer(engine_of("llama", context=1100), ids, 12)
     monkeypatch.setattr(own_device, "software", False)
-    engine = build("llama", context=1101)
+    engine = engine_of("llama", context=1101)
     assert_same(answer(engine, ids, 12), expected)
     short, long = workgroups(engine, counting, 20), workgroups(engine, counting, 1030)
     assert len(short) == len(long) - engine.model.config.num_hidden_layers
@@ -565,18 +544,18 @@ def test_a_context_grows_out_of_one_split(
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "granitemoehybrid"])
 def test_prompts_of_any_length_have_steps_of_their_size(
-    model_type: str, build: Build, own_device: Device, monkeypatch: pytest.MonkeyPatch
+    model_type: str, engine_of: EngineOf, own_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU has tiles for short prompts, and kernels without them for the shortest."""
     monkeypatch.setattr(own_device, "software", True)
-    engine = build(model_type, context=501)
+    engine = engine_of(model_type, context=501)
     assert {kind for _, _, kind in engine.chunks(300)} == {"prefill"}
     lengths = (9, 30, 33, 65, 129, 300)
     ids = [i % engine.vocab_size for i in range(7, 307)]
     expected = [answer(engine, ids[:length], 3) for length in lengths]
     monkeypatch.setattr(own_device, "software", False)
     monkeypatch.setattr("infer.engine.pace.FIRST_ROWS", 512)
-    engine = build(model_type, context=502)
+    engine = engine_of(model_type, context=502)
     kinds = [[kind for _, _, kind in engine.chunks(length)] for length in (1, 8, *lengths)]
     short = [f"prefill of {rows}" for rows in (16, 32, 64, 128, 256)]
     assert kinds == [[kind] for kind in ("decode", "few", *short, "prefill")]
@@ -616,8 +595,8 @@ def test_a_prefill_step_has_as_many_rows_as_a_binding_holds(case: str) -> None:
     assert largest <= device.limits.max_binding <= largest * (rows + 128) // rows
 
 
-def test_kernels_of_batches_can_be_compiled_beforehand(build: Build) -> None:
-    engine, prompt_ids = build("llama", max_batch=4), prompt_of("llama")
+def test_kernels_of_batches_can_be_compiled_beforehand(engine_of: EngineOf) -> None:
+    engine, prompt_ids = engine_of("llama", max_batch=4), prompt_of("llama")
     answer(engine, prompt_ids, 2)
     before = engine.device.n_pipelines
     params = SamplingParams(temperature=0.0, max_tokens=4).resolved({})
@@ -630,10 +609,10 @@ def test_kernels_of_batches_can_be_compiled_beforehand(build: Build) -> None:
 
 
 def test_long_steps_are_cut_into_short_submissions(
-    build: Build, monkeypatch: pytest.MonkeyPatch
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However slow an adapter is: the same tokens, from fewer rows and fewer kernels at a time."""
-    engine = build("llama", context=500, prefill_chunk=256)
+    engine = engine_of("llama", context=500, prefill_chunk=256)
     ids = [i % engine.vocab_size for i in range(7, 407)]
     expected = answer(engine, ids, 4)
     submitted: list[tuple[int, int]] = []
@@ -657,9 +636,9 @@ def test_long_steps_are_cut_into_short_submissions(
 
 
 def test_an_interrupt_while_recording_leaves_nothing_behind(
-    build: Build, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
+    engine_of: EngineOf, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")
+    engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
     engine.queue = RawQueue(engine.device)
     expected = answer(engine, prompt_ids, 8)
 
@@ -688,10 +667,10 @@ def test_an_interrupt_while_recording_leaves_nothing_behind(
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_an_interrupt_while_reading_leaves_nothing_mapped(
-    build: Build, monkeypatch: pytest.MonkeyPatch, times: int, before: bool
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, times: int, before: bool
 ) -> None:
     """Of a step, and then of those that are drained because of it."""
-    engine, prompt_ids = build("qwen3"), prompt_of("qwen3")
+    engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
     expected = answer(engine, prompt_ids, 8)
     real, left = engine.queue.wait, iter(range(times))
 
@@ -730,9 +709,9 @@ def test_a_lost_device_is_an_error(tmp_path: Path, raw: bool) -> None:
 
 
 @pytest.mark.parametrize("generated", [[5, 6, 7], [5, 9]])
-def test_there_is_nothing_to_go_on_with(build: Build, generated: list[int]) -> None:
+def test_there_is_nothing_to_go_on_with(engine_of: EngineOf, generated: list[int]) -> None:
     """After max_tokens, and after a stop id."""
     params = SamplingParams(max_tokens=3).resolved({})
-    engine = build("llama")
+    engine = engine_of("llama")
     assert not list(engine.generate([1, 2], params, stop_ids=[9], generated=generated))
     assert len(list(engine.generate([1, 2], params, stop_ids=[9], generated=[5, 6]))) == 1

@@ -11,14 +11,9 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
+from serving import COMPLETIONS, FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
-
-from test_server import COMPLETIONS, FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
-
-from infer.llm import Chunk
+from infer.results import Chunk
 from infer.server.http import HEAD_BYTES, Connection
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
@@ -189,8 +184,9 @@ class Endless(FakeAnswer):
 
 def test_one_that_does_not_read_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.server.http.WRITE_SECONDS", 0.05)
-    monkeypatch.setattr("test_server.FakeAnswer", Endless)
-    service = fake_service(FakeEngine())
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "answer", lambda: Endless(engine))
+    service = fake_service(engine)
     with serving(service) as address, connected(address) as client:
         body = json.dumps({"prompt": "x", "stream": True}).encode()
         client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)

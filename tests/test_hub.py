@@ -289,7 +289,7 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 import traceback
-from infer import download
+from infer.hub import download
 from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import InferError
 if arrives := os.environ.get("XET"):
@@ -796,6 +796,8 @@ def test_demo_is_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found.name == "demo"
     assert found.path.samefile(Path(infer.__file__).parent / "demo")
     assert resolve("./demo").path.samefile(tmp_path / "demo")
+    assert resolve("demo-draft").path.samefile(found.path / "draft")
+    assert resolve("demo-draft").name == "demo-draft"
 
 
 @pytest.mark.parametrize(

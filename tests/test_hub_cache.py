@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke, refused
 from huggingface_hub import constants, scan_cache_dir
-from test_cli import invoke, refused
 from test_hub import MAIN, Q4, Q8, TAG, WANTED, Hub, content, serve
 
 import infer.cli.cached
 from infer.cli.cached import CachedReport
 from infer.cli.options import names_in_cache
 from infer.hub import resolve
-from infer.hub_cache import list_models
+from infer.hub.cache import list_models
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 

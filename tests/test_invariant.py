@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import Answer, answer, build_engine, scores
+from engines import Answer, EngineOf, answer, build_engine, scores
 from marks import others_full
 from reference_models import load, load_long
 from test_batch import KINDS, SAMPLED, begin, of, prompts_of
@@ -33,11 +33,10 @@ from infer.sampling import SamplingParams
 # How long answers are: at nearly every step one comes or goes.
 LENGTHS = [12, 3, 9, 7, 1, 12, 5, 2, 8, 4]
 RULES = ["adapter", "gpu"]  # those for the adapter, and those for a GPU, on whatever adapter
-Build = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOf]:
     """An empty, invariant engine of a case by these rules with these options."""
     engines: dict[tuple[Any, ...], Engine] = {}
     with Device.open() as own, Device.open() as as_gpu:
@@ -93,8 +92,8 @@ def differing(found: Sequence[Answer], expected: Sequence[Answer]) -> list[int]:
 
 
 @others_full("rules", RULES, ["adapter"])
-@others_full("case", KINDS, ["llama", "gpt_oss", "deepseek_v2", "qwen3_next", "lfm2"])
-def test_no_bit_depends_on_the_company(engine_of: Build, case: str, rules: str) -> None:
+@others_full("case", KINDS, ["llama", "deepseek_v2", "qwen3_next"])
+def test_no_bit_depends_on_the_company(engine_of: EngineOf, case: str, rules: str) -> None:
     """Nor on how many could be served at once, or on how a prompt is cut."""
     asked = requests(case)
     alone = each_alone(engine_of(case, rules), asked)
@@ -108,14 +107,14 @@ def test_no_bit_depends_on_the_company(engine_of: Build, case: str, rules: str) 
     ("rules", "options"),
     [
         ("gpu", {}),
-        ("adapter", {"dtype": "q4", "kv_dtype": "q8"}),
+        pytest.param("adapter", {"dtype": "q4", "kv_dtype": "q8"}, marks=pytest.mark.full),
         pytest.param("gpu", {"dtype": "q4", "kv_dtype": "f16"}, marks=pytest.mark.full),
         pytest.param("gpu", {"dtype": "q8"}, marks=pytest.mark.full),
         pytest.param("gpu", {"dtype": "bf16", "kv_dtype": "q8"}, marks=pytest.mark.full),
         pytest.param("gpu", {"fuse": False, "dtype": "q4"}, marks=pytest.mark.full),
     ],
 )
-def test_types_and_options(engine_of: Build, rules: str, options: dict[str, Any]) -> None:
+def test_types_and_options(engine_of: EngineOf, rules: str, options: dict[str, Any]) -> None:
     asked = requests("llama")
     alone = each_alone(engine_of("llama", rules, **options), asked)
     many = engine_of("llama", rules, max_batch=4, **options)
@@ -125,7 +124,7 @@ def test_types_and_options(engine_of: Build, rules: str, options: dict[str, Any]
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["f32", "q4"])
 @pytest.mark.parametrize("case", ["qwen3_moe", "granitemoehybrid_mamba", "qwen3_next"])
-def test_thirty_two_at_once(engine_of: Build, case: str, dtype: str) -> None:
+def test_thirty_two_at_once(engine_of: EngineOf, case: str, dtype: str) -> None:
     """Through all sizes of batches, up and down again."""
     ids = load(case).prompt_ids.tolist()
     asked = [partial(begin, ids=ids[i % 20 : 25 + i % 7], steps=35 - i) for i in range(32)]
@@ -139,7 +138,7 @@ def test_thirty_two_at_once(engine_of: Build, case: str, dtype: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3", "qwen3_5_text"])
-def test_contexts_of_unlike_lengths(engine_of: Build, case: str, rules: str) -> None:
+def test_contexts_of_unlike_lengths(engine_of: EngineOf, case: str, rules: str) -> None:
     """Of which attention makes one split and many, in one step."""
     ids = load_long(case).prompt_ids.tolist()
     prompts = [ids[:700], ids[:517], ids[300:700], ids[:40]]
@@ -149,7 +148,7 @@ def test_contexts_of_unlike_lengths(engine_of: Build, case: str, rules: str) -> 
     assert not differing(coming_and_going(many, asked), alone)
 
 
-def test_without_it_bits_do_differ(engine_of: Build) -> None:
+def test_without_it_bits_do_differ(engine_of: EngineOf) -> None:
     """That the other tests can fail."""
     asked, engine = requests("llama"), engine_of("llama", max_batch=8, invariant=False)
     alone = each_alone(engine, asked)
@@ -169,8 +168,8 @@ def test_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) 
         assert not differing(coming_and_going(engine, asked), alone)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3_next", "deepseek_v2"])
-def test_what_is_cached_is_what_would_be_computed(engine_of: Build, case: str) -> None:
+@others_full("case", ["llama", "qwen3_next", "deepseek_v2"], ["llama", "qwen3_next"])
+def test_what_is_cached_is_what_would_be_computed(engine_of: EngineOf, case: str) -> None:
     """What a prompt has in common with an answer that has ended, and with one that is running."""
     ids = load(case).prompt_ids.tolist()
     engine = engine_of(case, max_batch=4)
@@ -190,7 +189,7 @@ def test_what_is_cached_is_what_would_be_computed(engine_of: Build, case: str) -
 
 @pytest.mark.parametrize("case", ["llama", pytest.param("qwen3_next", marks=pytest.mark.full)])
 def test_what_is_computed_anew_is_the_same(
-    engine_of: Build, monkeypatch: pytest.MonkeyPatch, case: str
+    engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Three answers grow to three pages each, of which there are five."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
@@ -206,14 +205,14 @@ def test_what_is_computed_anew_is_the_same(
     assert engine.scheduler.preemptions > before
 
 
-def test_scores_are_of_the_same_logits(engine_of: Build) -> None:
+def test_scores_are_of_the_same_logits(engine_of: EngineOf) -> None:
     engine, ids = engine_of("llama", prefill_chunk=16), prompts_of("llama")[0]
     found = answer(engine, ids, 6)
     logits = scores(engine, [*ids, *found.token_ids])
     assert np.array_equal(logits[len(ids) - 1 : -1], found.logits)
 
 
-def test_sampled_rows(engine_of: Build) -> None:
+def test_sampled_rows(engine_of: EngineOf) -> None:
     """Noise alone is drawn as beside an answer with filters, which goes through other kernels."""
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
     options: list[dict[str, Any]] = [{"temperature": 0.8}, SAMPLED, {}, {"top_k": 20}]
@@ -248,7 +247,7 @@ def test_products_of_a_row(
     if grouping is not None:
         weight, _ = grouped(rng, (22, 1300), dtype, grouping)
     found = {}
-    for rows in (1, 2, 3, 5, 8, 9, 17, 33, 64):
+    for rows in (1, 3, 8, 17, 64):
         with device.scope():
             forward = Forward(device, rows, tuning=tuning)
             y = ops.linear(forward.input(x[:rows]), to_gpu(device, weight, dtype))

@@ -30,13 +30,13 @@ ENDLESS = {2: -100.0, 3: -100.0}  # no end of turn
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[LLM]:
-    with infer.load(DEMO, max_batch=2, invariant=True) as llm:
+    with infer.load(DEMO, max_batch=4, invariant=True) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[LLM]:
-    with infer.load(DEMO, max_batch=2, invariant=True, isolate=True) as llm:
+    with infer.load(DEMO, max_batch=4, invariant=True, isolate=True) as llm:
         yield llm
 
 

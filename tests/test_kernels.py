@@ -58,6 +58,7 @@ from infer.kernels.ops.linear import (
 )
 from infer.kernels.ops.linear_check import ByRows, ByVec
 from infer.kernels.ops.lora import LoraDown, lora_outputs, lora_rows
+from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
@@ -924,8 +925,8 @@ class Forced(Tuning):
             return self.variant
         if rule in (lora_rows, lora_outputs):
             return self.variant[rule is lora_outputs]
-        if rule is few_rows:
-            return False
+        if rule in (few_rows, matmul_lanes_variant):
+            return None
         return self.joined if rule is attention_joined_variant else rule(self, *call)
 
 

@@ -1413,13 +1413,13 @@ def interrupting(real: Callable[..., Any], count: int) -> Callable[..., Any]:
     ("owner", "name", "count"),
     [
         (GPUPromise, "_wgpu_set_input", 1),  # the library calls back: the device is there
-        (Device, "_probe_subgroups", 1),
+        pytest.param(Device, "_probe_subgroups", 1, marks=pytest.mark.full),
         (Device, "buffer", 30),
-        (Device, "compile", 5),
+        pytest.param(Device, "compile", 5, marks=pytest.mark.full),
         (Device, "destroy", 2),
         (_Staging, "submit", 1),
-        (infer.engine.steps.Steps, "compile", 1),
-        (LLM, "__init__", 1),
+        pytest.param(infer.engine.steps.Steps, "compile", 1, marks=pytest.mark.full),
+        pytest.param(LLM, "__init__", 1, marks=pytest.mark.full),
     ],
 )
 def test_an_interrupt_while_loading_leaves_nothing_behind(

@@ -12,12 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
-
-from test_server import FakeEngine, fake_service, serving
+from serving import FakeEngine, fake_service, serving
 
 import infer
 from infer.models.loading.shapes import SHAPES
@@ -86,6 +81,7 @@ def test_a_process_is_watched() -> None:
     assert sample.files >= sample.sockets
 
 
+@pytest.mark.full
 def test_a_folder_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SHAPES["llama-3.2-1b"] | {
         "vocab_size": 2100,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke, refused
 from engines import answer, build_engine, scores
 from numpy.typing import NDArray
 from plans import load_weights
@@ -21,7 +22,6 @@ from reference_models import DATA as MODELS
 from reference_models import load, relative_error
 from safetensors.numpy import load_file, save_file
 from test_batch import assert_same, of, together
-from test_cli import invoke, refused
 from test_formats import DATA as FORMATS
 from test_formats import values_of
 from test_fuzz import spoilt
@@ -367,7 +367,7 @@ def test_answers_with_unlike_adapters_run_side_by_side(device: Device) -> None:
     two = {"a": DATA / "llama", "b": DATA / "llama_head"}
     ids = Reference.load("llama").prompt_ids
     with device.scope():
-        engine = build_engine(device, MODELS / "llama", adapters=two, max_batch=4, context=600)
+        engine = build_engine(device, MODELS / "llama", adapters=two, max_batch=4)
         names = [None, "a", "b", "a"]
         alone = [answer(engine, ids, 9, adapter=name).token_ids for name in names]
         engine.forget()
@@ -400,7 +400,7 @@ def test_unlike_adapters_share_steps(
     names = [None, "a", "b", "c", "a", "b"]
     prompts = [ids, ids[2:], ids, ids[:9], ids[4:], ids[3:5]]
     with device.scope():
-        engine = build_engine(device, folder, adapters=three, max_batch=4, context=600)
+        engine = build_engine(device, folder, adapters=three, max_batch=4)
         Reference.load("llama").assert_same(engine, "a")
         Reference.load("llama_head").assert_same(engine, "b")
         both = zip(prompts, names, strict=True)
@@ -449,7 +449,7 @@ def test_switching_is_as_good_as_separate_models(device: Device) -> None:
         expected = {name: answer(engine, ids, 9, adapter=name) for name, engine in alone.items()}
         expected[""] = answer(build_engine(device, folder), ids, 9)
         assert len({tuple(e.token_ids) for e in expected.values()}) == 3
-        engine = build_engine(device, folder, adapters=two, context=600)  # pages for all of them
+        engine = build_engine(device, folder, adapters=two)
         seen: set[str] = set()
         for name in ("", "a", "b", "", "b", "b", "a", "a"):
             got = answer(engine, ids, 9, adapter=name or None)

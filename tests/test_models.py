@@ -188,7 +188,7 @@ WEAK += [
 ]
 
 
-@others_full("case", WEAK, ["gpt_oss", "llama"])
+@others_full("case", WEAK, ["gpt_oss"])
 def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""
     reference = load(case)

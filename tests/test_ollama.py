@@ -9,20 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("ollama")
 
 import ollama
-from test_anthropic import CALLS, Scripted
-from test_server import ANSWER, JSON, MESSAGES, STORY, ask, fake_service, serving
+from serving import ANSWER, CALLS, JSON, MESSAGES, STORY, Scripted, ask, fake_service, serving
 
 import infer
 from infer import LLM
-from infer.llm import Chunk
+from infer.results import Chunk
 from infer.sampling import SamplingParams
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
 
 pytestmark = pytest.mark.demo
@@ -38,7 +34,7 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def client(llm: LLM) -> Iterator[Any]:
-    served = Service(InProcessEngine(llm), ServerOptions())
+    served = Service(LLMClient(llm), ServerOptions())
     with serving(served) as address, ollama.Client(address) as client:
         yield client
 

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from marks import others_full
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("infer/kernels", "infer/models")
@@ -41,7 +42,7 @@ def packaged(*patterns: str) -> dict[str, Path]:
     }
 
 
-WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*", "*.html")
+WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*", "demo/draft/*", "*.html")
 
 
 def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
@@ -78,7 +79,7 @@ def test_there_are_kernels_and_a_model() -> None:
     assert {*wgsl, *python, "infer/py.typed", "infer/demo/model.safetensors"} <= WANTED.keys()
 
 
-@pytest.mark.parametrize("links", ["links", "files", "gone"])
+@others_full("links", ["links", "files", "gone"], ["links", "gone"])
 def test_a_clone_runs_as_it_is(tmp_path: Path, links: str) -> None:
     tree = copy_of_the_tree(tmp_path / "tree", links)
     code = """if True:

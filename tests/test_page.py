@@ -13,28 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+from marks import others_full
+from serving import FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
+from test_server import FakeModel, fakes
 
 from infer.kernels.errors import InferError, NoChatTemplateError
-from infer.llm import Chunk, Prompt, Result
+from infer.llm import Prompt
+from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
-from infer.text.tools import ToolOptions
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
-
-from marks import others_full
-from test_server import (
-    FakeAnswer,
-    FakeEngine,
-    FakeModel,
-    ask,
-    fake_service,
-    fakes,
-    serving,
-    wait_for,
-)
-
 from infer.server.host import Host
 from infer.server.service import ServerOptions
 
@@ -73,24 +59,17 @@ class ScriptedEngine(FakeEngine):
         self.name, self.answers = name, [*answers]
         self.endless = self.without_template = False
         self.thoughts: Sequence[str] = ()
+        self.prompts: list[Any] = []
 
     async def encode(
         self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
     ) -> list[int]:
         if self.without_template and not isinstance(prompt, str):
             raise NoChatTemplateError("This model has no chat template.")
-        self.prompt = prompt
+        self.prompts.append(prompt)
         return [1, 2, 3]
 
-    async def open(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        adapter: str | None,
-        tools: ToolOptions | None = None,
-        cache_salt: str | None = None,
-    ) -> ScriptedAnswer:
-        self.asked.append((self.prompt, params, adapter))
+    def answer(self) -> ScriptedAnswer:
         text = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return ScriptedAnswer(self, text)
 
@@ -246,7 +225,7 @@ def test_a_conversation(open_page: Open) -> None:
     page.keyboard.press("Enter")
     ended(page)
     assert last_answer(page) == "Another answer."
-    assert engine.asked[1][0] == [
+    assert engine.prompts[1] == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello **you**."},
         {"role": "user", "content": "And now?\nWell?"},
@@ -255,7 +234,7 @@ def test_a_conversation(open_page: Open) -> None:
     page.click("text=Regenerate")
     ended(page)
     until(page, "document.querySelector('article:last-child').innerText.includes('third')")
-    assert engine.asked[2][0] == engine.asked[1][0]
+    assert engine.prompts[2] == engine.prompts[1]
     assert page.locator("article").count() == 4
 
     page.reload()
@@ -264,7 +243,7 @@ def test_a_conversation(open_page: Open) -> None:
     assert last_answer(page) == "A third one."
     say(page, "Once more")
     ended(page)
-    assert len(engine.asked[3][0]) == 5
+    assert len(engine.prompts[3]) == 5
 
 
 @pytest.mark.full
@@ -282,7 +261,7 @@ def test_the_last_message_can_be_edited(open_page: Open) -> None:
     page.fill(".editor textarea", "changed")
     page.keyboard.press("Enter")
     until(page, "document.querySelector('article:last-child').innerText.includes('Three')")
-    assert [message["content"] for message in engine.asked[2][0]] == ["first", "One.", "changed"]
+    assert [message["content"] for message in engine.prompts[2]] == ["first", "One.", "changed"]
 
 
 def test_settings_are_sent(open_page: Open) -> None:
@@ -302,7 +281,7 @@ def test_settings_are_sent(open_page: Open) -> None:
     page.select_option("#model", "sql")
     say(page, "Hi")
     ended(page)
-    (prompt, params, adapter) = engine.asked[0]
+    prompt, (_, params, adapter) = engine.prompts[0], engine.asked[0]
     assert prompt[0] == {"role": "system", "content": "Be brief."}
     assert params == SamplingParams(temperature=0.7, top_p=0.9, max_tokens=50, seed=7)
     assert adapter == "sql"
@@ -563,7 +542,7 @@ def test_a_message_after_a_failure(open_page: Open) -> None:
     page.unroute(CHAT)
     say(page, "Two")
     ended(page)
-    assert engine.asked[0][0] == [{"role": "user", "content": "One\n\nTwo"}]
+    assert engine.prompts[0] == [{"role": "user", "content": "One\n\nTwo"}]
 
 
 @pytest.mark.full
@@ -654,7 +633,7 @@ def test_reasoning_is_folded(open_page: Open) -> None:
     say(page, "Go on")
     until(page, "document.querySelectorAll('article').length === 4")
     ended(page)
-    assert engine.asked[1][0][1] == {"role": "assistant", "content": "Done."}
+    assert engine.prompts[1][1] == {"role": "assistant", "content": "Done."}
 
 
 def test_a_model_without_a_chat_template_continues_a_text(open_page: Open) -> None:
@@ -663,11 +642,11 @@ def test_a_model_without_a_chat_template_continues_a_text(open_page: Open) -> No
     page = open_page(engine)
     say(page, "Once upon a time")
     ended(page)
-    assert engine.asked[0][0] == "Once upon a time"
+    assert engine.prompts[0] == "Once upon a time"
     assert last_answer_text(page) == ", there *was* a"
     say(page, " black")
     ended(page)
-    assert engine.asked[1][0] == "Once upon a time, there *was* ablack"
+    assert engine.prompts[1] == "Once upon a time, there *was* ablack"
     page.click("#new")
     assert "continues your text" in page.inner_text(".empty")
 

@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
-
-from test_server import wait_for
+from serving import wait_for
 
 import infer
 from infer import LLM, RequestError

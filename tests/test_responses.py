@@ -7,22 +7,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 pytest.importorskip("openai")
 
 import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from test_anthropic import CALLS, Scripted
-from test_server import ANSWER, JSON, MESSAGES, ask, events, fake_service, serving
+from serving import ANSWER, CALLS, JSON, MESSAGES, Scripted, ask, events, fake_service, serving
 
 import infer
 from infer import LLM
-from infer.llm import Chunk
+from infer.results import Chunk
 from infer.sampling import SamplingParams
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
 
 pytestmark = pytest.mark.demo
@@ -33,7 +29,7 @@ TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "objec
 
 @pytest.fixture(scope="module")
 def client(llm: LLM) -> Iterator[Any]:
-    with serving(Service(InProcessEngine(llm), ServerOptions())) as address, of(address) as client:
+    with serving(Service(LLMClient(llm), ServerOptions())) as address, of(address) as client:
         yield client
 
 

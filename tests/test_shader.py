@@ -440,8 +440,13 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
         yield sampler.step_rows.pipeline.spec
         for chain, gather in product(SAMPLERS, (0, 1)):
             for drafts in {False, not gather}:
-                plan = sampler.dispatches(chain, gather, drafts)
-                yield from (item.pipeline.spec for item in plan)
+                for unknown in {False, drafts}:
+                    plan = sampler.dispatches(chain, gather, drafts, unknown)
+                    yield from (item.pipeline.spec for item in plan)
+        drafting = Sampler(device, 5000, logits, step, max_rows=8, verified=(sampler, step))
+        for chain in SAMPLERS:
+            yield from (item.pipeline.spec for item in drafting.dispatches(chain, 0)[:-1])
+        yield KernelSpec.of("sample_drafts")  # reads and writes two step buffers
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from engines import answer, build_engine
+from engines import answer
 from marks import others_full
 from numpy.typing import NDArray
 from reference_models import load as reference
@@ -35,7 +35,6 @@ from infer.engine.speculation import Speculation
 from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
-from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
 from infer.text.detokenizer import StreamingDetokenizer
@@ -126,30 +125,6 @@ def constraint_of(vocab: int, matcher: Third | None = None) -> Constraint:
     return Constraint("regex", matcher or Third(vocab), vocab, MaskThreads(Executor()))
 
 
-@pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
-    with Device.open() as device:
-        yield device
-
-
-@pytest.fixture(scope="module")
-def engine_of(
-    own_device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Engine]:
-    """The engine of a case with these options, made when first asked for."""
-    engines: dict[tuple[Any, ...], Engine] = {}
-
-    def build(case: str, **options: Any) -> Engine:
-        key = (case, *sorted(options.items()))
-        if key not in engines:
-            folder = reference(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-            engines[key] = build_engine(own_device, folder, **options)
-        engines[key].forget()
-        return engines[key]
-
-    return build
-
-
 def masked(
     engine: Engine,
     ids: Sequence[int],
@@ -196,9 +171,9 @@ def assert_follows(steps: Sequence[Step], vocab: int) -> None:
 
 @others_full("case", ["llama", "lfm2", "granitemoehybrid_mamba", "qwen3_next"], ["llama", "lfm2"])
 def test_masked_answers_beside_free_ones(engine_of: Callable[..., Engine], case: str) -> None:
-    """Five answers on three slots. The free ones are what they are alone; the masked ones follow
+    """Five answers on four slots. The free ones are what they are alone; the masked ones follow
     their masks, though each step's body is submitted before the token that it embeds is known."""
-    engine = engine_of(case, max_batch=3)
+    engine = engine_of(case, max_batch=4)
     ids: list[int] = reference(case).prompt_ids.tolist()
     alone = [answer(engine, ids, STEPS), answer(engine, ids[3:], 7)]
     engine.forget()
@@ -227,7 +202,7 @@ def test_masked_answers_beside_free_ones(engine_of: Callable[..., Engine], case:
 def test_masks_with_other_numbers_of_steps_in_flight(
     engine_of: Callable[..., Engine], ahead: int
 ) -> None:
-    engine = engine_of("llama", max_batch=3, ahead=ahead)
+    engine = engine_of("llama", max_batch=4, ahead=ahead)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     found = together([masked(engine, ids), free(engine, ids[3:]), masked(engine, ids[5:])])
     assert_follows(found[0], engine.vocab_size)
@@ -237,7 +212,7 @@ def test_masks_with_other_numbers_of_steps_in_flight(
 def test_only_steps_with_a_mask_are_submitted_in_two_parts(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()[:5]
     send, count = engine.queue.send, 0
 
@@ -268,7 +243,7 @@ SAMPLED: dict[str, Any] = {
 def test_numpy_samples_masked_answers_alike(
     engine_of: Callable[..., Engine], sampling: dict[str, Any]
 ) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     on_gpu = [step.token for step in masked(engine, ids, **sampling)]
     same = masked(engine, ids, logits_processor=lambda _, logits: logits, **sampling)
@@ -292,7 +267,7 @@ def test_out_of_pages_a_masked_answer_is_computed_anew(
 
 
 def test_a_mask_that_fails_ends_its_answer_alone(engine_of: Callable[..., Engine]) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     expected = answer(engine, ids, STEPS).token_ids
     good, other = free(engine, ids), masked(engine, ids[3:])
@@ -311,7 +286,7 @@ def test_a_mask_that_fails_ends_its_answer_alone(engine_of: Callable[..., Engine
 
 @pytest.mark.parametrize("after", [0, 1, 5])
 def test_an_interrupt_in_a_mask_loses_nothing(engine_of: Callable[..., Engine], after: int) -> None:
-    engine = engine_of("llama", max_batch=3)
+    engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     other = free(engine, ids)
     bad = masked(engine, ids[5:], matcher=Third(engine.vocab_size, interrupts=after))

@@ -17,18 +17,15 @@ import infer
 from infer import LLM, RequestError, sampling
 
 pytest.importorskip("openai")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("msgspec")
 
 import openai
-from test_server import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
+from serving import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
 
 from infer.cli.app import generate as write_answer
 from infer.engine.engine import Engine
 from infer.engine.token_engine import Step, Timings, TokenAnswer
 from infer.sampling import SamplingParams
-from infer.server.engine import Answer, InProcessEngine
+from infer.server.engine import Answer, LLMClient
 from infer.server.service import ServerOptions, Service
 from infer.text import tool_formats, tool_grammars
 from infer.text.answer import answer_style
@@ -104,7 +101,7 @@ class Said(TokenAnswer):
         pass
 
 
-class ForcedEngine(InProcessEngine):
+class ForcedEngine(LLMClient):
     """Answers with `text`."""
 
     def __init__(self, llm: LLM) -> None:

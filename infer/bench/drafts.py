@@ -6,7 +6,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from infer.engine.speculation import MAX_DRAFT, Guess, Held, Speculation
+from infer.engine.speculation import (
+    MAX_DRAFT,
+    Guess,
+    Held,
+    ModelGuess,
+    ModelSpeculation,
+    Speculation,
+)
+from infer.kernels.state.step import NO_TOKEN
 
 
 class Decreed(Speculation):
@@ -37,6 +45,53 @@ class Decreed(Speculation):
                 right = self._random.random() < self._accept
                 decreed[i - 1] = drafted if right else (drafted + 1) % self._vocab_size
         return decreed
+
+
+class DecreedModel(ModelSpeculation):
+    """The same of what a draft model drafts. What is decreed to be right where it is not is another
+    token than the one that was drafted, which only the GPU knows."""
+
+    def __init__(
+        self, kinds: Sequence[int], accept: float, count: int | None, vocab_size: int
+    ) -> None:
+        super().__init__(kinds, measures=count is None)
+        self._accept, self._count, self._vocab_size = accept, count, vocab_size
+        self._random = random.Random(0)
+
+    def guess(self, held: Held | None = None) -> Guess:
+        return _ModelGuess(self._accept)
+
+    def depth(self, most: int) -> int:
+        return min(most, self._count or most)
+
+    def ids(self, ids: list[int], drafts: Sequence[int | None]) -> list[int]:
+        decreed = list(ids)
+        for i, drafted in enumerate(drafts):
+            if drafted is None:
+                continue
+            if decreed[i - 1] == NO_TOKEN or self._random.random() >= self._accept:
+                decreed[i] = NO_TOKEN
+            elif decreed[i] == NO_TOKEN:
+                decreed[i] = (decreed[i - 1] + 1) % self._vocab_size
+        return decreed
+
+
+class _ModelGuess(ModelGuess):
+    """It knows how likely its ids are right."""
+
+    def __init__(self, accept: float) -> None:
+        super().__init__([])
+        self._accept = accept
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Nothing is learnt."""
+
+    def verified(self, drafted: int, right: int) -> None:
+        """Nor here."""
+
+    @property
+    def chances(self) -> list[float]:
+        return [self._accept ** (i + 1) for i in range(len(self.ids))]
 
 
 class _Guess(Guess):

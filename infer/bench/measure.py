@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.bench.drafts import Decreed
+from infer.bench.drafts import Decreed, DecreedModel
 from infer.bench.report import KernelTime, Load, Profile, Row
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
@@ -111,11 +111,12 @@ def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]
             yield layer, sum(min(length, window or length) for length in lengths)
 
 
-def prefill_flops(model: Decoder, tokens: int) -> int:
-    """Operations of a prefill: 2 for every value of a layer's matrices that a token multiplies
-    with, and of the head for the last token; 4 in attention for every query value and position
-    that it attends to. Those of an adapter beside the weights are left out."""
-    return _flops(model, range(1, tokens + 1), heads=1)
+def prefill_flops(model: Decoder, tokens: int, cached: int = 0) -> int:
+    """Operations of a prefill, for tokens that are not cached: 2 for every value of a layer's
+    matrices that a token multiplies with, and of the head for the last token; 4 in attention for
+    every query value and position that it attends to. Those of an adapter beside the weights are
+    left out."""
+    return _flops(model, range(cached + 1, tokens + 1), heads=1)
 
 
 def decode_flops(model: Decoder, prompt_tokens: int, tokens: int) -> int:
@@ -149,6 +150,8 @@ class EngineBench:
     def __init__(self, engine: Engine, bandwidth: float, repeats: int, progress: Progress) -> None:
         self.engine, self.bandwidth = engine, bandwidth
         self.repeats, self.progress = repeats, progress
+        # Nothing is drafted but in tests of drafts.
+        self.draft, engine.draft, engine.speculation = engine.draft, None, None
 
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
@@ -177,16 +180,19 @@ class EngineBench:
                 break
         return chosen
 
-    def prefill(self, tokens: int) -> Row:
+    def prefill(self, tokens: int, cached: int = 0) -> Row:
+        """cached: how many of the tokens are in the cache before."""
         ids = self._ids(tokens)
 
         def run() -> float:
-            self.engine.forget()  # nothing may be reused
+            self.engine.forget()  # nothing else may be reused
+            if cached:
+                self._generate(ids[:cached], replace(GREEDY, max_tokens=1))
             return self._generate(ids, replace(GREEDY, max_tokens=1))[0]
 
-        test = f"pp{tokens}"
+        test = f"pp{tokens}, {cached} cached" if cached else f"pp{tokens}"
         (seconds,) = self._repeat(test, run)
-        flops = prefill_flops(self.engine.model, tokens)
+        flops = prefill_flops(self.engine.model, tokens, cached)
         mean = statistics.fmean(seconds)
         return Row(
             test,
@@ -268,7 +274,10 @@ class EngineBench:
         ids, room = range(engine.vocab_size), drafts_positions(rows, depth, tokens)
         prompts = [draw.choices(ids, k=depth) for _ in range(rows)]
         params = replace(GREEDY, max_tokens=room - depth)
-        engine.speculation = Decreed(engine.steps.draft_kinds, accept, count, engine.vocab_size)
+        engine.draft = self.draft
+        engine.forget()
+        decreed = Decreed if self.draft is None else DecreedModel
+        engine.speculation = decreed(engine.steps.draft_kinds, accept, count, engine.vocab_size)
         step_tokens: list[float] = []
 
         def run() -> float:
@@ -296,7 +305,7 @@ class EngineBench:
         try:
             (seconds,) = self._repeat(test, run)
         finally:
-            engine.speculation = None
+            engine.speculation = engine.draft = None
         tps, spread = _tps(rows * tokens, seconds)
         step = statistics.fmean(step_tokens)
         many_rows = rows if rows > 1 else None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 SCHEMA = 1  # of the JSON; goes up when a field changes its meaning
@@ -107,13 +108,13 @@ class Profile:
 class BenchReport:
     """A benchmark of one model on one adapter.
 
-    dtype: of the matrices. lora: the model's adapter, by its name. copy_bandwidth: bytes read and
-    written per second. ttft_seconds: time to the first token of the prefill test's prompt, mean and
-    deviation. sampled_share: speed with the full sampler chain over greedy speed. host_seconds: of
-    one greedy token, to record and submit its step and to read its id, while the GPU runs the step
-    before; submit_seconds: the part of it to record and submit; dispatches: of the step;
-    gpu_seconds: of the step on the GPU, None without timestamps. peak_bytes: of GPU memory.
-    load_seconds: until the model was ready.
+    dtype: of the matrices. lora: the model's adapter, by its name. draft: the model that drafts,
+    and what it is quantised to. copy_bandwidth: bytes read and written per second. ttft_seconds:
+    time to the first token of the prefill test's prompt, mean and deviation. sampled_share: speed
+    with the full sampler chain over greedy speed. host_seconds: of one greedy token, to record and
+    submit its step and to read its id, while the GPU runs the step before; submit_seconds: the part
+    of it to record and submit; dispatches: of the step; gpu_seconds: of the step on the GPU, None
+    without timestamps. peak_bytes: of GPU memory. load_seconds: until the model was ready.
     """
 
     model: str
@@ -143,7 +144,9 @@ class BenchReport:
     gpu_seconds: float | None = None
     profiles: tuple[Profile, ...] = ()
     lora: str | None = None
+    draft: str | None = None
     loads: tuple[Load, ...] = ()
+    invariant: bool = False
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
@@ -170,18 +173,24 @@ class BenchReport:
 
     @property
     def model_and_dtypes(self) -> str:
-        """Of weights and, where it is not f16, of the KV cache; and the adapter."""
+        """Of weights and, where it is not f16, of the KV cache; adapter and draft model; whether it
+        is invariant."""
         cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
         lora = "" if self.lora is None else f", adapter {self.lora}"
-        return f"{self.model} {self.dtype}{cache}{lora}"
+        draft = "" if self.draft is None else f", drafts by {self.draft}"
+        invariant = ", invariant" if self.invariant else ""
+        return f"{self.model} {self.dtype}{cache}{lora}{draft}{invariant}"
 
     @property
     def file_name(self) -> str:
         """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
-        that is not in f16 is named too, and an adapter."""
+        that is not in f16 is named too, an adapter, a draft model, and an invariant engine."""
         words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
         words += "" if self.kv_dtype == "f16" else f"-kv-{self.kv_dtype}"
         words += "" if self.lora is None else f"-adapter-{Path(self.lora).name.lower()}"
+        if self.draft is not None:
+            words += f"-draft-{Path(self.draft.replace(' ', '-')).name.lower()}"
+        words += "-invariant" if self.invariant else ""
         kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
         return "-".join(part for part in kept.split("-") if part) + ".json"
 
@@ -209,6 +218,11 @@ def format_report(report: BenchReport, width: int | None = None) -> str:
         f"runs                 {len(r.rows[0].seconds)} of each test, after a warm-up",
         f"copy bandwidth       {r.copy_bandwidth / 1e9:,.1f} GB/s (read + written)",
         f"time to first token  {1e3 * ttft:,.2f} ± {1e3 * deviation:,.2f} ms ({r.rows[0].test})",
+        *(
+            f"{'':21}{1e3 * fmean(row.seconds):,.2f} ms ({row.test})"
+            for row in r.rows
+            if row.test.endswith(" cached")
+        ),
         f"sampler chain        {100 * r.sampled_share:.1f} % of greedy speed",
         f"host                 {_host(r)}",
         f"GPU                  {_gpu(r)}",

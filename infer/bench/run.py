@@ -46,6 +46,7 @@ from infer.bench.measure import (
     drafts_positions,
 )
 from infer.bench.report import BenchReport
+from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.speculation import MAX_DRAFT
@@ -60,7 +61,7 @@ from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE
 from infer.keywords import Progress as LoadProgress
 from infer.loading import DTYPES, load, weight_dtype
-from infer.memory import DEFAULT_CONTEXT, MemoryCount, checked_context
+from infer.memory import DEFAULT_CONTEXT, Draft, MemoryCount, checked_context
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import LoadPlan, plan_random
@@ -83,13 +84,17 @@ def run_bench(
     adapter: str | Path | None = None,
     revision: str | None = None,
     offline: bool = False,
+    invariant: bool = False,
     prompt_tokens: int | None = None,
+    prefix: float | None = None,
     decode_tokens: int | None = None,
     depths: Sequence[int] = (),
     batches: Sequence[int] = (),
     clients: Sequence[int] = (),
     accept: float | None = None,
     draft_rows: int | None = None,
+    draft: str | None = None,
+    draft_quantize: str | None = None,
     repeats: int | None = None,
     profile: bool = False,
     progress: Progress = lambda test, run, runs: None,
@@ -97,15 +102,18 @@ def run_bench(
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, context, dtype, quantize, kv_dtype, adapter, revision, offline: as for `load`; a
-    shape's weights are bf16 where dtype and quantize are None, or packed as in checkpoints of a
-    `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the prefill test;
+    model, device, context, dtype, quantize, kv_dtype, adapter, revision, offline, invariant: as for
+    `load`; a shape's weights are bf16 where dtype and quantize are None, or packed as in
+    checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the
+    prefill test, of which there is one more with a prefix: the share that is in the cache before;
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
     that are in the cache before it. batches: of so many answers at once, after as many tokens each
     as the depths say, or 128. clients: of so many at once, each of which sends `repeats` requests,
     one after the other: prompts of an eighth of prompt_tokens to all of them, answers of
     decode_tokens. accept: decode also with drafts, alone and in each of `batches`, of which each is
     right with this probability; draft_rows of them for each step, or None: as many as pay, if any.
+    draft: the model that drafts them, or for a shape another shape, quantised or not as
+    draft_quantize says; without it nothing is run for that.
     Each test runs `repeats` times after a warm-up. What of these three is None is
     512, 128 and 5, or as much less as keeps a slow adapter to about a minute. profile: time every
     kernel. progress is told what runs; loading: as progress of `load`. Raises RequestError and
@@ -118,10 +126,19 @@ def run_bench(
         )
     if accept is not None and not 0 <= accept <= 1:
         raise RequestError(f"A probability is a number from 0 to 1, not {accept}.")
+    if prefix is not None and not 0 < prefix < 1:
+        raise RequestError(f"A prefix is a share of the prompt between 0 and 1, not {prefix}.")
+    if prefix is not None and prompt_tokens == 1:
+        raise RequestError("A prompt of one token has nothing to be cached before it.")
     if draft_rows is not None and (accept is None or not 1 <= draft_rows <= MAX_DRAFT):
         raise RequestError(
             f"From 1 to {MAX_DRAFT} tokens can be drafted for a step, and it must be said how "
             "likely they are right (--accept)."
+        )
+    if draft is not None and accept is None:
+        raise RequestError(
+            "Prompts are random, so that no draft would be right: say how likely they are to be "
+            "(--accept)."
         )
     if max(batches, default=1) > MAX_BATCH:
         raise RequestError(f"At most {MAX_BATCH} answers run at once, not {max(batches)}.")
@@ -158,7 +175,10 @@ def run_bench(
         offline,
         needed=needed,
         max_batch=max_batch,
-        speculate="off" if accept is None else "lookup",
+        speculate="off" if accept is None else "lookup" if draft is None else "draft",
+        draft=draft,
+        draft_quantize=draft_quantize,
+        invariant=invariant,
         loading=loading,
     )
     lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
@@ -169,11 +189,13 @@ def run_bench(
     begin = time.perf_counter()
     with opened as (name, engine):
         load_seconds = time.perf_counter() - begin
-        engine.speculation = None  # but in tests of drafts
         bench = EngineBench(engine, bandwidth, repeats or 1, progress)
         sizes = bench.sizes(prompt_tokens, decode_tokens, repeats, max(depths, default=1))
         bench.repeats = sizes.repeats
         prefill = bench.prefill(sizes.prompt)
+        cached = []
+        if prefix is not None:
+            cached = [bench.prefill(sizes.prompt, max(1, int(prefix * sizes.prompt)))]
         greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
         deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
         together = [bench.batch(rows, BATCH_TOKENS, depth) for rows, depth in batched]
@@ -210,13 +232,15 @@ def run_bench(
             commit=commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             copy_bandwidth=bandwidth,
-            rows=(prefill, greedy, sampled, *deep.values(), *together, *drafted),
+            rows=(prefill, *cached, greedy, sampled, *deep.values(), *together, *drafted),
             ttft_seconds=(statistics.fmean(prefill.seconds), deviation(prefill.seconds)),
             sampled_share=sampled.tps / greedy.tps,
             host_seconds=host_seconds,
             peak_bytes=engine.device.memory_stats().peak,
             load_seconds=load_seconds,
             lora=lora,
+            draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
+            invariant=invariant,
             dispatches=len(engine.recording("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
@@ -270,6 +294,9 @@ def open_engine(
     needed: int = 2,
     max_batch: int = 1,
     speculate: str = "off",
+    draft: str | None = None,
+    draft_quantize: str | None = None,
+    invariant: bool = False,
     loading: LoadProgress | None = None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
@@ -285,6 +312,8 @@ def open_engine(
             "dtype": dtype,
             "quantize": quantize,
             "kv_dtype": kv_dtype,
+            "draft": draft,
+            "draft_quantize": draft_quantize,
             "adapter": adapter,
             "revision": revision,
             "offline": offline,
@@ -292,6 +321,7 @@ def open_engine(
         _check_model(model, options, needed)
         room = {"cache_positions": _room(context or DEFAULT_CONTEXT, needed, max_batch)}
         own = {"progress": loading, "max_batch": max_batch, "speculate": speculate, "engine": room}
+        own["invariant"] = invariant
         return _loaded(model, options | own)
     if shape is not None and model is None:
         if adapter is not None:
@@ -301,8 +331,13 @@ def open_engine(
         if format is not None and (dtype or quantize):
             raise RequestError("A format has dtypes of its own: give no other beside it.")
         stored = weight_dtype(dtype, quantize) or "bf16"
-        sizes = needed, max_batch, speculate
-        return _random(shape, device, context, stored, kv_dtype, format, *sizes)
+        drafts = None
+        if draft is not None:
+            smaller = build_model(shape_config(draft))
+            plan = plan_random(smaller.weights(), draft_quantize or stored).joined()
+            drafts = Draft(draft, smaller, plan)
+        sizes = needed, max_batch, speculate, invariant
+        return _random(shape, device, context, stored, kv_dtype, format, *sizes, drafts)
     raise RequestError(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
         "format is for a shape."
@@ -352,6 +387,8 @@ def _random(
     needed: int,
     max_batch: int,
     speculate: str,
+    invariant: bool,
+    draft: Draft | None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """An engine of that shape on random weights."""
     model = build_model(shape_config(shape))
@@ -360,21 +397,22 @@ def _random(
     published = None if format is None else PUBLISHED[format]
     gpu = choose_adapter(selector)
     plan = plan_random(model.weights(), dtype, published).joined()
-    positions = checked_context(model, shape, context)
+    positions = checked_context(model, shape, context, draft)
     if max_batch > 1 and context is None:
         positions = min(positions, max(needed, _CONTEXT))
-    options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu).fitting(
+    options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu, draft=draft).fitting(
         EngineOptions(
             context=positions,
             max_batch=max_batch,
             cache_positions=_room(positions, needed, max_batch),
             kv_dtype=kv_dtype,
             speculate=speculate,
+            invariant=invariant,
         ),
         may_shrink=("context",) if context is None and max_batch == 1 else (),
     )
     _check_positions(options.context, needed)
-    return _on_random(shape, model, plan, gpu, options)
+    return _on_random(shape, model, plan, gpu, options, draft)
 
 
 @contextmanager
@@ -384,11 +422,15 @@ def _on_random(
     plan: LoadPlan,
     gpu: AdapterInfo,
     options: EngineOptions,
+    draft: Draft | None,
 ) -> Iterator[tuple[str, Engine]]:
     with Device(gpu) as device:
         weights = random_weights(device, plan)
-        engine = Engine(device, model, weights, options)
-        engine.steps.compile()
+        drafts = None
+        if draft is not None:
+            drafts = Loaded(draft.model, random_weights(device, draft.plan))
+        engine = Engine(device, model, weights, options, draft=drafts)
+        engine.compile()
         device.wait()
         yield shape, engine
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
-from infer.foreign import shown
+from infer.cli.client import Client
 from infer.kernels.errors import InferError, RequestError
 
 if TYPE_CHECKING:
@@ -84,65 +82,31 @@ class Server:
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
         """model: the server's first, if left out. Raises InferError if it has none."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if parts.scheme not in ("http", "https") or host is None:
-            raise RequestError(
-                f"{shown(url)} is no address of a server, such as http://127.0.0.1:8000."
-            )
-        self._secure, self._host, self._port = parts.scheme == "https", host, port
-        self._url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._client = Client(url, api_key, _SILENCE)
         self._template_args = template_args or {}
         self.tokens: int | None = None
         self.finish_reason: str | None = None
         self.name = model or self._first_model()
 
     def _first_model(self) -> str:
-        connection, response = self._ask("GET", "/models")
-        with closing(connection):
+        with self._ask("/models") as response:
             try:
                 return str(json.loads(response.read(_LINE))["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
                 raise InferError(
-                    f"The server at {self._url} names no model. Give one: infer chat MODEL --url …"
+                    f"The server at {self._client.url} names no model. Give one: "
+                    "infer chat MODEL --url …"
                 ) from None
 
+    @contextmanager
     def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """A response with status 200, and the connection, which the caller closes. Raises
-        InferError."""
-        connection: http.client.HTTPConnection
-        if self._secure:
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=_SILENCE, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=_SILENCE)
-        try:
-            data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._path + path, data, self._headers)
-            response = connection.getresponse()
+        self, path: str, body: Mapping[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """A response with status 200. Raises InferError."""
+        with self._client.ask(f"/v1{path}", body) as response:
             if response.status != 200:
                 raise InferError(_told(response))
-        except (OSError, http.client.HTTPException, UnicodeError) as error:
-            connection.close()
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise InferError(
-                f"No server answers at {self._url}: {reason}. infer serve MODEL starts one."
-            ) from error
-        except BaseException:
-            connection.close()
-            raise
-        return connection, response
+            yield response
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Pieces:
         self.tokens = self.finish_reason = None
@@ -155,8 +119,7 @@ class Server:
         }
         if self._template_args:
             body["chat_template_kwargs"] = self._template_args
-        connection, response = self._ask("POST", "/chat/completions", body)
-        with closing(connection):
+        with self._ask("/chat/completions", body) as response:
             for event in _events(response):
                 if "error" in event:
                     raise InferError(str(event["error"].get("message", "The answer failed.")))

@@ -23,6 +23,8 @@ from infer.cli.options import (
     Commands,
     ContextOption,
     DeviceOption,
+    DraftOption,
+    DraftQuantizeOption,
     DtypeOption,
     HubArgument,
     InvariantOption,
@@ -34,7 +36,6 @@ from infer.cli.options import (
     OptionalModelArgument,
     QuantizeOption,
     RevisionOption,
-    Speculate,
     SpeculateOption,
     VerboseOption,
     bench_option,
@@ -80,7 +81,8 @@ from infer.progress import (
 )
 
 if TYPE_CHECKING:
-    from infer.llm import LLM, Result, Stream
+    from infer.llm import LLM, Stream
+    from infer.results import Result
 
 app = typer.Typer(
     cls=Commands,
@@ -298,7 +300,9 @@ def run(
         ),
     ] = None,
     invariant: InvariantOption = False,
-    speculate: SpeculateOption = Speculate.OFF,
+    speculate: SpeculateOption = None,
+    draft: DraftOption = None,
+    draft_quantize: DraftQuantizeOption = None,
     no_fuse: Annotated[
         bool,
         loading_option(
@@ -416,6 +420,8 @@ def run(
                 max_batch=1 if file is None else max_batch,
                 invariant=invariant,
                 speculate=speculate,
+                draft=draft,
+                draft_quantize=draft_quantize,
                 adapter=adapter,
                 revision=revision,
                 offline=offline,
@@ -558,7 +564,7 @@ def pull(
     """
     with exit_codes(verbose):
         from infer.cli import cached
-        from infer.hub_cache import pull as fetch
+        from infer.hub.cache import pull as fetch
 
         with ProgressLine() as line:
             found = fetch(model, revision=revision, progress=partial(line.loading, "download"))
@@ -584,7 +590,7 @@ def list_(as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
     """
     with exit_codes(verbose):
         from infer.cli.cached import CachedReport
-        from infer.hub_cache import list_models
+        from infer.hub.cache import list_models
 
         show(CachedReport(list_models()), as_json)
 
@@ -623,7 +629,7 @@ def rm(
     """
     with exit_codes(verbose):
         from infer.cli import cached
-        from infer.hub_cache import find_deletion
+        from infer.hub.cache import find_deletion
 
         deletion = find_deletion(model, revision)
         if not yes and not cached.is_wanted(deletion):
@@ -650,6 +656,8 @@ def info(
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
+    draft: DraftOption = None,
+    draft_quantize: DraftQuantizeOption = None,
     adapter: AdapterOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
@@ -675,6 +683,8 @@ def info(
                 dtype=dtype,
                 quantize=quantize,
                 kv_dtype=kv_dtype,
+                draft=draft,
+                draft_quantize=draft_quantize,
                 adapter=adapter,
                 revision=revision,
                 offline=offline,
@@ -764,6 +774,14 @@ def bench(
             "128 and 5, or less, so that a slow adapter ends in about a minute.",
         ),
     ] = None,
+    prefix: Annotated[
+        float | None,
+        bench_option(
+            "--prefix",
+            metavar="P",
+            help="Also prefill with this share of the prompt in the cache, such as 0.9.",
+        ),
+    ] = None,
     decode_tokens: Annotated[
         int | None,
         bench_option("--decode-tokens", "-n", metavar="N", help="Of every decode test."),
@@ -814,12 +832,22 @@ def bench(
             "--speculate auto would.",
         ),
     ] = None,
+    draft: Annotated[
+        str | None,
+        bench_option(
+            "--draft",
+            metavar="MODEL",
+            help="With --accept: the model that drafts, or for a --shape another shape.",
+        ),
+    ] = None,
+    draft_quantize: DraftQuantizeOption = None,
     profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
     device: DeviceOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
+    invariant: InvariantOption = False,
     adapter: AdapterOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
@@ -873,13 +901,17 @@ def bench(
                 adapter=adapter,
                 revision=revision,
                 offline=offline,
+                invariant=invariant,
                 prompt_tokens=prompt_tokens,
+                prefix=prefix,
                 decode_tokens=decode_tokens,
                 depths=depths,
                 batches=batches,
                 clients=at_once,
                 accept=accept,
                 draft_rows=draft_rows,
+                draft=draft,
+                draft_quantize=draft_quantize,
                 repeats=repeats,
                 profile=profile,
                 progress=tell,

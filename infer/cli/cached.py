@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from infer.hub_cache import CachedModel, CachedModels, Deletion, Pulled
+from infer.hub.cache import CachedModel, CachedModels, Deletion, Pulled
 from infer.kernels.errors import RequestError
 from infer.progress import is_terminal, size, visible, write_note
 

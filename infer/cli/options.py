@@ -78,6 +78,7 @@ class Speculate(StrEnum):
     OFF = "off"
     AUTO = "auto"
     LOOKUP = "lookup"
+    DRAFT = "draft"
 
 
 class KVDtype(StrEnum):
@@ -147,7 +148,7 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def names_in_cache(incomplete: str) -> list[str]:
-    from infer.hub_cache import cached_names
+    from infer.hub.cache import cached_names
     from infer.kernels.errors import InferError
 
     try:
@@ -233,12 +234,29 @@ InvariantOption = Annotated[
     ),
 ]
 SpeculateOption = Annotated[
-    Speculate,
+    Speculate | None,
     loading_option(
         "--speculate",
         help="Draft tokens from what came after the same ones before, and verify many in one step: "
-        "wherever there are some (lookup), or where that is measured to be faster (auto). Answers "
-        "stay the same.",
+        "wherever there are some (lookup), or where that is measured to be faster (auto). With "
+        "--draft by that model, in every step (draft), or where it is faster (auto, unless said "
+        "otherwise). Answers stay the same.",
+    ),
+]
+DraftOption = Annotated[
+    str | None,
+    loading_option(
+        "--draft",
+        metavar="MODEL",
+        help="A smaller model with the same tokenizer, which drafts tokens that MODEL verifies, "
+        "many in one step: demo-draft for demo. Answers stay the same.",
+    ),
+]
+DraftQuantizeOption = Annotated[
+    Quantize | None,
+    loading_option(
+        "--draft-quantize",
+        help="Quantise its weights, in place of what --dtype and --quantize say for both.",
     ),
 ]
 AdapterOption = Annotated[

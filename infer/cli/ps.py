@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from typing import Annotated, Any
 
+from infer.cli.client import Client
 from infer.cli.options import ApiKeyOption, JsonOption, VerboseOption, server_option
 from infer.cli.terminal import exit_codes, show
 from infer.kernels.errors import InferError
 from infer.progress import size, visible
 
 _SECONDS = 10.0  # that it has to answer
+_BYTES = 16 << 20  # of an answer, at most
 
 
 def ps(
@@ -86,17 +86,15 @@ class ServerReport:
 
 def find(url: str, api_key: str | None) -> ServerReport:
     """Raises InferError."""
-    url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        url = f"http://{url}"
-    health = _parsed(_get(url, "/health", api_key, known=(200, 503)))
-    models = _parsed(_get(url, "/v1/models", api_key)).get("data")
-    metrics = _metrics(_get(url, "/metrics", api_key, known=(200, 404)))
+    client = Client(url, api_key, _SECONDS)
+    health = _parsed(_get(client, "/health", known=(200, 503)))
+    models = _parsed(_get(client, "/v1/models")).get("data")
+    metrics = _metrics(_get(client, "/metrics", known=(200, 404)))
     try:
         served = [_served(model, metrics[model["id"]]) for model in models or ()]
-        return ServerReport(url, str(health.get("status", "unknown")), served)
+        return ServerReport(client.url, str(health.get("status", "unknown")), served)
     except (KeyError, TypeError, ValueError) as error:
-        raise _other(url) from error
+        raise _other(client) from error
 
 
 def _served(model: dict[str, Any], metrics: dict[str, float]) -> Served:
@@ -131,31 +129,19 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _get(url: str, path: str, api_key: str | None, known: Sequence[int] = (200,)) -> bytes:
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    try:
-        request = urllib.request.Request(url + path, headers=headers)
-        with urllib.request.urlopen(request, timeout=_SECONDS) as response:
-            data: bytes = response.read()
-            return data
-    except urllib.error.HTTPError as error:
-        with error:
-            data = error.read()
-        if error.code in known:
-            return data
-        if error.code == 401:
+def _get(client: Client, path: str, known: Sequence[int] = (200,)) -> bytes:
+    with client.ask(path) as response:
+        if response.status == 401:
             raise InferError(
-                f"The server at {url} wants a key: give --api-key, or set INFER_API_KEY."
-            ) from None
-        raise _other(url) from error
-    except (OSError, HTTPException, ValueError) as error:
-        reason: Any = getattr(error, "reason", error)
-        text = getattr(reason, "strerror", None) or str(reason)
-        raise InferError(
-            f"No server answers at {url}: {text}. infer serve MODEL starts one; --url says where "
-            "one is."
-        ) from None
+                f"The server at {client.url} wants a key: give --api-key, or set INFER_API_KEY."
+            )
+        if response.status not in known:
+            raise _other(client)
+        try:
+            return response.read(_BYTES)
+        except (OSError, HTTPException) as error:
+            raise _other(client) from error
 
 
-def _other(url: str) -> InferError:
-    return InferError(f"What answers at {url} is no server of infer.")
+def _other(client: Client) -> InferError:
+    return InferError(f"What answers at {client.url} is no server of infer.")

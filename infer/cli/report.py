@@ -16,9 +16,10 @@ import infer
 from infer.inspection import Inspection
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Device, Limits
-from infer.llm import LLM, Result
+from infer.llm import LLM
 from infer.models.loading.checkpoint import listed
 from infer.progress import size, visible
+from infer.results import Result
 from infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ class ModelReport:
                 "format": f"{m.format or 'floats'}, {bits:.2f} bits per weight",
                 **({"not used": unused} if m.ignored else {}),
                 **({} if m.lora is None else {"LoRA": m.lora}),
+                **({} if m.draft is None else {"draft": f"{m.draft}, counted below"}),
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
                 f"({size(m.disk_bytes)} on the disk)",
                 "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} positions "
@@ -321,6 +323,7 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
             "adapter": f"{device.adapter}, driver {device.adapter.driver}",
             "features": _used_features(device),
             "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
+            **({} if engine.draft is None else {"draft": str(engine.draft)}),
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
             "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
             "loading": f"{loading}; {device.n_pipelines} kernels",

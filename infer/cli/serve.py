@@ -15,6 +15,8 @@ import typer
 from infer.cli.options import (
     ContextOption,
     DeviceOption,
+    DraftOption,
+    DraftQuantizeOption,
     DtypeOption,
     InvariantOption,
     KVDtype,
@@ -23,7 +25,6 @@ from infer.cli.options import (
     OfflineOption,
     QuantizeOption,
     RevisionOption,
-    Speculate,
     SpeculateOption,
     VerboseOption,
     loading_option,
@@ -154,7 +155,9 @@ def serve(
         ),
     ] = None,
     invariant: InvariantOption = False,
-    speculate: SpeculateOption = Speculate.OFF,
+    speculate: SpeculateOption = None,
+    draft: DraftOption = None,
+    draft_quantize: DraftQuantizeOption = None,
     verbose: VerboseOption = False,
 ) -> None:
     """Serve models to programs, as an API, and to people, as a page.
@@ -169,9 +172,11 @@ def serve(
         if "" in (api_key or ()):
             raise typer.BadParameter("an empty key keeps nobody out", param_hint="--api-key")
         adapters = dict(map(parse_adapter, adapter or ()))
-        if len(models) > 1 and (served_name is not None or revision is not None or adapters):
+        of_one = (served_name, revision, adapters or None, draft)
+        if len(models) > 1 and any(given is not None for given in of_one):
             raise typer.BadParameter(
-                "--served-name, --revision and --adapter belong to one model", param_hint="MODEL"
+                "--served-name, --revision, --adapter and --draft belong to one model",
+                param_hint="MODEL",
             )
         with _extra():
             from infer.server.host import Host
@@ -189,6 +194,8 @@ def serve(
             "cache_memory": nbytes,
             "invariant": invariant,
             "speculate": speculate,
+            "draft": draft,
+            "draft_quantize": draft_quantize,
             "adapters": adapters or None,
             "offline": offline,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,8 @@ class InFlight:
     """A submitted step that has not been read. rows: of those that are sampled the sequences, and
     which of them have their logits read back. logprobs: whether the sampler's are. prefilled: rows
     of a prompt. chunk: of a text that is embedded. sequences: of a decode step. drafts: the token
-    that each of its rows was drafted with, or None, if there are drafts; kind: rows of its kind."""
+    that each of its rows was drafted with, or None, if there are drafts; NO_TOKEN where only the
+    GPU knows it. kind: what its time is measured by (`Speculation.measured`)."""
 
     submission: Any
     staging: Staging
@@ -125,7 +126,7 @@ class InFlight:
     chunk: Chunk | None
     sequences: int
     drafts: tuple[int | None, ...]
-    kind: int
+    kind: Hashable
     since: float
 
 
@@ -154,14 +155,18 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A step of so many rows of a batch that is recorded, to be the one of that number. body: where
-    it is submitted in two parts."""
+    """A step of so many rows of a batch that is recorded, to be the one of that number. drafting:
+    with what a draft model does before, for so many sequences, so many tokens each. body: of the
+    step, where there are masks; None: it is one with the rest. first: the draft model's first step,
+    which comes before, by whether any sequence is behind; one is to be sent."""
 
     batch: Batch
     rows: int
+    drafting: tuple[int, int]
     number: int
     body: Any
     commands: Any
+    first: tuple[Any, ...] = ()
 
 
 class Staging:

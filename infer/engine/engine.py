@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
@@ -42,12 +42,13 @@ from infer.engine.answers import (
     Staging,
 )
 from infer.engine.constraint import Asked, Constraint
+from infer.engine.draft import Drafting, DraftModel, Loaded
 from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import MAX_DRAFT, Guess, Held, Speculation
-from infer.engine.steps import HIDDEN, Steps
+from infer.engine.speculation import MAX_DRAFT, Guess, Held, ModelSpeculation, Speculation
+from infer.engine.steps import HIDDEN, MAX_BATCH, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
@@ -55,7 +56,7 @@ from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
 from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
 from infer.kernels.gpu.device import Device
-from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.gpu.record import Copy, Part, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
@@ -73,6 +74,7 @@ from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams, logprobs
 
 _TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
+_DRAFTED = 4  # rows for each of many sequences that a draft model drafts for
 _PAUSE = 0.005  # between two steps, from where on they do not follow each other
 
 
@@ -86,13 +88,18 @@ class Engine(TokenEngine):
         weights: Mapping[str, GpuTensor],
         options: EngineOptions,
         adapters: Adapters = NO_ADAPTERS,
+        draft: Loaded | None = None,
     ) -> None:
-        """adapters: what lies beside the weights. Allocates everything but the weights and these.
-        Raises OutOfMemoryError."""
+        """adapters: what lies beside the weights. draft: a model that fits (`check_draft`), for
+        ways to speculate that need one. Allocates everything but the weights and these. Raises
+        OutOfMemoryError."""
         self.device, self.model, self.weights, self.options = device, model, weights, options
         self.config, self.slots = model.config, options.max_batch
         self.context, self.vocab_size = options.context, model.config.vocab_size
         self.adapters, self.adapter_names = adapters, adapters.names
+        draft_rows = options.draft_rows
+        if draft is not None:
+            draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
         self.steps = Steps(
             device,
             model,
@@ -105,7 +112,7 @@ class Engine(TokenEngine):
             max_batch=options.max_batch,
             n_pages=options.pages,
             invariant=options.invariant,
-            draft_rows=options.draft_rows,
+            draft_rows=draft_rows,
         )
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
@@ -128,11 +135,16 @@ class Engine(TokenEngine):
             snapshot_tail=_TAIL if self.states else 0,
             prompts=self.steps.prompts,
         )
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            self.draft = DraftModel(device, draft, options, self.steps, self.sampler)
         self.speculation: Speculation | None = None
         if options.speculate != "off":
-            measures = options.speculate == "auto"
-            self.speculation = Speculation(self.steps.draft_kinds, measures=measures)
+            by = Speculation if draft is None else ModelSpeculation
+            self.speculation = by(self.steps.draft_kinds, measures=options.speculate == "auto")
         self._draft_rows = 0  # of the next step with drafts
+        self._verified = [0, 0, 0]  # drafts, their tokens, and those that were right
+        self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
         self._body: tuple[Batch, int, Any] | None = None  # recorded: that of the next such step
         self._recordings: dict[tuple[Any, ...], Recording] = {}
@@ -165,6 +177,8 @@ class Engine(TokenEngine):
         self._rows: tuple[int, ...] | None = None
         self._host_rows: set[int] = set()  # slots of whose next rows the GPU does not know
         self._batch: Batch | None = None
+        if self.draft is not None:
+            self.draft.forget()
         self._drop_prepared()
 
     def warm_up(
@@ -183,7 +197,12 @@ class Engine(TokenEngine):
         recordings = [self.recording(kind, True, chain) for kind in kinds]
         if params.max_tokens != 1:
             few = [self.steps.drafts(n) for n in self.steps.draft_kinds if n <= DRAFT_ROWS]
-            recordings += [self.recording(kind, True, chain, drafts=True) for kind in few]
+            unknown = self.draft is not None
+            recordings += [
+                self.recording(kind, True, chain, drafts=True, unknown=unknown) for kind in few
+            ]
+        if self.draft is not None:
+            recordings += self.draft.recordings(prompt_tokens, chain)
         if not self.device.software:
             return
         first = {item.pipeline: item for r in recordings for item in r.dispatches}
@@ -194,10 +213,16 @@ class Engine(TokenEngine):
             if progress is not None:
                 progress(done, len(first))
 
+    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """As `Steps.compile`, of the draft model too."""
+        self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
+
     def compile_batches(self, params: SamplingParams) -> None:
         """Have compiled what an answer that joins others takes beside what it would alone."""
         self.steps.compile_batches()
         self.sampler.dispatches(self._chain(params), gather=self.steps.prompts)
+        if self.draft is not None:
+            self.draft.steps.compile_batches(prompts=False)
 
     @property
     def gpu(self) -> AdapterInfo:
@@ -343,7 +368,8 @@ class Engine(TokenEngine):
         running = len(scheduler.running) + len(scheduler.prefilling)
         memory = self.device.memory_stats()
         waiting = len(scheduler.waiting) + new
-        return EngineStats(memory, self.pool.stats, running, waiting, scheduler.preemptions)
+        counts = scheduler.preemptions, *self._verified
+        return EngineStats(memory, self.pool.stats, running, waiting, *counts)
 
     def close(self) -> None:
         with self.turn():
@@ -457,6 +483,10 @@ class Engine(TokenEngine):
             self._give_pages(slot, part.sequence.pages)
             if part.copy is not None:
                 before += self.steps.cache.copies(*part.copy, part.start % PAGE)
+                if self.draft is not None:
+                    before += self.draft.copies(*part.copy, part.start % PAGE)
+            if part.first and self.draft is not None:
+                self.draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
                 before += copies(self.states, slot, part.restore, back=True)
         self._rotate_for(answers[0].table_length)
@@ -498,6 +528,8 @@ class Engine(TokenEngine):
             pass
         self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
         for part, slot in zip(work, slots, strict=True):
+            if self.draft is not None and part.sequence.shares:
+                self.draft.follow(self.queue, part.sequence, slot, part.start + part.count)
             if part.save is not None:
                 self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, part.save, back=False))
 
@@ -539,7 +571,11 @@ class Engine(TokenEngine):
         for sequence, slot in zip(batch.sequences, batch.slots, strict=True):
             longest = max(longest, sequence.computed)
             if len(sequence.pages) != len(self._pages[slot]):
+                if self.draft is not None:
+                    self.draft.forget_pages(sequence.pages[len(self._pages[slot]) :])
                 self._give_pages(slot, sequence.pages)
+        if self.draft is not None and not work.drafts:
+            self._drop_prepared()  # there is nothing to be drafted
         prepared = None if self._prepared is None else self._take_prepared(batch, self._prepared)
         if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
@@ -664,6 +700,10 @@ class Engine(TokenEngine):
         self.scheduler.in_step = any(counts)
         if self.scheduler.in_step:
             self._draft_rows = len(running) + sum(counts)
+            self._drafting = sum(map(bool, counts)), max(counts)
+            if self.draft is not None and self._prepared is not None:  # then from the next step on
+                depth = self._prepared.drafting[1]
+                counts = [depth if count else 0 for count in counts]
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
             known = guess is not None and count and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
@@ -681,6 +721,7 @@ class Engine(TokenEngine):
         sampled: list[scheduler.Sequence] = []
         drafted: list[int | None] = []
         first: list[int] = []  # row of each sequence
+        drafting: list[Drafting] = []
         each = zip(batch.sequences, batch.slots, drafts, behind, strict=True)
         for sequence, slot, draft, own_behind in each:
             first.append(len(rows))
@@ -688,23 +729,40 @@ class Engine(TokenEngine):
             number = self.adapters.number(answer.adapter)
             position = len(sequence.tokens) - 1
             for i, token in enumerate((sequence.tokens[-1], *draft)):
-                rows.append((token, position + i, slot, number, 0 if i else own_behind))
+                known = 0 if token == NO_TOKEN else token
+                rows.append((known, position + i, slot, number, 0 if i else own_behind))
                 drafted.append(token if i else None)
             sampled += [sequence] * (1 + len(draft))
+            if draft and self.draft is not None:
+                drafting.append(Drafting(sequence, slot, len(draft), first[-1] + 1))
             if draft:
                 self._host_rows.add(slot)
             else:
                 self._host_rows.discard(slot)
             answer.timings.drafted_tokens += len(draft)
         count = len(rows)
-        if prepared is not None and prepared.rows < count:
+        shape = len(drafting), max(map(len, drafts))
+        if prepared is not None and (
+            prepared.rows < count
+            or any(n < m for n, m in zip(prepared.drafting, shape, strict=True))
+        ):
             self._drop(prepared)
             prepared = None
-        count = count if prepared is None else prepared.rows
+        if prepared is not None:
+            count, shape = prepared.rows, prepared.drafting
         assert count <= self.steps.most_rows
+        longest += max(map(len, drafts))
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
-        longest += max(map(len, drafts))
+        if self.draft is not None and drafting:
+            is_behind = self.draft.begin_round(self.queue, drafting, shape[0])
+            if prepared is not None:
+                self.queue.send(prepared.first[is_behind])
+                self.queue.drop(prepared.first[not is_behind])
+            else:  # the GPU drafts while the host records what verifies it
+                parts = self.draft.first(shape[0], batch.chain, longest, is_behind)
+                for part in (*parts, *self.draft.others(*shape, batch.chain, longest)):
+                    self.queue.submit(*part, ())
         since = time.perf_counter()
         body, recording = self._verifying(batch, count)
         of = tuple(sampled), tuple(first[i] for i in batch.logits_of), batch.logprobs
@@ -714,8 +772,10 @@ class Engine(TokenEngine):
                 self.queue.submit(body, count, longest, ())
             else:
                 self.queue.send(prepared.body)
-            places = zip(first, drafts, strict=True)
-            with self._masks(batch.masked, dict(zip(batch.sequences, places, strict=True))):
+            # What a draft model drafts is not known here, nor is it held.
+            own = drafts if self.draft is None else ((),) * len(drafts)
+            places = dict(zip(batch.sequences, zip(first, own, strict=True), strict=True))
+            with self._masks(batch.masked, places):
                 if commands is None:
                     copies = self._read_back(self._next_staging, len(sampled), *of[1:])
                     commands = self.queue.record(recording, count, longest, copies)
@@ -726,6 +786,7 @@ class Engine(TokenEngine):
             *of,
             sequences=len(batch.sequences),
             drafts=tuple(drafted),
+            depth=shape[1],
             commands=commands,
             since=since,
         )
@@ -733,9 +794,10 @@ class Engine(TokenEngine):
     def _verifying(self, batch: Batch, rows: int) -> tuple[Recording | None, Recording]:
         """What a step with drafts dispatches, with masks in two parts: the body and the head."""
         kind, chain, by_row = self.steps.drafts(rows), batch.chain, batch.by_row
+        unknown = self.draft is not None
         if not batch.masked:
-            return None, self.recording(kind, True, chain, by_row, drafts=True)
-        head = self.recording(kind, True, chain, by_row, body=False, drafts=True)
+            return None, self.recording(kind, True, chain, by_row, drafts=True, unknown=unknown)
+        head = self.recording(kind, True, chain, by_row, body=False, drafts=True, unknown=unknown)
         return self.recording(kind, False, None, by_row), head
 
     def _prepare(self) -> None:
@@ -746,13 +808,25 @@ class Engine(TokenEngine):
         if len(self._in_flight) > 1 or self.scheduler.has_prompts:
             return  # another comes first
         longest = max(s.computed + s.drafted for s in batch.sequences) + 1 + MAX_DRAFT
-        rows, number = self._draft_rows, self._submitted
+        longest = min(longest, self.context)
+        rows, number, drafting = self._draft_rows, self._submitted, self._drafting
         copies = self._read_back(self._next_staging, rows, (), batch.logprobs)
-        body, recording = self._verifying(batch, rows)
-        of = rows, min(longest, self.context)
-        first = None if body is None else self.queue.record(body, *of, ())
-        commands = self.queue.record(recording, *of, copies)
-        self._prepared = Prepared(batch, rows, number, first, commands)
+        before: list[Part] = []
+        first: tuple[Any, ...] = ()
+        if self.draft is not None:
+            before = self.draft.others(*drafting, batch.chain, longest)
+            ways = (
+                self.draft.first(drafting[0], batch.chain, longest, behind)
+                for behind in (False, True)
+            )
+            first = tuple(self.queue.record(*sampling, (), [step]) for step, sampling in ways)
+        recording, rest = self._verifying(batch, rows)
+        body = None
+        if recording is not None:
+            body = self.queue.record(recording, rows, longest, (), before)
+            before = []
+        commands = self.queue.record(rest, rows, longest, copies, before)
+        self._prepared = Prepared(batch, rows, drafting, number, body, commands, first)
 
     def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -773,9 +847,9 @@ class Engine(TokenEngine):
             self._body = None
 
     def _drop(self, prepared: Prepared) -> None:
-        if prepared.body is not None:
-            self.queue.drop(prepared.body)
-        self.queue.drop(prepared.commands)
+        body = () if prepared.body is None else (prepared.body,)
+        for commands in (prepared.commands, *body, *prepared.first):
+            self.queue.drop(commands)
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
@@ -796,17 +870,18 @@ class Engine(TokenEngine):
         joins: bool = False,
         body: bool = True,
         drafts: bool = False,
+        unknown: bool = False,
     ) -> Recording:
         """by_row: some of its rows have adapters. joins: its rows are taken from the table of
-        sequences first. drafts: they may have drafted tokens."""
-        key = (kind, by_row, head, chain, joins, body, drafts)
+        sequences first. drafts: they may have drafted tokens. unknown: to the host."""
+        key = (kind, by_row, head, chain, joins, body, drafts, unknown)
         if key not in self._recordings:
             plan = self.steps.plan(kind, by_row)
             dispatches = [self.sampler.step_rows] if joins else []
             dispatches += [*(plan.body if body else ()), *(plan.head if head else ())]
             if chain is not None:
                 gather = self.steps.gathers(kind)
-                dispatches += self.sampler.dispatches(chain, gather=gather, drafts=drafts)
+                dispatches += self.sampler.dispatches(chain, gather, drafts, unknown)
             self._recordings[key] = Recording(dispatches)
         return self._recordings[key]
 
@@ -822,10 +897,12 @@ class Engine(TokenEngine):
         chunk: Chunk | None = None,
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
+        depth: int = 0,
         commands: Any = None,
         since: float | None = None,
     ) -> None:
-        """commands: it was recorded before. since: when its body was submitted."""
+        """depth: steps of a draft model before it. commands: it was recorded before. since: when
+        its body was submitted."""
         staging = self._next_staging
         self._submitted += 1
         read_back = self._read_back(staging, len(sampled), logits_of, logprobs)
@@ -838,7 +915,9 @@ class Engine(TokenEngine):
         else:
             submission = self.queue.send(commands)
         since = time.perf_counter() if since is None else since
-        kind = self.steps.rows_of(rows) if drafts else 0
+        kind: Hashable = 0
+        if drafts and self.speculation is not None:
+            kind = self.speculation.kind(sequences, self.steps.rows_of(rows), depth)
         of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, since
         self._in_flight.append(InFlight(submission, staging, *of))
 
@@ -924,10 +1003,21 @@ class Engine(TokenEngine):
         rows: list[int] = []
         counts: dict[scheduler.Sequence, int] = {}
         for i, (sequence, drafted) in enumerate(zip(step.rows, step.drafts, strict=True)):
-            if drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted):
+            if drafted == NO_TOKEN:  # the GPU has compared it
+                right = ids[i] != NO_TOKEN
+            else:
+                right = drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted)
+            if right:
                 rows.append(i)
                 counts[sequence] = counts.get(sequence, -1) + 1
         for sequence, count in counts.items():
+            answer = self._answers.get(sequence)
+            for i, new in enumerate((sequence.drafted > 0, sequence.drafted, count)):
+                self._verified[i] += new
+            if self.draft is not None and sequence.drafted and sequence.state == "running":
+                self.draft.accepted(sequence, sequence.drafted, count)
+                if isinstance(answer, Answer) and answer.guess is not None:
+                    answer.guess.verified(sequence.drafted, count)
             self.scheduler.accept(sequence, count)
         return rows
 

@@ -38,7 +38,7 @@ class Sequence:
     sampled by steps not yet read. reused: positions of the prompt that were cached when it was
     first begun. draft: tokens that may come next, for its next step to verify. drafted: how many a
     step in flight does; they count among computed and in_flight from when they are read
-    (`Scheduler.accept`).
+    (`Scheduler.accept`). followed: positions that a draft model has in its cache.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sequence:
         self.computed = self.settled = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
         self.draft: Ids[int] = ()
-        self.drafted = 0
+        self.drafted = self.followed = 0
         self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first

@@ -11,22 +11,27 @@ Whether it pays is measured: how often drafts are right, and how long steps of s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from statistics import median
 from typing import Protocol
 
 from infer.engine.constraint import Constraint
+from infer.kernels.state.step import NO_TOKEN
 
 MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec takes
-WAYS = ("off", "lookup", "auto")
+WAYS = ("off", "lookup", "draft", "auto")
 
 _NGRAMS = 3, 2  # tokens before a place that must agree, the longest first
 _INDEXED_AT_ONCE = 4096  # tokens: about 3 ms
 _KEPT = 0.85  # of the rate of right drafts when the next one is known
 _FIRST_RATE = 0.5  # before anything is known
 _RUNS = 8  # right tokens in a row that are told apart
+_DEPTH = 4  # tokens that a draft model drafts where nothing is measured
+_HOPED = 0.8  # of these are right, before anything is known
+_RELAXED = 0.003  # of that again, for each token for which nothing is drafted
+_KEPT_OF_MODEL = 0.9  # of the rate of its right drafts when the next one is known
 _GAINS = 1.12, 1.0  # that drafts must promise to begin with, as the change costs time; to go on
 _TIMES = 2, 5  # steps whose median counts: so many at least, and the last so many
 _PLAIN_MEMORY, _MEMORY = 256, 4096  # steps after which times without and with drafts are forgotten
@@ -145,6 +150,9 @@ class Guess:
                 self._ids = self._held.allowed(tokens, self._ids)
         return self._ids
 
+    def verified(self, drafted: int, right: int) -> None:
+        """So many of the tokens that were drafted were right. Those come next."""
+
     @property
     def chances(self) -> list[float]:
         """Of each of its ids, that it and all before it are right."""
@@ -152,6 +160,28 @@ class Guess:
         others = range(len(self.ids) - self.certain)  # ids first: it finds out what is certain
         own = [1.0] * self.certain + [rates[min(run + i, _RUNS - 1)] for i in others]
         return list(accumulate(own, mul))
+
+
+class ModelGuess(Guess):
+    """What a draft model will say, which only the GPU knows. rates: of all answers together, how
+    likely a token is right whose place in a draft that is, if those before it are. Where nothing is
+    drafted nothing is learnt: what was known counts less and less, so that it is tried again."""
+
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__(None)
+        self._ids, self._rates = [NO_TOKEN] * MAX_DRAFT, rates
+        self._known = 0  # tokens to come whose drafts were verified
+
+    def take(self, tokens: Sequence[int]) -> None:
+        self._known -= 1
+        if self._known < 0:
+            self._rates[:] = [rate + _RELAXED * (_HOPED - rate) for rate in self._rates]
+
+    def verified(self, drafted: int, right: int) -> None:
+        for i in range(min(right + 1, drafted)):
+            new = (1 - _KEPT_OF_MODEL) * (i < right)
+            self._rates[i] = _KEPT_OF_MODEL * self._rates[i] + new
+        self._known = right + 1
 
 
 class Speculation:
@@ -169,7 +199,8 @@ class Speculation:
         """drafter: of an answer; None: only what a constraint forces is drafted."""
         self.kinds, self._measures, self._drafter = tuple(kinds), measures, drafter
         self._plain: dict[int, _Seconds] = {}  # of steps of so many sequences, submitted ahead
-        self._drafted: dict[int, _Seconds] = {}  # of a kind's, each after the one before was read
+        # Of a kind's, each after the one before was read.
+        self._drafted: dict[Hashable, _Seconds] = {}
         self._step = 0
         self._drafts = False  # there were some for the last step
 
@@ -224,12 +255,17 @@ class Speculation:
                 best, most = rows, tokens / known
         return best
 
-    def measured(self, sequences: int, rows: int, seconds: float) -> None:
-        """A step took so long, from when the one before it was read. rows: of a kind; 0: it had
-        none but its sequences' own."""
+    def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
+        """What takes as long as another step: of a kind of so many rows, and so many steps of a
+        draft model before."""
+        return rows
+
+    def measured(self, sequences: int, kind: Hashable, seconds: float) -> None:
+        """A step took so long, from when the one before it was read. kind: 0 where it had no rows
+        but its sequences' own."""
         self._step += 1
-        if rows:
-            self._drafted.setdefault(rows, _Seconds(_MEMORY)).add(seconds, self._step)
+        if kind:
+            self._drafted.setdefault(kind, _Seconds(_MEMORY)).add(seconds, self._step)
         else:
             self._plain.setdefault(sequences, _Seconds(_PLAIN_MEMORY)).add(seconds, self._step)
 
@@ -237,6 +273,64 @@ class Speculation:
         """What the rows of a step are taken to have sampled. drafts: the token that a row was
         drafted with; None: the row of a token that was known. A benchmark decrees others."""
         return ids
+
+
+class ModelSpeculation(Speculation):
+    """The same with a draft model, which drafts as many tokens for each sequence as for any."""
+
+    def __init__(self, kinds: Sequence[int], *, measures: bool) -> None:
+        super().__init__(kinds, measures=measures)
+        self.rates = [_HOPED] * MAX_DRAFT
+
+    def guess(self, held: Held | None = None) -> Guess | None:
+        """None where a constraint would have to know what is drafted."""
+        return ModelGuess(self.rates) if held is None else None
+
+    def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
+        return sequences, depth
+
+    def counts(self, guesses: Sequence[Guess | None]) -> list[int]:
+        n, drafting = len(guesses), sum(guess is not None for guess in guesses)
+        most = min(MAX_DRAFT, (self.kinds[-1] - n) // max(1, drafting))
+        depth = 0
+        if drafting and most > 0:
+            if self._measures:
+                depth = self._best_depth(n, [guess.chances for guess in guesses if guess], most)
+            else:
+                depth = self.depth(most)
+        self._drafts = depth > 0
+        return [0 if guess is None else depth for guess in guesses]
+
+    def depth(self, most: int) -> int:
+        """Tokens that are drafted where nothing is measured."""
+        return min(_DEPTH, most)
+
+    def _best_depth(self, n: int, chances: Sequence[Sequence[float]], most: int) -> int:
+        """That which promises most tokens a second; 0: no drafts."""
+        seconds = self._plain.get(n)
+        plain = None if seconds is None else seconds.at(self._step)
+        if plain is None:
+            return 0  # find out
+        times = {
+            depth: known
+            for depth in range(1, MAX_DRAFT + 1)
+            if (measured := self._drafted.get((n, depth))) is not None
+            and (known := measured.at(self._step)) is not None
+        }
+        best, rate = 0, _GAINS[self._drafts] * n / plain
+        for depth in range(1, most + 1):
+            tokens = n + sum(sum(own[:depth]) for own in chances)
+            if tokens > rate * self._seconds(depth, plain, times):
+                best, rate = depth, tokens / self._seconds(depth, plain, times)
+        return best
+
+    def _seconds(self, depth: int, plain: float, times: Mapping[int, float]) -> float:
+        """As measured, or on the line from no drafts through the nearest that is; before any is, as
+        long as without, which is found out."""
+        if not times:
+            return plain
+        nearest = min(times, key=lambda other: abs(other - depth))
+        return plain + (times[nearest] - plain) * depth / nearest
 
 
 class _Seconds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
@@ -37,6 +37,7 @@ _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has on
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
 _BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
+_SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
 
 
 class Steps:
@@ -68,15 +69,22 @@ class Steps:
         n_pages: int,
         invariant: bool,
         draft_rows: int = 0,
+        pages: Buffer | None = None,
     ) -> None:
         """adapters: what lies beside the weights. draft_rows: of a step that verifies drafts, at
-        most; 0: none does. The others: as in EngineOptions. Raises OutOfMemoryError, and
-        UnsupportedError for what an adapter changes."""
+        most; 0: none does. pages: the page table, where it is another model's. The others: as in
+        EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an adapter changes."""
         self.device, self.adapters, self.context = device, adapters, context
         self._fuse, self._invariant = fuse, invariant
         c = model.config
         self.cache = KVCache(
-            device, c.kv_shapes, context, sequences=max_batch, dtype=kv_dtype, n_pages=n_pages
+            device,
+            c.kv_shapes,
+            context,
+            sequences=max_batch,
+            dtype=kv_dtype,
+            n_pages=n_pages,
+            pages=pages,
         )
         self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
         keys_and_values = iter(self.cache.layers)
@@ -182,25 +190,29 @@ class Steps:
         fuse = self._fuse
         return lower(self.device, output, kind, self.step, buffer, fuse=fuse, changes=changes)
 
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def compile(self, progress: Callable[[int, int], None] | None = None, *others: Steps) -> None:
         """Compile, in threads, what every generation needs, so that none has to wait for it; but
-        for batches, of which most sizes may never come.
+        for batches, of which most sizes may never come. others: on the same device.
         `progress` gets how many kernels are done, and how many there are."""
-        self._compile([key for key in self.lowered if key[0] in self._first], progress)
-
-    def compile_batches(self) -> None:
-        """Compile the rest, so that an answer that joins others lets nobody wait."""
-        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed]
-        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
-        self._compile([(kind, way) for kind in kinds for way in self._ways])
-
-    def _compile(
-        self,
-        keys: Sequence[tuple[str, bool]],
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        specs = [kernel.spec for key in keys for kernel in self._lowered(*key).kernels]
+        wanted = [(steps, key) for steps in (self, *others) for key in steps._first_keys]
+        specs = [kernel.spec for steps, key in wanted for kernel in steps._lowered(*key).kernels]
         self.device.pipelines(specs, progress)
+        for steps, key in wanted:
+            steps.plan(*key)
+
+    @property
+    def _first_keys(self) -> list[tuple[str, bool]]:
+        return [key for key in self.lowered if key[0] in self._first]
+
+    def compile_batches(self, *, prompts: bool = True) -> None:
+        """Compile the rest, so that an answer that joins others lets nobody wait. prompts: steps of
+        several, too."""
+        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed] * prompts
+        kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
+        keys = [(kind, by_row) for kind in kinds for by_row in self._ways]
+        self.device.pipelines(
+            [kernel.spec for key in keys for kernel in self._lowered(*key).kernels]
+        )
         for key in keys:
             self.plan(*key)
 
@@ -251,11 +263,12 @@ class Steps:
 
 
 def _batches(most: int, device: Device) -> list[int]:
-    """Rows of the kinds of batches. A CPU has one: compiling takes it longer than idle rows."""
+    """Rows of the kinds of batches. A CPU has few: compiling takes it longer than idle rows."""
     if most == 1:
         return []
     enough = next(rows for rows in _BATCHES if rows >= most)
-    return [enough] if device.software else [rows for rows in _BATCHES if rows <= enough]
+    kinds = _SOFTWARE_BATCHES if device.software else _BATCHES
+    return [*(rows for rows in kinds if rows < enough), enough]
 
 
 def _before_head(logits: Value) -> Value:

@@ -48,13 +48,17 @@ class Timings:
 @dataclass(frozen=True)
 class EngineStats:
     """memory: of the device. cache: the pages of the KV cache. running and waiting: answers.
-    preemptions: how often an answer had to give its pages back."""
+    preemptions: how often an answer had to give its pages back. drafts: how often something was
+    drafted for an answer; drafted: tokens, and accepted: those that were right."""
 
     memory: MemoryStats
     cache: PoolStats
     running: int
     waiting: int
     preemptions: int
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class TokenAnswer(Iterator[Step]):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from infer.llm import Chunk, Result
+from infer.results import Chunk, Result
 from infer.server.chat import arguments_of, reasoning_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError, anthropic_body

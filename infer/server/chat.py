@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from infer.llm import Chunk, Result
-from infer.llm import TokenLogprob as Logprob
+from infer.results import Chunk, Result
+from infer.results import TokenLogprob as Logprob
 from infer.server.choices import ChoicesFormat
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError

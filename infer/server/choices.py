@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from infer.llm import Chunk, Result
+from infer.results import Chunk, Result
 from infer.server.errors import ApiError
 from infer.server.generation import Answers
 from infer.server.protocol import (

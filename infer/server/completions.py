@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from infer.llm import Chunk, Prompt, Result, TokenLogprob
+from infer.llm import Prompt
+from infer.results import Chunk, Result, TokenLogprob
 from infer.server.choices import ChoicesFormat
 from infer.server.endpoint import Call
 from infer.server.engine import EngineClient

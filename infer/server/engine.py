@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError
-from infer.llm import LLM, Chunk, Prompt, Result, TokenLogprob
+from infer.llm import LLM, Prompt
+from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
@@ -109,8 +110,8 @@ class EngineClient(Protocol):
     async def stats(self) -> EngineStats: ...
 
 
-class InProcessEngine:
-    """That of an LLM of this process, wherever its own engine runs. What takes longer with longer
+class LLMClient:
+    """That of an LLM of this process, wherever its engine runs. What takes longer with longer
     prompts is done in threads."""
 
     def __init__(self, llm: LLM) -> None:
@@ -181,7 +182,7 @@ class InProcessEngine:
 
 
 class _Answer:
-    def __init__(self, engine: InProcessEngine, stream: AsyncStream[Chunk, Result]) -> None:
+    def __init__(self, engine: LLMClient, stream: AsyncStream[Chunk, Result]) -> None:
         self._engine, self._stream = engine, stream
 
     @property

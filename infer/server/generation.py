@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from infer.kernels.errors import InferError
-from infer.llm import Chunk, Prompt, Result, samples
+from infer.llm import Prompt, samples
+from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
 from infer.server.endpoint import Call
 from infer.server.engine import Answer, EngineClient

@@ -15,7 +15,7 @@ from infer.foreign import shown
 from infer.kernels.errors import ClosedError, DeviceError, InferError, RequestError
 from infer.keywords import Progress
 from infer.llm import LLM
-from infer.server.engine import InProcessEngine
+from infer.server.engine import LLMClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.protocol import Health, Model, Models
@@ -266,7 +266,7 @@ class Host(Served):
             llm.watch(self._lost)
             try:
                 options = replace(self.options, name=entry.name)
-                service = Service(InProcessEngine(llm), options, self.stopped, self.metrics)
+                service = Service(LLMClient(llm), options, self.stopped, self.metrics)
             except BaseException:
                 llm.close()
                 raise

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from infer.engine.token_engine import EngineStats
-from infer.llm import Chunk, Result
+from infer.results import Chunk, Result
 from infer.server.engine import Answer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,6 +67,9 @@ _COUNTERS: dict[str, tuple[str, _Value]] = {
     "num_preemptions": ("Answers that had to wait again.", lambda s: s.preemptions),
     "prefix_cache_queries": ("Tokens looked up in the cache.", lambda s: s.cache.lookups),
     "prefix_cache_hits": ("Tokens found in the cache.", lambda s: s.cache.hits),
+    "spec_decode_num_drafts": ("Drafts that were verified.", lambda s: s.drafts),
+    "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda s: s.drafted),
+    "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", lambda s: s.accepted),
 }
 
 

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from infer.foreign import shown
-from infer.llm import Chunk, Prompt, Result
+from infer.llm import Prompt
+from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
 from infer.server.chat import arguments_of, logprobs_of, reasoning_args
 from infer.server.embeddings import vectors_of

@@ -33,11 +33,12 @@ from starlette.types import ASGIApp
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, InferError, RequestError
 from infer.kernels.gpu.adapters import list_adapters
-from infer.llm import Chunk, Prompt, Result, TokenLogprob
+from infer.llm import Prompt
 from infer.loading import load
+from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.server.app import create_app
-from infer.server.engine import EngineClient, InProcessEngine
+from infer.server.engine import EngineClient, LLMClient
 from infer.server.prefixes import Prefixes
 from infer.server.run import DRAIN_SECONDS
 from infer.server.service import ServerOptions, Service
@@ -135,7 +136,7 @@ class Replica:
     def __init__(self, options: Options) -> None:
         device = own_device(options.device)
         self._llm = load(options.model, device=device, isolate=True, **options.of_load())
-        self._engine = InProcessEngine(self._llm)
+        self._engine = LLMClient(self._llm)
 
     def check_health(self) -> None:
         """Ray replaces a replica that raises here."""

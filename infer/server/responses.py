@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, field
 
 from infer.foreign import shown
 from infer.kernels.state.step import MAX_LOGPROBS
-from infer.llm import Chunk, Result, TokenLogprob
+from infer.results import Chunk, Result, TokenLogprob
 from infer.server.chat import logprobs_of, reasoning_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError

@@ -76,6 +76,16 @@ class Tokenizer:
             i for i in byte_ids if i is not None and b'"ByteFallback"' in decoder
         )
 
+    def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
+        """The first token that both have and that is not the same: its id, its text here and in the
+        other; None where they agree."""
+        own, theirs = (
+            {i: text for text, i in each._backend.get_vocab(with_added_tokens=True).items()}
+            for each in (self, other)
+        )
+        differ = (i for i in sorted(own.keys() & theirs.keys()) if own[i] != theirs[i])
+        return next(((i, own[i], theirs[i]) for i in differ), None)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. A text that begins with BOS itself does not get a second one.
 

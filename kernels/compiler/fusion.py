@@ -20,7 +20,6 @@ from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.kv_write import Heads, LatentKey, LatentWrite, RopeKVWrite
 from infer.kernels.ops.linear import Changes, Linear, Projection
 from infer.kernels.ops.lora import LoraDown, LoraUp
-from infer.kernels.ops.matmul_rows import by_rows
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 from infer.kernels.ops.rope import Rope, Rotate
@@ -116,8 +115,11 @@ def norm_into_projections(graph: Graph, target: Target) -> None:
     where no kernel is for a few)."""
     for norm in each(graph, RMSNorm):
         users = graph.users(norm)
-        only = users and all(isinstance(user, Projection) and user.x is norm for user in users)
-        if not (target.kind.vec and norm.of_whole_rows and only) or by_rows(target, norm):
+        only = users and all(
+            isinstance(user, Projection) and user.x is norm and user.takes_norm(target)
+            for user in users
+        )
+        if not (norm.of_whole_rows and only):
             continue
         own = Norm(norm.weight, norm.eps, norm.of_logits)
         for user in list(users):

@@ -75,14 +75,14 @@ class Target:
             return (x, self.kind.logits, 1)
         return lambda rows, kv_len: (x, rows, 1)
 
-    def vec_grid(self, value: Value, count: int, row_each: bool) -> Grid:
-        """`count` workgroups, or for each row so many."""
+    def vec_grid(self, value: Value, count: int, tile: int) -> Grid:
+        """`count` workgroups for each tile of so many rows, or, 0, for all of them."""
         x, y, _ = linear_grid(count, self.device.limits.max_workgroups)
-        if not row_each:
+        if not tile:
             return (x, y, 1)
         if value.of_logits and self.kind.logits is not None:
-            return (x, y, self.kind.logits)
-        return lambda rows, kv_len: (x, y, rows)
+            return (x, y, -(-self.kind.logits // tile))
+        return lambda rows, kv_len: (x, y, -(-rows // tile))
 
 
 def padded_rows(rows: int) -> int:

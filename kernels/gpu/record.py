@@ -31,6 +31,14 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Part(NamedTuple):
+    """A recording that comes before another, for so many rows and so long a cache."""
+
+    recording: Recording
+    rows: int
+    kv_len: int
+
+
 class Recording:
     """Dispatches with their C handles looked up once."""
 
@@ -65,8 +73,15 @@ class StepQueue(Protocol):
     def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> Any:
         """Record and submit one step; returns what `read` waits for. copies: in their order."""
 
-    def record(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> Any:
-        """The same without submitting it: to be sent or dropped, once."""
+    def record(
+        self,
+        recording: Recording,
+        rows: int,
+        kv_len: int,
+        copies: Sequence[Copy],
+        before: Sequence[Part] = (),
+    ) -> Any:
+        """The same without submitting it: to be sent or dropped, once. before: what comes first."""
 
     def send(self, commands: Any) -> Any:
         """Submit what was recorded; returns what `read` waits for."""
@@ -109,28 +124,36 @@ class RawQueue:
     def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> int:
         return self.send(self.record(recording, rows, kv_len, copies))
 
-    def record(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> Any:
+    def record(
+        self,
+        recording: Recording,
+        rows: int,
+        kv_len: int,
+        copies: Sequence[Copy],
+        before: Sequence[Part] = (),
+    ) -> Any:
         """Raises DeviceError where that fails, as on a lost device: the library would end the
         process when it is submitted."""
         set_pipeline = lib.wgpuComputePassEncoderSetPipeline
         set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
         dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
         null = ffi.NULL
-        sizes = [grid(rows, kv_len) for grid in recording.grids]
         encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, null)
         try:
             compute = lib.wgpuCommandEncoderBeginComputePass(encoder, null)
             try:
                 last = None
-                for pipeline, group, size, grid in recording.items:
-                    size = size or sizes[grid]
-                    if size is NOTHING:
-                        continue
-                    if pipeline is not last:
-                        set_pipeline(compute, pipeline)
-                        last = pipeline
-                    set_bind_group(compute, 0, group, 0, null)
-                    dispatch(compute, *size)
+                for part in (*before, Part(recording, rows, kv_len)):
+                    sizes = [grid(part.rows, part.kv_len) for grid in part.recording.grids]
+                    for pipeline, group, size, grid in part.recording.items:
+                        size = size or sizes[grid]
+                        if size is NOTHING:
+                            continue
+                        if pipeline is not last:
+                            set_pipeline(compute, pipeline)
+                            last = pipeline
+                        set_bind_group(compute, 0, group, 0, null)
+                        dispatch(compute, *size)
                 lib.wgpuComputePassEncoderEnd(compute)
             finally:
                 lib.wgpuComputePassEncoderRelease(compute)
@@ -193,14 +216,22 @@ class PublicQueue:
     def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> None:
         self.send(self.record(recording, rows, kv_len, copies))
 
-    def record(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> Any:
+    def record(
+        self,
+        recording: Recording,
+        rows: int,
+        kv_len: int,
+        copies: Sequence[Copy],
+        before: Sequence[Part] = (),
+    ) -> Any:
         with self.device.errors():
             encoder = self.device.handle.create_command_encoder()
             compute = encoder.begin_compute_pass()
-            for item in needed(recording.dispatches, rows, kv_len):
-                compute.set_pipeline(item.pipeline.handle)
-                compute.set_bind_group(0, item.bind_group)
-                compute.dispatch_workgroups(*item.size(rows, kv_len))
+            for part in (*before, Part(recording, rows, kv_len)):
+                for item in needed(part.recording.dispatches, part.rows, part.kv_len):
+                    compute.set_pipeline(item.pipeline.handle)
+                    compute.set_bind_group(0, item.bind_group)
+                    compute.dispatch_workgroups(*item.size(part.rows, part.kv_len))
             compute.end()
             for (source, start), (to, at), nbytes in copies:
                 encoder.copy_buffer_to_buffer(source.handle, start, to.handle, at, nbytes)

@@ -411,8 +411,9 @@ def attention_variant(
     most = max(1, 8 // per_lane)
     fitting = [heads for heads in range(1, min(group, most) + 1) if group % heads == 0]
     if tuning.software:
-        # Subgroups go through a barrier one after the other; large kernels compile for seconds.
-        heads, workgroup, batch = max(heads for heads in fitting if heads <= 2), 32, 1
+        # Subgroups go through a barrier one after the other, so a workgroup is one; large kernels
+        # compile for seconds.
+        heads, workgroup, batch = max(heads for heads in fitting if heads <= 3), 1, 1
     else:
         # Up to four, so that there are more workgroups; but the 5 or 7 of some models are
         # shared.

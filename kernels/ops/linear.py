@@ -22,7 +22,8 @@ from infer.kernels.gpu.tensor import (
     GpuTensor,
     Shard,
 )
-from infer.kernels.ops.matmul_rows import RowsVariant, chosen_variant, emit_rows
+from infer.kernels.ops.matmul_lanes import LanesShape, LanesVariant, matmul_lanes_variant
+from infer.kernels.ops.matmul_rows import RowsVariant, by_rows, chosen_variant, emit_rows
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 
 _SMALL = 1 << 25  # values of a matrix
@@ -100,6 +101,10 @@ class Projection(Maker):
         eps = 0.0 if self.norm is None else float(self.norm.eps)
         return inputs, {"NORM": self.norm is not None, "SCALED": scaled, "EPS": eps}
 
+    def takes_norm(self, target: Target) -> bool:
+        """Whether a norm of x may go into it."""
+        return target.kind.vec and not by_rows(target, self)
+
     @property
     def bound(self) -> int:
         """How many buffers it binds for what it reads and the weights."""
@@ -164,12 +169,22 @@ class Linear(Projection):
         return self.activation == "none" and all(item is None for item in later)
 
     def x_scales(self, target: Target) -> str:
-        by_rows = self.int8 and self._rows_variant(target) is not None
-        return "rows" if by_rows else super().x_scales(target)
+        if self.int8 and self._rows_variant(target) is not None:
+            return "rows"
+        if self.int8 and self._lanes_variant(target) is not None:
+            return "halves"
+        return super().x_scales(target)
+
+    def takes_norm(self, target: Target) -> bool:
+        if self._lanes_variant(target) is not None:
+            return target.kind.single  # of more rows each workgroup would take all of them again
+        return super().takes_norm(target)
 
     def writes(self, form: Form, target: Target) -> bool:
         if not target.vec(self) or self._rows_variant(target) is not None:
             return False
+        if form.int8 and self._lanes_variant(target) is not None:
+            return False  # its outputs lie in no workgroup's memory
         optional = (self.bias, self.residual, self.gate or self.factors)
         bound = self.bound + sum(item is not None for item in optional) + self._stops(target)
         whole_blocks = all(s.rows % ((1 + self.gated) * BLOCK) == 0 for s in self.weight.shards)
@@ -183,6 +198,12 @@ class Linear(Projection):
     def _rows_variant(self, target: Target) -> RowsVariant | None:
         plain = self.gate is None and self.factors is None
         return chosen_variant(target, self, self.weight, self.gated, plain)
+
+    def _lanes_variant(self, target: Target) -> LanesVariant | None:
+        if self._rows_variant(target) is not None:
+            return None
+        shape = LanesShape(target.rows(self), self.weight.dtype)
+        return target.tuning.choose(matmul_lanes_variant, shape)
 
     def lower(self, low: Lowering) -> None:
         rows = low.rows(self)
@@ -199,8 +220,8 @@ class Linear(Projection):
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": self.activation,
         }
-        variant = self._rows_variant(low)
-        if variant is None and not low.vec(self):
+        variant, lanes = self._rows_variant(low), self._lanes_variant(low)
+        if variant is None and lanes is None and not low.vec(self):
             self._matmul(low, rows, inputs, [self, *added], params)
             return
         params |= {"SIGMOID_GATE": self.gate is not None, "FACTORS": self.factors is not None}
@@ -212,6 +233,9 @@ class Linear(Projection):
             params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         if params["STOPS"]:
             added.insert(0, low.step)
+        if lanes is not None:
+            self._matmul_lanes(low, lanes, inputs, added, params | of_norm)
+            return
         if variant is None:
             self._matmul_vec(low, rows, inputs, added, params | of_norm)
             return
@@ -283,7 +307,7 @@ class Linear(Projection):
             low.emit(
                 "matmul_vec",
                 [*multiplied(shard, inputs), *added, *self.outputs_bound],
-                low.vec_grid(self, -(-n // variant.per_workgroup), variant.row_each),
+                low.vec_grid(self, -(-n // variant.per_workgroup), int(variant.row_each)),
                 params
                 | weight.grouping.params
                 | variant.params
@@ -298,6 +322,34 @@ class Linear(Projection):
                 },
                 moved=shard.nbytes,
                 flops=2 * rows * shard.rows * k,
+            )
+
+    def _matmul_lanes(
+        self,
+        low: Lowering,
+        variant: LanesVariant,
+        inputs: Sequence[Operand],
+        added: Sequence[Operand],
+        params: dict[str, Any],
+    ) -> None:
+        weight, k = self.weight, self.weight.shape[1]
+        for shard in weight.shards:
+            low.emit(
+                "matmul_lanes",
+                [*multiplied(shard, inputs), *added, *self.outputs_bound],
+                low.vec_grid(self, -(-shard.rows // variant.w_rows), variant.m_tile),
+                params
+                | weight.grouping.params
+                | variant.params
+                | self.output_params
+                | {
+                    "SOFTWARE": low.device.software,
+                    "N": shard.rows // 2 if self.gated else shard.rows,
+                    "START": shard.start,
+                    "GATED": self.gated,
+                },
+                moved=shard.nbytes,
+                flops=per_row(2 * shard.rows * k),
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -31,6 +31,7 @@ from infer.kernels.ops.elementwise import Activation
 from infer.kernels.ops.elementwise_check import ACTIVATIONS
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
+from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
 from infer.kernels.ops.matmul_rows import (
     LEAST_LANES,
     MOST_ROWS,
@@ -66,24 +67,39 @@ def run_matmul_vec(bench: Bench, x: Array, weight: Array | Codes, **options: Any
     added to. gated: W is gate on top of up, and y = activation(gate) * up, by default silu.
     """
     few(len(x), "matmul")
-    bench.options["tuning"] = ByVec(bench.device)
+    bench.options.setdefault("tuning", ByVec(bench.device))
     return bench.run(_linear(bench, x, weight, **options))
 
 
 def run_matmul(bench: Bench, x: Array, weight: Array | Codes, **options: Any) -> Floats:
     """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
     is a kernel beside it."""
+    bench.options.setdefault("tuning", ByVec(bench.device))
     return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
+
+
+def run_matmul_lanes(bench: Bench, x: Array, weight: Array | Codes, **options: Any) -> Floats:
+    """What matmul_vec computes, for any number of rows, by the kernel for CPUs, where all subgroups
+    have as many lanes; the norm of more than one row is a kernel beside it."""
+    bench.options.setdefault("tuning", ByLanes(bench.device))
+    return bench.run(_linear(bench, x, weight, **options))
 
 
 class ByVec(Tuning):
     """Takes matmul_vec for 2 to 8 rows, and tiles for more, everywhere."""
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        known: Any = rule
-        never: Any = False
-        given: Variant = never if known is few_rows else rule(self, *call)
+        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
+        given: Variant = never[rule] if rule in never else rule(self, *call)
         return given
+
+
+class ByLanes(Tuning):
+    """The rules for software adapters."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.software = True
 
 
 class ByRows(Tuning):
@@ -195,6 +211,11 @@ def cases() -> Iterator[Case]:
         form = form.removeprefix("norm ") if dtype in QUANTIZED else form
         run = partial(_projection, run_matmul_rows, dtype=dtype, rows=rows, k=331, n=37, form=form)
         yield Case("matmul_rows", f"{dtype}, {rows} rows, {form}", run)
+    for dtype, (rows, form) in product(
+        FLOATS, ((1, "norm gated"), (3, "gelu bias residual"), (21, "gated"))
+    ):
+        run = partial(_projection, run_matmul_lanes, dtype=dtype, rows=rows, k=331, n=37, form=form)
+        yield Case("matmul_lanes", f"{dtype}, {rows} rows, {form}", run)
     kept = product(("bf16",), (1, 3, 40), ("alone", "kept", "half-split", "interleaved"))
     for dtype, rows, form in [*kept, *product(QUANTIZED, (3, 40), ("alone",))]:
         run = partial(_head_linear, dtype=dtype, rows=rows, form=form)

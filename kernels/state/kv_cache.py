@@ -119,12 +119,15 @@ class KVCache:
         dtype: str = "f16",
         paged: bool = False,
         n_pages: int | None = None,
+        pages: Buffer | None = None,
     ) -> None:
+        """pages: the page table of another cache, for as many positions, sequences and pages: what
+        that one is assigned this one has too."""
         self.device, self.pages_per_sequence = device, -(-positions // PAGE)
-        pages, entries = self.pages_per_sequence, self.pages_per_sequence * sequences
+        entries = self.pages_per_sequence * sequences
         self.n_pages, paged = n_pages or entries, paged or n_pages is not None
         slots = self.n_pages * PAGE
-        self.pages = device.made(
+        self.pages = pages or device.made(
             4 * entries, lambda: np.arange(entries, dtype=np.uint32) % self.n_pages, "pages"
         )
         layers = []
@@ -134,7 +137,15 @@ class KVCache:
             values = keys if latent else device.buffer(nbytes, label=f"values of layer {layer}")
             layers.append(
                 LayerCache(
-                    keys, values, self.pages, dtype, n_kv_heads, head_dim, slots, pages, paged
+                    keys,
+                    values,
+                    self.pages,
+                    dtype,
+                    n_kv_heads,
+                    head_dim,
+                    slots,
+                    self.pages_per_sequence,
+                    paged,
                 )
             )
         self.layers = tuple(layers)

@@ -22,7 +22,12 @@ penalties and mask.
 
 Where several rows are of one sequence, tokens were drafted for all but its first. Each row has a
 mask of its own. Penalties count the drafted tokens before a row, and a last kernel, sample_count,
-those that were right.
+those that were right. Where a model on the GPU has drafted them, the host gets NO_TOKEN from there
+on where one was wrong.
+
+A draft model has a sampler of its own, that samples by the records of the other's sequences: its
+last kernel, sample_drafts, puts the tokens into the rows that are to be verified. Penalties there
+do not count what it has drafted before.
 
 Log probabilities of the sampled token and of the most probable ones are two more kernels, where a
 row asks for them: sample_tiles and sample_logprobs. They are those of the model itself: of its
@@ -34,7 +39,7 @@ A row without a usable score (any NaN, nothing above -inf) gets INVALID_TOKEN, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -119,7 +124,9 @@ class Sampler:
         *,
         max_rows: int = 1,
         sequences: int = 1,
+        verified: tuple[Sampler, Buffer] | None = None,
     ) -> None:
+        """verified: of a draft model the sampler and the step buffer of the model that verifies."""
         self.device, self.vocab_size = device, vocab_size
         self.max_rows, self.sequences = max_rows, sequences
         self._stride = -(-vocab_size // 8) * 8
@@ -128,7 +135,10 @@ class Sampler:
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
-        self._dispatches: dict[tuple[SamplerChain, int, bool], tuple[Dispatch, ...]] = {}
+        self._dispatches: dict[tuple[SamplerChain, int, bool, bool], tuple[Dispatch, ...]] = {}
+        self._drafts = verified is not None
+        if verified is not None:
+            self._records, self._buffers["verified"] = verified
         self.sampled = self._buffer("sampled")
         self._buffer("sampling")
 
@@ -172,7 +182,7 @@ class Sampler:
         return self._buffer("logprobs")
 
     def dispatches(
-        self, chain: SamplerChain, gather: int, drafts: bool = False
+        self, chain: SamplerChain, gather: int, drafts: bool = False, unknown: bool = False
     ) -> tuple[Dispatch, ...]:
         """The kernels that sample one step, compiled on first use.
 
@@ -181,14 +191,29 @@ class Sampler:
         next step are 0, 1, 2…, one for each row of logits. `chain` covers what every row's record
         asks for.
         drafts: rows of one sequence follow each other, and all but its first have drafted tokens;
-        the host writes the rows of the next step.
+        the host writes the rows of the next step. unknown: the host does not know what was drafted.
         """
         gather = min(gather, self.max_rows)
-        # Which alone look at other rows, or at what is kept by row.
-        key = chain, gather, drafts and (chain.penalties or chain.mask)
+        if self._drafts:
+            chain = self._own(chain)
+        # Else no row looks at others, or at what is kept by row.
+        by_row = drafts and (chain.penalties or chain.mask or unknown)
+        key = chain, gather, by_row, drafts and unknown
         if key not in self._dispatches:
             self._dispatches[key] = self._build(*key)
         return self._dispatches[key]
+
+    def _own(self, chain: SamplerChain) -> SamplerChain:
+        """What a draft model does of the other's chain: all that changes what is sampled, where
+        both have as many tokens, so that what is kept of each lies alike."""
+        same = self.vocab_size == self._records.vocab_size
+        return replace(
+            chain,
+            penalties=chain.penalties and same,
+            bias=chain.bias and same,
+            mask=False,
+            logprobs=False,
+        )
 
     def take_rows_of(self, sequences: Sequence[int]) -> None:
         """What `step_rows` makes the rows of the next step: those of these sequences, in this
@@ -215,7 +240,9 @@ class Sampler:
         self._owned.clear()
         self._dispatches.clear()
 
-    def _build(self, chain: SamplerChain, gather: int, drafts: bool) -> tuple[Dispatch, ...]:
+    def _build(
+        self, chain: SamplerChain, gather: int, drafts: bool, unknown: bool
+    ) -> tuple[Dispatch, ...]:
         sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
         gathers: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
         gathers["SOFTWARE"] = self.device.software
@@ -225,7 +252,7 @@ class Sampler:
             "BIAS": chain.bias,
             "MASK": chain.mask,
             "MASK_WORDS": self.masks.shape[1],
-            "DRAFTS": drafts,
+            "DRAFTS": drafts and (chain.penalties or chain.mask),
         }
         counts = "counts" if chain.penalties else "no_counts"
         biases = "biases" if chain.bias else "no_biases"
@@ -253,13 +280,21 @@ class Sampler:
             TILES=self._tiles,
             STRIDE=self._stride,
             ROWS=gather or 1,
-            PENALTIES=chain.penalties and not drafts,
-            DRAFTS=chain.penalties and drafts,
+            PENALTIES=chain.penalties and not drafts and not self._drafts,
+            DRAFTS=drafts and (chain.penalties or unknown),
         )
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
-        if drafts and chain.penalties:
-            spec = KernelSpec.of("sample_count", VOCAB=self.vocab_size, STRIDE=self._stride)
+        if drafts and (chain.penalties or unknown):
+            spec = KernelSpec.of(
+                "sample_count",
+                VOCAB=self.vocab_size,
+                STRIDE=self._stride,
+                COUNTS=chain.penalties,
+                ACCEPTS=unknown,
+            )
             kernels.append((spec, ("step", "sampled", counts)))
+        if self._drafts:
+            kernels.append((KernelSpec.of("sample_drafts"), ("step", "verified")))
         if chain.logprobs:
             spec = KernelSpec.of("sample_tiles", **tokens)
             kernels.append((spec, ("step", "logits", "tile_bests")))
@@ -272,6 +307,7 @@ class Sampler:
         others: dict[str, Grid] = {
             "sample_commit": (1, 1, 1) if gather else lambda rows, _: (rows, 1, 1),
             "sample_count": (1, 1, 1),
+            "sample_drafts": (1, 1, 1),
             "sample_logprobs": (1, gather, 1) if gather else lambda rows, _: (1, rows, 1),
         }
         result = []
@@ -291,6 +327,8 @@ class Sampler:
 
     def _buffer(self, name: str) -> Buffer:
         """The buffer of that name, allocated when it is first asked for."""
+        if self._drafts and name in ("sampling", "counts", "biases"):
+            return self._records._buffer(name)
         if name not in self._buffers:
             per_row = {
                 "sampled": 4,

@@ -28,7 +28,8 @@ ROW = np.dtype(
         ("adapter", "<u4"),
         ("alive", "<u4"),
         ("behind", "<u4"),
-        ("unused", "<u4", 2),
+        ("drafts", "<u4"),
+        ("place", "<u4"),
     ]
 )
 HEADER = np.dtype(
@@ -108,6 +109,22 @@ def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
     of them does and leave nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"] = count
-    own = [(*row, 1, behind, (0, 0)) for *row, behind in rows]
-    own += [(*rows[-1][:-1], 0, 0, (0, 0))] * (count - len(rows))
+    own = [(*row, 1, behind, 0, 0) for *row, behind in rows]
+    own += [(*rows[-1][:-1], 0, 0, 0, 0)] * (count - len(rows))
     return np.concatenate([header.view(np.uint8), np.array(own, ROW).view(np.uint8)])
+
+
+def pack_drafting(
+    rows: Sequence[tuple[int, int, int, int, int, int]], count: int, behind: bool
+) -> NDArray[np.uint8]:
+    """The bytes of a draft model's first step of a round: for each sequence its last token and,
+    where some are behind, the one before it (both tokens, the position of the last, sequence, how
+    many to draft, and the row that takes the first of them). The first `count` rows go on; those
+    that are none compute nothing."""
+    header = np.zeros(1, HEADER)
+    header["n_rows"], header["n_logits"] = (1 + behind) * count, count
+    own = np.zeros((2, count), ROW)
+    for i, (before, last, position, sequence, drafts, place) in enumerate(rows):
+        own[0, i] = last, position, sequence, 0, 1, 0, drafts, place
+        own[1, i] = before, position - 1, sequence, 0, 1, 0, 0, 0
+    return np.concatenate([header.view(np.uint8), own.reshape(-1).view(np.uint8)])

@@ -6,8 +6,8 @@ struct Row {
   adapter: u32,   // its number, from 1 (LoRA); 0: none
   alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
   behind: u32,    // rows of its sequence before it that its states have not taken in (recent.wgsl)
-  unused_0: u32,
-  unused_1: u32,
+  drafts: u32,    // of a draft model: how many tokens it is still to draft
+  place: u32,     // the row that takes the next of them, in the step that verifies them
 }
 
 struct Step {

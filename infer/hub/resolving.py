@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from urllib.parse import unquote
 
-from infer.download import Listing, Progress, Repository, settings
 from infer.embedding import MODULES, POOLING
+from infer.hub.download import Listing, Progress, Repository, settings
 from infer.kernels.errors import (
     CheckpointError,
     InferError,
@@ -34,6 +34,7 @@ from infer.models.loading.formats.gguf import gguf_parts
 from infer.progress import size
 
 DEMO = "demo"
+DEMO_DRAFT = "demo-draft"  # drafts for it
 
 # All that a model is loaded from except for its weights.
 SMALL_FILES = (
@@ -126,7 +127,8 @@ def resolve(
                 f"{model} is a local folder, which has no revisions. Give the revision of a hub "
                 "id, or none."
             )
-        return ResolvedModel(_check_folder(path), path.resolve().name)
+        name = model if model == DEMO_DRAFT else path.resolve().name
+        return ResolvedModel(_check_folder(path), name)
     if path is not None and os.path.isfile(path) and _is_gguf(path.name):
         if revision is not None:
             raise ModelNotFoundError(f"{model} is a local file, which has no revisions.")
@@ -213,7 +215,9 @@ def model_files(path: Path) -> list[Path]:
 def local_path(model: str) -> Path | None:
     """The bundled model, or the path that a name is, if it can be one; what is not there may be a
     model of the hub."""
-    return _demo_folder() if model == DEMO else _local(model)
+    if model in (DEMO, DEMO_DRAFT):
+        return _demo_folder() / ("" if model == DEMO else "draft")
+    return _local(model)
 
 
 def _local(name: str) -> Path | None:

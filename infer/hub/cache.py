@@ -17,8 +17,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from infer.download import COMMIT, Progress, cache_folder
-from infer.hub import (
+from infer.hub.download import COMMIT, Progress, cache_folder
+from infer.hub.resolving import (
     DEMO,
     find_gguf,
     gguf_id,

@@ -1,0 +1,5 @@
+"""From what a user calls a model to its files: bundled, local, or fetched from the hub."""
+
+from infer.hub.resolving import DEMO, ResolvedModel, resolve, resolve_adapter
+
+__all__ = ["DEMO", "ResolvedModel", "resolve", "resolve_adapter"]

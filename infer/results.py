@@ -1,0 +1,135 @@
+"""What a model gives: answers, pieces of them, scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.engine.pages import PoolStats
+from infer.engine.token_engine import Timings
+from infer.kernels.gpu.device import MemoryStats
+from infer.text.tools import ToolCall, ToolCallDelta
+
+
+@dataclass(frozen=True)
+class TopLogprob:
+    """A token that may come next, and the log probability that it does: of the model itself, before
+    any filter or penalty. text: as the token stands within a text, where it is special by its name,
+    and U+FFFD for a part of a character."""
+
+    token_id: int
+    logprob: float
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenLogprob(TopLogprob):
+    """The same of the token that was chosen. top: the most probable in its place, best first."""
+
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a stream, which prints as its text: what is now certain (perhaps nothing), and the
+    token that led to it (None in the last piece, when text was held back). logprob is there when
+    asked for. reasoning and tool_calls: pieces of those, in answers to chats."""
+
+    text: str
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass
+class Result:
+    """A whole generation, which prints as its text.
+
+    token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
+    string), "tool_calls" ("stop", and it calls tools), "length" (max_tokens, or the context is
+    full) or "cancelled" (closed before its end). reasoning, tool_calls: what an answer to a chat
+    has beside its text. reasoning_tokens: those of token_ids that are reasoning. stop_string: the
+    one that ended it.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "cancelled"
+    logprobs: list[TokenLogprob] | None = None
+    prompt_tokens: int = 0
+    timings: Timings = field(default_factory=Timings)
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    stop_string: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as one of the messages of the next chat, where what was called stands in front
+        of its results: {"role": "tool", "tool_call_id", "content"} each."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens computed per second, up to the first token that was generated."""
+        t = self.timings
+        return t.prefilled_tokens / t.prefill_seconds if t.prefill_seconds else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        """Tokens per second after the first one."""
+        t = self.timings
+        return t.decoded_tokens / t.decode_seconds if t.decode_seconds else 0.0
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a step after the first token: more than one where some were drafted."""
+        steps = self.timings.decoded_tokens - self.timings.accepted_tokens
+        return self.timings.decoded_tokens / steps if steps else 0.0
+
+
+Results = Result | list[Result] | list[list[Result]]  # by what was asked for
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a continuation is. logprob: of all its tokens, the sum of token_logprobs.
+    is_greedy: whether each of them is the most probable one in its place. tokens: how many."""
+
+    logprob: float
+    token_logprobs: list[float]
+    is_greedy: bool
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_logprobs)
+
+
+@dataclass(frozen=True)
+class LLMMemoryStats(MemoryStats):
+    """Those of the device, and the pages of the KV cache."""
+
+    cache: PoolStats
