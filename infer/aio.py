@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -83,13 +84,14 @@ class Runner:
         self._lock = threading.Lock()  # of the two below
         self._feeds: list[_Feed[object]] = []
         self._runs = False
+        # To start a thread for each answer takes the event loop longer than all the rest.
+        self._thread = ThreadPoolExecutor(1, "infer.aio")
 
     def add(self, feed: _Feed[object]) -> None:
         with self._lock:
             self._feeds.append(feed)
             if not self._runs:
-                # No daemon: those are cut off in the middle of a driver's call.
-                threading.Thread(target=self._run, name="infer.aio").start()
+                self._thread.submit(self._run)
                 self._runs = True
 
     def _run(self) -> None:

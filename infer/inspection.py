@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from infer.engine.options import EngineOptions
-from infer.hub import resolve
+from infer.hub import CARD, resolve
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Limits
@@ -168,7 +168,7 @@ def _license(path: Path) -> str | None:
         return str(named)
     folder = path.parent if path.is_file() else path
     text = ""
-    with suppress(OSError), open_file(folder / "README.md") as file:
+    with suppress(OSError), open_file(folder / CARD) as file:
         text = file.read(1 << 16).decode(errors="replace")
     card = _FRONT_MATTER.match(text)
     names = _LICENSE.findall(card[1]) if card else []

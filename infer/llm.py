@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -23,6 +24,7 @@ from infer.foreign import shown
 from infer.kernels.errors import ClosedError, InferError, RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device
+from infer.kernels.state.step import MAX_LOGPROBS
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
 from infer.reading import Reading
 from infer.results import Chunk, LLMMemoryStats, Result, Results, Score, TokenLogprob, TopLogprob
@@ -451,6 +453,8 @@ class LLM:
         several = isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
         if several and not isinstance(prompt, Mapping | bytes | bytearray | memoryview):
             items: list[Any] = list(prompt)
+            if set(map(type, items)) <= {int}:
+                return items
             if items and all(isinstance(item, Mapping) for item in items):
                 return self.tokenizer.encode_chat(items, **template_args)
             if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
@@ -515,7 +519,7 @@ class LLM:
         self._engine.check_adapter(adapter)
         ids = self.encode(prompt)
         with self._call():
-            return np.concatenate(list(self._engine.score(ids, adapter)))
+            return np.concatenate(list(self._engine.logits(ids, adapter)))
 
     def score(
         self,
@@ -552,15 +556,18 @@ class LLM:
         self._engine.check_adapter(adapter)
         ids = self.encode(prompt)
         self._engine.check_prompt(ids, room=0)
-        found: list[TokenLogprob] = []
         with self._call():
-            for chunk in self._engine.score(ids, adapter):
-                rest = ids[len(found) + 1 :]
-                found += [
-                    self._logprob(token, logprobs(row, token, n))
-                    for row, token in zip(chunk, rest, strict=False)
-                ]
-        return found
+            return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter))]
+
+    def _ranked(self, ids: Sequence[int], n: int, adapter: str | None) -> Iterator[Logprobs]:
+        """Of all tokens but the first."""
+        if n <= MAX_LOGPROBS:
+            for part in self._engine.score(ids, n, adapter):
+                yield from part
+            return
+        given = iter(ids[1:])  # more than the GPU finds
+        for rows in self._engine.logits(ids[:-1], adapter) if len(ids) > 1 else ():
+            yield from (logprobs(row, next(given), n) for row in rows)
 
     def _logprob(self, token: int, chosen: Logprobs) -> TokenLogprob:
         own, best = chosen
@@ -593,15 +600,11 @@ class LLM:
     def _score(self, ids: Sequence[int], begin: int, adapter: str | None) -> Score:
         """Of ids from `begin` on."""
         values: list[float] = []
-        is_greedy, position = True, 0
-        for chunk in self._engine.score(ids[:-1], adapter):
-            first = max(begin - 1 - position, 0)  # row that says something of the continuation
-            for row, token in zip(chunk[first:], ids[position + first + 1 :], strict=False):
-                wide = row.astype(np.float64)
-                top = wide.max()
-                values.append(float(wide[token] - top - np.log(np.exp(wide - top).sum())))
-                is_greedy &= bool(wide.argmax() == token)
-            position += len(chunk)
+        is_greedy = True
+        ranked = zip(ids[1:], self._ranked(ids, 1, adapter), strict=True)
+        for token, (own, best) in islice(ranked, begin - 1, None):
+            values.append(own)
+            is_greedy &= best[0][0] == token
         return Score(math.fsum(values), values, is_greedy)
 
     def _chunks(

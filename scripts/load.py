@@ -291,6 +291,12 @@ class Load:
     async def run(self) -> LoadReport:
         args = self.args
         self._begin = time.perf_counter()
+        if args.warm_up:
+            await asyncio.gather(*(self._request() for _ in range(args.clients or 1)))
+            for connection in self._idle:
+                connection.close()
+            self.requests.clear()
+            self._begin = time.perf_counter()
         cpu = time.process_time()
         watching = asyncio.create_task(self._watch())
         if args.clients:
@@ -508,6 +514,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--requests", type=_count, default=100, help="default: %(default)s")
     end.add_argument("--seconds", type=float, help="in which requests are sent")
+    add(
+        "--warm-up",
+        action="store_true",
+        help="a request of each client before, that does not count: those after it are of the same "
+        "lengths as in infer bench --clients",
+    )
     add("--prompt-tokens", type=_count, default=512, help="at most; default: %(default)s")
     add("--tokens", type=_count, default=128, help="of each answer; default: %(default)s")
     add(

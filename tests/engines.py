@@ -87,4 +87,4 @@ def answer(
 
 def scores(engine: Engine, ids: Sequence[int], adapter: str | None = None) -> NDArray[np.float32]:
     """The logits after every id, float32 [ids, vocab]."""
-    return np.concatenate(list(engine.score(ids, adapter)))
+    return np.concatenate(list(engine.logits(ids, adapter)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke
 
 pytest.importorskip("prometheus_client")
 
@@ -22,6 +24,7 @@ from serving import (
     JSON,
     MESSAGES,
     STORY,
+    FakeAnswer,
     FakeEngine,
     answer,
     ask,
@@ -31,10 +34,11 @@ from serving import (
     streamed,
     wait_for,
 )
-from test_server import invoke
 
 from infer import LLM, DeviceError
+from infer.engine.token_engine import Timings
 from infer.server.engine import LLMClient
+from infer.server.metrics import Metrics
 from infer.server.service import ServerOptions, Service
 from infer.text.infill import Infill, find_infill
 
@@ -214,6 +218,24 @@ def test_metrics_tell_what_engines_say() -> None:
     assert 'vllm:kv_cache_usage_perc{model_name="fake"} 0.4' in lines
 
 
+def test_metrics_count_drafts() -> None:
+    engine = FakeEngine()
+    engine.go_on.set()
+    metrics = Metrics()
+
+    async def read() -> None:
+        for drafted, accepted in ((5, 3), (2, 0)):
+            answer = FakeAnswer(engine)
+            answer.result.timings = Timings(drafted_tokens=drafted, accepted_tokens=accepted)
+            async for _ in metrics.watched("fake", answer):
+                pass
+
+    asyncio.run(read())
+    lines = metrics.text({}).decode().splitlines()
+    assert 'vllm:spec_decode_num_draft_tokens_total{model_name="fake"} 7.0' in lines
+    assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="fake"} 3.0' in lines
+
+
 def test_metrics_count_who_went_away() -> None:
     engine = FakeEngine(waits=True)
     service = fake_service(engine)
@@ -261,14 +283,14 @@ def test_options_of_the_server_are_passed_on(monkeypatch: pytest.MonkeyPatch) ->
     # Not by its path: a test has imported the package anew.
     monkeypatch.setattr(import_module("infer.server.host"), "Host", host)
     flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict"
-    assert invoke("demo", *flags.split(), "--served-name", "mine").exit_code == 1
+    assert invoke("serve", "demo", *flags.split(), "--served-name", "mine").exit_code == 1
     monkeypatch.setenv("INFER_API_KEY", "c d")
-    assert invoke("demo", "--port", "0", "--log-level", "debug").exit_code == 1
+    assert invoke("serve", "demo", "--port", "0", "--log-level", "debug").exit_code == 1
     assert seen == [
         ServerOptions("mine", ["a", "b"], True, ["https://example.org"]),
         ServerOptions(api_keys=["c", "d"]),
     ]
-    assert invoke("demo", "--log-level", "chatty").exit_code == 2
+    assert invoke("serve", "demo", "--log-level", "chatty").exit_code == 2
 
 
 def test_keys_have_caches_of_their_own(llm: LLM) -> None:

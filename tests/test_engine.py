@@ -260,7 +260,7 @@ def test_prompts_that_cannot_be_served(engine_of: EngineOf, ids: list[int], mess
     with pytest.raises(RequestError, match=message):
         next(engine_of("llama").generate(ids, SamplingParams().resolved({})))
     with pytest.raises(RequestError, match=message):
-        next(engine_of("llama").score(ids))
+        next(engine_of("llama").logits(ids))
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

@@ -7,14 +7,15 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import cycle
 from urllib.parse import urlsplit
 
 import pytest
 from serving import COMPLETIONS, FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
 
 from infer.results import Chunk
-from infer.server.http import HEAD_BYTES, Connection
+from infer.server.http import HEAD_BYTES, Connection, most_connections
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
 BODY = json.dumps({"prompt": "x"}).encode()
@@ -164,16 +165,64 @@ def test_many_large_requests_at_once() -> None:
         assert ask(address, COMPLETIONS, {"prompt": "x"})[0].status == 200
 
 
-def test_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "most", 2)
+
+    def ask_again(client: socket.socket) -> None:
+        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        data = b""
+        while not data.endswith(b"}"):
+            data += client.recv(1 << 16)
+        assert data.startswith(b"HTTP/1.1 200 OK\r\n")
+
     with serving(fake_service(FakeEngine())) as address:
         with connected(address) as one, connected(address) as two:
-            for client in (one, two):
-                client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-                assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+            for client in (one, two, one):
+                ask_again(client)
             with connected(address) as three:
-                assert status(told(three)) == 503
+                assert told(two) == b""
+                for client in (one, three):
+                    ask_again(client)
         wait_for(lambda: ask(address, "/health")[0].status == 200)
+
+
+def test_who_is_answered_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "most", 1)
+    engine = FakeEngine(waits=True)
+    with serving(fake_service(engine)) as address, connected(address) as one:
+        one.sendall(REQUEST)
+        wait_for(lambda: len(engine.asked) == 2)
+        with connected(address) as two:
+            assert status(told(two)) == 503
+        engine.go_on.set()
+        assert one.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize(
+    ("connections", "most"),
+    [(300, 100), pytest.param(3000, 1000, marks=pytest.mark.full)],
+)
+def test_a_flood_of_connections(
+    monkeypatch: pytest.MonkeyPatch, connections: int, most: int
+) -> None:
+    """Idle ones, and those in the middle of a head or of a body."""
+    if most_connections() < 2 * connections:
+        pytest.skip("the limit of open files is too low")
+    monkeypatch.setattr(Connection, "most", most)
+    begun = b"", HEAD, HEAD + b"Content-Length: 100000\r\n\r\nx"
+    with serving(fake_service(FakeEngine())) as address, ExitStack() as opened:
+        clients = [opened.enter_context(connected(address)) for _ in range(connections)]
+        for client, data in zip(clients, cycle(begun), strict=False):
+            with suppress(ConnectionError):  # it was refused
+                client.sendall(data)
+            if client in clients[:: connections // 10]:
+                assert ask(address, COMPLETIONS, {"prompt": "x"})[0].status == 200
+        cut = connections + 10 + 1 - most  # the last request has a place, too
+        assert ask(address, "/health")[0].status == 200
+        assert [status(told(client)) for client in clients[: cut // 2]] == [503] * (cut // 2)
+        clients[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            clients[-1].recv(1)
 
 
 class Endless(FakeAnswer):

@@ -32,7 +32,6 @@ INDEX = "model.safetensors.index.json"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 COMMON = ["config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
 UNWANTED = [
-    "README.md",
     "consolidated.safetensors",
     "original/model.safetensors",
     "onnx/model.onnx",
@@ -89,7 +88,7 @@ ANSWERS: dict[str, Any] = {
 WANTED = {
     "org/sharded": [
         *[*COMMON, INDEX, *SHARDS, "additional_chat_templates/rag.jinja"],
-        *["modules.json", "1_Pooling/config.json"],
+        *["modules.json", "1_Pooling/config.json", "README.md"],
     ],
     "org/single": ["config.json", "tokenizer.json", "model.safetensors"],
     "org/gated": ["config.json", "model.safetensors"],
@@ -107,7 +106,7 @@ WANTED = {
 }
 EXTRA = {
     "org/sharded": UNWANTED,
-    "org/single": ["extra/model.safetensors"],
+    "org/single": ["extra/model.safetensors", "README.md"],  # which is too large
     "org/bin": ["pytorch_model-00001-of-00002.bin"],
     "org/gguf": [
         *["README.md", "config.json", "mmproj-F16.gguf", "tiny.imatrix.gguf"],
@@ -129,9 +128,9 @@ def content(repo: str, commit: str, name: str) -> bytes:
 def sizes(repo: str, commit: str, name: str) -> dict[str, Any]:
     """What the hub's listing says of a file with ?blobs=true."""
     body = content(repo, commit, name)
-    nbytes = (
-        1 << 60 if repo == "org/huge" and name.endswith((".safetensors", ".gguf")) else len(body)
-    )
+    is_large = repo == "org/huge" and name.endswith((".safetensors", ".gguf"))
+    is_large |= (repo, name) == ("org/single", "README.md")
+    nbytes = 1 << 60 if is_large else len(body)
     blob = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
     lfs = {"sha256": hashlib.sha256(body).hexdigest(), "size": nbytes, "pointerSize": 134}
     large = {"lfs": lfs} if name.endswith((".safetensors", ".gguf")) else {}

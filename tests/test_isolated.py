@@ -149,7 +149,7 @@ def test_what_holds_an_answer_goes_on_when_the_process_is_killed(here: LLM, ther
 @pytest.mark.full
 def test_a_call_goes_on_when_the_process_is_killed(here: LLM, there: LLM) -> None:
     ids = [*range(100, 300)]  # in several parts, more than may wait
-    parts = engine(there).score(ids)
+    parts = engine(there).logits(ids)
     got = [next(parts)]
     os.kill(engine(there).pid, signal.SIGKILL)
     got += parts
@@ -230,7 +230,7 @@ def test_that_at_which_it_dies_twice_is_given_up(
     with infer.load(DEMO, isolate=True) as llm, ThreadPoolExecutor(1) as pool:
         given: Iterator[Any] = llm.stream(STORY, max_tokens=4)
         if asked == "call":
-            given = engine(llm).score([100, 101])
+            given = engine(llm).logits([100, 101])
         with monkeypatch.context() as patch:
             patch.setattr(WorkerEngine, "_take", take_no_more)
             waits = pool.submit(next, given)
@@ -270,7 +270,7 @@ def test_an_answer_need_not_wait_for_a_long_call() -> None:
 def test_closing_ends_calls() -> None:
     ids = [*range(100, 900)]
     with infer.load(DEMO, isolate=True) as llm:
-        parts = engine(llm).score(ids)
+        parts = engine(llm).logits(ids)
         next(parts)
         llm.close()
         with pytest.raises(ClosedError):

@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from serving import FakeEngine, fake_service, serving
 
 import infer
+from infer.bench.measure import prompts
 from infer.models.loading.shapes import SHAPES
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -41,6 +43,18 @@ def test_the_answers_are_counted() -> None:
     assert {params.max_tokens for _, params, _ in (a for a in engine.asked if len(a) == 3)} == {3}
     assert "requests" in str(report)
     json.dumps(report.options)
+
+
+def test_a_warm_up_leaves_the_prompts_of_the_benchmark() -> None:
+    """What is compared with `infer bench --clients` has prompts as long."""
+    engine = FakeEngine()
+    with serving(fake_service(engine)) as address:
+        given = "--clients", "2", "--requests", "2", "--warm-up"
+        report = run(*given, url=f"{address}/v1")
+    lengths = [len(asked[0]) for asked in engine.asked if len(asked) == 2]
+    assert len(lengths) == 2 + report.requests
+    drawn = [len(ids) for ids in islice(prompts(range(100), 512), len(lengths))]
+    assert lengths == drawn
 
 
 def test_half_of_a_prompt_is_shared() -> None:

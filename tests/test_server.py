@@ -49,7 +49,7 @@ from infer.hub import ResolvedModel
 from infer.llm import Prompt
 from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
-from infer.server.generation import _waiting
+from infer.server.generation import _Inbox
 from infer.server.host import Host
 from infer.server.run import listen
 from infer.server.run import serve as serve_until_signal
@@ -493,10 +493,10 @@ def test_a_piece_that_comes_with_the_end_does_not_hide_it() -> None:
     """A client that goes away while a piece comes."""
 
     async def main() -> None:
-        queue: Any = asyncio.Queue()
-        task = asyncio.create_task(_waiting(queue, 600))
+        inbox = _Inbox(600)
+        task = asyncio.create_task(inbox.take())
         await asyncio.sleep(0)
-        queue.put_nowait((0, None))
+        inbox.put(0, None)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -405,13 +405,15 @@ def test_an_interrupt_leaves_no_wrong_state(
 
 
 def test_scores_start_anew(engine: Engine, case: str, prompt_ids: list[int]) -> None:
-    """And an abandoned score leaves nothing to go on from."""
+    """And leave what others have in the cache, and nothing else."""
     expected = answer(engine, prompt_ids, STEPS)
-    next(engine.score(prompt_ids))
-    assert_same(answer(engine, prompt_ids, STEPS), expected)
+    cached = engine.pool.stats.cached
+    next(engine.logits(prompt_ids))
     assert relative_error(scores(engine, prompt_ids), load(case).logits) <= TOLERANCE
-    answer(engine, [*prompt_ids, 7], 1)
-    assert engine.timings.reused_tokens == 0
+    assert_same(answer(engine, prompt_ids, STEPS), expected)
+    assert engine.timings.reused_tokens > 0
+    assert relative_error(scores(engine, [9, *prompt_ids])[0], load(case).logits[0]) > TOLERANCE
+    assert engine.pool.stats.cached == cached
 
 
 def test_a_state_costs_the_same_in_any_context(device: Device, tmp_path: Path) -> None:

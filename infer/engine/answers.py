@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -67,46 +68,83 @@ class Answer(TokenAnswer):
 
 
 @dataclass(eq=False)
-class Embedding:
-    """A text whose hidden states are pooled; `pooled` [hidden_size] is whole once it has `ended`.
-
-    pooling: "mean" of all its tokens, or the "last" alone.
-    """
+class Text(ABC):
+    """One that is computed for its own sake: nothing comes after it."""
 
     prompt: Sequence[int]
-    pooling: str
     adapter: str | None
     sequence: scheduler.Sequence
-    pooled: NDArray[np.float64] | None = None
-    ended: bool = False
-    cancelled: bool = False
+    ended: bool = field(default=False, init=False)
+    cancelled: bool = field(default=False, init=False)
 
     @property
     def table_length(self) -> int:
         """As that of an Answer."""
         return int(self.sequence.group)
 
+    @abstractmethod
+    def rows(self, work: Prefill) -> range:
+        """Those of a step that are read back."""
+
+    @abstractmethod
+    def take(self, start: int, values: NDArray[np.float32]) -> None:
+        """What was read back, [rows, values], of a step of tokens from `start` on. A text that is
+        computed anew comes from 0 on again."""
+
+
+@dataclass(eq=False)
+class Embedding(Text):
+    """Hidden states are pooled; `pooled` [hidden_size] is whole once it has `ended`.
+
+    pooling: "mean" of all its tokens, or the "last" alone.
+    """
+
+    pooling: str
+    pooled: NDArray[np.float64] | None = field(default=None, init=False)
+
+    def rows(self, work: Prefill) -> range:
+        first = 0 if self.pooling == "mean" else len(self.prompt) - 1 - work.start
+        return range(first, work.count)
+
+    def take(self, start: int, values: NDArray[np.float32]) -> None:
+        count = len(self.prompt) if self.pooling == "mean" else 1
+        part = values.sum(0, dtype=np.float64) / count
+        before = self.pooled if start else None
+        self.pooled = part if before is None else before + part
+
+
+@dataclass(eq=False)
+class Scored(Text):
+    """What comes after each of its tokens: all logits, or where `given` says which token does, the
+    log probabilities of that one and of the most probable ones, LOGPROB records as the bits of
+    floats. parts: those that nobody has taken."""
+
+    given: Sequence[int] | None
+    parts: deque[NDArray[np.float32]] = field(default_factory=deque, init=False)
+    count: int = field(default=0, init=False)  # of all rows that came
+
+    def rows(self, work: Prefill) -> range:
+        return range(work.count)
+
+    def take(self, start: int, values: NDArray[np.float32]) -> None:
+        new = values[max(0, self.count - start) :]
+        if len(new):
+            self.parts.append(new.copy())
+            self.count += len(new)
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A step's part of a text: tokens from `start` on, and the rows whose hidden states count."""
+    """A step's part of a text, from its token `start` on. rows: of the step, that are read back of
+    `buffer`, in which each has so many `words` of 4 bytes, of which the first `width` count."""
 
-    text: Embedding
+    text: Text
     start: int
-    rows: range
     last: bool
-
-    @classmethod
-    def of(cls, text: Embedding, work: Prefill) -> Chunk:
-        first = 0 if text.pooling == "mean" else len(text.prompt) - 1 - work.start
-        return cls(text, work.start, range(first, work.count), work.last)
-
-    def pool(self, hidden: NDArray[np.float32]) -> None:
-        """hidden: [rows, hidden_size]. A text that is computed anew comes from 0 on again."""
-        count = len(self.text.prompt) if self.text.pooling == "mean" else 1
-        part = hidden.sum(0, dtype=np.float64) / count
-        before = self.text.pooled if self.start else None
-        self.text.pooled = part if before is None else before + part
+    rows: range
+    buffer: Buffer
+    words: int
+    width: int
 
 
 @dataclass(eq=False)

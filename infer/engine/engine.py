@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
@@ -39,7 +39,9 @@ from infer.engine.answers import (
     Embedding,
     InFlight,
     Prepared,
+    Scored,
     Staging,
+    Text,
 )
 from infer.engine.constraint import Asked, Constraint
 from infer.engine.draft import Drafting, DraftModel, Loaded
@@ -48,11 +50,10 @@ from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
 from infer.engine.speculation import MAX_DRAFT, Guess, Held, ModelSpeculation, Speculation
-from infer.engine.steps import HIDDEN, MAX_BATCH, Steps
+from infer.engine.steps import HIDDEN, MAX_BATCH, SCORED, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
-from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.graph import stride
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
+from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ModelError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, check_process
 from infer.kernels.gpu.device import Device
@@ -67,7 +68,7 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import NO_TOKEN, StepRow, pack_prompts, pack_rows, pack_step
+from infer.kernels.state.step import NO_TOKEN, StepRow, pack_prompts, pack_rows
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
@@ -153,9 +154,9 @@ class Engine(TokenEngine):
         # A step whose body alone is submitted: the longest of its sequences, and since when.
         self._held: tuple[Batch, int, float] | None = None
         self._submitted = 0
-        self._answers: dict[scheduler.Sequence, Answer | Embedding] = {}
-        self._embeds: set[bool] = set()  # whether by row: steps of hidden states that are made
-        self._inbox: deque[Answer | Embedding] = deque()  # those to begin, and those to cancel
+        self._answers: dict[scheduler.Sequence, Answer | Text] = {}
+        self._made: set[tuple[str, bool]] = set()  # steps of texts that are there, some by row
+        self._inbox: deque[Answer | Text] = deque()  # those to begin, and those to cancel
         self._turn = threading.Condition()
         self._leader: int | None = None  # the thread that submits and reads
         self._wanted = 0  # threads that wait for a turn, before the next step
@@ -317,7 +318,7 @@ class Engine(TokenEngine):
         length = table_length(rope, len(ids))
         return scheduler.Sequence(ids, limit=part, key=(*key, length), group=length, ahead=ahead)
 
-    def cancel(self, answer: Answer | Embedding) -> None:
+    def cancel(self, answer: Answer | Text) -> None:
         """Safe at any time, in any thread, and twice."""
         if not (answer.ended or answer.cancelled):
             answer.cancelled = True
@@ -501,9 +502,10 @@ class Engine(TokenEngine):
         logits_of: tuple[int, ...] = ()
         logprobs = False
         chunk = None
-        if isinstance(answers[0], Embedding):
-            chunk = Chunk.of(answers[0], work[0])
-            recording = self.recording(HIDDEN + kind, bool(chunk.rows), None, any(numbers))
+        text = answers[0]
+        if isinstance(text, Text):
+            chunk = self._chunk(text, work[0])
+            recording = self._text_recording(text, kind, bool(chunk.rows), any(numbers))
         else:
             ending = [cast(Answer, answers[i]) for i in last]
             chain = reduce(or_, (answer.chain for answer in ending)) if ending else None
@@ -523,7 +525,9 @@ class Engine(TokenEngine):
             self.queue.submit(piece, count, longest, ())
         self._rows = tuple(slots[i] for i in last) if sampled else None
         self._host_rows.difference_update(slots)
-        prefilled = count if count > MAX_VEC_ROWS else 0
+        # One that is scored takes longer, and says nothing of prompts.
+        is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
+        prefilled = count if is_prompt else 0
         with self._masks(sampled):
             pass
         self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
@@ -907,9 +911,8 @@ class Engine(TokenEngine):
         self._submitted += 1
         read_back = self._read_back(staging, len(sampled), logits_of, logprobs)
         if chunk is not None and chunk.rows:
-            row = 4 * stride(self.model.config.hidden_size)
-            nbytes, begin = len(chunk.rows) * row, chunk.rows.start * row
-            read_back.append(Copy((self.steps.hidden, begin), (staging.rows(nbytes), 0), nbytes))
+            nbytes, begin = (4 * chunk.words * n for n in (len(chunk.rows), chunk.rows.start))
+            read_back.append(Copy((chunk.buffer, begin), (staging.rows(nbytes), 0), nbytes))
         if commands is None:
             submission = self.queue.submit(recording, rows, kv_len, read_back)
         else:
@@ -953,11 +956,12 @@ class Engine(TokenEngine):
         else:
             self.queue.wait(step.submission)
         if step.logits_of:
-            values = self._read_rows(step, len(step.logits_of), self.vocab_size)
+            words = stride(self.vocab_size)
+            values = self._read_rows(step, len(step.logits_of), words, self.vocab_size)
             logits = dict(zip(step.logits_of, values, strict=True))
-        chunk, hidden = step.chunk, None
+        chunk, of_text = step.chunk, None
         if chunk is not None and chunk.rows:
-            hidden = self._read_rows(step, len(chunk.rows), self.model.config.hidden_size)
+            of_text = self._read_rows(step, len(chunk.rows), chunk.words, chunk.width)
         ranked: dict[int, NDArray[Any]] = {}
         if step.logprobs:
             nbytes = LOGPROBS_BYTES * len(step.rows)
@@ -978,8 +982,8 @@ class Engine(TokenEngine):
                     answer.timings.accepted_tokens += 1
                 self._take_token(answer, ids[i], logits.get(i), ranked.get(i), now)
         if chunk is not None and not chunk.text.ended:
-            if hidden is not None:
-                chunk.pool(hidden)
+            if of_text is not None:
+                chunk.text.take(chunk.start, of_text)
             if chunk.last:
                 self._end(chunk.text)
         if self._held is not None and not self._awaits_tokens(self._held[0]):
@@ -1021,9 +1025,9 @@ class Engine(TokenEngine):
             self.scheduler.accept(sequence, count)
         return rows
 
-    def _read_rows(self, step: InFlight, count: int, width: int) -> NDArray[np.float32]:
+    def _read_rows(self, step: InFlight, count: int, words: int, width: int) -> NDArray[np.float32]:
         """[count, width]: what was read back of a step."""
-        nbytes = 4 * count * stride(width)
+        nbytes = 4 * count * words
         raw = self.queue.read(step.staging.rows(nbytes), nbytes, step.submission)
         return raw.view(np.float32).reshape(count, -1)[:, :width]
 
@@ -1102,7 +1106,7 @@ class Engine(TokenEngine):
         self._host_rows.discard(slot)
         self._rows = None
 
-    def _end(self, answer: Answer | Embedding, *, at_once: bool = False) -> None:
+    def _end(self, answer: Answer | Text, *, at_once: bool = False) -> None:
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
@@ -1136,27 +1140,75 @@ class Engine(TokenEngine):
             if answer.ended:  # it only had a state to be saved
                 self._end(answer, at_once=True)
 
+    # Texts
+
+    def _chunk(self, text: Text, work: Prefill) -> Chunk:
+        steps, rows = self.steps, text.rows(work)
+        if isinstance(text, Embedding):
+            width = self.model.config.hidden_size
+            of = steps.hidden, stride(width), width
+        elif isinstance(text, Scored) and text.given is not None:
+            given = np.array(text.given[work.start : work.start + work.count], np.uint32)
+            self.device.write(self._ranker.sampled, given)
+            of = self._ranker.logprobs, LOGPROBS_BYTES // 4, LOGPROBS_BYTES // 4
+        else:
+            of = steps.scored, stride(self.vocab_size), self.vocab_size
+        return Chunk(text, work.start, work.last, rows, *of)
+
+    def _text_recording(self, text: Text, kind: str, head: bool, by_row: bool) -> Recording:
+        if isinstance(text, Embedding):
+            return self.recording(HIDDEN + kind, head, None, by_row)
+        ranked = isinstance(text, Scored) and text.given is not None
+        key = SCORED, by_row, ranked
+        if key not in self._recordings:
+            plan = self.steps.plan(SCORED, by_row)
+            ranking = self._ranker.ranking if ranked else ()
+            self._recordings[key] = Recording((*plan.body, *plan.head, *ranking))
+        return self._recordings[key]
+
+    @cached_property
+    def _ranker(self) -> Sampler:
+        """Of the logits of all rows, of which nothing is sampled."""
+        steps, rows = self.steps, self.steps.scored_rows
+        return Sampler(self.device, self.vocab_size, steps.scored, steps.step, max_rows=rows)
+
+    def _make(self, kinds: Iterable[str], adapter: str | None) -> None:
+        """Steps of texts, when the first comes: what fails here fails for nobody else."""
+        missing = {(kind, adapter is not None) for kind in kinds} - self._made
+        if missing:
+            with self.turn():
+                for kind, by_row in missing:
+                    self.steps.plan(kind, by_row)
+                if (SCORED, adapter is not None) in missing:
+                    _ = self._ranker.ranking, self._ranker.logprobs
+            self._made |= missing
+
+    def _text_sequence(
+        self, ids: Sequence[int], adapter: str | None, chunk: int = 1 << 30
+    ) -> scheduler.Sequence:
+        """Nothing in the cache is reused, because a position in it has no hidden state any more,
+        and nothing is left there."""
+        length = table_length(self.model.config.rope, len(ids))
+        key = adapter, length
+        return scheduler.Sequence(ids, limit=0, key=key, group=length, shares=False, chunk=chunk)
+
     # Embedding
 
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
     ) -> Generator[NDArray[np.float64], None, None]:
-        """Computed beside what else is generated. Nothing in the cache is reused, because a
-        position in it has no hidden state any more, and nothing is left there."""
+        """Computed beside what else is generated."""
         for ids in texts:
             self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
-        by_row = adapter is not None
-        if by_row not in self._embeds:
-            with self.turn():  # what fails here fails for nobody else
-                for kind in self.steps.rows:
-                    self.steps.plan(HIDDEN + kind, by_row)
-                self._embeds.add(by_row)
+        self._make((HIDDEN + kind for kind in self.steps.rows), adapter)
         # A few at a time, so that an answer that comes meanwhile need not wait for all of them.
         running: deque[Embedding] = deque()
         try:
             for ids in texts:
-                running.append(self._begin_text(ids, pooling, adapter))
+                text = Embedding(ids, adapter, self._text_sequence(ids, adapter), pooling)
+                self._inbox.append(text)
+                running.append(text)
                 if len(running) > self.options.ahead:
                     yield self._pooled(running[0])
                     running.popleft()
@@ -1166,14 +1218,6 @@ class Engine(TokenEngine):
         finally:
             for text in running:
                 self.cancel(text)
-
-    def _begin_text(self, ids: Sequence[int], pooling: str, adapter: str | None) -> Embedding:
-        length = table_length(self.model.config.rope, len(ids))
-        key = adapter, length
-        sequence = scheduler.Sequence(ids, limit=0, key=key, group=length, shares=False)
-        text = Embedding(ids, pooling, adapter, sequence)
-        self._inbox.append(text)
-        return text
 
     def _pooled(self, text: Embedding) -> NDArray[np.float64]:
         """Waited for. Raises ModelError for what is not finite."""
@@ -1189,27 +1233,36 @@ class Engine(TokenEngine):
     # Scoring
 
     def score(
-        self, ids: Sequence[int], adapter: str | None = None
-    ) -> Generator[NDArray[np.float32], None, None]:
-        """Nothing in the cache is reused, because a position in it has no logits any more."""
+        self, ids: Sequence[int], n: int, adapter: str | None = None
+    ) -> Generator[list[Logprobs], None, None]:
+        """Computed beside what else is generated. n: MAX_LOGPROBS at most."""
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
-        row = 4 * stride(self.vocab_size)
-        # Of more than a few rows, matmul writes whole tiles.
-        whole = self.device.limits.max_binding >= 128 * row
-        rows = min(self.steps.rows["prefill"], 128 if whole else MAX_VEC_ROWS)
-        with self.alone(), self.device.scope():
-            self._rotate_for(table_length(self.model.config.rope, len(ids)))
-            logits = self.device.buffer(padded_rows(rows) * row, label="logits of all rows")
-            number = self.adapters.number(adapter)
-            plan = self.steps.lower(StepKind(rows), logits, number > 0).place(Arena(self.device))
-            recording = Recording((*plan.body, *plan.head))
-            for start in range(0, len(ids), rows):
-                part = ids[start : start + rows]
-                self.device.write(self.steps.step, pack_step(part, start, adapter=number))
-                self.queue.submit(recording, len(part), start + len(part), ())
-                values = self.device.read(logits, np.float32, len(part) * row // 4)
-                yield values.reshape(len(part), -1)[:, : self.vocab_size]
+        for part in self._parts(ids[:-1], ids[1:], adapter) if len(ids) > 1 else ():
+            yield [_ranked(row, n) for row in part.view(LOGPROB)]
+
+    def logits(
+        self, ids: Sequence[int], adapter: str | None = None
+    ) -> Generator[NDArray[np.float32], None, None]:
+        """As `score`."""
+        self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self._parts(ids, None, adapter)
+
+    def _parts(
+        self, ids: Sequence[int], given: Sequence[int] | None, adapter: str | None
+    ) -> Iterator[NDArray[np.float32]]:
+        self._make((SCORED,), adapter)
+        sequence = self._text_sequence(ids, adapter, self.steps.scored_rows)
+        text = Scored(ids, adapter, sequence, given)
+        self._inbox.append(text)
+        try:
+            while not (text.ended and not text.parts):
+                self.wait(lambda: bool(text.parts) or text.ended)
+                while text.parts:
+                    yield text.parts.popleft()
+        finally:
+            self.cancel(text)
 
 
 def _logprobs(
@@ -1226,8 +1279,13 @@ def _logprobs(
         assert logits is not None  # asked for
         return logprobs(logits, token, n)
     assert ranked is not None  # a stage of its chain
-    best = ranked[1 : 1 + n]
-    return float(ranked["logprob"][0]), best[best["token"] != NO_TOKEN].tolist()
+    return _ranked(ranked, n)
+
+
+def _ranked(row: NDArray[Any], n: int) -> Logprobs:
+    """row: its LOGPROB records."""
+    best = row[1 : 1 + n]
+    return float(row["logprob"][0]), best[best["token"] != NO_TOKEN].tolist()
 
 
 def _slot(sequence: scheduler.Sequence) -> int:

@@ -55,7 +55,7 @@ from infer.kernels.errors import (
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.keywords import Progress as Report
 from infer.progress import write_note
-from infer.sampling import LogitsProcessor, SamplingParams
+from infer.sampling import LogitsProcessor, Logprobs, SamplingParams
 
 DEATHS, WITHIN = 3, 60.0  # so many, within so many seconds, are the last
 _ASK_EVERY = 5.0  # seconds without a word to it
@@ -483,11 +483,18 @@ class WorkerEngine(TokenEngine):
         yield from self._call("embed", texts, pooling, adapter)
 
     def score(
+        self, ids: Sequence[int], n: int, adapter: str | None = None
+    ) -> Generator[list[Logprobs], None, None]:
+        self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self._call("score", ids, n, adapter)
+
+    def logits(
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
-        yield from self._call("score", ids, adapter)
+        yield from self._call("logits", ids, adapter)
 
     def _call(self, method: str, *arguments: Any) -> Generator[Any, None, None]:
         call, key = _Call(method, arguments), next(self._keys)

@@ -51,16 +51,18 @@ class Sequence:
         group: Hashable = None,
         ahead: int = 1 << 30,
         shares: bool = True,
+        chunk: int = 1 << 30,
     ) -> None:
         """limit: tokens to generate at most. 0: none, and it is to be cancelled when the last chunk
         of the prompt has been read. key: what keys and values depend on beside the tokens.
         priority: higher ones are begun first. group: of those that can share a decode step. ahead:
         tokens in flight at most. shares: whether it takes from the cache what others have left
-        there, and leaves what it has; else all of its prompt is computed."""
+        there, and leaves what it has; else all of its prompt is computed. chunk: tokens of its
+        prompt in a step, at most."""
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.limit, self.key, self.priority = limit, key, priority
         self.group: Any = group
-        self.ahead, self.shares = ahead, shares
+        self.ahead, self.shares, self.chunk = ahead, shares, chunk
         self.pages: list[int] = []
         self.slot: int | None = None
         self.computed = self.settled = self.in_flight = self.reused = 0
@@ -287,7 +289,7 @@ class Scheduler:
         if sequence is None or not _fits(sequence, others):
             return None
         start, length = sequence.computed, len(sequence.tokens)
-        end = min(start + most, length)
+        end = min(start + min(most, sequence.chunk), length)
         if until := next((position for position in sequence.saves if position > start), 0):
             end = min(end, until)
             if end == until:

@@ -33,6 +33,7 @@ from infer.models.loading.lora import Adapters
 
 HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
 PACKED = "packed "  # and of those of several prompts
+SCORED = "scored"  # the kind of step of one sequence that gives the logits of all rows
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
@@ -49,9 +50,9 @@ class Steps:
     batches: of the kinds of which each row names its own, from the smallest; where tokens are
     drafted several rows may be of one, at consecutive positions: such steps have as many as one of
     draft_kinds, and, where layers have a state, are of a kind of their own. Each of `rows` has a
-    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows. prompts:
-    sequences of a step of prefill, at most; for several those of many rows have a kind, too, PACKED
-    before its name.
+    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows; SCORED has
+    scored_rows. prompts: sequences of a step of prefill, at most; for several those of many rows
+    have a kind, too, PACKED before its name.
     """
 
     def __init__(
@@ -143,6 +144,11 @@ class Steps:
         if any(c.states):
             drafting = {n: StepKind(n, batch=True, drafts=MAX_DRAFT) for n in self.draft_kinds}
             self._kinds |= {self.drafts(rows): kind for rows, kind in drafting.items()}
+        # Of more than a few rows, matmul writes whole tiles.
+        tile = padded_rows(MAX_VEC_ROWS + 1)
+        has_room = device.limits.max_binding >= 4 * stride(c.vocab_size) * tile
+        self.scored_rows = min(chunk, tile if has_room else MAX_VEC_ROWS)
+        self._kinds[SCORED] = StepKind(self.scored_rows)
         # One answer needs these, drafts among them. Other batches take less room than the largest,
         # and are made when they are needed, as hidden states are.
         few = [self.drafts(rows) for rows in self.draft_kinds if rows <= MAX_VEC_ROWS]
@@ -179,6 +185,12 @@ class Steps:
         row = stride(_before_head(self._traced).width)
         nbytes = 4 * row * padded_rows(self.rows["prefill"])
         return self.device.buffer(nbytes, label="hidden states")
+
+    @cached_property
+    def scored(self) -> Buffer:
+        """The logits of all rows of a step; there when first asked for."""
+        nbytes = 4 * stride(self._traced.width) * padded_rows(self.scored_rows)
+        return self.device.buffer(nbytes, label="logits of all rows")
 
     def lower(self, kind: StepKind, logits: Buffer, by_row: bool) -> Lowering:
         """The kernels of a kind of step. by_row: its rows have adapters."""
@@ -232,9 +244,9 @@ class Steps:
     def _lowered(self, kind: str, by_row: bool) -> Lowering:
         key = kind, by_row
         if key not in self.lowered:
-            is_hidden = kind.startswith(HIDDEN)
-            output = _before_head(self._traced) if is_hidden else self._traced
-            buffer = self.hidden if is_hidden else self.logits
+            output, buffer = self._traced, self.scored if kind == SCORED else self.logits
+            if kind.startswith(HIDDEN):
+                output, buffer = _before_head(self._traced), self.hidden
             self.lowered[key] = self._lower(output, self._kinds[kind], buffer, by_row)
         return self.lowered[key]
 

@@ -125,8 +125,8 @@ class TokenEngine(ABC):
         no room for so many more tokens."""
         if not prompt_ids:
             raise RequestError("The prompt is empty: give at least one token.")
-        wrong = next((i for i in prompt_ids if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            wrong = next(i for i in prompt_ids if not 0 <= i < self.vocab_size)
             raise RequestError(
                 f"Token {shown(wrong)} is not in the model's vocabulary of {self.vocab_size} "
                 "tokens."
@@ -199,6 +199,13 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def score(
+        self, ids: Sequence[int], n: int, adapter: str | None = None
+    ) -> Generator[list[Logprobs], None, None]:
+        """Of all tokens but the first the log probability, and the n most probable ones in their
+        place, in chunks."""
+
+    @abstractmethod
+    def logits(
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
         """The logits of every position, in chunks [rows, vocab_size]."""

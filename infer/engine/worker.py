@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from infer.engine.answers import Answer
@@ -159,18 +159,16 @@ class _Worker:
     def _generate(self, engine: Engine) -> None:
         """Until the input ends."""
         while True:
-            if not (self._answers or self._credits):  # a call takes it in, too
-                engine.settle()
-            try:
-                while (message := self._inbox.get(block=not self._answers)) is not None:
-                    self._take(message, engine)
-                    if not self._answers:
-                        break
-                else:
-                    return
-            except Empty:
+            if self._answers and self._inbox.empty():
                 engine.wait(self._is_due)
                 self._hand_out()
+                continue
+            if not (self._answers or self._credits):  # a call takes it in, too
+                engine.settle()
+            message = self._inbox.get()
+            if message is None:
+                return
+            self._take(message, engine)
 
     def _is_due(self) -> bool:
         ready = any(answer.is_ready for answer in self._answers.values())

@@ -52,6 +52,7 @@ SMALL_FILES = (
     ADAPTER_CONFIG,  # which a model has not: to say what it is
     INDEX,
 )
+CARD, CARD_BYTES = "README.md", 1 << 20  # says the licence; of one that is larger nothing is read
 UNSUPPORTED_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # A hub id, or one of the GGUF models there: org/name:Q4_K_M, org/name/folder/file.gguf.
@@ -204,12 +205,13 @@ def model_of_hub(
 
 
 def model_files(path: Path) -> list[Path]:
-    """What is loaded of a model that is there: of the folder or the GGUF file that `resolve` finds,
-    the files. Raises CheckpointError for a broken index."""
+    """What is loaded of a model that is there, and its card: of the folder or the GGUF file that
+    `resolve` finds, the files. Raises CheckpointError for a broken index."""
     if path.is_file():
         return [path.with_name(part) for part in gguf_parts(path.name)]
     names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
-    return [path / n for n in names if n in {*_small(names), *(_shards(path) or _weights(names))}]
+    wanted = {CARD, *_small(names), *(_shards(path) or _weights(names))}
+    return [path / name for name in names if name in wanted]
 
 
 def local_path(model: str) -> Path | None:
@@ -357,7 +359,8 @@ def _fetch(
 
     if file := _choose_gguf(model, names, repo, listing.blobs):
         return ResolvedModel(fetch(gguf_parts(file)) / file, model[0], commit)
-    folder = fetch(_small(names))
+    _, card_bytes = listing.blobs.get(CARD, ("", CARD_BYTES + 1))
+    folder = fetch([*_small(names), *([CARD] if card_bytes <= CARD_BYTES else [])])
     if not (needed := _shards(folder) or _weights(names)):
         raise _no_weights(repo, names)
     fetch(needed)

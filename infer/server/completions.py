@@ -57,9 +57,10 @@ def read_prompts(given: str | Sequence[str | int | list[int]], param: str) -> li
     """Of a text, token ids, or a list of either. Raises ApiError (400) for a mixed one."""
     if isinstance(given, str):
         return [given]
-    if not given or all(isinstance(each, int) for each in given):
+    kinds = set(map(type, given))
+    if kinds <= {int}:
         return [cast(list[int], given)]
-    if all(isinstance(each, str) for each in given) or all(isinstance(e, list) for e in given):
+    if kinds in ({str}, {list}):
         return cast(list[Prompt], given)
     raise ApiError(
         400,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +21,7 @@ from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
 
 T = TypeVar("T")
+_SHORT = 1000  # tokens, or characters of a text: to hand it to a thread takes as long as to do it
 
 
 class Answer(Protocol):
@@ -131,9 +131,13 @@ class LLMClient:
     async def encode(
         self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
     ) -> list[int]:
+        encode = partial(self._llm.encode, prompt, **template_args)
         if isinstance(prompt, str) and not add_special_tokens:
-            return await asyncio.to_thread(self._llm.tokenizer.encode, prompt, False)
-        return await asyncio.to_thread(self._llm.encode, prompt, **template_args)
+            encode = partial(self._llm.tokenizer.encode, prompt, False)
+        is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
+        if len(prompt) <= _SHORT and not is_chat:
+            return encode()
+        return await asyncio.to_thread(encode)
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._llm.decode, ids, skip_special_tokens=False)
@@ -148,10 +152,12 @@ class LLMClient:
     ) -> Answer:
         chat: ToolOptions = {} if tools is None else {"tools": [], **tools}
         begin = partial(self._llm.astream, params=params, adapter=adapter, cache_salt=cache_salt)
-        threads = self._grammars if params.constrained or chat.get("tools") else None
+        has_grammar = params.constrained or bool(chat.get("tools"))
+        if len(ids) <= _SHORT and not has_grammar:
+            return _Answer(self, begin(ids, **chat))
+        threads = self._grammars if has_grammar else None
         loop = asyncio.get_running_loop()
-        stream = await loop.run_in_executor(threads, partial(begin, ids, **chat))
-        return _Answer(self, stream)
+        return _Answer(self, await loop.run_in_executor(threads, partial(begin, ids, **chat)))
 
     async def embed(
         self, texts: Sequence[Sequence[int]], adapter: str | None
@@ -164,18 +170,16 @@ class LLMClient:
         return await self._call(partial(self._llm.prompt_logprobs, ids, n, adapter=adapter))
 
     async def _call(self, call: Callable[[], T]) -> T:
-        with self.noticing():
-            return await asyncio.get_running_loop().run_in_executor(self._calls, call)
-
-    @contextmanager
-    def noticing(self) -> Iterator[None]:
-        """A device that is lost in the block is so for good."""
         try:
-            yield
+            return await asyncio.get_running_loop().run_in_executor(self._calls, call)
         except DeviceError as error:
-            if not isinstance(error, OutOfMemoryError):
-                self.failure = str(error)
+            self.notice(error)
             raise
+
+    def notice(self, error: DeviceError) -> None:
+        """A device that is lost is so for good."""
+        if not isinstance(error, OutOfMemoryError):
+            self.failure = str(error)
 
     async def stats(self) -> EngineStats:
         return await asyncio.to_thread(self._llm.stats)
@@ -193,8 +197,11 @@ class _Answer:
         return self
 
     async def __anext__(self) -> Chunk:
-        with self._engine.noticing():
-            return await anext(self._stream)
+        try:
+            return await self._stream.__anext__()
+        except DeviceError as error:
+            self._engine.notice(error)
+            raise
 
     async def aclose(self) -> None:
         await self._stream.aclose()

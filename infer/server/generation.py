@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -200,31 +200,31 @@ class _Nothing:
 
 async def _finish(answers: Answers, stopped: asyncio.Event) -> None:
     """All of them, to their ends."""
-    async with _reading(answers.each, stopped) as queue:
+    async with _reading(answers.each, stopped) as inbox:
         left = len(answers.each)
         while left:
-            _, piece = await queue.get()
-            if isinstance(piece, Exception):
-                raise piece
-            left -= piece is None
+            for _, piece in await inbox.take():
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= piece is None
 
 
 async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
     """A format's stream. After some seconds without a part of it one is sent that shows that it
     lives, so that nothing between here and the client takes the connection for dead."""
-    await call.start(
-        {
-            "Content-Type": format.media_type,
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # nginx passes parts on at once
-        }
-    )
-    if begin := format.begin():
-        await call.part(begin)
     left = len(answers.each)
-    async with _reading(answers.each, call.service.stopped) as queue:
+    async with _reading(answers.each, call.service.stopped, call.service.keepalive) as inbox:
+        await call.start(
+            {
+                "Content-Type": format.media_type,
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # nginx passes parts on at once
+            }
+        )
+        if data := format.begin():
+            await call.part(data)
         while left:
-            pieces = await _waiting(queue, call.service.keepalive)
+            pieces = await inbox.take()
             data = b"" if pieces else format.keepalive
             for index, piece in pieces:
                 if isinstance(piece, Exception):
@@ -235,51 +235,84 @@ async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
                     data += format.end(index, answers.each[index].result)
                 else:
                     data += format.piece(index, piece)
-            if data:  # a piece may have no text yet
+            if data and left:  # a piece may have no text yet
                 await call.part(data)
-    await call.part(format.finish(), last=True)
+    await call.part(data + format.finish(), last=True)
 
 
-# Which answer, and a piece of it, None at its end, or what ended it.
-_Queue = asyncio.Queue[tuple[int, Chunk | Exception | None]]
+class _Inbox:
+    """Which answer, and a piece of it, None at its end, or what ended it. For one task that takes
+    them."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """seconds: that `take` waits at most; None: until there is something."""
+        self._loop, self._seconds = asyncio.get_running_loop(), seconds
+        self._items: list[tuple[int, Chunk | Exception | None]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._until = 0.0
+        self._timer: asyncio.TimerHandle | None = None  # one for many pieces
+
+    def put(self, index: int, piece: Chunk | Exception | None) -> None:
+        self._items.append((index, piece))
+        self._wake()
+
+    async def take(self) -> list[tuple[int, Chunk | Exception | None]]:
+        """All that has come; nothing after so many seconds."""
+        if not self._items:
+            self._waiter = self._loop.create_future()
+            if self._seconds is not None:
+                self._until = self._loop.time() + self._seconds
+                if self._timer is None:
+                    self._timer = self._loop.call_at(self._until, self._tick)
+            await self._waiter
+        items, self._items = self._items, []
+        return items
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._until > self._loop.time():
+            self._timer = self._loop.call_at(self._until, self._tick)
+        else:
+            self._wake()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @asynccontextmanager
-async def _reading(answers: Sequence[Answer], stopped: asyncio.Event) -> AsyncIterator[_Queue]:
-    """The pieces of all of them, which are generated together; at the block's end they end. Once
-    `stopped` there is an error instead."""
-    queue: _Queue = asyncio.Queue()
+async def _reading(
+    answers: Sequence[Answer], stopped: asyncio.Event, seconds: float | None = None
+) -> AsyncIterator[_Inbox]:
+    """Where the pieces of all of them come, which are generated together; at the block's end they
+    end. Once `stopped` there is an error instead. seconds: as of `_Inbox`."""
+    inbox = _Inbox(seconds)
 
     async def read(index: int, answer: Answer) -> None:
         end: Exception | None = None
         try:
             async for chunk in answer:
-                queue.put_nowait((index, chunk))
+                inbox.put(index, chunk)
         except Exception as error:
             end = error
-        queue.put_nowait((index, end))
+        inbox.put(index, end)
 
     async def stop() -> None:
         await stopped.wait()
-        queue.put_nowait((0, ApiError(503, "The server is shutting down.")))
+        inbox.put(0, ApiError(503, "The server is shutting down."))
 
     tasks = [asyncio.create_task(read(i, answer)) for i, answer in enumerate(answers)]
     tasks.append(asyncio.create_task(stop()))
     try:
-        yield queue
+        await asyncio.sleep(0)  # they begin before anything is sent
+        yield inbox
     finally:
+        inbox.close()
         for answer in answers:
             await answer.aclose()
         for task in tasks:
             task.cancel()
-
-
-async def _waiting(queue: _Queue, seconds: float) -> list[tuple[int, Chunk | Exception | None]]:
-    """All that has come, once there is something; nothing after so many seconds."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):  # Python 3.11's wait_for may swallow a cancellation
-            items = [await queue.get()]
-        while not queue.empty():
-            items.append(queue.get_nowait())
-        return items
-    return []

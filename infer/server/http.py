@@ -8,7 +8,9 @@ from asyncio import TimerHandle
 from typing import Any
 
 import msgspec
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from infer.server.errors import ApiError
 
@@ -16,7 +18,9 @@ HEAD_BYTES = 64 << 10  # of a request's headers, and of its trailers
 REQUEST_SECONDS = 60.0  # from a request's first byte to its last
 WRITE_SECONDS = 60.0  # that a client may leave unread what is written to it
 IDLE_SECONDS = 65  # between requests: longer than balancers keep connections, mostly 60
-_MOST, _RESERVED = 8192, 128  # connections; files that are for other things
+ACCEPTED, BACKLOG = 64, 2048  # connections that are taken in at once, and that wait for it
+# Connections; files that are for other things, such as connections that are being closed.
+_MOST, _RESERVED = 8192, 2 * ACCEPTED + 128
 
 
 def most_connections() -> int:
@@ -30,14 +34,24 @@ def most_connections() -> int:
     return _MOST if unlimited else max(1, min(_MOST, soft - _RESERVED))
 
 
+class State(ServerState):
+    """What all connections of a server share. waiting: those whose next request has not come, or
+    not all of it, the longest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: dict[Connection, None] = {}
+
+
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with limits. A client that exceeds them is told so, where it can be, and cut
-    off."""
+    """uvicorn's, with limits. A client that exceeds them is told so, where it can be, and cut off.
+    Where there are too many of them, the one that has been waited for longest makes room."""
 
     most = most_connections()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: Config, server_state: State, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, server_state, *args, **kwargs)
+        self._waiting = server_state.waiting
         self._head = 0  # bytes since those that were of a body, or the end of a head
         self._is_whole = True  # what has come: whole requests, or nothing
         self._reading: TimerHandle | None = None
@@ -46,17 +60,28 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            self._refuse(503, "The server has too many connections.")
-            return
+            longest = next(iter(self._waiting), None)
+            (longest or self)._displace()
+            if longest is None:  # all are answered
+                return
+        self._waiting[self] = None
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._waiting.pop(self, None)
         self._unset_keepalive_if_required()
         self._stop_reading()
         self._stop_writing()
+
+    def _displace(self) -> None:
+        self._waiting.pop(self, None)
+        if self._is_whole and self.cycle is not None:  # between two requests
+            self.timeout_keep_alive_handler()
+        else:
+            self._refuse(503, "The server has too many connections.")
 
     # Reading
 
@@ -82,7 +107,13 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head, self._is_whole = 0, True
+        self._waiting.pop(self, None)
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # no other has come
+            self._waiting[self] = None
 
     def _late(self) -> None:
         cycle = self.cycle

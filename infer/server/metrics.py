@@ -33,6 +33,10 @@ class Metrics:
 
         self._prompt = counter("prompt_tokens", "Tokens of prompts, those too that were cached.")
         self._generated = counter("generation_tokens", "Tokens generated.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self._accepted = counter(
+            "spec_decode_num_accepted_tokens", "Those of them that were right."
+        )
         self._ended = counter("request_success", "Answers that have ended.", "finished_reason")
         self._first = histogram("time_to_first_token_seconds", "From an answer's begin.")
         self._next = histogram("inter_token_latency_seconds", "From a token to the next.")
@@ -92,6 +96,9 @@ class _Now(Collector):
 class _Watched:
     def __init__(self, metrics: Metrics, model: str, answer: Answer) -> None:
         self._metrics, self._model, self._answer = metrics, model, answer
+        # Looked up once, and not at every token.
+        self._generated = metrics._generated.labels(model)
+        self._next = metrics._next.labels(model)
         self._begun = self._last = 0.0
         self._count, self._ended = 0, False
 
@@ -103,13 +110,10 @@ class _Watched:
         return self
 
     async def __anext__(self) -> Chunk:
-        metrics, model = self._metrics, self._model
         if not self._begun:
-            self._begun = time.monotonic()
-            metrics._prompt.labels(model).inc(self.result.prompt_tokens)
-            metrics._prompts.labels(model).observe(self.result.prompt_tokens)
+            self._begin()
         try:
-            chunk = await anext(self._answer)
+            chunk = await self._answer.__anext__()
         except StopAsyncIteration:
             self._end(self.result.finish_reason)
             raise
@@ -119,13 +123,19 @@ class _Watched:
         if chunk.token_id is not None:
             now = time.monotonic()
             if self._count:
-                metrics._next.labels(model).observe(now - self._last)
+                self._next.observe(now - self._last)
             else:
-                metrics._first.labels(model).observe(now - self._begun)
-            metrics._generated.labels(model).inc()
+                self._metrics._first.labels(self._model).observe(now - self._begun)
+            self._generated.inc()
             self._last = now
             self._count += 1
         return chunk
+
+    def _begin(self) -> None:
+        self._begun = time.monotonic()
+        metrics, model = self._metrics, self._model
+        metrics._prompt.labels(model).inc(self.result.prompt_tokens)
+        metrics._prompts.labels(model).observe(self.result.prompt_tokens)
 
     def _end(self, reason: str) -> None:
         if self._ended or not self._begun:
@@ -133,6 +143,8 @@ class _Watched:
         self._ended = True
         metrics, model = self._metrics, self._model
         metrics._ended.labels(model, reason).inc()
+        metrics._drafted.labels(model).inc(self.result.timings.drafted_tokens)
+        metrics._accepted.labels(model).inc(self.result.timings.accepted_tokens)
         metrics._whole.labels(model).observe(time.monotonic() - self._begun)
         metrics._answers.labels(model).observe(self._count)
 

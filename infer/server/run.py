@@ -15,7 +15,7 @@ import uvicorn
 from infer.kernels.errors import RequestError
 from infer.server.app import create_app
 from infer.server.host import Host
-from infer.server.http import IDLE_SECONDS, Connection
+from infer.server.http import ACCEPTED, BACKLOG, IDLE_SECONDS, Connection, State
 from infer.server.service import Served
 
 DRAIN_SECONDS = 30  # that running answers have after a signal
@@ -64,14 +64,18 @@ class Server(uvicorn.Server):
             log_level="error",  # what clients do wrong is no news
             access_log=False,
             server_header=False,
+            backlog=ACCEPTED,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=DRAIN_SECONDS + 5,  # clients are told before
         )
         super().__init__(config)
+        self.server_state = State()
         self._served, self._ready = served, ready
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
         await super().startup(list(sockets or ()))
+        for each in sockets or ():
+            each.listen(BACKLOG)
         self._served.start()
         self._ready()
 

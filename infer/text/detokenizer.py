@@ -32,12 +32,17 @@ class StreamingDetokenizer:
         """keep: special tokens that stand in the text, by their names; None: not even those that
         only the library takes for special."""
         self._tokenizer, self._keep = tokenizer, keep
-        shown = [i for i in prompt_ids if self._is_shown(i)]
-        ends = (n for n, i in enumerate(reversed(shown)) if i not in tokenizer.byte_token_ids)
-        open_run = next(ends, len(shown))  # byte tokens at the end, which the output may go on with
-        window = shown[-max(CONTEXT, open_run + 1) :]
-        # Without text before it, the output would be decoded as if it were the first.
-        self._window = window if self._decode(window) else shown
+        window: list[int] = []  # from the end
+        closed = False  # byte tokens at the end are in it, which the output may go on with
+        for i in filter(self._is_shown, reversed(prompt_ids)):
+            window.append(i)
+            closed = closed or i not in tokenizer.byte_token_ids
+            if closed and len(window) >= CONTEXT:
+                break
+        self._window = window[::-1]
+        if not self._decode(self._window):
+            # Without text before it, the output would be decoded as if it were the first.
+            self._window = [i for i in prompt_ids if self._is_shown(i)]
         self._sent = 0  # characters of the window's text that are out
         # Needed until the first piece: the output may complete the prompt's last character.
         self._prompt_text: str | None = self._decode(self._window)

@@ -77,6 +77,8 @@ LOGPROB = np.dtype([("token", "<u4"), ("logprob", "<f4")])  # of sample_logprobs
 ROW_LOGPROBS = 1 + MAX_LOGPROBS  # the sampled token's, and the best
 SLOTS = 6  # cuts of a row, one for each dispatch that finds something
 
+_Kernel = tuple[KernelSpec, tuple[str, ...]]  # and the buffers that it binds
+
 
 @dataclass(frozen=True)
 class SamplerChain:
@@ -244,8 +246,7 @@ class Sampler:
         self, chain: SamplerChain, gather: int, drafts: bool, unknown: bool
     ) -> tuple[Dispatch, ...]:
         sizes: dict[str, Param] = {"TILES": self._tiles, "VOCAB": self.vocab_size}
-        gathers: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
-        gathers["SOFTWARE"] = self.device.software
+        gathers = self._gathers(gather)
         tokens = sizes | gathers | {"STRIDE": self._stride}
         changes: dict[str, Param] = {
             "PENALTIES": chain.penalties,
@@ -261,7 +262,7 @@ class Sampler:
         inputs = ("step", "sampling", "logits", counts, biases)
         cutting = ("step", "sampling", "z", "stats", histograms, "cuts")
 
-        kernels: list[tuple[KernelSpec, tuple[str, ...]]] = []
+        kernels: list[_Kernel] = []
         if chain.filtered:
             spec = KernelSpec.of("sample_prepare", **tokens, **changes, CLEAR=bool(levels))
             kernels.append((spec, (*inputs, "z", "stats", histograms)))
@@ -296,11 +297,29 @@ class Sampler:
         if self._drafts:
             kernels.append((KernelSpec.of("sample_drafts"), ("step", "verified")))
         if chain.logprobs:
-            spec = KernelSpec.of("sample_tiles", **tokens)
-            kernels.append((spec, ("step", "logits", "tile_bests")))
-            spec = KernelSpec.of("sample_logprobs", **tokens, BEST=MAX_LOGPROBS)
-            kernels.append((spec, ("step", "logits", "tile_bests", "sampled", "logprobs")))
+            kernels += self._ranking(tokens)
+        return self._made(kernels, gather)
 
+    @cached_property
+    def ranking(self) -> tuple[Dispatch, ...]:
+        """The kernels of log probabilities alone, of all rows of a step: of the tokens that are
+        written into `sampled`."""
+        sizes = {"TILES": self._tiles, "VOCAB": self.vocab_size, "STRIDE": self._stride}
+        return self._made(self._ranking(sizes | self._gathers(0)), 0)
+
+    def _ranking(self, tokens: Mapping[str, Param]) -> list[_Kernel]:
+        tiles = KernelSpec.of("sample_tiles", **tokens)
+        logprobs = KernelSpec.of("sample_logprobs", **tokens, BEST=MAX_LOGPROBS)
+        return [
+            (tiles, ("step", "logits", "tile_bests")),
+            (logprobs, ("step", "logits", "tile_bests", "sampled", "logprobs")),
+        ]
+
+    def _gathers(self, gather: int) -> dict[str, Param]:
+        params: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
+        return params | {"SOFTWARE": self.device.software}
+
+    def _made(self, kernels: Sequence[_Kernel], gather: int) -> tuple[Dispatch, ...]:
         self.device.pipelines(spec for spec, _ in kernels)
         # A prefill chunk has more rows than logits, nearly always those of one row.
         grid: Grid = (self._tiles, gather, 1) if gather else lambda rows, _: (self._tiles, rows, 1)
