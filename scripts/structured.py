@@ -1,18 +1,23 @@
 """What it costs that every answer of a batch is held to a JSON schema.
 
     python scripts/structured.py --shape llama-3.1-8b --quantize q4 --clients 1,16,64
-    python scripts/structured.py MODEL
+    python scripts/structured.py MODEL --json NAME
 
-Clients as in `infer bench --clients`: their answers free, then under a schema, and the share of the
-speed that is left. A shape has random weights and no tokenizer, so its tokens are random words.
+Clients as in `infer bench --clients`: their answers free, then under a schema, token by token and
+with what it forces as drafts, and the share of the speed that is left. A shape has random weights
+and no tokenizer, so its tokens are random words, and its strings have to be bounded: the slowest
+masks there are. --json keeps a report in scripts/results/structured.
 """
 
 import argparse
+import json
 import random
 import string
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import patch
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -20,13 +25,14 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infer.bench.measure import GREEDY, EngineBench
-from infer.bench.report import markdown_table
-from infer.bench.run import open_engine
+from infer.bench.report import Load, markdown_table
+from infer.bench.run import commit, open_engine, versions
 from infer.engine.constraint import Constraints
 from infer.hub import resolve
 from infer.text.folder_tokenizer import open_tokenizer
 from infer.text.tokenizer import Tokenizer
 
+RESULTS = Path(__file__).resolve().parent / "results" / "structured"
 END = "<|end|>"
 PERSON = {
     "type": "object",
@@ -78,27 +84,50 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--decode-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", metavar="NAME", help="of the report, after the date")
     args = parser.parse_args()
     clients = [int(each) for each in args.clients.split(",")]
     needed = args.prompt_tokens + args.decode_tokens + 1
     options = {"quantize": args.quantize, "needed": needed, "max_batch": max(clients)}
-    rows = []
+    loads: list[dict[str, Load]] = []
     with open_engine(args.model, args.shape, **options) as (_, engine):
         own = None if args.model is None else open_tokenizer(resolve(args.model).path)
         tokenizer = own or words(engine.vocab_size)
         constraints = Constraints(tokenizer, engine.vocab_size)
         bench = EngineBench(engine, 1.0, args.repeats, lambda test, run, runs: None)
         held = replace(GREEDY, schema=ENDLESS)
+        engine.steps.compile_batches()  # as a server does
         for count in clients:
             sizes = count, args.prompt_tokens, args.decode_tokens
             free = bench.load(*sizes)
-            under = bench.load(*sizes, held, constraints.of)
-            itl = (1e3 * load.itl_seconds[0] for load in (free, under))
-            speeds = free.tps, under.tps
-            cells = [f"{count}", *(f"{value:,.1f}" for value in (*speeds, *itl))]
-            rows.append([*cells, f"{100 * under.tps / free.tps:.0f} %"])
-    header = ["clients", "free, t/s", "schema, t/s", "free, ms", "schema, ms", "share"]
-    print(markdown_table(header, rows, 0))
+            with patch.object(engine, "_guess", lambda held: None):
+                one_by_one = bench.load(*sizes, held, constraints.of)
+            forced = bench.load(*sizes, held, constraints.of)
+            loads.append({"free": free, "one by one": one_by_one, "forced": forced})
+        gpu = engine.gpu
+    rows = []
+    for each in loads:
+        speeds = [load.tps for load in each.values()]
+        itl = [1e3 * load.itl_seconds[0] for load in each.values()]
+        cells = [f"{each['free'].clients}", *(f"{value:,.1f}" for value in (*speeds, *itl))]
+        rows.append([*cells, *(f"{100 * speed / speeds[0]:.0f} %" for speed in speeds[1:])])
+    names = list(loads[0])
+    header = ["clients", *(f"{name}, t/s" for name in names), *(f"{name}, ms" for name in names)]
+    print(markdown_table([*header, *(f"{name}, share" for name in names[1:])], rows, 0))
+    if args.json:
+        report = {
+            "schema": 1,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": commit(),
+            "versions": versions(),
+            "adapter": gpu.name,
+            "driver": gpu.driver,
+            "options": vars(args),
+            "loads": [{name: asdict(load) for name, load in each.items()} for each in loads],
+        }
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{report['date'][:10]}-{args.json}.json"
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

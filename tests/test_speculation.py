@@ -18,7 +18,7 @@ from engines import build_engine
 from marks import others_full
 from reference_models import load, relative_error
 from test_batch import Soak
-from test_structured import masked
+from test_structured import constraint_of, masked
 
 import infer
 import infer.engine.scheduler
@@ -113,14 +113,16 @@ def run(
     params: Sequence[SamplingParams] | SamplingParams,
     **options: Any,
 ) -> list[Taken]:
-    """All at once, each begun when the one before it has had two tokens."""
+    """All at once, each begun when the one before it has had two tokens. Those of a regex are held
+    to what `Third` allows."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     taken: list[Taken] = []
     running: list[Answer] = []
     while len(running) < len(prompts) or not all(answer.ended for answer in running):
         if len(running) < len(prompts):
             i = len(running)
-            running.append(engine.generate(prompts[i], each[i], **options))
+            held = constraint_of(engine.vocab_size) if each[i].constrained else None
+            running.append(engine.generate(prompts[i], each[i], constraint=held, **options))
             taken.append(Taken(answer=running[-1]))
         for answer, own in zip(running, taken, strict=True):
             for _ in range(2):
@@ -297,6 +299,23 @@ def test_a_processor_beside_drafts(engine_of: Callable[..., Engine]) -> None:
     engine.forget()
     again = engine.generate(ids[:9], params, logits_processor=lambda ids, scores: scores)
     assert [step.token for step in again] == tokens
+
+
+@others_full("case", {**KINDS, **STATES}, ["granitemoehybrid_mamba"])
+@pytest.mark.parametrize("pattern", ["right", pytest.param("mixed", marks=pytest.mark.full)])
+def test_held_answers_are_those_without_drafts(
+    engine_of: Callable[..., Engine], case: str, pattern: str
+) -> None:
+    """Each row of theirs has a mask of its own, beside rows that have none."""
+    engine, prompts = engine_of(case), prompts_of(case)
+    held = [params_of(way, logprobs=2, regex="of the test") for way in WAYS]
+    params = [*held, *(params_of(way) for way in WAYS)]
+    expected = plainly(engine, prompts, params)
+    found = with_drafts(engine, prompts, params, expected, pattern)
+    timings = [own.answer.timings for own in found if own.answer is not None]
+    for each in timings:
+        assert each.accepted_tokens > 3
+        assert (pattern == "mixed") or each.accepted_tokens == each.drafted_tokens
 
 
 def test_a_constraint_beside_drafts(engine_of: Callable[..., Engine]) -> None:

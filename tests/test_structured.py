@@ -29,8 +29,9 @@ import infer.engine.scheduler
 from infer import LLM, InferError, RequestError
 from infer.cli.app import app
 from infer.engine.answers import Answer
-from infer.engine.constraint import Constraint, Constraints
+from infer.engine.constraint import MOST_OPTIONAL, Constraint, Constraints, MaskThreads
 from infer.engine.engine import Engine
+from infer.engine.speculation import Speculation
 from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
@@ -81,11 +82,47 @@ class Third:
         bits[: self.vocab] = every_third(self.vocab, self.tokens)
         ctypes.memmove(pointer, np.packbits(bits, bitorder="little").ctypes.data, nbytes)
 
+    def compute_ff_tokens(self) -> list[int]:
+        return []
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        so_far = list(self.tokens)
+        for i, token in enumerate(tokens):
+            if not every_third(self.vocab, so_far)[token]:
+                return i
+            so_far.append(token)
+        return len(tokens)
+
     def is_error(self) -> bool:
         return len(self.tokens) >= self.fails_after
 
     def get_error(self) -> str:
         return "too much"
+
+
+class Executor:
+    """Makes several masks in place of that of llguidance."""
+
+    def unsafe_compute_mask_ptr(
+        self, asked: list[tuple[Third, int]], begin: int, nbytes: int, rows: int
+    ) -> None:
+        for matcher, row in asked:
+            assert row < rows
+            matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
+
+    def unsafe_compute_mask_ptr_with_draft_token(
+        self, asked: list[tuple[Third, int, list[int]]], begin: int, nbytes: int, rows: int
+    ) -> None:
+        for matcher, row, draft in asked:
+            copy = matcher.deep_copy()
+            self.unsafe_compute_mask_ptr([(copy, row)], begin, nbytes, rows)
+            for i, token in enumerate(draft):
+                copy.consume_tokens([token])
+                self.unsafe_compute_mask_ptr([(copy, row + 1 + i)], begin, nbytes, rows)
+
+
+def constraint_of(vocab: int, matcher: Third | None = None) -> Constraint:
+    return Constraint("regex", matcher or Third(vocab), vocab, MaskThreads(Executor()))
 
 
 def masked(
@@ -102,9 +139,7 @@ def masked(
         params,
         with_logits=True,
         logits_processor=logits_processor,
-        constraint=Constraint(
-            "regex", matcher or Third(engine.vocab_size), engine.vocab_size, executor=None
-        ),
+        constraint=constraint_of(engine.vocab_size, matcher),
     )
 
 
@@ -179,14 +214,14 @@ def test_only_steps_with_a_mask_are_submitted_in_two_parts(
 ) -> None:
     engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()[:5]
-    submit, count = engine.queue.submit, 0
+    send, count = engine.queue.send, 0
 
     def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
-        return submit(*args)
+        return send(*args)
 
-    monkeypatch.setattr(engine.queue, "submit", counted)
+    monkeypatch.setattr(engine.queue, "send", counted)
     for begin, parts in ((free, 1), (masked, 2)):
         engine.forget()
         count = 0
@@ -476,6 +511,29 @@ def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
     assert json.loads(result.text).keys() == {"x", "tags"}  # which pydantic does not ask for
 
 
+def wide(count: int, **others: Any) -> dict[str, Any]:
+    """An object with so many properties."""
+    kinds = {"type": ["string", "null"]}, {"type": "integer"}, {"type": "object"}
+    properties = {f"property_{i}": kinds[i % 3] for i in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False} | others
+
+
+@pytest.mark.parametrize("indent", [None, 2, "\t"])
+def test_as_many_optional_properties_as_are_taken(llm: LLM, indent: int | str | None) -> None:
+    """None of them fails in the middle, however it is written."""
+    schema = wide(700, required=[f"property_{i}" for i in range(700 - MOST_OPTIONAL)])
+    required = {f"property_{i}": ("", 1, {})[i % 3] for i in range(700 - MOST_OPTIONAL)}
+    value = required | {"property_300": "", "property_301": 7, "property_699": ""}
+    assert error_of(schema, json.dumps(value)) is None
+    constraint = llm.constraint(SamplingParams(schema=schema))
+    assert constraint is not None
+    ids = llm.tokenizer.encode(json.dumps(value, indent=indent), add_special_tokens=False)
+    assert constraint.count_allowed((), 0, ids) == len(ids)
+    tail = len(json.dumps({"property_300": "", "property_301": 7}, indent=indent))
+    for n in [0, 1, *range(len(ids) - tail, len(ids))]:
+        assert constraint.allowed_after(ids[:n], 0, llm.engine.vocab_size)[ids[n]]
+
+
 NESTED = json.loads('{"items": ' * 400 + "{}" + "}" * 400)
 
 
@@ -491,6 +549,7 @@ NESTED = json.loads('{"items": ' * 400 + "{}" + "}" * 400)
         ({"schema": {"const": {1, 2}}}, "schema must be what JSON can say"),
         ({"schema": {"const": float("nan")}}, "schema must be what JSON can say"),
         ({"schema": {"enum": ["x" * 300_000]}}, "at most 65,536 characters, not 300,"),
+        ({"schema": {"items": wide(513)}}, "has 513 properties that are not required, and at most"),
         ({"schema": NESTED}, "schema cannot be followed: recursion limit"),
         ({"regex": "(a"}, "(?s)regex cannot be followed: .*unclosed group"),
         ({"regex": "(?=a)b"}, "look-around"),
@@ -584,3 +643,101 @@ def test_a_tokenizer_without_an_end() -> None:
     tokenizer = folder_tokenizer(TEXTS / "wordpiece")
     with pytest.raises(UnsupportedError, match="no token that ends an answer"):
         Constraints(tokenizer, tokenizer.size)
+
+
+# Drafts
+
+
+def test_forced_tokens_are_the_only_ones(llm: LLM) -> None:
+    """Each of them is all that its mask allows, whatever came before; no others are left out."""
+    schema = SCHEMAS[-1] | {"x": 1}
+    options = {"schema": schema, "temperature": 1.0, "max_tokens": 40}
+    for result in llm.chat("Write.", n=2, seed=4, **options):
+        ids = result.token_ids
+        constraint = llm.constraint(SamplingParams(schema=schema))
+        assert constraint is not None
+        runs = 0
+        for n in range(len(ids)):
+            forced = constraint.forced_after(ids[:n], 0)
+            runs += len(forced) > 1
+            size = llm.engine.vocab_size
+            allowed = constraint.allowed_after(ids[:n], 0, size)
+            only = np.flatnonzero(allowed).tolist() if allowed.sum() == 1 else []
+            assert only == forced[:1] or only[0] in llm.tokenizer.eos_token_ids
+            assert ids[n : n + len(forced)] == forced[: len(ids) - n]
+            assert constraint.count_allowed(ids[:n], 0, ids[n:]) == len(
+                [i for i in ids[n:] if i not in llm.tokenizer.eos_token_ids]
+            )
+        assert runs > 5
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[LLM]:
+    with infer.load(DEMO, max_batch=4, context=512, invariant=True, speculate="lookup") as llm:
+        yield llm
+
+
+def test_forced_tokens_have_steps_whose_rows_fit(engine_of: Callable[..., Engine]) -> None:
+    """A kind of step may have more rows than answers can be generated."""
+    for max_batch, kinds in ((3, []), (4, [4])):
+        engine = engine_of("llama", max_batch=max_batch)
+        engine.steps.compile_batches()
+        assert engine.steps.batches == [4]
+        assert engine.steps.made_batches() == kinds
+
+
+def held_answers(llm: LLM, at_once: bool, **options: Any) -> list[infer.Result]:
+    """Held to schemas, a regular expression and a grammar, and a free one."""
+    held: list[dict[str, Any]] = [{"schema": schema} for schema in SCHEMAS[3::5]]
+    held += [{"regex": "(ab|ac){9}"}, {"grammar": 'start: "so " /[a-z]/ " it is "{3}'}, {}]
+    messages = [{"role": "user", "content": "Write."}]
+    own = {"temperature": 1.0, "max_tokens": 24} | options
+    streams = [llm.stream(messages, seed=i, **own, **each) for i, each in enumerate(held)]
+    if at_once:
+        for stream in streams:
+            stream._begin()
+    return [stream._finish() for stream in streams]
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"logprobs": 2},
+    "penalized": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_p": 0.9},
+}
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.full)])
+@others_full("way", SAMPLINGS, ["sampled"])
+def test_drafts_change_no_answer_that_is_held(
+    llm: LLM, drafting: LLM, way: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, as they are invariant."""
+    monkeypatch.setattr(Engine, "_guess", lambda *_: None)
+    expected = held_answers(llm, True, **SAMPLINGS[way])
+    monkeypatch.undo()
+    found = held_answers(drafting, at_once, **SAMPLINGS[way])
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert [result.logprobs for result in found] == [result.logprobs for result in expected]
+    accepted = sum(result.timings.accepted_tokens for result in found)
+    assert accepted > sum(len(result.token_ids) for result in found) / 5
+
+
+@pytest.mark.demo
+def test_what_is_forced_is_drafted_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else is, in steps of kinds that are there: every draft is right."""
+    monkeypatch.setattr(Engine, "_guess", lambda *_: None)
+    expected = held_answers(llm, True)
+    monkeypatch.undo()
+    assert not any(result.timings.drafted_tokens for result in expected)
+    engine = llm.engine
+    assert isinstance(engine, Engine)
+    before = engine.speculation
+    engine.speculation = Speculation((), measures=False, drafter=None)
+    found = held_answers(llm, False)
+    engine.speculation = before
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    drafted = [result.timings.drafted_tokens for result in found]
+    assert [result.timings.accepted_tokens for result in found] == drafted
+    assert sum(drafted) > 10
+    assert drafted[-1] == 0

@@ -6,7 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from infer.engine.speculation import MAX_DRAFT, Guess, ModelGuess, ModelSpeculation, Speculation
+from infer.engine.speculation import (
+    MAX_DRAFT,
+    Guess,
+    Held,
+    ModelGuess,
+    ModelSpeculation,
+    Speculation,
+)
 from infer.kernels.state.step import NO_TOKEN
 
 
@@ -21,7 +28,7 @@ class Decreed(Speculation):
         self._accept, self._count, self._vocab_size = accept, count, vocab_size
         self._random = random.Random(0)
 
-    def guess(self) -> Guess:
+    def guess(self, held: Held | None = None) -> Guess:
         return _Guess(self._accept, self._vocab_size)
 
     def counts(self, guesses: Sequence[Guess | None]) -> list[int]:
@@ -51,7 +58,7 @@ class DecreedModel(ModelSpeculation):
         self._accept, self._count, self._vocab_size = accept, count, vocab_size
         self._random = random.Random(0)
 
-    def guess(self) -> Guess:
+    def guess(self, held: Held | None = None) -> Guess:
         return _ModelGuess(self._accept)
 
     def depth(self, most: int) -> int:

@@ -229,7 +229,7 @@ def run_bench(
             backend=gpu.backend,
             driver=gpu.driver,
             versions=versions(),
-            commit=_commit(),
+            commit=commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             copy_bandwidth=bandwidth,
             rows=(prefill, *cached, greedy, sampled, *deep.values(), *together, *drafted),
@@ -450,7 +450,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of this package, "-dirty" when files differ from it; None where git has none."""
     folder = Path(infer.__file__).parent
 

@@ -194,13 +194,15 @@ class Batch:
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A step of so many rows of a batch that is recorded, to be the one of that number. drafting:
-    with what a draft model does before, for so many sequences, so many tokens each. first: its
-    first step, which comes before, by whether any sequence is behind; one is to be sent."""
+    with what a draft model does before, for so many sequences, so many tokens each. body: of the
+    step, where there are masks; None: it is one with the rest. first: the draft model's first step,
+    which comes before, by whether any sequence is behind; one is to be sent."""
 
     batch: Batch
     rows: int
     drafting: tuple[int, int]
     number: int
+    body: Any
     commands: Any
     first: tuple[Any, ...] = ()
 

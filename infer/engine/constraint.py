@@ -9,11 +9,13 @@ Rust's regex, without looking around) and of Lark it knows; the rest is refused 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from importlib import import_module
+from itertools import takewhile
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
     from infer.text.tokenizer import Tokenizer
 
 # Between the parts of JSON, as people write it. Unbounded, some models write nothing else.
-WHITESPACE = r"[ \t]|\r?\n[ \t]{0,40}"
+WHITESPACE = r" |\n[ \t]{0,20}"
+MOST_OPTIONAL = 512  # properties of an object
 _SEVERAL = 4  # masks that threads make faster than one
-_MOST_THREADS = 8
 
 
 def schema_error(schema: Mapping[str, Any]) -> str | None:
@@ -41,7 +43,29 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         return None
     with foreign("schema cannot be followed", RequestError):
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return LLMatcher.validate_grammar(grammar).strip() or None
+        return LLMatcher.validate_grammar(grammar).strip() or _too_wide(schema)
+
+
+def _too_wide(schema: object) -> str | None:
+    """Why a schema would fail in the middle of an answer: after each property any of those that
+    follow and are not required may come, all of which are looked for at once."""
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            names, required = part.get("properties"), part.get("required")
+            if isinstance(names, Mapping):
+                known = required if isinstance(required, list) else ()
+                count = len(names.keys() - {name for name in known if isinstance(name, str)})
+                if count > MOST_OPTIONAL:
+                    return (
+                        f"an object has {count:,} properties that are not required, and at most "
+                        f"{MOST_OPTIONAL} can be followed. Require some, or nest them in objects."
+                    )
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return None
 
 
 def library() -> ModuleType:
@@ -58,26 +82,57 @@ def library() -> ModuleType:
 class Constraint:
     """Of one answer."""
 
-    def __init__(self, name: str, matcher: LLMatcher, tokens: int, executor: LLExecutor) -> None:
+    def __init__(
+        self,
+        name: str,
+        matcher: LLMatcher,
+        tokens: int,
+        threads: MaskThreads,
+        ends: Collection[int] = (),
+    ) -> None:
         """name: of the option that asks for it. matcher: at the beginning. tokens: of its
-        tokenizer. executor: of threads, for several at once."""
+        tokenizer. threads: of its model. ends: the tokens that end a turn."""
         self.name, self.matcher, self._beginning = name, matcher, matcher.deep_copy()
-        self.mask_words, self.executor = -(-tokens // 32), executor
+        self.mask_words, self.threads = -(-tokens // 32), threads
+        self._ends = ends
         self._seen: int | None = 0  # tokens; None: not known
 
     def mask_after(self, tokens: Sequence[int], start: int) -> NDArray[np.uint32]:
         """Which tokens may follow tokens[start:], which it allowed one by one: of token t bit
         t % 32 of word t / 32, for all of the vocabulary at least. Raises RequestError where that
         takes too much."""
-        (mask,) = masks_after([(self, tokens, start)])
-        if isinstance(mask, RequestError):
-            raise mask
-        return mask
+        masks: NDArray[np.uint32] = np.zeros((1, self.mask_words), np.uint32)
+        (error,) = self.threads.make([Asked(self, tokens, start, 0)], masks)
+        if error is not None:
+            raise error
+        return masks.reshape(-1)
 
     def allowed_after(self, tokens: Sequence[int], start: int, vocab: int) -> NDArray[np.bool_]:
         """The same as [vocab]."""
         mask = self.mask_after(tokens, start).view(np.uint8)
         return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_)
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why it cannot be followed any further."""
+        if not self.matcher.is_error():
+            return None
+        error, _, _ = self.matcher.get_error().partition("\n<non-verbose/>")
+        return RequestError(f"{self.name} cannot be followed: {error.strip()}")
+
+    def forced_after(self, tokens: Sequence[int], start: int) -> list[int]:
+        """What has to come after tokens[start:], as each of them will be the only one possible."""
+        self.go_on(tokens, start)
+        forced: list[int] = self.matcher.compute_ff_tokens()
+        return forced
+
+    def count_allowed(self, tokens: Sequence[int], start: int, ids: Sequence[int]) -> int:
+        """How many of the first `ids` may come after tokens[start:], one after the other, before
+        the end."""
+        self.go_on(tokens, start)
+        before = list(takewhile(lambda token: token not in self._ends, ids))
+        count: int = self.matcher.validate_tokens(before)
+        return count
 
     def go_on(self, tokens: Sequence[int], start: int) -> None:
         """To after tokens[start:]."""
@@ -89,32 +144,71 @@ class Constraint:
         self._seen = count
 
 
-# A constraint, an answer's tokens, and where in them it begins.
-Asked = tuple[Constraint, Sequence[int], int]
+class Asked(NamedTuple):
+    """A mask that is asked for, and one after each of the drafted tokens, all of which are allowed.
+
+    start: of the answer in its tokens. row: where its masks go, one after the other."""
+
+    constraint: Constraint
+    tokens: Sequence[int]
+    start: int
+    row: int
+    draft: Sequence[int] = ()
+
+    @property
+    def rows(self) -> range:
+        return range(self.row, self.row + 1 + len(self.draft))
 
 
-def masks_after(asked: Sequence[Asked]) -> list[NDArray[np.uint32] | RequestError]:
-    """The `mask_after` of each, or what it raises. All are of one model."""
-    masks = np.zeros((len(asked), asked[0][0].mask_words), np.uint32)
-    for constraint, tokens, start in asked:
-        constraint.go_on(tokens, start)
-    matchers = [constraint.matcher for constraint, _, _ in asked]
-    begin, nbytes = masks.ctypes.data, masks.strides[0]
-    if len(asked) < _SEVERAL:
-        for row, matcher in enumerate(matchers):
-            matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
-    else:
-        rows = [(matcher, row) for row, matcher in enumerate(matchers)]
-        executor = asked[0][0].executor
-        executor.unsafe_compute_mask_ptr(rows, begin, nbytes, len(rows))
-    results: list[NDArray[np.uint32] | RequestError] = []
-    for row, (constraint, _, _) in enumerate(asked):
-        if constraint.matcher.is_error():
-            error, _, _ = constraint.matcher.get_error().partition("\n<non-verbose/>")
-            results.append(RequestError(f"{constraint.name} cannot be followed: {error.strip()}"))
+class MaskThreads:
+    """Those that make the masks of a model's answers."""
+
+    def __init__(self, executor: LLExecutor) -> None:
+        self._executor = executor
+        self._first = ThreadPoolExecutor(1, "masks")  # waits for the others
+
+    @contextmanager
+    def making(
+        self, asked: Sequence[Asked], masks: NDArray[np.uint32]
+    ) -> Iterator[Future[list[RequestError | None]]]:
+        """While the body runs, and until its end at the latest, the `mask_after` of each is written
+        to its rows of masks [rows, words]. The result is what each would raise."""
+        made = self._first.submit(self.make, asked, masks)
+        try:
+            yield made
+        finally:  # nothing else may touch them before
+            wait([made])
+
+    def make(self, asked: Sequence[Asked], masks: NDArray[np.uint32]) -> list[RequestError | None]:
+        """The same at once."""
+        words = asked[0].constraint.mask_words
+        if masks.shape[1] == words:
+            self._fill(asked, masks)
+        else:  # tokenizer and model have not equally many tokens
+            made = np.zeros((len(masks), words), np.uint32)
+            self._fill(asked, made)
+            for each in asked:
+                masks[each.rows] = made[each.rows, : masks.shape[1]]
+        return [each.constraint.error for each in asked]
+
+    def _fill(self, asked: Sequence[Asked], masks: NDArray[np.uint32]) -> None:
+        begin, nbytes = masks.ctypes.data, masks.strides[0]
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        for constraint, tokens, start, row, draft in asked:
+            constraint.go_on(tokens, start)
+            if draft:
+                drafted.append((constraint.matcher, row, list(draft)))
+            else:
+                plain.append((constraint.matcher, row))
+        if drafted:
+            of = begin, nbytes, len(masks)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *of)
+        if len(plain) >= _SEVERAL:
+            self._executor.unsafe_compute_mask_ptr(plain, begin, nbytes, len(masks))
         else:
-            results.append(masks[row])
-    return results
+            for matcher, row in plain:
+                matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
 
 
 class Constraints:
@@ -125,14 +219,17 @@ class Constraints:
         it does not know."""
         llguidance = library()
         self._matcher = llguidance.LLMatcher
-        self._executor = llguidance.LLExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
-        # A fifth of what it takes by itself, so that no step of others waits for seconds. Its
-        # errors go to who gave the grammar, and need not say all of it.
+        self._threads = MaskThreads(llguidance.LLExecutor())
+        # So that no step of others waits for seconds, and MOST_OPTIONAL properties fit: a mask of
+        # so many items takes 50 ms. Errors go to who gave the grammar, and need not say all of it.
         self._limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=200_000, step_max_items=10_000, verbose_errors=False
+            initial_lexer_fuel=200_000,
+            step_max_items=100_000,
+            max_items_in_row=10_000,
+            verbose_errors=False,
         )
-        ends = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
-        if not ends:
+        self._ends = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
+        if not self._ends:
             raise UnsupportedError(
                 "This model's files name no token that ends an answer, which one by a schema, a "
                 "regex or a grammar needs."
@@ -140,13 +237,15 @@ class Constraints:
         with foreign("llguidance does not know this tokenizer", UnsupportedError):
             self._size = max(vocab_size, tokenizer.size)  # either may have more
             description = _described(tokenizer.to_json())
-            self._tokenizer = llguidance.LLTokenizer(description, self._size, ends)
+            self._tokenizer = llguidance.LLTokenizer(description, self._size, self._ends)
 
     def of(self, params: SamplingParams) -> Constraint | None:
         """What an answer is held to, if it is. Raises RequestError for what the library does not
         know."""
         if params.schema is not None:
             name = "schema"
+            if (error := _too_wide(params.schema)) is not None:
+                raise RequestError(f"schema cannot be followed: {error}")
             with foreign("schema cannot be followed", RequestError):  # nested too deeply
                 source = self._matcher.grammar_from_json_schema(
                     json.dumps(params.schema), {"whitespace_pattern": WHITESPACE}
@@ -159,7 +258,7 @@ class Constraints:
             return None
         with foreign(f"{name} cannot be followed", RequestError):
             matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
-            constraint = Constraint(name, matcher, self._size, self._executor)
+            constraint = Constraint(name, matcher, self._size, self._threads, self._ends)
             constraint.mask_after((), 0)  # finds what is wrong, and the first takes longest
         return constraint
 

@@ -43,13 +43,13 @@ from infer.engine.answers import (
     Staging,
     Text,
 )
-from infer.engine.constraint import Asked, Constraint, masks_after
+from infer.engine.constraint import Asked, Constraint
 from infer.engine.draft import Drafting, DraftModel, Loaded
 from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import MAX_DRAFT, ModelSpeculation, Speculation
+from infer.engine.speculation import MAX_DRAFT, Guess, Held, ModelSpeculation, Speculation
 from infer.engine.steps import HIDDEN, MAX_BATCH, SCORED, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.graph import stride
@@ -147,10 +147,12 @@ class Engine(TokenEngine):
         self._verified = [0, 0, 0]  # drafts, their tokens, and those that were right
         self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
+        self._body: tuple[Batch, int, Any] | None = None  # recorded: that of the next such step
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._staging = self._new_staging()
         self._in_flight: deque[InFlight] = deque()
-        self._held: tuple[Batch, int] | None = None  # a step whose body alone is submitted
+        # A step whose body alone is submitted: the longest of its sequences, and since when.
+        self._held: tuple[Batch, int, float] | None = None
         self._submitted = 0
         self._answers: dict[scheduler.Sequence, Answer | Text] = {}
         self._made: set[tuple[str, bool]] = set()  # steps of texts that are there, some by row
@@ -266,10 +268,8 @@ class Engine(TokenEngine):
         ids = [*prompt_ids, *generated]
         chain = self._chain(params) if sampler is None else SamplerChain()
         guess = None
-        # The host would have to choose, or to write a mask, for every drafted token.
-        on_host = sampler is not None or constraint is not None or with_logits
-        if self.speculation is not None and not on_host:
-            guess = self.speculation.guess()
+        if sampler is None and not with_logits:  # the host would have to do it for every draft
+            guess = self._guess(None if constraint is None else Held(constraint, len(prompt_ids)))
         answer = Answer(
             self,
             prompt_ids,
@@ -292,6 +292,16 @@ class Engine(TokenEngine):
             answer.ended = True
         self.timings = answer.timings
         return answer
+
+    def _guess(self, held: Held | None) -> Guess | None:
+        """Of an answer that begins. Where nothing else is drafted, what a constraint forces is, in
+        steps of kinds that are there for batches."""
+        if held is not None and self.options.speculate == "off" and not self.states:
+            kinds = tuple(self.steps.made_batches())
+            if self.speculation is None:
+                self.speculation = Speculation(kinds, measures=True, drafter=None)
+            self.speculation.kinds = kinds
+        return None if self.speculation is None else self.speculation.guess(held)
 
     def _chain(self, params: SamplingParams) -> SamplerChain:
         """What sampling dispatches. Noise beside filters is added to other scores than alone: to be
@@ -503,7 +513,6 @@ class Engine(TokenEngine):
             sampled = tuple(answer.sequence for answer in ending)
             logits_of = tuple(i for i, answer in enumerate(ending) if answer.reads_logits)
             logprobs = chain is not None and chain.logprobs
-            self._write_masks(sampled)
         chunks = [
             (part.sequence.tokens[part.start : part.start + part.count], part.start, slot, number)
             for part, slot, number in zip(work, slots, numbers, strict=True)
@@ -519,6 +528,8 @@ class Engine(TokenEngine):
         # One that is scored takes longer, and says nothing of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
         prefilled = count if is_prompt else 0
+        with self._masks(sampled):
+            pass
         self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
         for part, slot in zip(work, slots, strict=True):
             if self.draft is not None and part.sequence.shares:
@@ -584,9 +595,8 @@ class Engine(TokenEngine):
             self.sampler.take_rows_of(batch.slots)
             self._rows = batch.slots
         if self._awaits_tokens(batch):
-            body = batch.body_joins if joins else batch.body
-            self.queue.submit(body, len(batch.slots), longest, ())
-            self._held = batch, longest
+            self._submit_body(batch, longest, joins)
+            self._held = batch, longest, time.perf_counter()
         else:
             self._sample(batch, batch.joins if joins else batch.recording, longest)
 
@@ -594,33 +604,70 @@ class Engine(TokenEngine):
         """Whether tokens before this step, on which its masks depend, have not been read."""
         return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
 
-    def _sample(self, batch: Batch, recording: Recording, longest: int) -> None:
-        """Submit a step, or its head."""
-        self._write_masks(batch.masked)
+    def _sample(
+        self, batch: Batch, recording: Recording, longest: int, since: float | None = None
+    ) -> None:
+        """Submit a step, or the head of one whose body was submitted then."""
         of = batch.sequences, batch.logits_of, batch.logprobs
-        count = len(batch.slots)
-        self._submit(recording, count, longest, *of, sequences=count)
+        count, commands = len(batch.slots), None
+        if batch.masked:
+            with self._masks(batch.masked) as are_made:
+                copies = self._read_back(self._next_staging, count, *of[1:])
+                commands = self.queue.record(recording, count, longest, copies)
+                if self.options.ahead > 1 and not (self.scheduler.in_step or are_made()):
+                    self._record_body(batch, longest + 1)
+        self._submit(
+            recording, count, longest, *of, sequences=count, commands=commands, since=since
+        )
 
-    def _write_masks(self, sequences: Sequence[scheduler.Sequence]) -> None:
-        """What those that have a mask may sample next. All their tokens have been read."""
+    def _record_body(self, batch: Batch, longest: int) -> None:
+        """That of the next step of a batch with masks, if it stays as it is."""
+        if self._body is not None:
+            self.queue.drop(self._body[-1])
+            self._body = None
+        commands = self.queue.record(batch.body, len(batch.slots), longest, ())
+        self._body = batch, longest, commands
+
+    def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
+        own, self._body = self._body, None
+        if own is not None:
+            if own[0] is batch and own[1] == longest and not joins:
+                self.queue.send(own[-1])
+                return
+            self.queue.drop(own[-1])
+        body = batch.body_joins if joins else batch.body
+        self.queue.submit(body, len(batch.slots), longest, ())
+
+    @contextmanager
+    def _masks(
+        self,
+        sequences: Sequence[scheduler.Sequence],
+        drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None = None,
+    ) -> Iterator[Callable[[], bool]]:
+        """What those that have a mask may sample next is found out while the body runs, which can
+        ask whether that is done, and then written. All their tokens have been read. drafts: in a
+        step with drafts, where each row has its mask, the first row of each and its draft."""
         answers: list[Answer] = []
         asked: list[Asked] = []
         for sequence in sequences:
             answer = self._answers.get(sequence)
             if isinstance(answer, Answer) and answer.is_masked and not answer.ended:
                 assert answer.constraint is not None
+                of = sequence.tokens, len(answer.prompt)
+                at = (_slot(sequence),) if drafts is None else drafts[sequence]
                 answers.append(answer)
-                asked.append((answer.constraint, sequence.tokens, len(answer.prompt)))
+                asked.append(Asked(answer.constraint, *of, *at))
         if not asked:
+            yield lambda: True
             return
-        slots = [_slot(answer.sequence) for answer in answers]
-        for answer, slot, mask in zip(answers, slots, masks_after(asked), strict=True):
-            if isinstance(mask, RequestError):
-                answer.error = mask
+        with asked[0].constraint.threads.making(asked, self.sampler.masks) as made:
+            yield made.done
+        for answer, error in zip(answers, made.result(), strict=True):
+            if error is not None:
+                answer.error = error
                 self._end(answer, at_once=True)
-            else:
-                self.sampler.masks[slot] = mask[: self.sampler.masks.shape[1]]
-        self.sampler.write_masks(min(slots), max(slots))
+        rows = [row for each in asked for row in each.rows]
+        self.sampler.write_masks(min(rows), max(rows))
 
     def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
         answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
@@ -662,7 +709,7 @@ class Engine(TokenEngine):
                 depth = self._prepared.drafting[1]
                 counts = [depth if count else 0 for count in counts]
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
-            known = guess is not None and not sequence.in_flight
+            known = guess is not None and count and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
 
     def _verify(
@@ -698,44 +745,64 @@ class Engine(TokenEngine):
                 self._host_rows.discard(slot)
             answer.timings.drafted_tokens += len(draft)
         count = len(rows)
-        of = len(drafting), max(map(len, drafts))
+        shape = len(drafting), max(map(len, drafts))
         if prepared is not None and (
-            prepared.rows < count or any(n < m for n, m in zip(prepared.drafting, of, strict=True))
+            prepared.rows < count
+            or any(n < m for n, m in zip(prepared.drafting, shape, strict=True))
         ):
             self._drop(prepared)
             prepared = None
         if prepared is not None:
-            count, of = prepared.rows, prepared.drafting
+            count, shape = prepared.rows, prepared.drafting
+        assert count <= self.steps.most_rows
         longest += max(map(len, drafts))
-        self._write_masks(batch.masked)
         self.device.write(self.steps.step, pack_rows(rows, count))
         self._rows = None
         if self.draft is not None and drafting:
-            is_behind = self.draft.begin_round(self.queue, drafting, of[0])
+            is_behind = self.draft.begin_round(self.queue, drafting, shape[0])
             if prepared is not None:
                 self.queue.send(prepared.first[is_behind])
                 self.queue.drop(prepared.first[not is_behind])
             else:  # the GPU drafts while the host records what verifies it
-                parts = self.draft.first(of[0], batch.chain, longest, is_behind)
-                for part in (*parts, *self.draft.others(*of, batch.chain, longest)):
+                parts = self.draft.first(shape[0], batch.chain, longest, is_behind)
+                for part in (*parts, *self.draft.others(*shape, batch.chain, longest)):
                     self.queue.submit(*part, ())
+        since = time.perf_counter()
+        body, recording = self._verifying(batch, count)
+        of = tuple(sampled), tuple(first[i] for i in batch.logits_of), batch.logprobs
+        commands = None if prepared is None else prepared.commands
+        if body is not None:  # which runs while masks are made
+            if prepared is None:
+                self.queue.submit(body, count, longest, ())
+            else:
+                self.queue.send(prepared.body)
+            # What a draft model drafts is not known here, nor is it held.
+            own = drafts if self.draft is None else ((),) * len(drafts)
+            places = dict(zip(batch.sequences, zip(first, own, strict=True), strict=True))
+            with self._masks(batch.masked, places):
+                if commands is None:
+                    copies = self._read_back(self._next_staging, len(sampled), *of[1:])
+                    commands = self.queue.record(recording, count, longest, copies)
         self._submit(
-            self._verifying(batch, count),
+            recording,
             count,
             longest,
-            tuple(sampled),
-            tuple(first[i] for i in batch.logits_of),
-            batch.logprobs,
+            *of,
             sequences=len(batch.sequences),
             drafts=tuple(drafted),
-            depth=of[1],
-            commands=None if prepared is None else prepared.commands,
+            depth=shape[1],
+            commands=commands,
+            since=since,
         )
 
-    def _verifying(self, batch: Batch, rows: int) -> Recording:
-        """What a step with drafts dispatches."""
-        kind, unknown = self.steps.drafts(rows), self.draft is not None
-        return self.recording(kind, True, batch.chain, batch.by_row, drafts=True, unknown=unknown)
+    def _verifying(self, batch: Batch, rows: int) -> tuple[Recording | None, Recording]:
+        """What a step with drafts dispatches, with masks in two parts: the body and the head."""
+        kind, chain, by_row = self.steps.drafts(rows), batch.chain, batch.by_row
+        unknown = self.draft is not None
+        if not batch.masked:
+            return None, self.recording(kind, True, chain, by_row, drafts=True, unknown=unknown)
+        head = self.recording(kind, True, chain, by_row, body=False, drafts=True, unknown=unknown)
+        return self.recording(kind, False, None, by_row), head
 
     def _prepare(self) -> None:
         """Record the next step of a batch while one runs: there are to be drafts in it."""
@@ -747,8 +814,7 @@ class Engine(TokenEngine):
         longest = max(s.computed + s.drafted for s in batch.sequences) + 1 + MAX_DRAFT
         longest = min(longest, self.context)
         rows, number, drafting = self._draft_rows, self._submitted, self._drafting
-        staging = self._staging[number % len(self._staging)]
-        copies = self._read_back(staging, rows, batch.logprobs)
+        copies = self._read_back(self._next_staging, rows, (), batch.logprobs)
         before: list[Part] = []
         first: tuple[Any, ...] = ()
         if self.draft is not None:
@@ -758,8 +824,13 @@ class Engine(TokenEngine):
                 for behind in (False, True)
             )
             first = tuple(self.queue.record(*sampling, (), [step]) for step, sampling in ways)
-        commands = self.queue.record(self._verifying(batch, rows), rows, longest, copies, before)
-        self._prepared = Prepared(batch, rows, drafting, number, commands, first)
+        recording, rest = self._verifying(batch, rows)
+        body = None
+        if recording is not None:
+            body = self.queue.record(recording, rows, longest, (), before)
+            before = []
+        commands = self.queue.record(rest, rows, longest, copies, before)
+        self._prepared = Prepared(batch, rows, drafting, number, body, commands, first)
 
     def _take_prepared(self, batch: Batch, prepared: Prepared) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -775,9 +846,13 @@ class Engine(TokenEngine):
         if self._prepared is not None:
             self._drop(self._prepared)
             self._prepared = None
+        if self._body is not None:
+            self.queue.drop(self._body[-1])
+            self._body = None
 
     def _drop(self, prepared: Prepared) -> None:
-        for commands in (prepared.commands, *prepared.first):
+        body = () if prepared.body is None else (prepared.body,)
+        for commands in (prepared.commands, *body, *prepared.first):
             self.queue.drop(commands)
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
@@ -828,16 +903,13 @@ class Engine(TokenEngine):
         drafts: tuple[int | None, ...] = (),
         depth: int = 0,
         commands: Any = None,
+        since: float | None = None,
     ) -> None:
-        """depth: steps of a draft model before it. commands: it was recorded before."""
-        staging = self._staging[self._submitted % len(self._staging)]
+        """depth: steps of a draft model before it. commands: it was recorded before. since: when
+        its body was submitted."""
+        staging = self._next_staging
         self._submitted += 1
-        read_back = self._read_back(staging, len(sampled), logprobs)
-        if logits_of:
-            row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
-            for at, i in enumerate(logits_of):
-                to = staging.rows(len(logits_of) * row), at * row
-                read_back.append(Copy((self.steps.logits, i * row), to, nbytes))
+        read_back = self._read_back(staging, len(sampled), logits_of, logprobs)
         if chunk is not None and chunk.rows:
             nbytes, begin = (4 * chunk.words * n for n in (len(chunk.rows), chunk.rows.start))
             read_back.append(Copy((chunk.buffer, begin), (staging.rows(nbytes), 0), nbytes))
@@ -845,21 +917,32 @@ class Engine(TokenEngine):
             submission = self.queue.submit(recording, rows, kv_len, read_back)
         else:
             submission = self.queue.send(commands)
-        now = time.perf_counter()
+        since = time.perf_counter() if since is None else since
         kind: Hashable = 0
         if drafts and self.speculation is not None:
             kind = self.speculation.kind(sequences, self.steps.rows_of(rows), depth)
-        of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, now
+        of = sampled, logits_of, logprobs, prefilled, chunk, sequences, drafts, kind, since
         self._in_flight.append(InFlight(submission, staging, *of))
 
-    def _read_back(self, staging: Staging, rows: int, logprobs: bool) -> list[Copy]:
-        """What the sampler leaves of so many rows."""
+    @property
+    def _next_staging(self) -> Staging:
+        """Of the step that is submitted next."""
+        return self._staging[self._submitted % len(self._staging)]
+
+    def _read_back(
+        self, staging: Staging, rows: int, logits_of: Sequence[int], logprobs: bool
+    ) -> list[Copy]:
+        """What the sampler leaves of so many rows, and the logits of some."""
         copies: list[Copy] = []
         if rows:
             copies.append(Copy((self.sampler.sampled, 0), (staging.ids, 0), 4 * rows))
         if logprobs:
             nbytes = LOGPROBS_BYTES * rows
             copies.append(Copy((self.sampler.logprobs, 0), (staging.logprobs, 0), nbytes))
+        row, nbytes = 4 * stride(self.vocab_size), 4 * self.vocab_size
+        for at, i in enumerate(logits_of):
+            to = staging.rows(len(logits_of) * row), at * row
+            copies.append(Copy((self.steps.logits, i * row), to, nbytes))
         return copies
 
     def _read(self) -> None:
@@ -904,8 +987,8 @@ class Engine(TokenEngine):
             if chunk.last:
                 self._end(chunk.text)
         if self._held is not None and not self._awaits_tokens(self._held[0]):
-            (batch, longest), self._held = self._held, None
-            self._sample(batch, batch.head, longest)
+            (batch, longest, since), self._held = self._held, None
+            self._sample(batch, batch.head, longest, since)
         self._is_whole = True
 
     def _account(

@@ -17,6 +17,7 @@ from operator import mul
 from statistics import median
 from typing import Protocol
 
+from infer.engine.constraint import Constraint
 from infer.kernels.state.step import NO_TOKEN
 
 MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec takes
@@ -88,27 +89,66 @@ class PromptLookup:
         return next((place for place in found if place is not None), None)
 
 
-class Guess:
-    """What one answer is thought to go on with. ids: after the tokens that are known.
+class Held:
+    """What a constraint forces or allows in one answer."""
 
-    How likely a token is right depends on how many before it were: it is counted by that, whether
-    or not they were drafted, as it shows when the next tokens come.
+    def __init__(self, constraint: Constraint, start: int) -> None:
+        """start: of the answer in its tokens."""
+        self._constraint, self._start = constraint, start
+        self._forced: list[int] = []
+        self._after = 0  # so many tokens
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """What has to come after these."""
+        count = len(tokens) - self._after
+        if not 0 <= count < len(self._forced) or tokens[self._after :] != self._forced[:count]:
+            self._forced = self._constraint.forced_after(tokens, self._start)
+            self._after, count = len(tokens), 0
+        return self._forced[count:]
+
+    def allowed(self, tokens: Sequence[int], ids: list[int]) -> list[int]:
+        """The first of these that may come after the tokens."""
+        return ids[: self._constraint.count_allowed(tokens, self._start, ids)]
+
+
+class Guess:
+    """What one answer is thought to go on with. ids: after the tokens that are known, of which the
+    first `certain` have to come.
+
+    How likely another token is right depends on how many before it were: it is counted by that,
+    whether or not they were drafted, as it shows when the next tokens come.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.ids: list[int] = []
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter | None, held: Held | None = None) -> None:
+        """held: where a constraint says what may come, which is asked where it matters."""
+        self.certain = 0
+        self._drafter, self._held = drafter, held
+        self._ids: list[int] = []  # as the drafter has them, until they are asked for
+        self._tokens: Sequence[int] | None = None  # after which the constraint was not asked yet
         self._run = 0  # the last so many tokens were guessed
         self._rates = [_FIRST_RATE] * _RUNS
 
     def take(self, tokens: Sequence[int]) -> None:
         """Another token has come, or the prompt."""
-        if self.ids:
-            right = self.ids[0] == tokens[-1]
+        if self._ids and not self.certain:
+            right = self._ids[0] == tokens[-1]
             run = min(self._run, _RUNS - 1)
             self._rates[run] = _KEPT * self._rates[run] + (1 - _KEPT) * right
             self._run = self._run + 1 if right else 0
-        self.ids = self._drafter.draft(tokens, MAX_DRAFT)
+        self._ids = [] if self._drafter is None else self._drafter.draft(tokens, MAX_DRAFT)
+        self.certain, self._tokens = 0, None if self._held is None else tokens
+
+    @property
+    def ids(self) -> list[int]:
+        if self._held is not None and self._tokens is not None:
+            tokens, self._tokens = self._tokens, None
+            forced = self._held.forced(tokens)[:MAX_DRAFT]
+            self.certain = len(forced)
+            if self._ids[: self.certain] != forced:
+                self._ids = forced
+            elif len(self._ids) > self.certain:
+                self._ids = self._held.allowed(tokens, self._ids)
+        return self._ids
 
     def verified(self, drafted: int, right: int) -> None:
         """So many of the tokens that were drafted were right. Those come next."""
@@ -117,7 +157,8 @@ class Guess:
     def chances(self) -> list[float]:
         """Of each of its ids, that it and all before it are right."""
         run, rates = self._run, self._rates
-        own = (rates[min(run + i, _RUNS - 1)] for i in range(len(self.ids)))
+        others = range(len(self.ids) - self.certain)  # ids first: it finds out what is certain
+        own = [1.0] * self.certain + [rates[min(run + i, _RUNS - 1)] for i in others]
         return list(accumulate(own, mul))
 
 
@@ -127,8 +168,8 @@ class ModelGuess(Guess):
     drafted nothing is learnt: what was known counts less and less, so that it is tried again."""
 
     def __init__(self, rates: list[float]) -> None:
-        self.ids = [NO_TOKEN] * MAX_DRAFT
-        self._run, self._rates = 0, rates
+        super().__init__(None)
+        self._ids, self._rates = [NO_TOKEN] * MAX_DRAFT, rates
         self._known = 0  # tokens to come whose drafts were verified
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -153,8 +194,9 @@ class Speculation:
         kinds: Sequence[int],
         *,
         measures: bool,
-        drafter: Callable[[], Drafter] = PromptLookup,
+        drafter: Callable[[], Drafter] | None = PromptLookup,
     ) -> None:
+        """drafter: of an answer; None: only what a constraint forces is drafted."""
         self.kinds, self._measures, self._drafter = tuple(kinds), measures, drafter
         self._plain: dict[int, _Seconds] = {}  # of steps of so many sequences, submitted ahead
         # Of a kind's, each after the one before was read.
@@ -162,22 +204,28 @@ class Speculation:
         self._step = 0
         self._drafts = False  # there were some for the last step
 
-    def guess(self) -> Guess:
-        """For an answer that begins."""
-        return Guess(self._drafter())
+    def guess(self, held: Held | None = None) -> Guess | None:
+        """For an answer that begins; None: nothing will be drafted for it."""
+        if self._drafter is None:
+            return None if held is None else Guess(None, held)
+        return Guess(self._drafter(), held)
 
     def counts(self, guesses: Sequence[Guess | None]) -> list[int]:
         """How many ids of each guess are to be in the next step; None: of a sequence that gets
         none. Tokens that are most likely right come first, whosever they are."""
         n = len(guesses)
         counts = [0] * n
+        most = max(self.kinds, default=0)
+        if n >= most or (self._measures and self._best(n, [1.0] * most) == n):
+            self._drafts = False  # whatever would be drafted
+            return counts
         chances = [
             (chance, i)
             for i, guess in enumerate(guesses)
             if guess is not None
             for chance in guess.chances
         ]
-        if not chances or n >= self.kinds[-1]:
+        if not chances:
             self._drafts = False
             return counts
         chances.sort(key=lambda each: -each[0])
@@ -234,8 +282,9 @@ class ModelSpeculation(Speculation):
         super().__init__(kinds, measures=measures)
         self.rates = [_HOPED] * MAX_DRAFT
 
-    def guess(self) -> Guess:
-        return ModelGuess(self.rates)
+    def guess(self, held: Held | None = None) -> Guess | None:
+        """None where a constraint would have to know what is drafted."""
+        return ModelGuess(self.rates) if held is None else None
 
     def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
         return sequences, depth

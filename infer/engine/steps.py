@@ -104,6 +104,7 @@ class Steps:
             (local if window else self.rope) if rotated else None
             for window, rotated in zip(c.windows, c.rope_layers, strict=True)
         ]
+        self._ways = (False, True) if adapters.names else (False,)  # by row, or not
         self._traced = model.forward(weights, self.ropes, self.caches)
         values = Graph(self._traced).values
         for changes in (adapters.always, adapters.by_row):
@@ -158,7 +159,7 @@ class Steps:
         self.lowered = {
             (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
             for kind in lowered
-            for by_row in ((False, True) if adapters.names else (False,))
+            for by_row in self._ways
         }
         sizes = [lowering.sizes for lowering in self.lowered.values()]
         largest = max([self.logits.nbytes, *(size for own in sizes for size in own)])
@@ -218,15 +219,20 @@ class Steps:
     def compile_batches(self, *, prompts: bool = True) -> None:
         """Compile the rest, so that an answer that joins others lets nobody wait. prompts: steps of
         several, too."""
-        ways = (False, True) if self.adapters.names else (False,)
         kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed] * prompts
         kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
-        keys = [(kind, by_row) for kind in kinds for by_row in ways]
+        keys = [(kind, by_row) for kind in kinds for by_row in self._ways]
         self.device.pipelines(
             [kernel.spec for key in keys for kernel in self._lowered(*key).kernels]
         )
         for key in keys:
             self.plan(*key)
+
+    def made_batches(self) -> list[int]:
+        """The rows of those kinds of batches for which nothing has to be compiled any more, and
+        all of whose rows can be sampled."""
+        kinds = (n for n in self.batches if n <= self.most_rows)
+        return [n for n in kinds if all((f"batch {n}", way) in self._plans for way in self._ways)]
 
     def plan(self, kind: str, by_row: bool) -> DispatchPlan:
         """Made, and compiled where it is not yet, when it is first needed."""

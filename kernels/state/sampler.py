@@ -20,9 +20,10 @@ ties with the k-th survives), top-p (the fewest of the most probable that reach 
 the lowest ids), min-p. Temperature 0 is greedy: the lowest id of the largest score after bias,
 penalties and mask.
 
-Where several rows are of one sequence, tokens were drafted for all but its first. Penalties count
-the drafted tokens before a row, and a last kernel, sample_count, those that were right. Where a
-model on the GPU has drafted them, the host gets NO_TOKEN from there on where one was wrong.
+Where several rows are of one sequence, tokens were drafted for all but its first. Each row has a
+mask of its own. Penalties count the drafted tokens before a row, and a last kernel, sample_count,
+those that were right. Where a model on the GPU has drafted them, the host gets NO_TOKEN from there
+on where one was wrong.
 
 A draft model has a sampler of its own, that samples by the records of the other's sequences: its
 last kernel, sample_drafts, puts the tokens into the rows that are to be verified. Penalties there
@@ -108,12 +109,12 @@ class Sampler:
 
     logits is f32 [max_rows][stride] with the stride vocab_size rounded up to a multiple of 8; step
     is a step buffer. `sampled` is u32 [max_rows]: after a step each row's token, NO_TOKEN for a row
-    that was not alive, or INVALID_TOKEN. `masks` is u32 [sequences][vocab_size / 32], on the host:
-    token t of a sequence is possible where bit t % 32 of word t / 32 is set; `write_masks` takes
-    it to the GPU. `logprobs` is LOGPROB [max_rows][ROW_LOGPROBS]: with a
-    chain that has them, each row's token and the most probable ones, the best first; NO_TOKEN where
-    the vocabulary has no more. Buffers that only some chains use are allocated when the first such
-    chain or sequence comes.
+    that was not alive, or INVALID_TOKEN. `masks` is u32 [max_rows][vocab_size / 32], on the host:
+    token t of a sequence, or of a row where there are drafts, is possible where bit t % 32 of word
+    t / 32 is set; `write_masks` takes it to the GPU. `logprobs` is LOGPROB
+    [max_rows][ROW_LOGPROBS]: with a chain that has them, each row's token and the most probable
+    ones, the best first; NO_TOKEN where the vocabulary has no more. Buffers that only some chains
+    use are allocated when the first such chain or sequence comes.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Sampler:
         self.max_rows, self.sequences = max_rows, sequences
         self._stride = -(-vocab_size // 8) * 8
         self._tiles = -(-vocab_size // TILE)
-        self.masks = np.zeros((sequences, -(-vocab_size // 32)), np.uint32)
+        self.masks = np.zeros((max(sequences, max_rows), -(-vocab_size // 32)), np.uint32)
         self._buffers = {"logits": logits, "step": step}
         self._owned: list[Buffer] = []
         self._biased: set[int] = set()
@@ -173,8 +174,8 @@ class Sampler:
             self._biased.add(sequence)
 
     def write_masks(self, first: int, last: int) -> None:
-        """Of the sequences from the first to the last: those that are `masked` sample what `masks`
-        allows from here on."""
+        """Of the sequences, or rows, from the first to the last: of sequences that are `masked`
+        they sample what `masks` allows from here on."""
         offset = self.sequences * SAMPLING.itemsize + first * self.masks.strides[0]
         self.device.write(self._buffer("sampling"), self.masks[first : last + 1], offset)
 
@@ -197,8 +198,9 @@ class Sampler:
         gather = min(gather, self.max_rows)
         if self._drafts:
             chain = self._own(chain)
-        # Else no row looks at others.
-        key = chain, gather, drafts and (chain.penalties or unknown), drafts and unknown
+        # Else no row looks at others, or at what is kept by row.
+        by_row = drafts and (chain.penalties or chain.mask or unknown)
+        key = chain, gather, by_row, drafts and unknown
         if key not in self._dispatches:
             self._dispatches[key] = self._build(*key)
         return self._dispatches[key]
@@ -250,7 +252,8 @@ class Sampler:
             "PENALTIES": chain.penalties,
             "BIAS": chain.bias,
             "MASK": chain.mask,
-            "DRAFTS": drafts and chain.penalties,
+            "MASK_WORDS": self.masks.shape[1],
+            "DRAFTS": drafts and (chain.penalties or chain.mask),
         }
         counts = "counts" if chain.penalties else "no_counts"
         biases = "biases" if chain.bias else "no_biases"
@@ -279,10 +282,10 @@ class Sampler:
             STRIDE=self._stride,
             ROWS=gather or 1,
             PENALTIES=chain.penalties and not drafts and not self._drafts,
-            DRAFTS=drafts,
+            DRAFTS=drafts and (chain.penalties or unknown),
         )
         kernels.append((spec, ("step", "sampling", "bests", counts, "sampled", "sequences")))
-        if drafts:
+        if drafts and (chain.penalties or unknown):
             spec = KernelSpec.of(
                 "sample_count",
                 VOCAB=self.vocab_size,
@@ -314,7 +317,7 @@ class Sampler:
 
     def _gathers(self, gather: int) -> dict[str, Param]:
         params: dict[str, Param] = {"GATHER": gather > 0, "SEQUENCES": self.sequences}
-        return params | {"SOFTWARE": self.device.software, "MASK_WORDS": self.masks.shape[1]}
+        return params | {"SOFTWARE": self.device.software}
 
     def _made(self, kernels: Sequence[_Kernel], gather: int) -> tuple[Dispatch, ...]:
         self.device.pipelines(spec for spec, _ in kernels)
@@ -357,7 +360,7 @@ class Sampler:
                 "cuts": SLOTS * CUT.itemsize,
             }
             per_sequence = {
-                "sampling": SAMPLING.itemsize + self.masks.strides[0],
+                "sampling": SAMPLING.itemsize,
                 "counts": self._stride * 4,
                 "biases": self._stride * 4,
                 "sequences": ROW.itemsize,
@@ -366,6 +369,7 @@ class Sampler:
             nbytes = self.max_rows * per_row.get(name, 0)
             nbytes += self.sequences * per_sequence.get(name, 0)  # both 0: a stand-in
             nbytes += 4 * (name == "members")  # how many
+            nbytes += self.masks.nbytes * (name == "sampling")
             self._buffers[name] = self.device.buffer(nbytes, label=f"sampler {name}")
             self._owned.append(self._buffers[name])
         return self._buffers[name]

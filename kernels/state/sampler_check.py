@@ -32,7 +32,7 @@ def run_sample(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     logit_bias: Mapping[int, float] | None = None,
-    allowed: Sequence[int] | None = None,
+    allowed: Sequence[int] | Sequence[Sequence[int]] | None = None,
     prompt_ids: Sequence[int] = (),
     drafts: Sequence[int] = (),
     seed: int = 0,
@@ -41,9 +41,9 @@ def run_sample(
 ) -> NDArray[np.uint32]:
     """A token for each row of logits [rows, vocab], greedy at temperature 0; INVALID_TOKEN for a
     row that has NaN or nothing above -inf. The noise depends on the seed and the row's position,
-    from `position` on. allowed: the tokens that may be sampled; None: all. drafts: those of all
-    rows but the first, where each row is to count those before it. What the filters mean is in
-    kernels/state/sampler.py."""
+    from `position` on. allowed: the tokens that may be sampled, with drafts by each row; None: all.
+    drafts: those of all rows but the first, where each row is to count those before it. What the
+    filters mean is in kernels/state/sampler.py."""
     rows, vocab = logits.shape
     noise = temperature > 0
     chain = SamplerChain(
@@ -65,9 +65,11 @@ def run_sample(
     sampler = Sampler(bench.device, vocab, buffer, step, max_rows=rows)
     sampler.begin(0, record[0], prompt_ids, logit_bias)
     if allowed is not None:
-        bits = np.isin(np.arange(-(-vocab // 32) * 32), allowed)
-        sampler.masks[0] = np.packbits(bits, bitorder="little").view(np.uint32)
-        sampler.write_masks(0, 0)
+        masks = allowed if drafts else [allowed]
+        for row, own in enumerate(masks):
+            bits = np.isin(np.arange(-(-vocab // 32) * 32), own)
+            sampler.masks[row] = np.packbits(bits, bitorder="little").view(np.uint32)
+        sampler.write_masks(0, len(masks) - 1)
     dispatches = sampler.dispatches(chain, gather=0, drafts=bool(drafts))
     submit(bench.device, dispatches, rows, 0, timings)
     ids: NDArray[np.uint32] = bench.device.read(sampler.sampled, np.uint32, rows)
@@ -126,6 +128,12 @@ def _masked(bench: Bench) -> Outcome:
     return y, np.array(allowed)[logits[:, allowed].argmax(1)]
 
 
+def _masked_by_row(bench: Bench) -> Outcome:
+    logits, allowed = _logits(bench), [[3, 31], [32, 1500, 2499], [7], [2498, 2499]]
+    y = run_sample(bench, logits, allowed=allowed, drafts=[31, 32, 7])
+    return y, np.array([max(own, key=lambda t: logits[i, t]) for i, own in enumerate(allowed)])
+
+
 def _logprobs(bench: Bench, field: str) -> Outcome:
     """Greedily; of two tokens that tie for the second place the lower one comes first."""
     logits = _logits(bench)
@@ -166,6 +174,7 @@ _CASES: dict[str, Callable[[Bench], Outcome]] = {
     "penalty and bias": _changed,
     "drafts": _drafted,
     "mask": _masked,
+    "masks of drafts": _masked_by_row,
     "top-k 1": partial(_best, temperature=1.0, top_k=1),
     "top-p 0": partial(_best, temperature=1.0, top_p=1e-9),
     "min-p 1": partial(_best, temperature=1.0, min_p=1.0),

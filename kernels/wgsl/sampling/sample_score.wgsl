@@ -4,6 +4,7 @@
 // @param PENALTIES bool
 // @param BIAS bool
 // @param MASK bool
+// @param MASK_WORDS u32  a bit for each token of the vocabulary
 // @param DRAFTS bool     rows of a sequence follow each other; all but the first have drafted tokens
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> sampling: Samplings;
@@ -35,7 +36,11 @@ fn scores(row: u32, sequence: u32, first: u32) -> vec4<f32> {
   if (first + $cu < VOCAB) { result[$c] = x[$c]; }
 #endfor
 #if MASK
+#if DRAFTS
+  let mask = sampling.masks[row * MASK_WORDS + first / 32u] >> (first % 32u);
+#else
   let mask = sampling.masks[sequence * MASK_WORDS + first / 32u] >> (first % 32u);
+#endif
   let possible = select(0xfu, mask, sampling.records[sequence].masked != 0u);
 #for c in 0..4
   if ((possible & (1u << $cu)) == 0u) { result[$c] = LOWEST; }

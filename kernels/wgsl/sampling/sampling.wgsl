@@ -2,7 +2,6 @@
 // kernels/state/step.py is the host side of Sampling; kernels/state/sampler.py says how the kernels play together.
 // @param GATHER bool    logits row i is step row step.logits_rows[i] (prefill), or step row i (decode)
 // @param SEQUENCES u32  with one, nothing has to wait for a row to say which it is
-// @param MASK_WORDS u32 a bit for each token of the vocabulary
 #include "step.wgsl"
 
 struct Sampling {
@@ -21,11 +20,9 @@ struct Sampling {
   stop_ids: array<u32, 52>,
 }
 
-const MASKS: u32 = SEQUENCES * MASK_WORDS;
-
 struct Samplings {
   records: array<Sampling, SEQUENCES>,
-  masks: array<u32, MASKS>,  // bit t % 32 of word t / 32 of a sequence: whether token t is possible
+  masks: array<u32>,  // [sequence, or with drafts row][MASK_WORDS]: bit t % 32 of word t / 32: whether token t is possible
 }
 
 const WG_SIZE: u32 = 256;
