@@ -3,10 +3,10 @@
     python scripts/structured.py --shape llama-3.1-8b --quantize q4 --clients 1,16,64
     python scripts/structured.py MODEL --json NAME
 
-Clients as in `infer bench --clients`: their answers free, then under a schema, token by token and
-with what it forces as drafts, and the share of the speed that is left. A shape has random weights
-and no tokenizer, so its tokens are random words, and its strings have to be bounded: the slowest
-masks there are. --json keeps a report in scripts/results/structured.
+Clients as in `infer bench --clients`: their answers free, then under a schema, and the share of the
+speed that is left. A shape has random weights and no tokenizer, so its tokens are random words, and
+its strings have to be bounded: the slowest masks there are. --speculate auto drafts in both, under
+the schema what it forces too. --json keeps a report in scripts/results/structured.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from unittest.mock import patch
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -28,6 +27,7 @@ from infer.bench.measure import GREEDY, EngineBench
 from infer.bench.report import Load, markdown_table
 from infer.bench.run import commit, open_engine, versions
 from infer.engine.constraint import Constraints
+from infer.engine.speculation import WAYS
 from infer.hub import resolve
 from infer.text.folder_tokenizer import open_tokenizer
 from infer.text.tokenizer import Tokenizer
@@ -84,11 +84,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--decode-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--speculate", default="off", choices=WAYS)
     parser.add_argument("--json", metavar="NAME", help="of the report, after the date")
     args = parser.parse_args()
     clients = [int(each) for each in args.clients.split(",")]
     needed = args.prompt_tokens + args.decode_tokens + 1
     options = {"quantize": args.quantize, "needed": needed, "max_batch": max(clients)}
+    options["speculate"] = args.speculate
     loads: list[dict[str, Load]] = []
     with open_engine(args.model, args.shape, **options) as (_, engine):
         own = None if args.model is None else open_tokenizer(resolve(args.model).path)
@@ -100,10 +102,7 @@ def main() -> None:
         for count in clients:
             sizes = count, args.prompt_tokens, args.decode_tokens
             free = bench.load(*sizes)
-            with patch.object(engine, "_guess", lambda held: None):
-                one_by_one = bench.load(*sizes, held, constraints.of)
-            forced = bench.load(*sizes, held, constraints.of)
-            loads.append({"free": free, "one by one": one_by_one, "forced": forced})
+            loads.append({"free": free, "held": bench.load(*sizes, held, constraints.of)})
         gpu = engine.gpu
     rows = []
     for each in loads:

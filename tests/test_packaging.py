@@ -42,7 +42,7 @@ def packaged(*patterns: str) -> dict[str, Path]:
     }
 
 
-WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*", "demo/draft/*", "*.html")
+WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*.*", "demo/draft/*", "*.html")
 
 
 def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:

@@ -250,9 +250,10 @@ def test_gated_rmsnorm_that_goes_out_as_int8(
             own = to_gpu(device, weight)
             y = ops.rmsnorm(forward.input(x), own, EPS, gate=forward.input(gate))
             y = ops.linear(y, to_gpu(device, matrix, "q8"))
-            kernels = [kernel.spec.name for kernel in forward.lower(y)[0].kernels]
+            *kernels, product = [kernel.spec.name for kernel in forward.lower(y)[0].kernels]
             whole_halves = fuse and width % 16 == 0 and device.subgroup_size >= 8
-            assert kernels == ["rmsnorm"] + ["quantize"] * (not whole_halves) + ["matmul_vec"]
+            assert kernels == ["rmsnorm"] + ["quantize"] * (not whole_halves)
+            assert product in ("matmul_vec", "matmul_lanes")
             results.append(forward.run(y))
     assert nmse(*results) <= INT8_LIMIT
 

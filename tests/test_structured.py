@@ -677,15 +677,6 @@ def drafting() -> Iterator[LLM]:
         yield llm
 
 
-def test_forced_tokens_have_steps_whose_rows_fit(engine_of: Callable[..., Engine]) -> None:
-    """A kind of step may have more rows than answers can be generated."""
-    for max_batch, kinds in ((3, []), (4, [4])):
-        engine = engine_of("llama", max_batch=max_batch)
-        engine.steps.compile_batches()
-        assert engine.steps.batches == [4]
-        assert engine.steps.made_batches() == kinds
-
-
 def held_answers(llm: LLM, at_once: bool, **options: Any) -> list[infer.Result]:
     """Held to schemas, a regular expression and a grammar, and a free one."""
     held: list[dict[str, Any]] = [{"schema": schema} for schema in SCHEMAS[3::5]]
@@ -710,12 +701,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.full)])
 @others_full("way", SAMPLINGS, ["sampled"])
 def test_drafts_change_no_answer_that_is_held(
-    llm: LLM, drafting: LLM, way: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, drafting: LLM, way: str, at_once: bool
 ) -> None:
     """To the last bit, as they are invariant."""
-    monkeypatch.setattr(Engine, "_guess", lambda *_: None)
     expected = held_answers(llm, True, **SAMPLINGS[way])
-    monkeypatch.undo()
     found = held_answers(drafting, at_once, **SAMPLINGS[way])
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     assert [result.logprobs for result in found] == [result.logprobs for result in expected]
@@ -724,20 +713,26 @@ def test_drafts_change_no_answer_that_is_held(
 
 
 @pytest.mark.demo
-def test_what_is_forced_is_drafted_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing else is, in steps of kinds that are there: every draft is right."""
-    monkeypatch.setattr(Engine, "_guess", lambda *_: None)
+def test_what_is_forced_is_drafted(llm: LLM, drafting: LLM) -> None:
+    """Where nobody else knows what may come: every draft is right."""
     expected = held_answers(llm, True)
-    monkeypatch.undo()
     assert not any(result.timings.drafted_tokens for result in expected)
-    engine = llm.engine
+    engine = drafting.engine
     assert isinstance(engine, Engine)
+    assert engine.speculation is not None
     before = engine.speculation
-    engine.speculation = Speculation((), measures=False, drafter=None)
-    found = held_answers(llm, False)
+    engine.speculation = Speculation(before.kinds, measures=False, drafter=Clueless)
+    found = held_answers(drafting, False)
     engine.speculation = before
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     drafted = [result.timings.drafted_tokens for result in found]
     assert [result.timings.accepted_tokens for result in found] == drafted
     assert sum(drafted) > 10
     assert drafted[-1] == 0
+
+
+class Clueless:
+    """Drafts nothing."""
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        return []

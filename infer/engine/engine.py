@@ -49,7 +49,7 @@ from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import MAX_DRAFT, Guess, Held, ModelSpeculation, Speculation
+from infer.engine.speculation import MAX_DRAFT, Held, ModelSpeculation, Speculation
 from infer.engine.steps import HIDDEN, MAX_BATCH, SCORED, Steps
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.kernels.compiler.graph import stride
@@ -268,8 +268,10 @@ class Engine(TokenEngine):
         ids = [*prompt_ids, *generated]
         chain = self._chain(params) if sampler is None else SamplerChain()
         guess = None
-        if sampler is None and not with_logits:  # the host would have to do it for every draft
-            guess = self._guess(None if constraint is None else Held(constraint, len(prompt_ids)))
+        # Else the host would have to do for every draft what it does for a token.
+        if self.speculation is not None and sampler is None and not with_logits:
+            held = None if constraint is None else Held(constraint, len(prompt_ids))
+            guess = self.speculation.guess(held)
         answer = Answer(
             self,
             prompt_ids,
@@ -292,16 +294,6 @@ class Engine(TokenEngine):
             answer.ended = True
         self.timings = answer.timings
         return answer
-
-    def _guess(self, held: Held | None) -> Guess | None:
-        """Of an answer that begins. Where nothing else is drafted, what a constraint forces is, in
-        steps of kinds that are there for batches."""
-        if held is not None and self.options.speculate == "off" and not self.states:
-            kinds = tuple(self.steps.made_batches())
-            if self.speculation is None:
-                self.speculation = Speculation(kinds, measures=True, drafter=None)
-            self.speculation.kinds = kinds
-        return None if self.speculation is None else self.speculation.guess(held)
 
     def _chain(self, params: SamplingParams) -> SamplerChain:
         """What sampling dispatches. Noise beside filters is added to other scores than alone: to be

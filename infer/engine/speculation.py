@@ -120,7 +120,8 @@ class Guess:
     """
 
     def __init__(self, drafter: Drafter | None, held: Held | None = None) -> None:
-        """held: where a constraint says what may come, which is asked where it matters."""
+        """drafter: None for those who override `take`. held: where a constraint says what may
+        come, which is asked where it matters."""
         self.certain = 0
         self._drafter, self._held = drafter, held
         self._ids: list[int] = []  # as the drafter has them, until they are asked for
@@ -135,7 +136,8 @@ class Guess:
             run = min(self._run, _RUNS - 1)
             self._rates[run] = _KEPT * self._rates[run] + (1 - _KEPT) * right
             self._run = self._run + 1 if right else 0
-        self._ids = [] if self._drafter is None else self._drafter.draft(tokens, MAX_DRAFT)
+        assert self._drafter is not None
+        self._ids = self._drafter.draft(tokens, MAX_DRAFT)
         self.certain, self._tokens = 0, None if self._held is None else tokens
 
     @property
@@ -194,9 +196,9 @@ class Speculation:
         kinds: Sequence[int],
         *,
         measures: bool,
-        drafter: Callable[[], Drafter] | None = PromptLookup,
+        drafter: Callable[[], Drafter] = PromptLookup,
     ) -> None:
-        """drafter: of an answer; None: only what a constraint forces is drafted."""
+        """drafter: of an answer."""
         self.kinds, self._measures, self._drafter = tuple(kinds), measures, drafter
         self._plain: dict[int, _Seconds] = {}  # of steps of so many sequences, submitted ahead
         # Of a kind's, each after the one before was read.
@@ -206,8 +208,6 @@ class Speculation:
 
     def guess(self, held: Held | None = None) -> Guess | None:
         """For an answer that begins; None: nothing will be drafted for it."""
-        if self._drafter is None:
-            return None if held is None else Guess(None, held)
         return Guess(self._drafter(), held)
 
     def counts(self, guesses: Sequence[Guess | None]) -> list[int]:
@@ -215,7 +215,7 @@ class Speculation:
         none. Tokens that are most likely right come first, whosever they are."""
         n = len(guesses)
         counts = [0] * n
-        most = max(self.kinds, default=0)
+        most = self.kinds[-1]
         if n >= most or (self._measures and self._best(n, [1.0] * most) == n):
             self._drafts = False  # whatever would be drafted
             return counts

@@ -228,12 +228,6 @@ class Steps:
         for key in keys:
             self.plan(*key)
 
-    def made_batches(self) -> list[int]:
-        """The rows of those kinds of batches for which nothing has to be compiled any more, and
-        all of whose rows can be sampled."""
-        kinds = (n for n in self.batches if n <= self.most_rows)
-        return [n for n in kinds if all((f"batch {n}", way) in self._plans for way in self._ways)]
-
     def plan(self, kind: str, by_row: bool) -> DispatchPlan:
         """Made, and compiled where it is not yet, when it is first needed."""
         key = kind, by_row
