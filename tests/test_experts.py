@@ -616,7 +616,9 @@ def test_a_shared_expert_is_the_same_alone(
             weights = loading.load_weights(device, each)
             engine = Engine(device, model, weights, EngineOptions(context=64, kv_dtype="f32"))
             logits.append(np.append(scores(engine, range(3, 30)), answer(engine, [5], 4).logits, 0))
-    assert relative_error(logits[1], logits[0]) <= 1e-5
+    # An MLP's projections on a CPU (matmul_lanes) have one int8 scale of x where experts have two.
+    coarser = dtype is not None and device.software
+    assert relative_error(logits[1], logits[0]) <= (6e-2 if coarser else 1e-5)
 
 
 def save_bf16(tensors: dict[str, Array], file: Path) -> None:

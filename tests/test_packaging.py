@@ -223,8 +223,12 @@ def test_changes_in_the_tree_that_is_tested_count_at_once(
 ) -> None:
     tree = installed_by("test.sh")
     for package, folder in FOLDERS.items():
-        (tree / folder / "added.py").write_text(f"NAME = {folder!r}\n")
-        code = f"from {package.replace('/', '.')}.added import NAME; print(NAME)"
+        (tree / folder / "added.py").write_text(folder)
+        # Not imported: what a package imports is not installed.
+        found = (
+            f"importlib.util.find_spec({package.replace('/', '.')!r}).submodule_search_locations"
+        )
+        code = f"import importlib.util; print(open({found}[0] + '/added.py').read())"
         assert run(tree / ".venv" / "bin" / "python", "-c", code) == f"{folder}\n"
 
 

@@ -385,11 +385,12 @@ def model_specs(
     dtype: str,
     steps: Iterable[Any] = STEPS,
     changed: bool = False,
+    software: bool = False,
 ) -> Iterator[KernelSpec]:
     """The kernels of the steps (dtype of the cache; fused or not; rows, and those with logits: all
     of up to 64, in a batch, and with drafts) of a real model, of which nothing is allocated, on an
     adapter with so many lanes in a subgroup, or 0 for none. changed: by LoRA adapters, each row by
-    its own."""
+    its own. software: the adapter is a CPU."""
     raw = shape_config(shape)
     kinds = build_model(raw).config.states
     few = kinds.index(None) + 1  # attention, and what comes before
@@ -402,7 +403,8 @@ def model_specs(
     model = build_model(raw)
     c = model.config
     dry = DryDevice(limits)
-    dry.subgroups, dry.subgroup_size = lanes > 0, lanes
+    dry.subgroups, dry.subgroup_size, dry.software = lanes > 0, lanes, software
+    dry.largest_subgroup = lanes if software else dry.largest_subgroup
     plan = plan_random(model.weights(), "f32").joined()
     weights = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
     for kv_dtype, fuse, (rows, logits) in steps:
@@ -474,6 +476,8 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
         specs |= set(model_specs(shape, limits, lanes, dtype, steps))
     for limits, lanes in settings:
         specs |= set(model_specs("llama-3.2-1b", limits, lanes, "bf16", STEPS[::4], changed=True))
+    for dtype in ("bf16", "q4"):
+        specs |= set(model_specs("llama-3.2-1b", few, 8, dtype, STEPS[::4], software=True))
     texts = {file.stem: file.read_text() for file in WGSL_FOLDER.rglob("*.wgsl")}
     included = re.findall(r"^#include \"(\w+).wgsl\"", "\n".join(texts.values()), re.M)
     files = texts.keys() - set(included)
