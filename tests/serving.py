@@ -174,7 +174,7 @@ class FakeEngine:
         raise NotImplementedError
 
     async def stats(self) -> EngineStats:
-        return EngineStats(MemoryStats(0, 0, 0, 0, 0), PoolStats(4, 1, 5, 6, 7), 1, 2, 3)
+        return EngineStats(MemoryStats(0, 0, 0, 0, 0), PoolStats(4, 1, 5, 6, 7), 1, 2, 3, 4, 7, 3)
 
     async def open(
         self,

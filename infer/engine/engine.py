@@ -513,15 +513,14 @@ class Engine(TokenEngine):
         self.device.write(self.steps.step, pack_prompts(chunks, chosen))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         *first, rest = recording.parts(pieces)
-        for piece in first:
-            self.queue.submit(piece, count, longest, ())
+        with self._masks(sampled):
+            for piece in first:
+                self.queue.submit(piece, count, longest, ())
         self._rows = tuple(slots[i] for i in last) if sampled else None
         self._host_rows.difference_update(slots)
         # One that is scored takes longer, and says nothing of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
         prefilled = count if is_prompt else 0
-        with self._masks(sampled):
-            pass
         self._submit(rest, count, longest, sampled, logits_of, logprobs, prefilled, chunk)
         for part, slot in zip(work, slots, strict=True):
             if self.draft is not None and part.sequence.shares:

@@ -121,12 +121,8 @@ class _Process:
         self._outbox = SimpleQueue[bytes | None]()  # messages; None: the end
         self.send(order)
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "infer.engine.worker",
-            ],  # -P: nothing of the current folder
+            # -P: nothing of the current folder
+            [sys.executable, "-P", "-m", "infer.engine.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -33,10 +33,6 @@ class Metrics:
 
         self._prompt = counter("prompt_tokens", "Tokens of prompts, those too that were cached.")
         self._generated = counter("generation_tokens", "Tokens generated.")
-        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
-        self._accepted = counter(
-            "spec_decode_num_accepted_tokens", "Those of them that were right."
-        )
         self._ended = counter("request_success", "Answers that have ended.", "finished_reason")
         self._first = histogram("time_to_first_token_seconds", "From an answer's begin.")
         self._next = histogram("inter_token_latency_seconds", "From a token to the next.")
@@ -143,8 +139,6 @@ class _Watched:
         self._ended = True
         metrics, model = self._metrics, self._model
         metrics._ended.labels(model, reason).inc()
-        metrics._drafted.labels(model).inc(self.result.timings.drafted_tokens)
-        metrics._accepted.labels(model).inc(self.result.timings.accepted_tokens)
         metrics._whole.labels(model).observe(time.monotonic() - self._begun)
         metrics._answers.labels(model).observe(self._count)
 
