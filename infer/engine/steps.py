@@ -37,7 +37,8 @@ SCORED = "scored"  # the kind of step of one sequence that gives the logits of a
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
 MAX_BATCH = 64
-_BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
+# Rows that kernels of batches are made for.
+_BATCHES = 2, 4, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, MAX_BATCH
 _SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
 
 
