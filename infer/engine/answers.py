@@ -1,4 +1,4 @@
-"""What an engine keeps of answers, and of those that share steps."""
+"""What an engine keeps of an answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from infer.engine.constraint import Constraint
 from infer.engine.speculation import Guess
 from infer.engine.token_engine import Step, Timings, TokenAnswer, TokenEngine
 from infer.kernels.errors import InferError
-from infer.kernels.gpu.record import Recording
 from infer.kernels.state.sampler import SamplerChain
 from infer.kernels.state.step import NO_TOKEN
 from infer.sampling import Logprobs, NumpySampler, SamplingParams, logprobs
-
-NOTHING = Recording([])
 
 
 @dataclass(eq=False)
@@ -76,29 +73,6 @@ class Answer(TokenAnswer):
             return logprobs(logits, token, n)
         assert records is not None  # a stage of its chain
         return ranked(records, n)
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Sequences that share decode steps, and what these dispatch: made once, while the same ones
-    stay. joins: the same for a step that takes their rows from wherever they are. logits_of: which
-    of them have their logits read back. logprobs: whether any has log probabilities. masked: those
-    that have a mask. Where there are some the step is also there in two parts: the body, with joins
-    or without, and the head, which samples."""
-
-    sequences: tuple[scheduler.Sequence, ...]
-    slots: tuple[int, ...]
-    table_length: int
-    chain: SamplerChain
-    by_row: bool
-    recording: Recording
-    joins: Recording
-    logits_of: tuple[int, ...]
-    logprobs: bool
-    masked: tuple[scheduler.Sequence, ...] = ()
-    body: Recording = NOTHING
-    body_joins: Recording = NOTHING
-    head: Recording = NOTHING
 
 
 def ranked(records: NDArray[Any], n: int) -> Logprobs:

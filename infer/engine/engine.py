@@ -25,14 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.engine import scheduler
-from infer.engine.answers import NOTHING, Answer, Batch
+from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
+from infer.engine.decoding import Batch, Decoding
 from infer.engine.draft import DraftModel, Loaded
 from infer.engine.masks import Masks
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
 from infer.engine.recordings import Recordings
+from infer.engine.resident import Resident
 from infer.engine.scheduler import Decode, Prefill, Scheduler, slot_of
 from infer.engine.speculation import Held, ModelSpeculation, Speculation
 from infer.engine.steps import Steps
@@ -45,7 +47,7 @@ from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ModelError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device
-from infer.kernels.gpu.record import Copy, Recording, StepQueue
+from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
@@ -56,7 +58,7 @@ from infer.kernels.state.sampler import (
 )
 from infer.kernels.state.step import NO_TOKEN, pack_prompts
 from infer.models.blocks.decoder import Decoder
-from infer.models.blocks.rope import rope_table, same_until, table_length
+from infer.models.blocks.rope import same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams
 
@@ -125,45 +127,28 @@ class Engine(TokenEngine):
         self._answers: dict[scheduler.Sequence, Answer | Text] = {}
         self._inbox: deque[Answer | Text] = deque()  # those to begin, and those to cancel
         self.turns = Turns()
+        rope = model.config.rope
+        self.resident = Resident(self.steps, self.sampler, rope, options.max_batch)
         self.recordings = Recordings(self.steps, self.sampler)
         self.submissions = Submissions(self.steps, self.sampler, options)
         self.texts = Texts(self.steps, self.recordings, model.config)
         self.masks = Masks(self.sampler, self._answers)
-        self.verification = Verification(
-            speculation,
-            drafts,
-            steps=self.steps,
-            scheduler=self.scheduler,
-            recordings=self.recordings,
-            submissions=self.submissions,
-            masks=self.masks,
-            answers=self._answers,
-        )
-        self._body: tuple[Batch, int, Any] | None = None  # recorded: that of the next such step
-        # A step whose body alone is submitted: the longest of its sequences, and since when.
-        self._held: tuple[Batch, int, float] | None = None
+        of = self.steps, self.scheduler, self.recordings, self.submissions, self.masks
+        self.decoding = Decoding(*of, self._answers)
+        self.verification = Verification(speculation, drafts, *of, self._answers)
         self._is_whole = True  # not in the middle of a change that an interrupt would cut in half
-        self._table_length = 0
         self._read_at = 0.0  # when the last step was
         self._forget_rows()
         self.timings = Timings()  # of the answer that was begun last
 
     def _forget_rows(self) -> None:
-        """Nothing is known of what the GPU has of sequences: their pages, the rows of a step."""
-        self._pages: list[list[int]] = [[] for _ in range(self.options.max_batch)]
-        self._rows: tuple[int, ...] | None = None
-        self._host_rows: set[int] = set()  # slots of whose next rows the GPU does not know
+        """Nothing is known of what the GPU has of sequences."""
+        self.resident.forget()
         self._batch: Batch | None = None
         if self.draft is not None:
             self.draft.forget()
-        self._drop_recorded()
-
-    def _drop_recorded(self) -> None:
-        """What was recorded of the next step, if anything."""
         self.verification.drop()
-        if self._body is not None:
-            self.queue.drop(self._body[-1])
-            self._body = None
+        self.decoding.forget()
 
     def warm_up(
         self,
@@ -337,7 +322,8 @@ class Engine(TokenEngine):
 
     def close(self) -> None:
         with self.turn():
-            self._drop_recorded()
+            self.verification.drop()
+            self.decoding.forget()
             self.device.close()
 
     def forget(self) -> None:
@@ -360,7 +346,7 @@ class Engine(TokenEngine):
                 self._read()
             self._is_whole = False
             self._reset()
-            self._give_pages(0, range(-(-self.context // PAGE)))
+            self.resident.give_pages(0, range(-(-self.context // PAGE)))
             try:
                 yield
             finally:
@@ -391,7 +377,7 @@ class Engine(TokenEngine):
     def _fill(self) -> None:
         """Submit as many steps as may be in flight."""
         in_flight = self.submissions.in_flight
-        while len(in_flight) < self.options.ahead and self._held is None:
+        while len(in_flight) < self.options.ahead and not self.decoding.is_held:
             if in_flight and in_flight[-1].prefilled and not self.pace.known:
                 break  # find out
             self.verification.choose()
@@ -426,8 +412,8 @@ class Engine(TokenEngine):
             if part.first:
                 self._batch = None  # it may have had another slot
                 if isinstance(answer, Answer):
-                    self._begin(answer, slot)
-            self._give_pages(slot, part.sequence.pages)
+                    self.resident.begin(answer, slot)
+            self.resident.give_pages(slot, part.sequence.pages)
             if part.copy is not None:
                 before += self.steps.cache.copies(*part.copy, part.start % PAGE)
                 if draft is not None:
@@ -436,9 +422,9 @@ class Engine(TokenEngine):
                 draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
                 before += copies(self.states, slot, part.restore, back=True)
-        self._rotate_for(answers[0].table_length)
+        self.resident.rotate_for(answers[0].table_length)
         if before:
-            self.queue.submit(NOTHING, 0, 0, before)
+            self.queue.submit(EMPTY, 0, 0, before)
         numbers = [self.adapters.number(answer.adapter) for answer in answers]
         rows = list(accumulate(part.count for part in work))  # where those of each end
         count, longest = rows[-1], max(part.start + part.count for part in work)
@@ -470,8 +456,7 @@ class Engine(TokenEngine):
             for piece in first:
                 self.queue.submit(piece, count, longest, ())
         self._end_failed(making.failed)
-        self._rows = tuple(slots[i] for i in last) if wanted.rows else None
-        self._host_rows.difference_update(slots)
+        self.resident.prefilled(slots, tuple(slots[i] for i in last) if wanted.rows else ())
         # One that is scored takes longer, and says nothing of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
         prefilled = count if is_prompt else 0
@@ -480,139 +465,35 @@ class Engine(TokenEngine):
             if draft is not None and part.sequence.shares:
                 draft.follow(self.queue, part.sequence, slot, part.start + part.count)
             if part.save is not None:
-                self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, part.save, back=False))
-
-    def _begin(self, answer: Answer, slot: int) -> None:
-        """Of a sequence that has got a slot, perhaps not for the first time."""
-        ids, prompt = answer.sequence.tokens, len(answer.prompt)
-        record = answer.params.record(
-            vocab_size=self.vocab_size,
-            prompt_tokens=prompt,
-            context=self.context,
-            stop_ids=answer.stop_ids,
-        )
-        bias = answer.params.logit_bias
-        self.sampler.begin(slot, record[0], answer.prompt, bias, ids[prompt:])
-
-    def _rotate_for(self, length: int) -> None:
-        """The table of positions of sequences that need that one (`table_length`)."""
-        if length != self._table_length:
-            rope = self.model.config.rope
-            self.device.write(self.steps.rope.table, rope_table(rope, self.context, length))
-            self._table_length = length
-
-    def _give_pages(self, slot: int, pages: Sequence[int]) -> None:
-        known = self._pages[slot]
-        same = 0
-        while same < min(len(known), len(pages)) and known[same] == pages[same]:
-            same += 1
-        if same < len(pages):
-            self.steps.cache.assign(slot, same, pages[same:])
-        self._pages[slot] = list(pages)
+                self.queue.submit(EMPTY, 0, 0, copies(self.states, slot, part.save, back=False))
 
     def _decode(self, work: Decode) -> None:
         batch = self._batch
         if batch is None or batch.sequences != work.sequences:
-            batch = self._batch = self._new_batch(work.sequences)
-        if batch.table_length != self._table_length:
-            self._rotate_for(batch.table_length)
-        longest = 0
+            batch = self._batch = self.decoding.batch(work.sequences)
+        resident, longest = self.resident, 0
+        resident.rotate_for(batch.table_length)
         for sequence, slot in zip(batch.sequences, batch.slots, strict=True):
             longest = max(longest, sequence.computed)
-            if len(sequence.pages) != len(self._pages[slot]):
+            if len(sequence.pages) != len(resident.pages[slot]):
                 if self.draft is not None:
-                    self.draft.forget_pages(sequence.pages[len(self._pages[slot]) :])
-                self._give_pages(slot, sequence.pages)
+                    self.draft.forget_pages(sequence.pages[len(resident.pages[slot]) :])
+                resident.give_pages(slot, sequence.pages)
         if self.draft is not None and not work.drafts:
             self.verification.drop()  # there is nothing to be drafted
         prepared = self.verification.take(batch)
         if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
             behind = work.behind or (0,) * len(batch.slots)
-            for slot, draft in zip(batch.slots, drafts, strict=True):
-                (self._host_rows.add if draft else self._host_rows.discard)(slot)
-            self._rows = None
-            failed = self.verification.submit(batch, drafts, behind, longest, prepared)
-            self._end_failed(failed)
+            resident.verified(batch.slots, drafts)
+            of = batch, drafts, behind, longest, prepared
+            self._end_failed(self.verification.submit(*of))
             return
-        if self._host_rows:
+        if resident.unknown:
             for sequence in batch.sequences:
-                if sequence.slot in self._host_rows:
-                    self._set_next(cast(Answer, self._answers[sequence]))
-        joins = batch.slots != self._rows
-        if joins:
-            self.sampler.take_rows_of(batch.slots)
-            self._rows = batch.slots
-        if self._awaits_tokens(batch):
-            self._submit_body(batch, longest, joins)
-            self._held = batch, longest, time.perf_counter()
-        else:
-            self._sample(batch, batch.joins if joins else batch.recording, longest)
-
-    def _awaits_tokens(self, batch: Batch) -> bool:
-        """Whether tokens before this step, on which its masks depend, have not been read."""
-        return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
-
-    def _sample(
-        self, batch: Batch, recording: Recording, longest: int, since: float | None = None
-    ) -> None:
-        """Submit a step, or the head of one whose body was submitted then."""
-        wanted = Wanted(batch.sequences, batch.logits_of, batch.logprobs)
-        count, commands = len(batch.slots), None
-        if batch.masked:
-            with self.masks.making(batch.masked) as making:
-                copies = self.submissions.copies(count, batch.logits_of, batch.logprobs)
-                commands = self.queue.record(recording, count, longest, copies)
-                if self.options.ahead > 1 and not (self.scheduler.in_step or making.are_made()):
-                    self._record_body(batch, longest + 1)
-            self._end_failed(making.failed)
-        self.submissions.submit(
-            recording, count, longest, wanted, sequences=count, commands=commands, since=since
-        )
-
-    def _record_body(self, batch: Batch, longest: int) -> None:
-        """That of the next step of a batch with masks, if it stays as it is."""
-        if self._body is not None:
-            self.queue.drop(self._body[-1])
-            self._body = None
-        commands = self.queue.record(batch.body, len(batch.slots), longest, ())
-        self._body = batch, longest, commands
-
-    def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
-        own, self._body = self._body, None
-        if own is not None:
-            if own[0] is batch and own[1] == longest and not joins:
-                self.queue.send(own[-1])
-                return
-            self.queue.drop(own[-1])
-        body = batch.body_joins if joins else batch.body
-        self.queue.submit(body, len(batch.slots), longest, ())
-
-    def _new_batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
-        answers = [cast(Answer, self._answers[sequence]) for sequence in sequences]
-        chain = reduce(or_, (answer.chain for answer in answers))
-        kind = self.steps.batch(len(sequences))
-        by_row = any(answer.adapter is not None for answer in answers)
-        batch = Batch(
-            sequences,
-            tuple(map(slot_of, sequences)),
-            answers[0].table_length,
-            chain,
-            by_row,
-            self.recordings.of(kind, True, chain, by_row),
-            self.recordings.of(kind, True, chain, by_row, joins=True),
-            tuple(i for i, answer in enumerate(answers) if answer.reads_logits),
-            chain.logprobs,
-        )
-        if not chain.mask:
-            return batch
-        return replace(
-            batch,
-            masked=tuple(answer.sequence for answer in answers if answer.is_masked),
-            body=self.recordings.of(kind, False, None, by_row),
-            body_joins=self.recordings.of(kind, False, None, by_row, joins=True),
-            head=self.recordings.of(kind, True, chain, by_row, body=False),
-        )
+                if sequence.slot in resident.unknown:
+                    resident.set_next(cast(Answer, self._answers[sequence]))
+        self._end_failed(self.decoding.submit(batch, longest, resident.take(batch.slots)))
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
         """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
@@ -649,9 +530,7 @@ class Engine(TokenEngine):
                 chunk.text.take(chunk.start, of_text)
             if chunk.last:
                 self._end(chunk.text)
-        if self._held is not None and not self._awaits_tokens(self._held[0]):
-            (batch, longest, since), self._held = self._held, None
-            self._sample(batch, batch.head, longest, since)
+        self._end_failed(self.decoding.go_on())
         self._is_whole = True
 
     def _take_token(
@@ -719,15 +598,7 @@ class Engine(TokenEngine):
             self._answers[answer.sequence] = answer
             self.scheduler.add(answer.sequence)
         elif answer.sampler is not None and sequence.slot is not None:
-            self._set_next(answer)
-
-    def _set_next(self, answer: Answer) -> None:
-        """Tell the GPU the next row of an answer of which all tokens have been read."""
-        sequence, slot = answer.sequence, slot_of(answer.sequence)
-        number = self.adapters.number(answer.adapter)
-        self.sampler.set_next(slot, sequence.tokens[-1], len(sequence.tokens) - 1, number)
-        self._host_rows.discard(slot)
-        self._rows = None
+            self.resident.set_next(answer)
 
     def _end(self, answer: Answer | Text, *, at_once: bool = False) -> None:
         answer.ended = True
@@ -747,13 +618,12 @@ class Engine(TokenEngine):
         """The states of a sequence that had that slot."""
         if place is not None:
             assert slot is not None
-            self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, place, back=False))
+            self.queue.submit(EMPTY, 0, 0, copies(self.states, slot, place, back=False))
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change: nobody knows what it made. All answers go
         on from the tokens that are known."""
         self.submissions.forget()
-        self._held = None
         self._reset()
 
     def _reset(self) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.engine import scheduler
-from infer.engine.answers import Answer, Batch
+from infer.engine.answers import Answer
+from infer.engine.decoding import Batch
 from infer.engine.draft import Drafting, DraftModel
 from infer.engine.masks import Masks
 from infer.engine.options import DRAFT_ROWS
@@ -56,7 +57,6 @@ class Verification:
         self,
         speculation: Speculation | None,
         draft: DraftModel | None,
-        *,
         steps: Steps,
         scheduler: Scheduler,
         recordings: Recordings,
