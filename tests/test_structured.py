@@ -318,6 +318,19 @@ def test_a_constraint_that_an_interrupt_has_left_begins_again(llm: LLM) -> None:
     assert constraint.mask_after(ids[:2], 0).tolist() == expected[2]
 
 
+def test_answers_under_one_grammar_go_their_own_ways(llm: LLM) -> None:
+    params = SamplingParams(regex="[abc]{4}d")
+    ids = llm.tokenizer.encode("abcad", add_special_tokens=False)
+    first, second = llm.constraint(params), llm.constraint(params)
+    assert first is not None
+    assert second is not None
+    masks = [first.mask_after(ids[:n], 0).tolist() for n in range(len(ids) + 1)]
+    assert masks[0] != masks[-1]
+    for constraint in (second, llm.constraint(params)):
+        assert constraint is not None
+        assert [constraint.mask_after(ids[:n], 0).tolist() for n in range(len(ids) + 1)] == masks
+
+
 SCHEMAS: list[dict[str, Any]] = [
     {"const": "fixed"},
     {"enum": ["red", 2, None, [True]]},
