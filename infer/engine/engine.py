@@ -51,11 +51,7 @@ from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.layer_state import LayerState, copies
-from infer.kernels.state.sampler import (
-    INVALID_TOKEN,
-    Sampler,
-    SamplerChain,
-)
+from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_prompts
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.rope import same_until, table_length
@@ -88,14 +84,7 @@ class Engine(TokenEngine):
         draft_rows = options.draft_rows
         if draft is not None:
             draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
-        self.steps = Steps(
-            device,
-            model,
-            weights,
-            adapters,
-            options,
-            draft_rows=draft_rows,
-        )
+        self.steps = Steps(device, model, weights, adapters, options, draft_rows=draft_rows)
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
             device,
