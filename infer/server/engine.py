@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError
+from infer.kernels.gpu.adapters import AdapterInfo
 from infer.llm import LLM, Prompt
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
@@ -51,6 +52,9 @@ class EngineClient(Protocol):
     @property
     def slots(self) -> int:
         """Answers that are generated at once; others wait."""
+
+    @property
+    def gpu(self) -> AdapterInfo: ...
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -117,7 +121,7 @@ class LLMClient:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.name, self.context = llm.name, llm.context
-        self.slots, self.adapters = llm.slots, llm.adapters
+        self.slots, self.gpu, self.adapters = llm.slots, llm.gpu, llm.adapters
         self.failure: str | None = None
         self.model_type = llm.config.model_type
         self.template = llm.tokenizer.templates.get("default", "")
