@@ -237,6 +237,29 @@ def test_openai_agents(address: str, api: str, stream: bool) -> None:
     assert asyncio.run(run()) == "It rains."
 
 
+def test_lm_eval(address: str, engine: Engine) -> None:
+    """Its loglikelihoods are those of `LLM.score`, with no tokenizer but the server's."""
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    model = models.LocalCompletionsAPI(
+        base_url=f"{address}/v1/completions", model="demo", max_length=1024, batch_size=2
+    )
+    assert model.tokenizer_backend == "remote"
+    pairs = [("Once upon a time", " there was a little girl."), ("The cat", " sat"), ("", "A dog")]
+    asked = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    llm = engine._llm
+    found = model.loglikelihood(asked)
+    for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
+        before = model.tok_encode(context)
+        own = model.tok_encode(context + text)[len(before) :]
+        (score,) = llm.score(before or [model.prefix_token_id], [own])
+        assert (total, is_greedy) == (pytest.approx(score.logprob, abs=1e-4), score.is_greedy)
+    until = {"until": ["."], "max_gen_toks": 20, "temperature": 0}
+    (text,) = model.generate_until([instance("generate_until", {}, ("Once upon a time", until), 0)])
+    ids = model.tok_encode("Once upon a time")
+    assert text == llm.generate(ids, max_tokens=20, stop=["."]).text
+
+
 # In Node
 
 

@@ -606,7 +606,7 @@ class FakeModel:
     """A source of a model, and the LLM that it loads."""
 
     adapters, is_embedder = (), False
-    tokenizer = SimpleNamespace(templates={}, infill=None)
+    tokenizer = SimpleNamespace(templates={}, special_tokens={}, infill=None)
     config = SimpleNamespace(model_type="fake", hidden_size=4)
     context, slots, restarts, silent = 100, 1, False, 0.0
     gpu = FakeEngine.gpu

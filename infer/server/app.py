@@ -48,6 +48,7 @@ from infer.server.protocol import (
     RequestT,
     Text,
     TokenizeRequest,
+    TokenizerInfo,
     Tokens,
     Version,
 )
@@ -95,6 +96,9 @@ def create_app(served: Served) -> Starlette:
 
     async def version(request: Request) -> Response:
         return JSONResponse(told)
+
+    async def tokenizer(request: Request) -> Response:
+        return JSONResponse(await tokens.about(served))
 
     def get(path: str, summary: str, gives: Any, endpoint: Any) -> Operation:
         return Operation("GET", path, summary, endpoint, gives)
@@ -196,6 +200,7 @@ def create_app(served: Served) -> Starlette:
             "/tokenize", "The tokens of a text or a chat.", TokenizeRequest, Tokens, tokens.tokenize
         ),
         post("/detokenize", "The text of tokens.", DetokenizeRequest, Text, tokens.detokenize),
+        get("/tokenizer_info", "The first model's tokenizer.", TokenizerInfo, tokenizer),
         get("/version", "Which code answers.", Version, version),
         get(_HEALTH, "Whether it can answer.", Health, health),
         get(_METRICS, "What it does and did, in Prometheus' format.", None, measured),

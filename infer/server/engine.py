@@ -72,6 +72,10 @@ class EngineClient(Protocol):
         """For chats; "" where there is none."""
 
     @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts by name, such as `bos_token`."""
+
+    @property
     def embedding_size(self) -> int: ...
 
     @property
@@ -125,6 +129,7 @@ class LLMClient:
         self.failure: str | None = None
         self.model_type = llm.config.model_type
         self.template = llm.tokenizer.templates.get("default", "")
+        self.special_tokens = llm.tokenizer.special_tokens
         self.embedding_size = llm.config.hidden_size
         self.is_embedder, self.infill = llm.is_embedder, llm.tokenizer.infill
         # Calls that wait for the GPU, which would take the threads of those that do not.

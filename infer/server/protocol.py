@@ -374,6 +374,12 @@ class Text(Struct):
     prompt: str
 
 
+class TokenizerInfo(Struct):
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
 class Gpu(Struct):
     name: str
     type: str

@@ -118,6 +118,7 @@ class Info:
     name: str
     model_type: str
     template: str
+    special_tokens: Mapping[str, str]
     context: int
     slots: int
     gpu: AdapterInfo
