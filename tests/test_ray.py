@@ -56,6 +56,7 @@ def test_what_was_sent_long_ago_is_forgotten() -> None:
 STORY = "Once upon a time"
 ENDLESS = {"2": -100, "3": -100}  # no end of turn
 OPTIONS = {"model": DEMO, "replicas": "2", "gpus": "0", "max_batch": "4"}  # as `serve run` has them
+DRAFT = {"draft": "demo-draft", "speculate": "draft"}
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
 
@@ -69,7 +70,7 @@ def address() -> Iterator[str]:
     ray.init(num_cpus=8, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
         serve.start(http_options={"port": 8412})
-        serve.run(application(OPTIONS))
+        serve.run(application(OPTIONS | DRAFT))
         yield "http://127.0.0.1:8412"
     finally:
         serve.shutdown()
@@ -104,6 +105,12 @@ def pieces(lines: Iterator[bytes]) -> Iterator[str]:
             yield event["choices"][0]["text"]
 
 
+def drafts(lines: Iterator[bytes]) -> Iterator[float]:
+    for line in lines:
+        if line.startswith(b"vllm:spec_decode_num_drafts_total{"):
+            yield float(line.split()[1])
+
+
 @pytest.mark.full
 def test_answers_are_those_of_the_model(address: str, llm: LLM) -> None:
     messages = [{"role": "user", "content": "My cat is called Milo. What is my cat called?"}]
@@ -117,6 +124,7 @@ def test_answers_are_those_of_the_model(address: str, llm: LLM) -> None:
     choices = answer(address, "/v1/completions", **asked)["choices"]
     assert [choice["text"] for choice in choices] == [sample.text for sample in expected]
     assert answer(address, "/health") == {"status": "ok"}
+    wait_for(lambda: any(drafts(ask(address, "/metrics"))))  # of the replica that answered
     assert answer(address, "/v1/models")["data"][0]["max_model_len"] == llm.context
 
 
@@ -210,3 +218,5 @@ def test_options_that_there_are_not() -> None:
     for wrong in ({}, {"model": "demo", "replica": 2}, {"model": "demo", "replicas": "two"}):
         with pytest.raises(RequestError, match="no options of the application"):
             application(wrong)
+    with pytest.raises(RequestError, match="there is no model to draft with"):
+        application({"model": DEMO, "speculate": "draft"})

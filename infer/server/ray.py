@@ -34,7 +34,7 @@ from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, InferError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, list_adapters
 from infer.llm import Prompt
-from infer.loading import load
+from infer.loading import load, way_to_speculate
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.server.app import create_app
@@ -69,6 +69,9 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_batch: int = 8
     cache_memory: int | None = None
     invariant: bool = False
+    speculate: str | None = None
+    draft: str | None = None
+    draft_quantize: str | None = None
     adapters: dict[str, str] | None = None
     revision: str | None = None
     offline: bool = False
@@ -87,6 +90,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         options = msgspec.convert(dict(args), Options, strict=False)
     except msgspec.ValidationError as error:
         raise RequestError(f"These are no options of the application: {error}.") from None
+    way_to_speculate(options.speculate, options.draft)  # or each replica would say what is wrong
     engine = serve.deployment(
         Replica,
         name="engine",
