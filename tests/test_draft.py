@@ -5,30 +5,35 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import build_engine
 from marks import others_full
+from numpy.typing import NDArray
 from reference_models import DATA
 from test_batch import Soak
-from test_speculation import STEPS, WAYS, Taken, params_of, plainly, prompts_of, run
-from test_structured import masked
+from test_speculation import STATES, STEPS, WAYS, Taken, params_of, plainly, prompts_of, run
+from test_structured import Third, masked
 
 import infer
 import infer.engine.scheduler
+from infer.engine.constraint import Constraint
 from infer.engine.draft import check_draft
 from infer.engine.engine import Engine
-from infer.engine.speculation import MAX_DRAFT, Guess, ModelGuess, ModelSpeculation
+from infer.engine.speculation import MAX_DRAFT, Guess, Held, ModelGuess, ModelSpeculation
 from infer.hub import resolve
 from infer.inspection import inspect_model
 from infer.kernels.errors import RequestError, UnsupportedError
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.record import StepQueue
 from infer.kernels.state.kv_cache import PAGE
+from infer.kernels.state.step import NO_TOKEN, Tokens
 from infer.models import open_model
 
 DEPTH = 4  # of a round without measuring
@@ -106,6 +111,21 @@ def test_a_model_whose_layers_have_a_state(engine_of: Callable[..., Engine], cas
     assert 5 < right < drafted - 5
 
 
+@pytest.mark.parametrize("case", STATES)
+def test_a_draft_model_whose_layers_have_a_state(
+    engine_of: Callable[..., Engine], case: str
+) -> None:
+    """It drafts for itself, at last for prompts that the other has cached."""
+    engine, prompts = engine_of(case), prompts_of(case)
+    params = [params_of(way, logprobs=2) for way in [*WAYS, *WAYS]]
+    expected = plainly(engine, prompts, params)
+    for _ in range(2):
+        found = run(engine, prompts, params)
+        same(found, expected)
+        drafted, right = drafts_of([found[i] for i in (0, 1, 3, 4)])
+        assert right > 0.9 * drafted > 20
+
+
 def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> None:
     """What was generated without drafts, pages that are shared, and those of which a part is
     copied: the draft model has them too, or computes them."""
@@ -125,6 +145,37 @@ def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> Non
     assert found[2].ids == plainly(engine, [split], params)[0].ids
     drafted, right = drafts_of(found)
     assert right == drafted > 30
+
+
+def test_prompts_are_computed_together(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as share a step of the other model; what they have in common once."""
+    engine, ids = engine_of("llama"), prompts_of("llama")[0]
+    begin = (ids * 3)[:PAGE]
+    prompts = [[*begin, *ids[i : 2 * i + 3]] for i in range(4)]
+    params = params_of("greedy")
+    expected = plainly(engine, prompts, params)
+    assert engine.draft is not None
+    steps: list[list[int]] = []
+    real = engine.draft._compute
+
+    def compute(queue: StepQueue, chunks: Sequence[tuple[Tokens, int, int, int]]) -> None:
+        steps.append([len(tokens) for tokens, *_ in chunks])
+        real(queue, chunks)
+
+    monkeypatch.setattr(engine.draft, "_compute", compute)
+    answers = [engine.generate(prompt, params) for prompt in prompts]
+    found = [[step.token for step in answer] for answer in answers]
+    assert found == [own.ids for own in expected]
+    assert max(map(len, steps)) > 1
+    assert sum(map(sum, steps)) < PAGE + sum(len(prompt) - PAGE for prompt in prompts) + 8
+    timings = [answer.timings for answer in answers]
+    drafted, right = (
+        sum(t.drafted_tokens for t in timings),
+        sum(t.accepted_tokens for t in timings),
+    )
+    assert right > 0.9 * drafted > 20
 
 
 def test_it_goes_on_drafting_after_a_while_without(engine_of: Callable[..., Engine]) -> None:
@@ -172,11 +223,11 @@ def test_other_engines(engine_of: Callable[..., Engine], options: dict[str, Any]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("draft", ["", OTHER])
-def test_few_pages(engine_of: Callable[..., Engine], draft: str) -> None:
+@pytest.mark.parametrize(("case", "draft"), [("llama", ""), ("llama", OTHER), ("lfm2", "")])
+def test_few_pages(engine_of: Callable[..., Engine], case: str, draft: str) -> None:
     """Answers give their pages back, and begin again, in the middle of drafts."""
     own = {"max_batch": 3, "context": 3 * PAGE, "cache_positions": 5 * PAGE}
-    engine, ids = engine_of("llama", draft, **own), prompts_of("llama")[0]
+    engine, ids = engine_of(case, draft, **own), prompts_of(case)[0]
     prompts = [ids, ids[3:], ids[:20]]
     params = params_of("sampled", max_tokens=3 * PAGE - len(ids) - 1)
     expected = plainly(engine, prompts, params)
@@ -210,6 +261,61 @@ def test_neighbours_of_other_kinds(engine_of: Callable[..., Engine]) -> None:
     assert constrained.timings.drafted_tokens == with_logits.timings.drafted_tokens == 0
 
 
+class Forcing(Third):
+    """Which leaves no choice at times, or nearly none."""
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        those = super().allowed(tokens)
+        return those & (np.arange(self.vocab) < 3) if len(tokens) % 8 < 3 else those
+
+
+@pytest.mark.parametrize("matcher", [Forcing, Third])
+@pytest.mark.parametrize("draft", ["", pytest.param(OTHER, marks=pytest.mark.full)])
+@others_full("case", CASES, ["llama"])
+def test_held_answers_are_those_without_drafts(
+    engine_of: Callable[..., Engine], case: str, draft: str, matcher: type[Third]
+) -> None:
+    """What a draft model says is read for their masks, beside what nobody holds."""
+    engine, prompts = engine_of(case, draft), prompts_of(case)
+    held = [params_of(way, logprobs=2, regex="of the test") for way in WAYS]
+    params = [*held, *(params_of(way) for way in WAYS)]
+    expected = plainly(engine, prompts, params, matcher=matcher)
+    found = run(engine, prompts, params, matcher=matcher)
+    same(found, expected)
+    own, beside = (drafts_of(part) for part in (found[:3], found[3:]))
+    if draft:
+        return
+    assert 5 < own[1] < own[0]  # it does not know what they are held to
+    assert beside[1] > 0.8 * beside[0] > 20
+    if matcher is Forcing:
+        assert own[1] > 3 * 3 * 2
+
+
+@others_full("case", ["llama", *STATES], ["llama"])
+def test_drafts_are_what_the_draft_model_would_say(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """After what is there and what has to come, whatever was wrong before."""
+    engine, prompts = engine_of(case), prompts_of(case)[:1]
+    drafted: list[tuple[list[int], list[int]]] = []
+    real = Constraint.count_allowed
+
+    def count_allowed(
+        self: Constraint, tokens: Sequence[int], start: int, ids: Sequence[int]
+    ) -> int:
+        forced = len(self.forced_after(tokens, start))
+        drafted.append(([*tokens, *ids[:forced]], list(ids[forced:])))
+        return real(self, tokens, start, ids)
+
+    monkeypatch.setattr(Constraint, "count_allowed", count_allowed)
+    (own,) = run(engine, prompts, params_of("greedy", regex="of the test"), matcher=Forcing)
+    assert sum(len(ids) for _, ids in drafted) > 10
+    for tokens, ids in drafted:
+        (expected,) = plainly(engine, [tokens], params_of("greedy", max_tokens=len(ids)))
+        assert ids == expected.ids
+    assert 0 < drafts_of([own])[1] < drafts_of([own])[0]
+
+
 def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: Callable[..., Engine]) -> None:
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     (expected,) = plainly(engine, [ids], params_of("greedy"))
@@ -235,12 +341,13 @@ def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> 
     assert again.ids == expected.ids
 
 
+@others_full("case", ["llama", "qwen3_next"], ["llama"])
 def test_many_answers_come_and_go(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Closed at any time, failing, left unread, out of pages: each that is compared is right."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)
-    engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
+    engine = engine_of(case, max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
     speculation, engine.verification.speculation = engine.speculation, None
     soak = Soak(engine)
     engine.verification.speculation = speculation
@@ -337,13 +444,9 @@ def test_a_draft_model_fits(tmp_path: Path) -> None:
     assert told.startswith("smaller has positions up to 100, and a context of 200 was asked for.")
 
     data = Path(__file__).parent / "data" / "models"
-    demo, tiny, state = (
-        open_model(path)[0] for path in (resolve("demo").path, data / "llama", data / "lfm2")
-    )
+    demo, tiny = (open_model(path)[0] for path in (resolve("demo").path, data / "llama"))
     with pytest.raises(UnsupportedError, match="demo has a vocabulary of 2048 tokens, and tiny"):
         check_draft(demo, "demo", tiny, "tiny", 64)
-    with pytest.raises(UnsupportedError, match=r"it \(lfm2\) cannot draft: its layers have a"):
-        check_draft(state, "it", demo, "demo", 64)
 
 
 def test_ways_that_do_not_go_together() -> None:
@@ -397,6 +500,41 @@ def test_what_is_not_known_is_measured() -> None:
     assert 1 <= measured(1.0, {7: 3.0}).counts([Sure(0.7)])[0] < 7  # on the line between
 
 
+class Certain(Held):
+    """Two tokens have to come."""
+
+    def __init__(self) -> None:
+        pass
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        return [5, 6]
+
+
+def test_what_has_to_come_is_drafted_with_the_model_or_without() -> None:
+    guess = ModelGuess([0.3] * MAX_DRAFT, Certain())
+    guess.take([1])
+    assert guess.ids == [5, 6] + [NO_TOKEN] * (MAX_DRAFT - 2)
+    assert guess.chances[:3] == pytest.approx([1, 1, 0.3], abs=0.01)
+    always = ModelSpeculation([8], measures=False)
+    assert (always.counts([guess]), always.model_steps) == ([DEPTH], DEPTH)
+    for times, count, model_steps in (
+        ({0: 4.9, 3: 5.0}, 3, 3),
+        ({0: 4.9, 3: 9.0}, 2, 0),
+        ({0: 30.0, 3: 30.0}, 0, 0),
+    ):
+        speculation = measured(4.5, times)
+        assert (speculation.counts([guess]), speculation.model_steps) == ([count], model_steps)
+    assert ModelSpeculation([4], measures=False).counts([guess] * 3) == [
+        1,
+        0,
+        0,
+    ]
+    before = guess.chances
+    guess.verified(4, 2)  # the first that was not certain is wrong
+    assert guess.chances[:2] == [1, 1]
+    assert guess.chances[2] < before[2]
+
+
 def test_rates_are_learnt_by_place_and_forgotten() -> None:
     speculation, draw = ModelSpeculation([8], measures=True), random.Random(0)
     guess, first = speculation.guess(), speculation.guess().chances
@@ -438,6 +576,53 @@ def test_what_is_measured_loses_little() -> None:
         speed, fixed = simulated(right, None), [simulated(right, n) for n in (0, 1, 3, 5, 7)]
         assert speed > 0.95 * fixed[0]
         assert speed > 0.93 * max(fixed)
+
+
+class Timed(ModelSpeculation):
+    """Steps take as long as those of an 8B model and a 1B model."""
+
+    def measured(self, sequences: int, kind: Hashable, seconds: float) -> None:
+        assert seconds > 0
+        depth = kind[1] if isinstance(kind, tuple) else 0
+        super().measured(sequences, kind, 5.3 + 0.85 * depth if depth else 4.5)
+
+
+def test_drafts_end_where_they_are_wrong_and_come_back() -> None:
+    rng, speculation = random.Random(1), Timed([2, 4, 8], measures=True)
+    guess = speculation.guess()
+
+    def share(right: float, steps: int) -> float:
+        """Of so many steps, those with drafts."""
+        drafting = 0
+        for _ in range(steps):
+            (count,) = speculation.counts([guess])
+            drafting += count > 0
+            speculation.measured(1, speculation.kind(1, 0, count) if count else 0, 1.0)
+            accepted = next((i for i in range(count) if rng.random() >= right), count)
+            if count:
+                guess.verified(count, accepted)
+            for _ in range(accepted + 1):
+                guess.take([0])
+        return drafting / steps
+
+    assert share(0.9, 300) > 0.9
+    share(0.0, 50)
+    assert 0 < share(0.0, 1000) < 0.1
+    share(0.9, 400)
+    assert share(0.9, 300) > 0.9
+
+
+@pytest.mark.parametrize("draft", [OTHER, ""])
+def test_an_engine_drafts_where_it_pays(engine_of: Callable[..., Engine], draft: str) -> None:
+    engine, prompts = engine_of("llama", draft, speculate="auto"), prompts_of("llama")[:1]
+    engine.verification.speculation = Timed(engine.steps.draft_kinds, measures=True)
+    params = params_of("greedy", max_tokens=60)
+    drafts = [drafts_of(run(engine, prompts, params)) for _ in range(3)]
+    drafted, right = drafts[-1]
+    if draft:
+        assert drafted < 59 / 4 < drafts[0][0]
+    else:
+        assert 59 - right < 59 / 4
 
 
 # As it is used

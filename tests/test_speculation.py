@@ -18,7 +18,7 @@ from engines import build_engine
 from marks import others_full
 from reference_models import load, relative_error
 from test_batch import Soak
-from test_structured import constraint_of, masked
+from test_structured import Third, constraint_of, masked
 
 import infer
 import infer.engine.scheduler
@@ -111,17 +111,20 @@ def run(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams] | SamplingParams,
+    matcher: type[Third] = Third,
     **options: Any,
 ) -> list[Taken]:
     """All at once, each begun when the one before it has had two tokens. Those of a regex are held
-    to what `Third` allows."""
+    to what the matcher allows."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     taken: list[Taken] = []
     running: list[Answer] = []
     while len(running) < len(prompts) or not all(answer.ended for answer in running):
         if len(running) < len(prompts):
             i = len(running)
-            held = constraint_of(engine.vocab_size) if each[i].constrained else None
+            vocab, held = engine.vocab_size, None
+            if each[i].constrained:
+                held = constraint_of(vocab, matcher(vocab))
             running.append(engine.generate(prompts[i], each[i], constraint=held, **options))
             taken.append(Taken(answer=running[-1]))
         for answer, own in zip(running, taken, strict=True):

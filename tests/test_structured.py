@@ -62,14 +62,17 @@ class Third:
         self.vocab, self.fails_after, self.interrupts = vocab, fails_after, [interrupts]
         self.tokens: list[int] = []
 
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        return every_third(self.vocab, tokens)
+
     def deep_copy(self) -> Third:
-        other = Third(self.vocab, self.fails_after)
+        other = type(self)(self.vocab, self.fails_after)
         other.tokens, other.interrupts = list(self.tokens), self.interrupts
         return other
 
     def consume_tokens(self, tokens: list[int]) -> bool:
         for token in tokens:
-            assert every_third(self.vocab, self.tokens)[token]
+            assert self.allowed(self.tokens)[token]
             self.tokens.append(token)
         return True
 
@@ -79,16 +82,19 @@ class Third:
             self.interrupts.append(1 << 30)
             raise KeyboardInterrupt
         bits = np.zeros(8 * nbytes, np.bool_)
-        bits[: self.vocab] = every_third(self.vocab, self.tokens)
+        bits[: self.vocab] = self.allowed(self.tokens)
         ctypes.memmove(pointer, np.packbits(bits, bitorder="little").ctypes.data, nbytes)
 
     def compute_ff_tokens(self) -> list[int]:
-        return []
+        forced: list[int] = []
+        while (allowed := self.allowed([*self.tokens, *forced])).sum() == 1:
+            forced.append(int(allowed.argmax()))
+        return forced
 
     def validate_tokens(self, tokens: list[int]) -> int:
         so_far = list(self.tokens)
         for i, token in enumerate(tokens):
-            if not every_third(self.vocab, so_far)[token]:
+            if not self.allowed(so_far)[token]:
                 return i
             so_far.append(token)
         return len(tokens)

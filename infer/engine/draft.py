@@ -7,13 +7,15 @@ the step that verifies them: the host reads nothing in between. It samples as th
 the same noise, as a draft is right where it is the very token that the other samples.
 
 What is not in its cache though it is in the other's, as nothing was drafted for a while, it
-computes before it drafts again.
+computes before it drafts again; where its layers have a state, all of a sequence that begins.
+Drafts do not go into a state before they are known to be right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from infer.kernels.gpu.record import Copy, Part, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import Sampler, SamplerChain
-from infer.kernels.state.step import pack_drafting, pack_step
+from infer.kernels.state.step import StepRow, Tokens, pack_drafting, pack_prompts, pack_rows
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.lora import NO_ADAPTERS
 from infer.progress import size
@@ -44,23 +46,33 @@ class Loaded:
 @dataclass(frozen=True)
 class Drafting:
     """A sequence that has drafts in a round: so many, the first of which goes to `place` of the
-    rows that are verified."""
+    rows that are verified. forced: tokens that have to come before them."""
 
     sequence: scheduler.Sequence
     slot: int
     count: int
     place: int
+    forced: Sequence[int] = ()
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Those that are known."""
+        return [*self.sequence.tokens, *self.forced] if self.forced else self.sequence.tokens
+
+
+class Known(NamedTuple):
+    """A sequence whose first `end` tokens are known, and its slot."""
+
+    sequence: scheduler.Sequence
+    slot: int
+    tokens: Sequence[int]
+    end: int
 
 
 def check_draft(draft: Decoder, draft_name: str, model: Decoder, name: str, context: int) -> None:
     """Raises UnsupportedError for a draft model that cannot follow the other, and RequestError for
     a context that is too large for it."""
     own, other = draft.config, model.config
-    if any(own.states):
-        raise UnsupportedError(
-            f"{draft_name} ({own.model_type}) cannot draft: its layers have a state, which does "
-            "not go back where a token was wrong. Give a model whose layers all have attention."
-        )
     if own.vocab_size > other.vocab_size:
         raise UnsupportedError(
             f"{draft_name} has a vocabulary of {own.vocab_size} tokens, and {name}, for which it "
@@ -102,6 +114,8 @@ class DraftModel:
             verified=(sampler, steps.step),
         )
         self._filled = [0] * options.pages  # first positions of each page that are in its cache
+        self._has_states = any(own.model.config.states)
+        self._settled = [0] * options.max_batch  # of each slot, positions that states have taken in
         self._recordings: dict[tuple[str | None, SamplerChain | None, bool], Recording] = {}
 
     def __str__(self) -> str:
@@ -131,25 +145,68 @@ class DraftModel:
         self.forget_pages(sequence.pages[computed // PAGE :])
         if copy is not None:
             self._filled[copy[1]] = partial
-        sequence.followed = 0
-        for page in sequence.pages[: -(-computed // PAGE)]:
-            sequence.followed = min(sequence.followed + self._filled[page], computed)
-            if self._filled[page] < PAGE:
+        assert sequence.slot is not None
+        sequence.followed = self._settled[sequence.slot] = 0
+        self._skip(sequence, computed)
+
+    def _skip(self, sequence: scheduler.Sequence, end: int) -> None:
+        """Positions up to `end` that are in the cache, as others with the same pages have computed
+        them. States have not taken them in."""
+        while not self._has_states and sequence.followed < end:
+            page = sequence.followed // PAGE
+            filled = page * PAGE + self._filled[sequence.pages[page]]
+            if filled <= sequence.followed:
                 break
+            sequence.followed = min(filled, end)
 
     def copies(self, page: int, to: int, positions: int) -> list[Copy]:
         """As those of a KVCache."""
         return self.steps.cache.copies(page, to, positions)
 
-    def follow(self, queue: StepQueue, sequence: scheduler.Sequence, slot: int, end: int) -> None:
-        """Compute what is lacking of its positions up to `end`, whose tokens are known."""
-        while (start := sequence.followed) < end:
-            rows = min(end - start, self.steps.rows["prefill"])
-            ids = np.minimum(sequence.tokens[start : start + rows], self.vocab_size - 1)
-            self.device.write(self.steps.step, pack_step(ids, start, sequence=slot))
-            recording = self._recording(self.steps.prefill(rows), head=False)
-            queue.submit(recording, rows, start + rows, ())
-            self.has(sequence, start + rows)
+    def follow(self, queue: StepQueue, known: Sequence[Known]) -> None:
+        """Compute what is lacking of their positions, of several in one step."""
+        if self._has_states:
+            self._settle(queue, known)
+        chunks: list[tuple[Tokens, int, int, int]] = []
+        room = self.steps.rows["prefill"]
+        for sequence, slot, tokens, end in known:
+            self._skip(sequence, end)
+            while (start := sequence.followed) < end:
+                stop = min(start + room, end)
+                ids = np.minimum(tokens[start:stop], self.vocab_size - 1)
+                chunks.append((ids, start, slot, 0))
+                self.has(sequence, stop)
+                self._settled[slot] = stop
+                room -= stop - start
+                if not room or len(chunks) == self.steps.prompts:
+                    self._compute(queue, chunks)
+                    chunks, room = [], self.steps.rows["prefill"]
+        if chunks:
+            self._compute(queue, chunks)
+
+    def _compute(self, queue: StepQueue, chunks: Sequence[tuple[Tokens, int, int, int]]) -> None:
+        rows = sum(len(ids) for ids, *_ in chunks)
+        longest = max(start + len(ids) for ids, start, *_ in chunks)
+        self.device.write(self.steps.step, pack_prompts(chunks))
+        recording = self._recording(self.steps.prefill(rows, len(chunks)), head=False)
+        queue.submit(recording, rows, longest, ())
+
+    def _settle(self, queue: StepQueue, known: Sequence[Known]) -> None:
+        """Where something is lacking and states are behind, they take in what was right, and the
+        next token."""
+        rows: list[StepRow] = []
+        for sequence, slot, tokens, end in known:
+            at = sequence.followed
+            if at < end and at > self._settled[slot]:
+                token = min(tokens[at], self.vocab_size - 1)
+                rows.append((token, at, slot, 0, at - self._settled[slot]))
+                self.has(sequence, at + 1)
+                self._settled[slot] = at + 1
+        if rows:
+            self.device.write(self.steps.step, pack_rows(rows, len(rows)))
+            longest = max(position for _, position, *_ in rows) + 1
+            recording = self._recording(self.steps.drafts(len(rows)), head=False)
+            queue.submit(recording, len(rows), longest, ())
 
     def has(self, sequence: scheduler.Sequence, end: int) -> None:
         """Its positions up to `end` are in the cache, or will be when what is submitted has run."""
@@ -167,13 +224,16 @@ class DraftModel:
         before their last ones: where all of the last round's drafts were right, the last of them is
         not in the cache yet."""
         rows = (1 + behind) * sequences
-        step = Part(self._recording(self.steps.batch(rows)), rows, kv_len)
+        step = Part(self._recording(self._kind(rows)), rows, kv_len)
         return step, Part(self._recording(None, chain), sequences, kv_len)
 
     def others(self, sequences: int, depth: int, chain: SamplerChain, kv_len: int) -> list[Part]:
         """What drafts the others of so many tokens."""
-        recording = self._recording(self.steps.batch(sequences), chain)
+        recording = self._recording(self._kind(sequences), chain)
         return [Part(recording, sequences, kv_len)] * (depth - 1)
+
+    def _kind(self, rows: int) -> str:
+        return self.steps.drafts(rows) if self._has_states else self.steps.batch(rows)
 
     def _recording(
         self, kind: str | None, chain: SamplerChain | None = None, *, head: bool = True
@@ -192,19 +252,34 @@ class DraftModel:
         """What a single answer to so long a prompt needs."""
         rows = min(prompt_tokens, self.steps.rows["prefill"])
         own = [self._recording(self.steps.prefill(rows), head=False)]
-        parts = [*self.first(1, chain, 1, behind=True), *self.others(1, 2, chain, 1)]
+        own += [self._recording(self._kind(1), head=False)] if self._has_states else []
+        parts = [*self.first(1, chain, 1, behind=self.ways[-1]), *self.others(1, 2, chain, 1)]
         return own + [part.recording for part in parts]
+
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """In which a round may begin: none `behind`, or some."""
+        return (False,) if self._has_states else (False, True)
 
     def begin_round(self, queue: StepQueue, drafting: Sequence[Drafting], sequences: int) -> bool:
         """Write the rows of a round of so many sequences, which are these and others without
         drafts. All their tokens have been read. Returns whether any is `behind`."""
+        # Rows of a step go into states in their order, which the two of a sequence are not in.
+        lacking = 1 if self._has_states else 2
+        known = [
+            Known(each.sequence, each.slot, tokens, len(tokens) - lacking)
+            for each in drafting
+            for tokens in [each.tokens]
+        ]
+        self.follow(queue, known)
         rows, behind = [], False
-        for each in drafting:
-            tokens = each.sequence.tokens
-            self.follow(queue, each.sequence, each.slot, len(tokens) - 2)
-            behind = behind or each.sequence.followed < len(tokens) - 1
+        for each, (sequence, slot, tokens, _) in zip(drafting, known, strict=True):
+            position = len(tokens) - 1
+            behind = behind or sequence.followed < position
             before, last = (min(token, self.vocab_size - 1) for token in tokens[-2:])
-            rows.append((before, last, len(tokens) - 1, each.slot, each.count, each.place))
+            of_states = sequence.followed - self._settled[slot] if self._has_states else 0
+            rows.append((before, last, position, slot, of_states, each.count, each.place))
+            self._settled[slot] = len(tokens)
         self.device.write(self.steps.step, pack_drafting(rows, sequences, behind))
         return behind
 

@@ -28,7 +28,7 @@ from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.decoding import Batch, Decoding
-from infer.engine.draft import DraftModel, Loaded
+from infer.engine.draft import DraftModel, Known, Loaded
 from infer.engine.masks import Masks
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.pace import Pace
@@ -176,7 +176,7 @@ class Engine(TokenEngine):
         self.steps.compile_batches()
         self.sampler.dispatches(self._chain(params), gather=self.steps.prompts)
         if self.draft is not None:
-            self.draft.steps.compile_batches(prompts=False)
+            self.draft.steps.compile_batches()
 
     @property
     def gpu(self) -> AdapterInfo:
@@ -450,9 +450,14 @@ class Engine(TokenEngine):
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
         prefilled = count if is_prompt else 0
         self.submissions.submit(rest, count, longest, wanted, prefilled=prefilled)
+        if draft is not None:
+            known = [
+                Known(part.sequence, slot, part.sequence.tokens, part.start + part.count)
+                for part, slot in zip(work, slots, strict=True)
+                if part.sequence.shares
+            ]
+            draft.follow(self.queue, known)
         for part, slot in zip(work, slots, strict=True):
-            if draft is not None and part.sequence.shares:
-                draft.follow(self.queue, part.sequence, slot, part.start + part.count)
             if part.save is not None:
                 self.queue.submit(EMPTY, 0, 0, copies(self.states, slot, part.save, back=False))
 

@@ -11,6 +11,8 @@ from infer.engine.constraint import Asked
 from infer.engine.texts import Text
 from infer.kernels.state.sampler import Sampler
 
+Place = tuple[int, Sequence[int]]  # of a sequence in a step: its first row, and its draft
+
 
 class Masks:
     """Those of an engine's answers. They are made while the body of a step runs: only what samples
@@ -26,12 +28,12 @@ class Masks:
     def making(
         self,
         sequences: Sequence[scheduler.Sequence],
-        drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None = None,
+        drafts: Mapping[scheduler.Sequence, Place] | None = None,
     ) -> Iterator[list[Answer]]:
         """In it, what those that have a mask may sample next is found out; at its end it is
         written. All their tokens have been read. drafts: in a step with drafts, where each row has
-        its mask, the first row of each and its draft. Gives answers whose masks could not be made,
-        and whose `error` says why: known at the end."""
+        its mask. Gives answers whose masks could not be made, and whose `error` says why: known at
+        the end."""
         failed: list[Answer] = []
         answers: list[Answer] = []
         asked: list[Asked] = []

@@ -146,11 +146,13 @@ class Guess:
             tokens, self._tokens = self._tokens, None
             forced = self._held.forced(tokens)[:MAX_DRAFT]
             self.certain = len(forced)
-            if self._ids[: self.certain] != forced:
-                self._ids = forced
-            elif len(self._ids) > self.certain:
-                self._ids = self._held.allowed(tokens, self._ids)
+            self._ids = self._beginning_with(forced, tokens, self._held)
         return self._ids
+
+    def _beginning_with(self, forced: list[int], tokens: Sequence[int], held: Held) -> list[int]:
+        if self._ids[: self.certain] != forced:
+            return forced
+        return held.allowed(tokens, self._ids) if len(self._ids) > self.certain else self._ids
 
     def verified(self, drafted: int, right: int) -> None:
         """So many of the tokens that were drafted were right. Those come next."""
@@ -165,23 +167,29 @@ class Guess:
 
 
 class ModelGuess(Guess):
-    """What a draft model will say, which only the GPU knows. rates: of all answers together, how
-    likely a token is right whose place in a draft that is, if those before it are. Where nothing is
-    drafted nothing is learnt: what was known counts less and less, so that it is tried again."""
+    """What a draft model will say, which only the GPU knows, after what has to come. rates: of all
+    such answers together, how likely a token is right whose place in a draft that is, if those
+    before it are. Where nothing is drafted nothing is learnt: what was known counts less and less,
+    so that it is tried again."""
 
-    def __init__(self, rates: list[float]) -> None:
-        super().__init__(None)
+    def __init__(self, rates: list[float], held: Held | None = None) -> None:
+        super().__init__(None, held)
         self._ids, self._rates = [NO_TOKEN] * MAX_DRAFT, rates
         self._known = 0  # tokens to come whose drafts were verified
 
     def take(self, tokens: Sequence[int]) -> None:
+        self._tokens = None if self._held is None else tokens
         self._known -= 1
         if self._known < 0:
             self._rates[:] = [rate + _RELAXED * (_HOPED - rate) for rate in self._rates]
 
+    def _beginning_with(self, forced: list[int], tokens: Sequence[int], held: Held) -> list[int]:
+        return forced + [NO_TOKEN] * (MAX_DRAFT - len(forced))
+
     def verified(self, drafted: int, right: int) -> None:
-        for i in range(min(right + 1, drafted)):
-            new = (1 - _KEPT_OF_MODEL) * (i < right)
+        of_model = right - self.certain
+        for i in range(min(of_model + 1, drafted - self.certain)):
+            new = (1 - _KEPT_OF_MODEL) * (i < of_model)
             self._rates[i] = _KEPT_OF_MODEL * self._rates[i] + new
         self._known = right + 1
 
@@ -205,6 +213,7 @@ class Speculation:
         self._drafted: dict[Hashable, _Seconds] = {}
         self._step = 0
         self._drafts = False  # there were some for the last step
+        self.model_steps = 0  # of a draft model, for what was counted last
 
     def guess(self, held: Held | None = None) -> Guess | None:
         """For an answer that begins; None: nothing will be drafted for it."""
@@ -276,61 +285,74 @@ class Speculation:
 
 
 class ModelSpeculation(Speculation):
-    """The same with a draft model, which drafts as many tokens for each sequence as for any."""
+    """The same with a draft model, which drafts as many tokens for each sequence as for any; of one
+    that is held, what has to come is among them. Or only that, and the draft model does nothing.
+    """
 
     def __init__(self, kinds: Sequence[int], *, measures: bool) -> None:
         super().__init__(kinds, measures=measures)
         self.rates = [_HOPED] * MAX_DRAFT
+        self.held_rates = list(self.rates)  # it does not know what they are held to
 
     def guess(self, held: Held | None = None) -> Guess | None:
-        """None where a constraint would have to know what is drafted."""
-        return ModelGuess(self.rates) if held is None else None
+        return ModelGuess(self.rates if held is None else self.held_rates, held)
 
     def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
         return sequences, depth
 
     def counts(self, guesses: Sequence[Guess | None]) -> list[int]:
-        n, drafting = len(guesses), sum(guess is not None for guess in guesses)
-        most = min(MAX_DRAFT, (self.kinds[-1] - n) // max(1, drafting))
-        depth = 0
-        if drafting and most > 0:
-            if self._measures:
-                depth = self._best_depth(n, [guess.chances for guess in guesses if guess], most)
-            else:
-                depth = self.depth(most)
-        self._drafts = depth > 0
-        return [0 if guess is None else depth for guess in guesses]
+        n, drafting = len(guesses), [guess for guess in guesses if guess is not None]
+        room = self.kinds[-1] - n
+        most = min(MAX_DRAFT, room // max(1, len(drafting)))
+        forced: list[int] = []
+        for guess in guesses:
+            certain = guess.certain if guess is not None and guess.ids else 0  # which find it out
+            forced.append(max(0, min(certain, room - sum(forced))))
+        depth: int | None = None
+        if drafting and self._measures:
+            depth = self._best_depth(n, [guess.chances for guess in drafting], most, sum(forced))
+        elif drafting:
+            depth = self.depth(max(0, most))
+        if depth:
+            counts = [0 if guess is None else depth for guess in guesses]
+        else:
+            counts = [0] * n if depth is None else forced
+        self.model_steps, self._drafts = depth or 0, any(counts)
+        return counts
 
     def depth(self, most: int) -> int:
         """Tokens that are drafted where nothing is measured."""
         return min(_DEPTH, most)
 
-    def _best_depth(self, n: int, chances: Sequence[Sequence[float]], most: int) -> int:
-        """That which promises most tokens a second; 0: no drafts."""
+    def _best_depth(
+        self, n: int, chances: Sequence[Sequence[float]], most: int, forced: int
+    ) -> int | None:
+        """That which promises most tokens a second; 0: only what is forced; None: no drafts."""
         seconds = self._plain.get(n)
         plain = None if seconds is None else seconds.at(self._step)
         if plain is None:
-            return 0  # find out
+            return None  # find out
         times = {
             depth: known
-            for depth in range(1, MAX_DRAFT + 1)
+            for depth in range(MAX_DRAFT + 1)
             if (measured := self._drafted.get((n, depth))) is not None
             and (known := measured.at(self._step)) is not None
         }
-        best, rate = 0, _GAINS[self._drafts] * n / plain
-        for depth in range(1, most + 1):
-            tokens = n + sum(sum(own[:depth]) for own in chances)
-            if tokens > rate * self._seconds(depth, plain, times):
-                best, rate = depth, tokens / self._seconds(depth, plain, times)
+        best, rate = None, _GAINS[self._drafts] * n / plain
+        for depth in range(0 if forced else 1, most + 1):
+            drafted = sum(sum(own[:depth]) for own in chances) if depth else forced
+            seconds_of = self._seconds(depth, plain, times)
+            if n + drafted > rate * seconds_of:
+                best, rate = depth, (n + drafted) / seconds_of
         return best
 
     def _seconds(self, depth: int, plain: float, times: Mapping[int, float]) -> float:
         """As measured, or on the line from no drafts through the nearest that is; before any is, as
         long as without, which is found out."""
-        if not times:
-            return plain
-        nearest = min(times, key=lambda other: abs(other - depth))
-        return plain + (times[nearest] - plain) * depth / nearest
+        if depth in times:
+            return times[depth]
+        nearest = min(filter(None, times), key=lambda other: abs(other - depth), default=None)
+        return plain if nearest is None else plain + (times[nearest] - plain) * depth / nearest
 
 
 class _Seconds:

@@ -212,10 +212,9 @@ class Steps:
     def _first_keys(self) -> list[tuple[str, bool]]:
         return [key for key in self.lowered if key[0] in self._first]
 
-    def compile_batches(self, *, prompts: bool = True) -> None:
-        """Compile the rest, so that an answer that joins others lets nobody wait. prompts: steps of
-        several, too."""
-        kinds = [f"batch {rows}" for rows in self.batches] + [*self.packed] * prompts
+    def compile_batches(self) -> None:
+        """Compile the rest, so that an answer that joins others lets nobody wait."""
+        kinds = [*(f"batch {rows}" for rows in self.batches), *self.packed]
         kinds += [kind for kind in map(self.drafts, self.draft_kinds) if kind not in kinds]
         keys = [(kind, by_row) for kind in kinds for by_row in self._ways]
         self.device.pipelines(

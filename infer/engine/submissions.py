@@ -20,6 +20,7 @@ from infer.kernels.compiler.graph import stride
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
 from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, ROW_LOGPROBS, Sampler
+from infer.kernels.state.step import HEADER, ROW
 
 
 class Wanted(NamedTuple):
@@ -61,11 +62,11 @@ class Read(NamedTuple):
 
 class Staging:
     """Where the ids of a step in flight go, log probabilities, and the logits, or the hidden
-    states, of some rows."""
+    states, of some rows; before it, what a draft model has drafted."""
 
     def __init__(self, device: Device, most_rows: int, nbytes: int) -> None:
         """nbytes: of `rows`, to begin with."""
-        self._device = device
+        self._device, self._most_rows = device, most_rows
         self.ids = device.buffer(4 * most_rows, "read", "ids")
         self.logprobs = device.buffer(LOGPROBS_BYTES * most_rows, "read", "logprobs")
         self._rows = device.buffer(nbytes, "read", "rows")
@@ -77,8 +78,14 @@ class Staging:
             self._rows = self._device.buffer(nbytes, "read", "rows")
         return self._rows
 
+    @cached_property
+    def drafts(self) -> Buffer:
+        """The rows of a step buffer; there when first asked for."""
+        return self._device.buffer(ROW.itemsize * self._most_rows, "read", "drafts")
+
     def destroy(self) -> None:
-        self._device.destroy([self.ids, self.logprobs, self._rows])
+        drafts = [self.drafts] if "drafts" in vars(self) else []
+        self._device.destroy([self.ids, self.logprobs, self._rows, *drafts])
 
 
 class Submissions:
@@ -88,6 +95,7 @@ class Submissions:
 
     def __init__(self, steps: Steps, sampler: Sampler, options: EngineOptions) -> None:
         self._device, self._logits, self._sampler = steps.device, steps.logits, sampler
+        self._step = steps.step
         self._most_rows, self._raw = steps.most_rows, options.raw
         self.ahead = options.ahead
         self.in_flight: deque[InFlight] = deque()
@@ -124,6 +132,16 @@ class Submissions:
             to = staging.rows(len(logits_of) * row), at * row
             copies.append(Copy((self._logits, i * row), to, nbytes))
         return copies
+
+    def copy_of_drafts(self, rows: int) -> Copy:
+        """Of what a draft model has put into so many rows of the step that is submitted next."""
+        to = self._next_staging.drafts, 0
+        return Copy((self._step, HEADER.itemsize), to, rows * ROW.itemsize)
+
+    def read_drafts(self, submission: Any, rows: int) -> NDArray[Any]:
+        """These rows, ROW records, when they are there."""
+        nbytes = rows * ROW.itemsize
+        return self.queue.read(self._next_staging.drafts, nbytes, submission).view(ROW)
 
     def submit(
         self,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from numpy.typing import NDArray
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.decoding import Batch
 from infer.engine.draft import Drafting, DraftModel
-from infer.engine.masks import Masks
+from infer.engine.masks import Masks, Place
 from infer.engine.options import DRAFT_ROWS
 from infer.engine.recordings import Recordings
 from infer.engine.scheduler import Scheduler
@@ -23,9 +25,9 @@ from infer.engine.speculation import MAX_DRAFT, Speculation
 from infer.engine.steps import Steps
 from infer.engine.submissions import InFlight, Submissions, Wanted
 from infer.engine.texts import Text
-from infer.kernels.gpu.record import Part, Recording
+from infer.kernels.gpu.record import EMPTY, Part, Recording
 from infer.kernels.state.sampler import SamplerChain
-from infer.kernels.state.step import NO_TOKEN, StepRow, pack_rows
+from infer.kernels.state.step import HEADER, NO_TOKEN, StepRow, pack_rows
 
 _PAUSE = 0.005  # between two steps, from where on they do not follow each other
 
@@ -35,7 +37,9 @@ class Prepared:
     """A step of so many rows of a batch that is recorded, to be the one of that number. drafting:
     with what a draft model does before, for so many sequences, so many tokens each. body: of the
     step, where there are masks; None: it is one with the rest. first: the draft model's first step,
-    which comes before, by whether any sequence is behind; one is to be sent."""
+    which comes before, by whether any sequence is behind; one is to be sent. others: its other
+    steps, where there are masks, which depend on what they draft; None: they are one with the rest.
+    """
 
     batch: Batch
     rows: int
@@ -44,6 +48,7 @@ class Prepared:
     body: Any
     commands: Any
     first: tuple[Any, ...] = ()
+    others: Any = None
 
 
 class Verification:
@@ -95,10 +100,9 @@ class Verification:
         self._scheduler.in_step = any(counts)
         if self._scheduler.in_step:
             self._rows = len(running) + sum(counts)
-            self._drafting = sum(map(bool, counts)), max(counts)
-            if self.draft is not None and self._prepared is not None:  # then from the next step on
-                depth = self._prepared.drafting[1]
-                counts = [depth if count else 0 for count in counts]
+            self._drafting = sum(map(bool, counts)), self.speculation.model_steps
+            if self._prepared is not None and (depth := self._prepared.drafting[1]):
+                counts = [depth if count else 0 for count in counts]  # others from the next step on
         for sequence, guess, count in zip(running, guesses, counts, strict=True):
             known = guess is not None and count and not sequence.in_flight
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
@@ -114,20 +118,24 @@ class Verification:
         copies = self._submissions.copies(rows, (), batch.logprobs)
         before: list[Part] = []
         first: tuple[Any, ...] = ()
-        if self.draft is not None:
+        others = None
+        if self.draft is not None and drafting[1]:
             before = self.draft.others(*drafting, batch.chain, longest)
             ways = (
                 self.draft.first(drafting[0], batch.chain, longest, behind)
-                for behind in (False, True)
+                for behind in self.draft.ways
             )
             first = tuple(queue.record(*sampling, (), [step]) for step, sampling in ways)
+            if batch.masked:
+                copy = self._submissions.copy_of_drafts(rows)
+                others, before = queue.record(EMPTY, 0, 0, [copy], before), []
         recording, rest = self._parts(batch, rows)
         body = None
         if recording is not None:
             body = queue.record(recording, rows, longest, (), before)
             before = []
         commands = queue.record(rest, rows, longest, copies, before)
-        self._prepared = Prepared(batch, rows, drafting, number, body, commands, first)
+        self._prepared = Prepared(batch, rows, drafting, number, body, commands, first, others)
 
     def take(self, batch: Batch) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -149,9 +157,9 @@ class Verification:
             self._prepared = None
 
     def _drop(self, prepared: Prepared) -> None:
-        body = () if prepared.body is None else (prepared.body,)
-        for commands in (prepared.commands, *body, *prepared.first):
-            self._submissions.queue.drop(commands)
+        for commands in (prepared.commands, prepared.body, *prepared.first, prepared.others):
+            if commands is not None:
+                self._submissions.queue.drop(commands)
 
     def _parts(self, batch: Batch, rows: int) -> tuple[Recording | None, Recording]:
         """What a step with drafts dispatches, with masks in two parts: the body and the head."""
@@ -192,11 +200,13 @@ class Verification:
                 rows.append((known, position + i, slot, number, 0 if i else own_behind))
                 drafted.append(token if i else None)
             sampled += [sequence] * (1 + len(draft))
-            if draft and self.draft is not None:
-                drafting.append(Drafting(sequence, slot, len(draft), first[-1] + 1))
+            forced = [token for token in draft if token != NO_TOKEN]  # if a model drafts the rest
+            if left := len(draft) - len(forced):
+                place = first[-1] + 1 + len(forced)
+                drafting.append(Drafting(sequence, slot, left, place, forced))
             answer.timings.drafted_tokens += len(draft)
         count = len(rows)
-        shape = len(drafting), max(map(len, drafts))
+        shape = len(drafting), max((own.count for own in drafting), default=0)
         if prepared is not None and (
             prepared.rows < count
             or any(n < m for n, m in zip(prepared.drafting, shape, strict=True))
@@ -204,19 +214,13 @@ class Verification:
             self._drop(prepared)
             prepared = None
         if prepared is not None:
-            count, shape = prepared.rows, prepared.drafting
+            count, shape = prepared.rows, prepared.drafting if drafting else shape
         assert count <= steps.most_rows
         longest += max(map(len, drafts))
         steps.device.write(steps.step, pack_rows(rows, count))
-        if self.draft is not None and drafting:
-            is_behind = self.draft.begin_round(queue, drafting, shape[0])
-            if prepared is not None:
-                queue.send(prepared.first[is_behind])
-                queue.drop(prepared.first[not is_behind])
-            else:  # the GPU drafts while the host records what verifies it
-                parts = self.draft.first(shape[0], batch.chain, longest, is_behind)
-                for part in (*parts, *self.draft.others(*shape, batch.chain, longest)):
-                    queue.submit(*part, ())
+        told = None  # the GPU drafts while the host records what verifies it
+        if self.draft is not None:
+            told = self._run_draft(self.draft, batch, drafting, shape, longest, count, prepared)
         since = time.perf_counter()
         body, recording = self._parts(batch, count)
         logits_of = tuple(first[i] for i in batch.logits_of)
@@ -227,9 +231,10 @@ class Verification:
                 queue.submit(body, count, longest, ())
             else:
                 queue.send(prepared.body)
-            # What a draft model drafts is not known here, nor is it held.
-            own = drafts if self.draft is None else ((),) * len(drafts)
-            places = dict(zip(batch.sequences, zip(first, own, strict=True), strict=True))
+            places = dict(zip(batch.sequences, zip(first, drafts, strict=True), strict=True))
+            held = {s: places[s] for s in batch.masked if NO_TOKEN in places[s][1]}
+            if held:
+                places |= self._known(held, self._submissions.read_drafts(told, count))
             with self._masks.making(batch.masked, places) as failed:
                 if commands is None:
                     copies = self._submissions.copies(len(sampled), logits_of, batch.logprobs)
@@ -250,6 +255,54 @@ class Verification:
         )
         return failed
 
+    def _run_draft(
+        self,
+        draft: DraftModel,
+        batch: Batch,
+        drafting: Sequence[Drafting],
+        shape: tuple[int, int],
+        longest: int,
+        rows: int,
+        prepared: Prepared | None,
+    ) -> Any:
+        """What a draft model does before a step. Returns, where there are masks, what the host has
+        to wait for before it reads what was drafted."""
+        queue = self._submissions.queue
+        if not drafting:
+            if prepared is not None:
+                self._drop(replace(prepared, body=None, commands=None))
+            return None
+        is_behind = draft.begin_round(queue, drafting, shape[0])
+        if prepared is not None:
+            for i, commands in enumerate(prepared.first):
+                (queue.send if i == is_behind else queue.drop)(commands)
+            return None if prepared.others is None else queue.send(prepared.others)
+        parts = draft.first(shape[0], batch.chain, longest, is_behind)
+        for part in (*parts, *draft.others(*shape, batch.chain, longest)):
+            queue.submit(*part, ())
+        if not batch.masked:
+            return None
+        return queue.submit(EMPTY, 0, 0, [self._submissions.copy_of_drafts(rows)])
+
+    def _known(
+        self, places: Mapping[scheduler.Sequence, Place], rows: NDArray[Any]
+    ) -> dict[scheduler.Sequence, Place]:
+        """The same places, of answers that are held, with what the draft model has drafted, as far
+        as that is allowed. The rows of the rest are dead. rows: of the step."""
+        known = {}
+        for sequence, (first, draft) in places.items():
+            answer = self._answers.get(sequence)
+            begin, end = first + 1, first + 1 + len(draft)
+            ids = rows["token"][begin:end].tolist()
+            count = list(draft).index(NO_TOKEN)  # what is forced is allowed
+            if isinstance(answer, Answer) and answer.constraint is not None and not answer.ended:
+                of = sequence.tokens, len(answer.prompt)
+                count = max(count, answer.constraint.count_allowed(*of, ids))
+            known[sequence] = first, ids[:count]
+            rows["alive"][begin + count : end] = 0
+        self._steps.device.write(self._steps.step, rows, HEADER.itemsize)
+        return known
+
     # After the step
 
     def measured(self, step: InFlight, before: float, now: float) -> None:
@@ -268,9 +321,11 @@ class Verification:
             ids = self.speculation.ids(ids, step.drafts)
         rows: list[int] = []
         counts: dict[scheduler.Sequence, int] = {}
+        by_model = set[scheduler.Sequence]()
         for i, (sequence, drafted) in enumerate(zip(step.wanted.rows, step.drafts, strict=True)):
             if drafted == NO_TOKEN:  # the GPU has compared it
                 right = ids[i] != NO_TOKEN
+                by_model.add(sequence)
             else:
                 right = drafted is None or (rows[-1] == i - 1 and ids[i - 1] == drafted)
             if right:
@@ -281,7 +336,8 @@ class Verification:
             for i, new in enumerate((sequence.drafted > 0, sequence.drafted, count)):
                 self.counts[i] += new
             if self.draft is not None and sequence.drafted and sequence.state == "running":
-                self.draft.accepted(sequence, sequence.drafted, count)
+                if sequence in by_model:
+                    self.draft.accepted(sequence, sequence.drafted, count)
                 if isinstance(answer, Answer) and answer.guess is not None:
                     answer.guess.verified(sequence.drafted, count)
             self._scheduler.accept(sequence, count)

@@ -21,7 +21,7 @@ from infer.kernels.ops.linear_check import matmul
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.recurrent import DeltaRule, ShortConv, SSMScan
 from infer.kernels.state.layer_state import LayerState, StateShape
-from infer.kernels.state.step import StepRow
+from infer.kernels.state.step import DRAFTED, StepRow
 
 
 def short_conv(
@@ -263,9 +263,13 @@ def _ssm_scan_int8(bench: Bench) -> Outcome:
     return _joined(y, left), _joined(expected, expected_left)
 
 
-# Two steps of three sequences: the slot of each, its position in the first step, its rows in both,
-# and how many of the tokens drafted in the first are right.
-_DRAFTED = ((2, 13, (8, 8), 7), (0, 0, (1, 3), 0), (1, 40, (3, 1), 1))
+# Steps of three sequences: the slot of each, its position in the first, and in each step its rows,
+# how many of them are right, and whether its first row is one that was drafted before.
+_DRAFTED = (
+    (2, 13, ((8, 8, False), (8, 1, False), (1, 1, False), (1, 1, False))),
+    (0, 0, ((1, 1, False), (3, 1, False), (1, 1, True), (2, 2, False))),
+    (1, 40, ((3, 2, False), (1, 1, True), (1, 0, True), (1, 1, False))),
+)
 _DRAFTS = 7
 _ROWS = 13  # of a step; the last is dead
 
@@ -280,10 +284,9 @@ def _drafted(
     op: Callable[..., Value],
     reference: Reference,
 ) -> Outcome:
-    """What both steps give, and the states, after the first row of each sequence in the second. A
-    sequence that begins has NaN for a state, and what was drafted wrong must not be read again.
-    buffer: the op's of the state. op: of inputs of these widths, and a state; reference: the same
-    of one sequence."""
+    """What the steps give, and the states that the last leaves. A sequence that begins has NaN for
+    a state, and what was drafted wrong must not be read again. buffer: the op's of the state. op:
+    of inputs of these widths, and a state; reference: the same of one sequence."""
     state = LayerState.new(bench.device, shape, 0, sequences=len(_DRAFTED), drafts=_DRAFTS)
     own = state.buffers[buffer]
     states = bench.random(len(_DRAFTED), shape.sizes[buffer] // 4)
@@ -292,31 +295,32 @@ def _drafted(
     bench.device.write(
         state.recent[buffer], np.full(state.recent[buffer].nbytes // 4, np.nan, np.float32)
     )
-    inputs = [[bench.random(_ROWS, width) for width in widths] for _ in range(2)]
+    right = {slot: [np.zeros((0, width), np.float32) for width in widths] for slot, *_ in _DRAFTED}
+    taken_in = dict.fromkeys(right, 0)  # of these rows
+    lefts: dict[int, Array] = {}
     found: list[Array] = []
-    for i, step in enumerate(inputs):
+    expected: list[Array] = []
+    for i in range(len(_DRAFTED[0][-1])):
+        inputs = [bench.random(_ROWS, width) for width in widths]
         rows: list[StepRow] = []
-        for slot, position, counts, right in _DRAFTED:
-            begin, behind = (position + 1 + right, right) if i else (position, 0)
-            rows += [(0, begin + j, slot, 0, 0 if j else behind) for j in range(counts[i])]
-        y = bench.run(op(*map(bench.input, step), state), batch=rows, drafts=_DRAFTS)
+        for slot, position, steps in _DRAFTED:
+            count, kept, drafted = steps[i]
+            own_inputs = [values[len(rows) : len(rows) + count] for values in inputs]
+            before, known = states[slot] if position else None, len(right[slot][0])
+            both = [np.concatenate(two) for two in zip(right[slot], own_inputs, strict=True)]
+            expected.append(reference(both, before)[0][known:])
+            begin, behind = position + known, known - taken_in[slot]
+            first = behind | (DRAFTED if drafted else 0)
+            rows += [(0, begin + j, slot, 0, 0 if j else first) for j in range(count)]
+            right[slot] = [values[: known + kept] for values in both]
+            if not drafted:
+                taken_in[slot] = known + 1
+                lefts[slot] = reference([values[: known + 1] for values in both], before)[1]
+        y = bench.run(op(*map(bench.input, inputs), state), batch=rows, drafts=_DRAFTS)
         found.append(y[: len(rows)])
     found.append(bench.device.read(own, np.float32, states.size))
-    expected: list[list[Array]] = [[], []]
-    lefts: dict[int, Array] = {}
-    at = [0, 0]
-    for slot, position, counts, right in _DRAFTED:
-        parts = [
-            [values[at[i] : at[i] + counts[i]] for values in step] for i, step in enumerate(inputs)
-        ]
-        at = [at[i] + counts[i] for i in range(2)]
-        before = states[slot] if position else None
-        both = [np.concatenate([a[: 1 + right], b]) for a, b in zip(*parts, strict=True)]
-        expected[0].append(reference(parts[0], before)[0])
-        expected[1].append(reference(both, before)[0][1 + right :])
-        lefts[slot] = reference([values[: 2 + right] for values in both], before)[1]
     left = [lefts[slot] for slot in range(len(_DRAFTED))]
-    return _joined(*found), _joined(*expected[0], *expected[1], *left)
+    return _joined(*found), _joined(*expected, *left)
 
 
 def drafted_short_conv(bench: Bench, channels: int, taps: int, gated: bool) -> Outcome:

@@ -17,6 +17,7 @@ MAX_LOGITS_ROWS = MAX_PROMPTS
 MAX_LOGPROBS = 20  # of the most probable tokens
 MAX_STOP_IDS = 52
 NO_TOKEN = 0xFFFFFFFF  # what the sampler writes for a row that had already stopped
+DRAFTED = 1 << 31  # beside how many rows states are `behind`: they do not take in the row either
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
@@ -115,16 +116,16 @@ def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
 
 
 def pack_drafting(
-    rows: Sequence[tuple[int, int, int, int, int, int]], count: int, behind: bool
+    rows: Sequence[tuple[int, int, int, int, int, int, int]], count: int, behind: bool
 ) -> NDArray[np.uint8]:
     """The bytes of a draft model's first step of a round: for each sequence its last token and,
     where some are behind, the one before it (both tokens, the position of the last, sequence, how
-    many to draft, and the row that takes the first of them). The first `count` rows go on; those
-    that are none compute nothing."""
+    many rows its states are behind, how many to draft, and the row that takes the first of them).
+    The first `count` rows go on; those that are none compute nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"], header["n_logits"] = (1 + behind) * count, count
     own = np.zeros((2, count), ROW)
-    for i, (before, last, position, sequence, drafts, place) in enumerate(rows):
-        own[0, i] = last, position, sequence, 0, 1, 0, drafts, place
+    for i, (before, last, position, sequence, of_states, drafts, place) in enumerate(rows):
+        own[0, i] = last, position, sequence, 0, 1, of_states, drafts, place
         own[1, i] = before, position - 1, sequence, 0, 1, 0, 0, 0
     return np.concatenate([header.view(np.uint8), own.reshape(-1).view(np.uint8)])

@@ -5,7 +5,7 @@ struct Row {
   sequence: u32,
   adapter: u32,   // its number, from 1 (LoRA); 0: none
   alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
-  behind: u32,    // rows of its sequence before it that its states have not taken in (recent.wgsl)
+  behind: u32,    // rows of its sequence before it that its states have not taken in, and DRAFTED (recent.wgsl)
   drafts: u32,    // of a draft model: how many tokens it is still to draft
   place: u32,     // the row that takes the next of them, in the step that verifies them
 }
@@ -23,3 +23,5 @@ struct Step {
   ends: array<u32, 8>,  // of prefill: where the rows of a sequence end, and those of the next begin, if any do
   rows: array<Row>,
 }
+
+const DRAFTED: u32 = 0x80000000;

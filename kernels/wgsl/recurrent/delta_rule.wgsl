@@ -218,7 +218,7 @@ fn main(
         s$j = add_outer(own.decay * s$j, k$j, delta);
 #endfor
 #if RECENT
-        if (first + row == task.behind && column < VALUE_DIM) {
+        if (first + row == task.left && column < VALUE_DIM) {
 #for j in 0..KEY_DIM / (4 * SPLIT)
           leave(origin, $ju, s$j);
 #endfor

@@ -3,6 +3,9 @@
 // leave the state as it is after the first, and keep what went into the others. In the sequence's next step
 // those that were right, the first row's `behind`, go in before anything else. Inputs lie by their position
 // modulo RECENT, at least twice as many as a step has rows of a sequence: none that is read is written.
+//
+// A draft model makes its drafts one step after the other: where the first row's token is one of them, which its
+// `behind` says by DRAFTED beside the number, the state stays as it is, and the row is kept as the others are.
 // @param RECENT u32   0: nothing is drafted
 #if RECENT
 

@@ -7,7 +7,8 @@
   if (count == 0u) {
     return;
   }
-  let last_row = step.rows[first_row].behind + count - 1u;
+  let behind = step.rows[first_row].behind & ~DRAFTED;
+  let last_row = behind + count - 1u;
 #elif BATCH
   let first_row = id.z;
   let begin = first_row;
@@ -23,9 +24,10 @@
   }
   let sequence = own_row.sequence;
 #if RECENT
-  let before = own_row.position - own_row.behind;
+  let before = own_row.position - behind;
+  let left = select(behind, NONE, (own_row.behind & DRAFTED) != 0u);
   let task = Task(
-    head, id.x * COLUMNS, last_row, rate, bias, first_row, own_row.behind, sequence, before);
+    head, id.x * COLUMNS, last_row, rate, bias, first_row, behind, left, sequence, before);
 #else
   let task = Task(head, id.x * COLUMNS, last_row, rate, bias);
 #endif

@@ -27,11 +27,14 @@ struct Task {  // of a workgroup
 #if RECENT
   first_row: u32,  // of the step
   behind: u32,
+  left: u32,       // the row whose state is left
   sequence: u32,
   position: u32,   // of row 0
 #endif
 }
 #if RECENT
+
+const NONE: u32 = 0xffffffff;
 
 // Where a row's inputs are kept.
 fn recent_at(task: Task, row: u32) -> u32 {
@@ -40,7 +43,7 @@ fn recent_at(task: Task, row: u32) -> u32 {
 
 // Keep one, unless the row goes into the state at once.
 fn keep(task: Task, row: u32, at: u32, value: vec4<f32>) {
-  if (row > task.behind && row <= task.last_row) {
+  if (row >= task.behind && row != task.left && row <= task.last_row) {
     recent[recent_at(task, row) + at] = value;
   }
 }

@@ -74,7 +74,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
 #endfor
 #if RECENT
   let from_recent = own.sequence * RECENT * CHANNELS + channel;
-  for (var i = own.position - own.behind; i < own.position; i++) {
+  for (var i = own.position - (own.behind & ~DRAFTED); i < own.position; i++) {
 #for j in 0..TAPS - 2
     before$j = before$($j + 1);
 #endfor
@@ -104,7 +104,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
 #endfor
     before$(TAPS - 2) = now;
 #if RECENT
-    if (row == first) {
+    if (row == first && (own.behind & DRAFTED) == 0u) {
 #for j in 0..TAPS - 1
       state[from_state + $ju * CHANNELS] = before$j;
 #endfor

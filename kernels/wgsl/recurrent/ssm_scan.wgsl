@@ -171,7 +171,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
         sums[row * WG + tid] = sum;
 #if RECENT
-        if (first + row == task.behind && column < VALUE_DIM) {
+        if (first + row == task.left && column < VALUE_DIM) {
 #for j in 0..STATE_DIM / (4 * SPLIT)
           leave(origin, $ju, s$j);
 #endfor

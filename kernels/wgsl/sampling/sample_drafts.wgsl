@@ -1,5 +1,5 @@
 // What the rows of a draft model have sampled, into the rows of the step that verifies it. The first n_logits rows
-// are those of its next step, as far as they are to draft more.
+// are those of its next step, as far as they are to draft more: what these compute is of tokens that may be wrong.
 #include "step.wgsl"
 @group(0) @binding(0) var<storage, read_write> step: Step;
 @group(0) @binding(1) var<storage, read_write> verified: Step;
@@ -16,6 +16,7 @@ fn main(@builtin(local_invocation_index) i: u32) {
     step.rows[i].alive = u32(goes_on);
     step.rows[i].drafts = select(0u, row.drafts - 1u, goes_on);
     step.rows[i].place = row.place + 1u;
+    step.rows[i].behind = select(DRAFTED, row.behind + 1u, (row.behind & DRAFTED) != 0u);
   }
   if (i == 0u) { step.n_rows = step.n_logits; }
 }
