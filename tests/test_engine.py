@@ -24,7 +24,7 @@ from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.plan import needed
-from infer.kernels.gpu.record import RawQueue, Recording
+from infer.kernels.gpu.record import EMPTY, RawQueue, Recording
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import allocate
 from infer.kernels.state.kv_cache import PAGE
@@ -485,6 +485,16 @@ def test_a_generation_creates_nothing(
     chunks = -(-len(prompt_ids) // 16)
     assert counting.count()["wgpuQueueSubmitForIndex"] == chunks + STEPS - 1
     assert counting.count()["wgpuQueueSubmit"] == 0
+
+
+def test_what_is_not_sent_is_not_finished(engine_of: EngineOf, counting: CountingLib) -> None:
+    """A command buffer that is never submitted is never freed by wgpu-native."""
+    queue = RawQueue(engine_of("qwen3").device)
+    queue.drop(queue.record(EMPTY, 1, 0, ()))
+    queue.wait(queue.send(queue.record(EMPTY, 1, 0, ())))
+    counts = counting.count()
+    assert counts["wgpuDeviceCreateCommandEncoder"] == counts["wgpuCommandEncoderRelease"] == 2
+    assert counts["wgpuCommandEncoderFinish"] == counts["wgpuCommandBufferRelease"] == 1
 
 
 def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np.int64]:

@@ -86,10 +86,10 @@ class StepQueue(Protocol):
     ) -> Any:
         """The same without submitting it: to be sent or dropped, once. before: what comes first."""
 
-    def send(self, commands: Any) -> Any:
+    def send(self, encoder: Any) -> Any:
         """Submit what was recorded; returns what `read` waits for."""
 
-    def drop(self, commands: Any) -> None:
+    def drop(self, encoder: Any) -> None:
         """Free what was recorded and is not to be sent."""
 
     def wait(self, submission: Any) -> None:
@@ -135,8 +135,6 @@ class RawQueue:
         copies: Sequence[Copy],
         before: Sequence[Part] = (),
     ) -> Any:
-        """Raises DeviceError where that fails, as on a lost device: the library would end the
-        process when it is submitted."""
         set_pipeline = lib.wgpuComputePassEncoderSetPipeline
         set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
         dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
@@ -164,27 +162,31 @@ class RawQueue:
                 lib.wgpuCommandEncoderCopyBufferToBuffer(
                     encoder, source.handle._internal, start, to.handle._internal, at, nbytes
                 )
-            error_handler.capture("finish")
-            try:
-                commands = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
-            finally:
-                failed = error_handler.release("finish")
-        finally:
-            lib.wgpuCommandEncoderRelease(encoder)
-        if failed is not None:
-            self.drop(commands)
-            raise self.device.error(failed[1])
-        return commands
+        except BaseException:
+            self.drop(encoder)
+            raise
+        return encoder
 
-    def send(self, commands: Any) -> int:
-        self._commands[0] = commands
+    def send(self, encoder: Any) -> int:
+        """Raises DeviceError where it cannot be finished, as on a lost device: the library would
+        end the process when it is submitted. Finished no sooner: wgpu-native never frees command
+        buffers that are not submitted."""
+        error_handler.capture("finish")
         try:
+            commands = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
+        finally:
+            failed = error_handler.release("finish")
+            self.drop(encoder)
+        try:
+            if failed is not None:
+                raise self.device.error(failed[1])
+            self._commands[0] = commands
             return int(lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands))
         finally:
-            self.drop(commands)
+            lib.wgpuCommandBufferRelease(commands)
 
-    def drop(self, commands: Any) -> None:
-        lib.wgpuCommandBufferRelease(commands)
+    def drop(self, encoder: Any) -> None:
+        lib.wgpuCommandEncoderRelease(encoder)
 
     def wait(self, submission: int) -> None:
         self._index[0] = submission
@@ -238,13 +240,13 @@ class PublicQueue:
             compute.end()
             for (source, start), (to, at), nbytes in copies:
                 encoder.copy_buffer_to_buffer(source.handle, start, to.handle, at, nbytes)
-            return encoder.finish()
+            return encoder
 
-    def send(self, commands: Any) -> None:
+    def send(self, encoder: Any) -> None:
         with self.device.errors():
-            self.device.handle.queue.submit([commands])
+            self.device.handle.queue.submit([encoder.finish()])
 
-    def drop(self, commands: Any) -> None:
+    def drop(self, encoder: Any) -> None:
         """Python does."""
 
     def wait(self, submission: None) -> None:
