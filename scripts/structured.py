@@ -3,10 +3,11 @@
     python scripts/structured.py --shape llama-3.1-8b --quantize q4 --clients 1,16,64
     python scripts/structured.py MODEL --json NAME
 
-Clients as in `infer bench --clients`: their answers free, then under a schema, and the share of the
-speed that is left. A shape has random weights and no tokenizer, so its tokens are random words, and
-its strings have to be bounded: the slowest masks there are. --speculate auto drafts in both, under
-the schema what it forces too. --json keeps a report in scripts/results/structured.
+Clients as in `infer bench --clients`: their answers free, under a schema, and under one that bounds
+the length of each string, where masks take longest; and the share of the speed that is left. A
+shape has random weights and no tokenizer, so its tokens are random words, unless --tokenizer names
+another. --speculate auto drafts in all, under a schema what it forces too. --json keeps a
+report in scripts/results/structured.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -54,7 +56,18 @@ PERSON = {
     "required": ["name", "age", "colour", "tags", "address"],
     "additionalProperties": False,
 }
-ENDLESS = {"type": "array", "items": PERSON, "minItems": 100_000}  # so that all are equally long
+
+
+def endless(item: dict[str, Any]) -> dict[str, Any]:
+    """So that all answers are equally long."""
+    return {"type": "array", "items": item, "minItems": 100_000}
+
+
+def unbounded(schema: Any) -> Any:
+    """The same, with strings of any length."""
+    if isinstance(schema, dict):
+        return {name: unbounded(part) for name, part in schema.items() if name != "maxLength"}
+    return [unbounded(part) for part in schema] if isinstance(schema, list) else schema
 
 
 def words(size: int) -> Tokenizer:
@@ -80,6 +93,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a folder, or what the hub's cache has")
     parser.add_argument("--shape")
     parser.add_argument("--quantize")
+    parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer.json")
     parser.add_argument("--clients", default="1,16")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--decode-tokens", type=int, default=128)
@@ -93,16 +107,19 @@ def main() -> None:
     options["speculate"] = args.speculate
     loads: list[dict[str, Load]] = []
     with open_engine(args.model, args.shape, **options) as (_, engine):
-        own = None if args.model is None else open_tokenizer(resolve(args.model).path)
-        tokenizer = own or words(engine.vocab_size)
+        folder = args.tokenizer if args.model is None else resolve(args.model).path
+        tokenizer = words(engine.vocab_size) if folder is None else open_tokenizer(folder)
         constraints = Constraints(tokenizer, engine.vocab_size)
         bench = EngineBench(engine, 1.0, args.repeats, lambda test, run, runs: None)
-        held = replace(GREEDY, schema=ENDLESS)
+        schemas = {"held": endless(unbounded(PERSON)), "bounded": endless(PERSON)}
         engine.steps.compile_batches()  # as a server does
         for count in clients:
             sizes = count, args.prompt_tokens, args.decode_tokens
-            free = bench.load(*sizes)
-            loads.append({"free": free, "held": bench.load(*sizes, held, constraints.of)})
+            own = {"free": bench.load(*sizes)}
+            for kind, schema in schemas.items():
+                held = replace(GREEDY, schema=schema)
+                own[kind] = bench.load(*sizes, held, constraints.of)
+            loads.append(own)
         gpu = engine.gpu
     rows = []
     for each in loads:
@@ -121,7 +138,7 @@ def main() -> None:
             "versions": versions(),
             "adapter": gpu.name,
             "driver": gpu.driver,
-            "options": vars(args),
+            "options": vars(args) | {"tokenizer": args.tokenizer and args.tokenizer.name},
             "loads": [{name: asdict(load) for name, load in each.items()} for each in loads],
         }
         RESULTS.mkdir(exist_ok=True)

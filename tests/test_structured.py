@@ -334,6 +334,19 @@ def test_a_constraint_that_an_interrupt_has_left_begins_again(llm: LLM) -> None:
     assert constraint.mask_after(ids[:2], 0).tolist() == expected[2]
 
 
+def test_answers_under_one_grammar_go_their_own_ways(llm: LLM) -> None:
+    params = SamplingParams(regex="[abc]{4}d")
+    ids = llm.tokenizer.encode("abcad", add_special_tokens=False)
+    first, second = llm.constraint(params), llm.constraint(params)
+    assert first is not None
+    assert second is not None
+    masks = [first.mask_after(ids[:n], 0).tolist() for n in range(len(ids) + 1)]
+    assert masks[0] != masks[-1]
+    for constraint in (second, llm.constraint(params)):
+        assert constraint is not None
+        assert [constraint.mask_after(ids[:n], 0).tolist() for n in range(len(ids) + 1)] == masks
+
+
 SCHEMAS: list[dict[str, Any]] = [
     {"const": "fixed"},
     {"enum": ["red", 2, None, [True]]},
@@ -737,9 +750,9 @@ def test_what_is_forced_is_drafted(llm: LLM, drafting: LLM) -> None:
     assert isinstance(engine, Engine)
     assert engine.speculation is not None
     before = engine.speculation
-    engine.speculation = Speculation(before.kinds, measures=False, drafter=Clueless)
+    engine.verification.speculation = Speculation(before.kinds, measures=False, drafter=Clueless)
     found = held_answers(drafting, False)
-    engine.speculation = before
+    engine.verification.speculation = before
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     drafted = [result.timings.drafted_tokens for result in found]
     assert [result.timings.accepted_tokens for result in found] == drafted

@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
 from types import ModuleType
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # Between the parts of JSON, as people write it. Unbounded, some models write nothing else.
 WHITESPACE = r" |\n[ \t]{0,20}"
 MOST_OPTIONAL = 512  # properties of an object
+_KNOWN = 64  # grammars that are kept: making one takes milliseconds, a copy of it none
 _SEVERAL = 4  # masks that threads make faster than one
 
 
@@ -219,6 +221,7 @@ class Constraints:
         it does not know."""
         llguidance = library()
         self._matcher = llguidance.LLMatcher
+        self._beginning = lru_cache(_KNOWN)(self._new_beginning)
         self._threads = MaskThreads(llguidance.LLExecutor())
         # So that no step of others waits for seconds, and MOST_OPTIONAL properties fit: a mask of
         # so many items takes 50 ms. Errors go to who gave the grammar, and need not say all of it.
@@ -256,11 +259,20 @@ class Constraints:
             name, source = "grammar", self._matcher.grammar_from_lark(params.grammar)
         else:
             return None
+        return self._constraint(name, self._beginning(name, source).deep_copy())
+
+    def _new_beginning(self, name: str, source: str) -> LLMatcher:
+        """Of all answers that are held to the same."""
         with foreign(f"{name} cannot be followed", RequestError):
-            matcher = self._matcher(self._tokenizer, source, log_level=0, limits=self._limits)
-            constraint = Constraint(name, matcher, self._size, self._threads, self._ends)
-            constraint.mask_after((), 0)  # finds what is wrong, and the first takes longest
-        return constraint
+            matcher: LLMatcher = self._matcher(
+                self._tokenizer, source, log_level=0, limits=self._limits
+            )
+            # Finds what is wrong, and the first takes longest.
+            self._constraint(name, matcher).mask_after((), 0)
+        return matcher
+
+    def _constraint(self, name: str, matcher: LLMatcher) -> Constraint:
+        return Constraint(name, matcher, self._size, self._threads, self._ends)
 
 
 def _described(tokenizer: str) -> str:

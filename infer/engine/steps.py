@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
 
+from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
@@ -36,8 +37,8 @@ PACKED = "packed "  # and of those of several prompts
 SCORED = "scored"  # the kind of step of one sequence that gives the logits of all rows
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
-MAX_BATCH = 64
-_BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
+# Rows that kernels of batches are made for.
+_BATCHES = 2, 4, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, MAX_BATCH
 _SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
 
 
@@ -61,30 +62,25 @@ class Steps:
         model: Decoder,
         weights: Mapping[str, GpuTensor],
         adapters: Adapters,
+        options: EngineOptions,
         *,
-        context: int,
-        kv_dtype: str,
-        prefill_chunk: int,
-        fuse: bool,
-        max_batch: int,
-        n_pages: int,
-        invariant: bool,
         draft_rows: int = 0,
         pages: Buffer | None = None,
     ) -> None:
         """adapters: what lies beside the weights. draft_rows: of a step that verifies drafts, at
-        most; 0: none does. pages: the page table, where it is another model's. The others: as in
-        EngineOptions. Raises OutOfMemoryError, and UnsupportedError for what an adapter changes."""
-        self.device, self.adapters, self.context = device, adapters, context
-        self._fuse, self._invariant = fuse, invariant
+        most; 0: none does. pages: the page table, where it is another model's. Raises
+        OutOfMemoryError, and UnsupportedError for what an adapter changes."""
+        self.device, self.adapters, self.context = device, adapters, options.context
+        self._fuse, self._invariant = options.fuse, options.invariant
+        fuse, invariant, max_batch = options.fuse, options.invariant, options.max_batch
         c = model.config
         self.cache = KVCache(
             device,
             c.kv_shapes,
-            context,
+            self.context,
             sequences=max_batch,
-            dtype=kv_dtype,
-            n_pages=n_pages,
+            dtype=options.kv_dtype,
+            n_pages=options.pages,
             pages=pages,
         )
         self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
@@ -112,7 +108,7 @@ class Steps:
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
         if invariant:  # kernels of a few rows have no more
             bound = min(bound, MAX_BATCH)
-        chunk = max(16, min(prefill_chunk, context, bound))
+        chunk = max(16, min(options.prefill_chunk, self.context, bound))
         draft_rows = next(rows for rows in (0, *_BATCHES) if rows >= draft_rows)
         self.most_rows = max(max_batch, draft_rows)  # that are sampled
         most = max(chunk, MAX_VEC_ROWS, self.most_rows)
