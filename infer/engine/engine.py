@@ -419,7 +419,7 @@ class Engine(TokenEngine):
         count, longest = rows[-1], max(part.start + part.count for part in work)
         kind = self.steps.prefill(count, len(work))
         last = [i for i, part in enumerate(work) if part.last]
-        text = answers[0]
+        text, chain = answers[0], None
         if isinstance(text, Text):
             chunk = self.texts.chunk(text, work[0])
             wanted = Wanted((), chunk=chunk)
@@ -440,7 +440,11 @@ class Engine(TokenEngine):
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
         self.device.write(self.steps.step, pack_prompts(chunks, chosen))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
-        *first, rest = recording.parts(pieces)
+        if pieces > 1 and chain is not None and chain.mask:  # all that samples, after the masks
+            first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
+            rest = self.recordings.of(kind, True, chain, any(numbers), body=False)
+        else:
+            *first, rest = recording.parts(pieces)
         with self.masks.making(wanted.rows) as making:
             for piece in first:
                 self.queue.submit(piece, count, longest, ())
