@@ -161,9 +161,9 @@ class Decoding:
         self._submissions.queue.submit(body, len(batch.slots), longest, ())
 
     def _drop_body(self) -> None:
-        if self._body is not None:
-            self._submissions.queue.drop(self._body[-1])
-            self._body = None
+        body, self._body = self._body, None  # nothing twice, if an interrupt comes
+        if body is not None:
+            self._submissions.queue.drop(body[-1])
 
     def forget(self) -> None:
         """What is held, and what was recorded."""
