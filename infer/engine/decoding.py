@@ -1,13 +1,15 @@
 """Decode steps: one row of each sequence of a batch, which the GPU has from the step before.
 
 Where answers have masks, a step is submitted in two parts: its body before the tokens of the step
-before are read, and its head, which samples, when the masks after these are written.
+before are read, and its head, which samples, when the masks after these are written. Both are
+recorded before: the head while the body runs, and the body of the next step then too, by a thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -63,9 +65,11 @@ class Decoding:
         """answers: that there are, by their sequences."""
         self._steps, self._scheduler, self._recordings = steps, scheduler, recordings
         self._submissions, self._masks, self._answers = submissions, masks, answers
-        # A step whose body alone is submitted: the longest of its sequences, and since when.
-        self._held: tuple[Batch, int, float] | None = None
-        self._body: tuple[Batch, int, Any] | None = None  # recorded: that of the next such step
+        # A step whose body alone is submitted: the longest of its sequences, since when, its head.
+        self._held: tuple[Batch, int, float, Any] | None = None
+        # Being recorded: the body of the next such step, if its batch stays.
+        self._body: tuple[Batch, int, Future[Any]] | None = None
+        self._recorder = ThreadPoolExecutor(1, "recorder")
 
     def batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
         answers = [self._answer(sequence) for sequence in sequences]
@@ -108,7 +112,13 @@ class Decoding:
         Returns answers whose masks could not be made."""
         if self._awaits_tokens(batch):
             self._submit_body(batch, longest, joins)
-            self._held = batch, longest, time.perf_counter()
+            submissions, count = self._submissions, len(batch.slots)
+            since = time.perf_counter()
+            copies = submissions.copies(count, batch.logits_of, batch.logprobs)
+            head = submissions.queue.record(batch.head, count, longest, copies)
+            self._held = batch, longest, since, head
+            if not self._scheduler.in_step:
+                self._record_body(batch, longest + 1)
             return []
         return self._sample(batch, batch.joins if joins else batch.recording, longest)
 
@@ -116,56 +126,54 @@ class Decoding:
         """As `submit`: the head of what is held, if its masks can be made now."""
         if self._held is None or self._awaits_tokens(self._held[0]):
             return []
-        (batch, longest, since), self._held = self._held, None
-        return self._sample(batch, batch.head, longest, since)
+        (batch, longest, since, head), self._held = self._held, None
+        return self._sample(batch, batch.head, longest, since, head)
 
     def _awaits_tokens(self, batch: Batch) -> bool:
         """Whether tokens before this step, on which its masks depend, have not been read."""
         return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
 
     def _sample(
-        self, batch: Batch, recording: Recording, longest: int, since: float | None = None
+        self,
+        batch: Batch,
+        recording: Recording,
+        longest: int,
+        since: float | None = None,
+        commands: Any = None,
     ) -> list[Answer]:
         """Submit a step, or the head of one whose body was submitted then."""
-        submissions, count = self._submissions, len(batch.slots)
-        commands, failed = None, list[Answer]()
-        if batch.masked:
-            with self._masks.making(batch.masked) as making:
-                copies = submissions.copies(count, batch.logits_of, batch.logprobs)
-                commands = submissions.queue.record(recording, count, longest, copies)
-                is_ahead = submissions.ahead > 1 and not self._scheduler.in_step
-                if is_ahead and not making.are_made():
-                    self._record_body(batch, longest + 1)
-            failed = making.failed
-        wanted = Wanted(batch.sequences, batch.logits_of, batch.logprobs)
-        submissions.submit(
+        failed = self._masks.make(batch.masked)
+        wanted, count = Wanted(batch.sequences, batch.logits_of, batch.logprobs), len(batch.slots)
+        self._submissions.submit(
             recording, count, longest, wanted, sequences=count, commands=commands, since=since
         )
         return failed
 
     def _record_body(self, batch: Batch, longest: int) -> None:
-        """That of the next step of a batch with masks, if it stays as it is."""
         self._drop_body()
-        commands = self._submissions.queue.record(batch.body, len(batch.slots), longest, ())
-        self._body = batch, longest, commands
+        of = batch.body, len(batch.slots), longest, ()
+        self._body = batch, longest, self._recorder.submit(self._submissions.queue.record, *of)
 
     def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
         if self._body is not None and not joins:
             of, length, commands = self._body
             if of is batch and length == longest:
                 self._body = None
-                self._submissions.queue.send(commands)
+                self._submissions.queue.send(commands.result())
                 return
         self._drop_body()
         body = batch.body_joins if joins else batch.body
         self._submissions.queue.submit(body, len(batch.slots), longest, ())
 
     def _drop_body(self) -> None:
-        body, self._body = self._body, None  # nothing twice, if an interrupt comes
-        if body is not None:
-            self._submissions.queue.drop(body[-1])
+        if self._body is not None:
+            (*_, commands), self._body = self._body, None
+            if not commands.cancel() and commands.exception() is None:
+                self._submissions.queue.drop(commands.result())
 
     def forget(self) -> None:
         """What is held, and what was recorded."""
-        self._held = None
+        if self._held is not None:
+            (*_, head), self._held = self._held, None
+            self._submissions.queue.drop(head)
         self._drop_body()

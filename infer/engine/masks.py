@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.constraint import Asked
 from infer.engine.texts import Text
+from infer.kernels.errors import RequestError
 from infer.kernels.state.sampler import Sampler
-
-
-@dataclass(frozen=True, eq=False)
-class Making:
-    """are_made: whether all are. failed: answers whose masks could not be, and whose `error` says
-    why; known at the end."""
-
-    are_made: Callable[[], bool] = lambda: True
-    failed: list[Answer] = field(default_factory=list)
 
 
 class Masks:
@@ -32,15 +23,38 @@ class Masks:
         """answers: that there are, by their sequences."""
         self._sampler, self._answers = sampler, answers
 
+    def make(self, sequences: Sequence[scheduler.Sequence]) -> list[Answer]:
+        """What those that have a mask may sample next is found out and written. All their tokens
+        have been read. Returns answers whose masks could not be made, and whose `error` says why.
+        """
+        answers, asked = self._asked(sequences, None)
+        if not asked:
+            return []
+        errors = asked[0].constraint.threads.make(asked, self._sampler.masks)
+        return self._write(answers, asked, errors)
+
     @contextmanager
     def making(
         self,
         sequences: Sequence[scheduler.Sequence],
         drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None = None,
-    ) -> Iterator[Making]:
-        """In it, what those that have a mask may sample next is found out; at its end it is
-        written. All their tokens have been read. drafts: in a step with drafts, where each row has
-        its mask, the first row of each and its draft."""
+    ) -> Iterator[list[Answer]]:
+        """The same by a thread, until the end of it; then it gives what `make` returns. drafts: in
+        a step with drafts, where each row has its mask, the first row of each and its draft."""
+        failed: list[Answer] = []
+        answers, asked = self._asked(sequences, drafts)
+        if not asked:
+            yield failed
+            return
+        with asked[0].constraint.threads.making(asked, self._sampler.masks) as made:
+            yield failed
+        failed += self._write(answers, asked, made.result())
+
+    def _asked(
+        self,
+        sequences: Sequence[scheduler.Sequence],
+        drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None,
+    ) -> tuple[list[Answer], list[Asked]]:
         answers: list[Answer] = []
         asked: list[Asked] = []
         for sequence in sequences:
@@ -51,15 +65,19 @@ class Masks:
                 at = (scheduler.slot_of(sequence),) if drafts is None else drafts[sequence]
                 answers.append(answer)
                 asked.append(Asked(answer.constraint, *of, *at))
-        if not asked:
-            yield Making()
-            return
-        with asked[0].constraint.threads.making(asked, self._sampler.masks) as made:
-            making = Making(made.done)
-            yield making
-        for answer, error in zip(answers, made.result(), strict=True):
+        return answers, asked
+
+    def _write(
+        self,
+        answers: Sequence[Answer],
+        asked: Sequence[Asked],
+        errors: Sequence[RequestError | None],
+    ) -> list[Answer]:
+        failed: list[Answer] = []
+        for answer, error in zip(answers, errors, strict=True):
             if error is not None:
                 answer.error = error
-                making.failed.append(answer)
+                failed.append(answer)
         rows = [row for each in asked for row in each.rows]
         self._sampler.write_masks(min(rows), max(rows))
+        return failed
