@@ -35,12 +35,13 @@ from infer.kernels.errors import (  # noqa: E402
 
 if TYPE_CHECKING:
     from infer.aio import AsyncStream
+    from infer.engine.token_engine import EngineStats
     from infer.kept import generate, stream
     from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.gpu.device import Device, MemoryStats, Settings
     from infer.llm import LLM, Stream
     from infer.loading import load
-    from infer.results import Chunk, LLMMemoryStats, Result, Score, TokenLogprob, TopLogprob
+    from infer.results import Chunk, Result, Score, TokenLogprob, TopLogprob
     from infer.sampling import SamplingParams
     from infer.text.tools import ToolCall, ToolCallDelta
 
@@ -53,7 +54,7 @@ _LAZY = {
     "AsyncStream": "infer.aio",
     "Chunk": "infer.results",
     "Device": "infer.kernels.gpu.device",
-    "LLMMemoryStats": "infer.results",
+    "EngineStats": "infer.engine.token_engine",
     "MemoryStats": "infer.kernels.gpu.device",
     "Result": "infer.results",
     "SamplingParams": "infer.sampling",
@@ -80,9 +81,9 @@ __all__ = [
     "ClosedError",
     "Device",
     "DeviceError",
+    "EngineStats",
     "InferError",
     "InferWarning",
-    "LLMMemoryStats",
     "MemoryStats",
     "ModelAccessError",
     "ModelError",

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
@@ -27,7 +27,7 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.state.step import MAX_LOGPROBS
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
 from infer.reading import Reading
-from infer.results import Chunk, LLMMemoryStats, Result, Results, Score, TokenLogprob, TopLogprob
+from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
 from infer.text.answer_reader import Pieces
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
@@ -699,13 +699,9 @@ class LLM:
 
     # End
 
-    def memory_stats(self) -> LLMMemoryStats:
-        """GPU memory of this model's device, and the pages of its KV cache."""
-        stats = self.stats()
-        return LLMMemoryStats(**asdict(stats.memory), cache=stats.cache)
-
     def stats(self) -> EngineStats:
-        """Its memory, its cache, and how many answers it has."""
+        """GPU memory of this model's device, the pages of its KV cache, and how many answers it
+        has."""
         return self._engine.stats()
 
     def close(self) -> None:

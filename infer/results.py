@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.engine.pages import PoolStats
 from infer.engine.token_engine import Timings
-from infer.kernels.gpu.device import MemoryStats
 from infer.text.tools import ToolCall, ToolCallDelta
 
 
@@ -126,10 +124,3 @@ class Score:
     @property
     def tokens(self) -> int:
         return len(self.token_logprobs)
-
-
-@dataclass(frozen=True)
-class LLMMemoryStats(MemoryStats):
-    """Those of the device, and the pages of the KV cache."""
-
-    cache: PoolStats

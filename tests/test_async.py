@@ -239,4 +239,4 @@ def test_close_in_the_middle(where: str) -> None:
 
     asyncio.run(main())
     llm.close()
-    assert llm.memory_stats().allocated == 0
+    assert llm.stats().memory.allocated == 0

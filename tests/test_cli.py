@@ -911,7 +911,7 @@ def test_info_counts_what_is_there(llm: LLM) -> None:
     assert got["kv_cache_bytes"] == pages * PAGE * got["kv_bytes_per_token"]
     assert got["weight_bytes"] == sum(w.nbytes for w in llm.engine.weights.values())
     with infer.load("demo", max_batch=1) as alone:  # as `infer run` does
-        assert got["total_bytes"] == pytest.approx(alone.memory_stats().allocated, rel=0.01)
+        assert got["total_bytes"] == pytest.approx(alone.stats().memory.allocated, rel=0.01)
     assert (got["chat_template"], got["tokenizer"], got["fits"]) == (True, True, True)
     assert got["adapter"]["name"] == llm.device.adapter.name
 

@@ -340,17 +340,17 @@ def test_continuations_that_cannot_be_scored(
         llm.score(prompt, continuations)
 
 
-def test_memory_stats_tell_the_pages(llm: LLM) -> None:
-    stats = llm.memory_stats()
+def test_stats_tell_memory_and_pages(llm: LLM) -> None:
+    stats = llm.stats().memory
     assert isinstance(stats, infer.MemoryStats)
     assert stats.allocated == llm.device.memory_stats().allocated
     pages = llm.engine.options.pages
     with llm.stream(COUNT) as stream:
         next(stream)
-        cache = llm.memory_stats().cache
+        cache = llm.stats().cache
         assert cache.in_use >= 1
         assert cache.in_use + cache.cached + cache.free == pages
-    assert llm.memory_stats().cache == llm.engine.pool.stats
+    assert llm.stats().cache == llm.engine.pool.stats
 
 
 def test_logprobs_come_with_the_chunks(llm: LLM) -> None:
@@ -466,17 +466,17 @@ def test_samples_share_their_prompt(llm: LLM) -> None:
     whole = len(prompt) // PAGE
     llm.engine.forget()
     used: list[int] = []
-    before = llm.memory_stats().cache
+    before = llm.stats().cache
 
     def seen(ids: Any, logits: Any) -> Any:
-        used.append(llm.memory_stats().cache.in_use)
+        used.append(llm.stats().cache.in_use)
         return np.eye(1, len(logits), 65)[0]  # no end
 
     found = llm.generate(prompt, n=4, max_tokens=12, logits_processor=seen)
     computed = [result.timings.prefilled_tokens for result in found]
     assert computed == [len(prompt), 1, 1, 1]  # a token that is sampled from
     assert max(used) == whole + 4
-    after = llm.memory_stats().cache
+    after = llm.stats().cache
     assert after.hits - before.hits == 3 * (len(prompt) - 1)
     assert after.in_use == 0
 
@@ -661,7 +661,7 @@ def test_close_in_mid_stream() -> None:
     llm.close()
     assert list(stream) == []
     assert stream.result.finish_reason == "cancelled"
-    assert llm.memory_stats().allocated == 0
+    assert llm.stats().memory.allocated == 0
     for use in (llm.generate, llm.stream, llm.chat, llm.logits, llm.astream):
         with pytest.raises(infer.ClosedError, match="has been closed"):
             use(STORY)
@@ -673,7 +673,7 @@ def test_close_from_another_thread() -> None:
     stream = llm.stream(COUNT)
     next(stream)
     in_a_thread(llm.close)
-    assert llm.memory_stats().allocated == 0
+    assert llm.stats().memory.allocated == 0
     with pytest.raises(infer.ClosedError, match="in the middle of this stream"):
         next(stream)
     assert list(stream) == []
@@ -795,13 +795,13 @@ def test_close_in_the_middle_of_a_call(
     def closing(*args: Any) -> Any:
         patch.undo()
         how(llm.close)
-        assert llm.memory_stats().allocated > 0
+        assert llm.stats().memory.allocated > 0
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, closing)
         in_a_thread(lambda: results.append(getattr(llm, used)(COUNT)))
-    assert llm.memory_stats().allocated == 0
+    assert llm.stats().memory.allocated == 0
     if used == "generate":
         assert COUNTED.startswith(results[0].text)
         assert results[0].finish_reason == "cancelled"
@@ -837,7 +837,7 @@ def interrupted(*args):
     return read(*args)
 
 llm.engine.queue.read = interrupted
-print(len(list(stream)), stream.result.finish_reason, llm.memory_stats().allocated)
+print(len(list(stream)), stream.result.finish_reason, llm.stats().memory.allocated)
 """
     done = run_python(script)
     assert (done.returncode, done.stdout) == (0, "1 cancelled 0\n"), done.stderr
@@ -978,7 +978,7 @@ def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(loaded) == 1
     assert infer.generate(DEMO, COUNT, context=200, max_tokens=5).text == COUNTED[:5]
     assert [llm.context for llm in loaded] == [1024, 200]
-    assert loaded[0].memory_stats().allocated == 0
+    assert loaded[0].stats().memory.allocated == 0
     loaded[1].close()
     assert infer.generate(DEMO, COUNT, context=200, max_tokens=5).text == COUNTED[:5]
     assert len(loaded) == 3
@@ -1002,7 +1002,7 @@ def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end:
     first = next(stream).text
     in_a_thread(lambda: infer.generate(DEMO, COUNT, context=200, max_tokens=5))
     assert len(loaded) == 2
-    assert loaded[0].memory_stats().allocated > 0
+    assert loaded[0].stats().memory.allocated > 0
     if end == "read":
         assert first + "".join(chunk.text for chunk in stream) == COUNTED
     elif end == "close":
@@ -1010,7 +1010,7 @@ def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end:
     else:
         del stream
     gc.collect()
-    assert loaded[0].memory_stats().allocated == 0
+    assert loaded[0].stats().memory.allocated == 0
     assert infer.generate(DEMO, COUNT, context=200, max_tokens=5).text == COUNTED[:5]
     assert len(loaded) == 2
 
@@ -1058,7 +1058,7 @@ def test_a_quantised_model_answers_nearly_as_before(
     )
     kl = (np.exp(exact) * (exact - got)).sum(axis=1)
     assert 0 < kl.mean() < divergence
-    assert quantized.memory_stats().allocated < llm.memory_stats().allocated
+    assert quantized.stats().memory.allocated < llm.stats().memory.allocated
 
 
 @pytest.mark.usefixtures("same_kernels")
@@ -1069,7 +1069,7 @@ def test_what_quantising_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
         shapes = [tensor.shape for tensor in llm.engine.weights.values() if len(tensor.shape) == 2]
         temporary = buffer_bytes(shapes, llm.device.limits)
         assert temporary > 0
-        stats = llm.memory_stats()
+        stats = llm.stats().memory
         assert stats.allocated - stats.pooled == needed - temporary
 
 
@@ -1296,7 +1296,7 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
     # It was exact.
     report_free(monkeypatch, needed)
     with infer.load(DEMO, context=context) as llm:
-        assert llm.memory_stats().allocated == needed
+        assert llm.stats().memory.allocated == needed
 
 
 @pytest.mark.full
@@ -1395,13 +1395,13 @@ def test_generations_leave_nothing_behind() -> None:
     llm = infer.load(DEMO)
     for _ in range(2):  # buffers for what is read grow once, those of either step in flight
         generate_in_every_way(llm)
-    stats, objects = llm.memory_stats(), native_objects()
+    stats, objects = llm.stats().memory, native_objects()
     generate_in_every_way(llm)
-    assert llm.memory_stats().allocated == stats.allocated
-    assert llm.memory_stats().peak == stats.peak
+    assert llm.stats().memory.allocated == stats.allocated
+    assert llm.stats().memory.peak == stats.peak
     assert native_objects() == objects
     llm.close()
-    assert llm.memory_stats().allocated == llm.memory_stats().pooled == 0
+    assert llm.stats().memory.allocated == llm.stats().memory.pooled == 0
     del llm
     assert native_objects() == before
 

@@ -243,20 +243,17 @@ def test_hits_are_counted_in_tokens() -> None:
     assert (pool.stats.hits, pool.stats.lookups) == (7, 9)
 
 
-def test_nothing_is_found_after_clear() -> None:
+def test_nothing_is_left_after_reset() -> None:
     pool = PagePool(8, SIZE, snapshots=2)
     mine, other = take(pool, 2), take(pool, 1)
     pool.store(list(range(8)), None, mine)
     pool.store_snapshot(list(range(7)), None, mine)
     pool.store([0, 1, 2, 3], "other", other)
     pool.release(other)
-    pool.clear()
-    check(pool, mine)
-    assert looked_up(pool, range(8)).length == 0
-    pool.store(list(range(8)), None, mine)  # they hold it still
-    check(pool, mine)
-    pool.release(mine)
+    pool.reset()
     check(pool, [])
+    assert looked_up(pool, range(8)).length == 0
+    assert sorted(take(pool, 8)) == list(range(8))
 
 
 def test_with_snapshots_only_lengths_that_have_one_are_found() -> None:
@@ -377,7 +374,8 @@ def test_at_random(seed: int) -> None:
             *_, pages = owners.pop(rng.randrange(len(owners)))
             pool.release(pages)
         elif action >= 0.995:
-            pool.clear()
+            pool.reset()
+            owners.clear()
         held = {page: (k, t, i) for k, t, ps in owners for i, page in enumerate(ps)}
         for page, (key, tokens) in check(pool, references(owners)).items():
             if page in held:  # what is stored is what its owners have there

@@ -350,7 +350,8 @@ class World:
     def reset(self) -> None:
         self.gpu.lose()
         self.pending.clear()
-        self.scheduler.reset()
+        plan = self.scheduler
+        self.scheduler.reset([*plan.running, *plan.prefilling, *plan.waiting])
 
     def check(self) -> None:
         """What is stored is what the GPU has, and no page is lost."""

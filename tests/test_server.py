@@ -490,7 +490,7 @@ def test_a_stream_that_nobody_reads_frees_its_place(
     wait_for(lambda: service.admission.count == 0)
     llm.generate("One", max_tokens=1)  # the engine makes a step, and sees it
     assert not llm.engine._answers
-    assert llm.memory_stats().cache.in_use == 0
+    assert llm.stats().cache.in_use == 0
 
 
 def test_a_piece_that_comes_with_the_end_does_not_hide_it() -> None:

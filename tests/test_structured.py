@@ -215,6 +215,22 @@ def test_masks_with_other_numbers_of_steps_in_flight(
     assert_follows(found[2], engine.vocab_size)
 
 
+@pytest.mark.parametrize("pieces", [6, 1000])
+def test_a_prompt_in_many_submissions(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    """Wherever it is cut, nothing samples before the masks are written."""
+    engine = engine_of("llama", max_batch=4)
+    ids: list[int] = reference("llama").prompt_ids.tolist()
+    expected = [step.token for step in masked(engine, ids, logprobs=1, **SAMPLED)]
+    assert every_third(engine.vocab_size, [])[expected[0]]
+    engine.forget()
+    engine.sampler.masks[:] = 0
+    engine.sampler.write_masks(0, 3)
+    monkeypatch.setattr(engine.pace, "submissions", lambda rows: pieces)
+    assert [step.token for step in masked(engine, ids, logprobs=1, **SAMPLED)] == expected
+
+
 def test_only_steps_with_a_mask_are_submitted_in_two_parts(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,7 +350,7 @@ def run(
 
 def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
     """What many answers took together, as `infer run --verbose` says of one."""
-    memory = llm.memory_stats()
+    memory = llm.stats().memory
     return table(
         {
             "answers": f"{progress.answers - progress.failed:,}, {progress.failed:,} failed",

@@ -238,7 +238,7 @@ class Loading:
 
 def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
     """Tokens and tokens per second, time to the first token, memory, time to load."""
-    timings, memory = result.timings, llm.memory_stats()
+    timings, memory = result.timings, llm.stats().memory
     prompt = f"{result.prompt_tokens} tokens"
     if timings.prefill_seconds:
         prompt += f", {result.prompt_tps:,.1f} tokens/s"
@@ -279,7 +279,7 @@ def result_json(
     llm: LLM, result: Result, params: SamplingParams, loading: Loading
 ) -> dict[str, Any]:
     """All about a generation. params: as they were used."""
-    memory = llm.memory_stats()
+    memory = llm.stats().memory
     return answer_json(result) | {
         "prompt_tps": result.prompt_tps,
         "generation_tps": result.generation_tps,

@@ -276,7 +276,7 @@ def _screen(host: Host, address: str) -> str:
     }
     chat, asked = True, ""
     if (llm := host.only) is not None:
-        memory = llm.memory_stats()
+        memory = llm.stats().memory
         rows["memory"] = f"{size(memory.allocated)} on {llm.gpu.name}"
         rows["slots"] = f"{llm.slots} answers at once, of {llm.context:,} positions at most"
         chat = llm.tokenizer.has_chat_template

@@ -40,11 +40,31 @@ class Answer(TokenAnswer):
     sequence: scheduler.Sequence  # of its group: by what length it is rotated
     timings: Timings = field(default_factory=Timings)
     steps: deque[Step] = field(default_factory=deque)  # those that nobody has taken
-    count: int = 0  # of all tokens after the prompt
+    count: int = 0  # of all tokens after the prompt, and
+    newest: int = -1  # the last of them
     ended: bool = False
     cancelled: bool = False  # it ends before the next step
     error: InferError | None = None
     begun: float = field(default_factory=time.perf_counter)
+
+    def give(self, step: Step) -> None:
+        """It has this token, of which its sequence is told next."""
+        # No interrupt comes between these: it would at a call's end.
+        self.count, self.newest = self.count + 1, step.token
+        self.steps.append(step)
+
+    def mend(self) -> None:
+        """What an interrupt may have cut in half."""
+        tokens = self.sequence.tokens
+        if len(tokens) - len(self.prompt) < self.count:
+            tokens.append(self.newest)
+        if self.sampler is not None:
+            self.sampler.ids = np.array(tokens, np.int64)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no token is to come after those that it has."""
+        return self.count >= self.limit or self.newest in self.stop_ids
 
     @property
     def table_length(self) -> int:

@@ -36,7 +36,7 @@ from infer.engine.pages import PagePool
 from infer.engine.recordings import Recordings
 from infer.engine.resident import Resident
 from infer.engine.scheduler import Decode, Prefill, Scheduler, slot_of
-from infer.engine.speculation import Held, ModelSpeculation, Speculation
+from infer.engine.speculation import Guess, Held, ModelSpeculation, Speculation
 from infer.engine.steps import Steps
 from infer.engine.submissions import Submissions, Wanted
 from infer.engine.texts import Scored, Text, Texts
@@ -230,11 +230,6 @@ class Engine(TokenEngine):
         ahead = 1 if sampler is not None else 2 if constraint is not None else self.options.ahead
         ids = [*prompt_ids, *generated]
         chain = self._chain(params) if sampler is None else SamplerChain()
-        guess = None
-        # Else the host would have to do for every draft what it does for a token.
-        if self.speculation is not None and sampler is None and not with_logits:
-            held = None if constraint is None else Held(constraint, len(prompt_ids))
-            guess = self.speculation.guess(held)
         answer = Answer(
             self,
             prompt_ids,
@@ -247,16 +242,25 @@ class Engine(TokenEngine):
             sampler,
             constraint,
             chain,
-            guess,
+            None,
             self._sequence(ids, limit - len(generated), (adapter, cache_salt), ahead),
             count=len(generated),
+            newest=ids[-1] if generated else -1,
         )
-        if len(generated) < limit and not (generated and generated[-1] in stop_ids):
-            self._inbox.append(answer)
-        else:
+        answer.guess = self._guess(answer)
+        if answer.is_over:
             answer.ended = True
+        else:
+            self._inbox.append(answer)
         self.timings = answer.timings
         return answer
+
+    def _guess(self, answer: Answer) -> Guess | None:
+        # Else the host would have to do for every draft what it does for a token.
+        if self.speculation is None or answer.reads_logits:
+            return None
+        of = answer.constraint
+        return self.speculation.guess(None if of is None else Held(of, len(answer.prompt)))
 
     def _chain(self, params: SamplingParams) -> SamplerChain:
         """What sampling dispatches. Noise beside filters is added to other scores than alone: to be
@@ -388,8 +392,8 @@ class Engine(TokenEngine):
             if answer.cancelled:
                 self._end(answer)
             elif answer.sequence not in self._answers:
-                self._answers[answer.sequence] = answer
                 self.scheduler.add(answer.sequence)
+                self._answers[answer.sequence] = answer
             self._inbox.popleft()
 
     def _prefill(self, work: Sequence[Prefill]) -> None:
@@ -419,7 +423,7 @@ class Engine(TokenEngine):
         count, longest = rows[-1], max(part.start + part.count for part in work)
         kind = self.steps.prefill(count, len(work))
         last = [i for i, part in enumerate(work) if part.last]
-        text = answers[0]
+        text, chain = answers[0], None
         if isinstance(text, Text):
             chunk = self.texts.chunk(text, work[0])
             wanted = Wanted((), chunk=chunk)
@@ -440,7 +444,11 @@ class Engine(TokenEngine):
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
         self.device.write(self.steps.step, pack_prompts(chunks, chosen))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
-        *first, rest = recording.parts(pieces)
+        if pieces > 1 and chain is not None and chain.mask:  # all that samples, after the masks
+            first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
+            rest = self.recordings.of(kind, True, chain, any(numbers), body=False)
+        else:
+            *first, rest = recording.parts(pieces)
         with self.masks.making(wanted.rows) as failed:
             for piece in first:
                 self.queue.submit(piece, count, longest, ())
@@ -557,12 +565,9 @@ class Engine(TokenEngine):
                 )
             assert token != NO_TOKEN
             own = answer.logprobs(token, logits, ranked)
-        except BaseException as error:
-            if isinstance(error, Exception):
-                answer.error = error  # type: ignore[assignment]
+        except Exception as error:
+            answer.error = error  # type: ignore[assignment]
             self._end(answer, at_once=True)
-            if not isinstance(error, Exception):
-                raise
             return
         timings = answer.timings
         if not answer.count:
@@ -572,27 +577,31 @@ class Engine(TokenEngine):
         else:
             timings.decode_seconds = now - answer.begun - timings.prefill_seconds
             timings.decoded_tokens += 1
-        answer.count += 1
-        last = token in answer.stop_ids or answer.count >= answer.limit
-        of_part = len(sequence.tokens) + 1 - sequence.prompt_tokens >= sequence.limit
+        answer.give(Step(token, logits if answer.with_logits else None, own))
+        last = answer.is_over
+        of_part = len(sequence.tokens) + 1 >= sequence.end
         slot = sequence.slot
         place = self.scheduler.read(sequence, token, last or of_part)
         if place is not None:
             self._save(slot, place)
         if answer.guess is not None and not last:
             answer.guess.take(sequence.tokens)
-        answer.steps.append(Step(token, logits if answer.with_logits else None, own))
         if last:
             self._end(answer)
-        elif of_part:  # from here on, all positions rotate otherwise
-            del self._answers[sequence]
-            rest = answer.limit - answer.count
-            key = answer.adapter, answer.cache_salt
-            answer.sequence = self._sequence(sequence.tokens, rest, key, sequence.ahead)
-            self._answers[answer.sequence] = answer
-            self.scheduler.add(answer.sequence)
+        elif of_part:
+            self._begin_part(answer)
         elif answer.sampler is not None and sequence.slot is not None:
             self.resident.set_next(answer)
+
+    def _begin_part(self, answer: Answer) -> None:
+        """From its next token on, all positions rotate otherwise."""
+        before = answer.sequence
+        rest, key = answer.limit - answer.count, (answer.adapter, answer.cache_salt)
+        sequence = self._sequence(before.tokens, rest, key, before.ahead)
+        self.scheduler.add(sequence)
+        self._answers[sequence] = answer
+        answer.sequence = sequence
+        del self._answers[before]
 
     def _end(self, answer: Answer | Text, *, at_once: bool = False) -> None:
         answer.ended = True
@@ -615,18 +624,24 @@ class Engine(TokenEngine):
             self.queue.submit(EMPTY, 0, 0, copies(self.states, slot, place, back=False))
 
     def _recover(self) -> None:
-        """After an interrupt in the middle of a change: nobody knows what it made. All answers go
-        on from the tokens that are known."""
+        """After an interrupt in the middle of a change: nobody knows what it made, here or on the
+        GPU. All answers go on from the tokens that are known."""
         self.submissions.forget()
         self._reset()
 
     def _reset(self) -> None:
         """Nothing is in the cache, or in flight."""
-        self.scheduler.reset()
+        for sequence, answer in list(self._answers.items()):
+            if isinstance(answer, Answer) and answer.sequence is sequence:
+                answer.mend()
+                answer.guess = self._guess(answer)
+                answer.ended |= answer.is_over or answer.error is not None
+                if not answer.ended and len(sequence.tokens) >= sequence.end:
+                    self._begin_part(answer)
+            if answer.ended or answer.sequence is not sequence:  # it only had a state to be saved
+                self._answers.pop(sequence, None)
+        self.scheduler.reset(self._answers)
         self._forget_rows()
-        for answer in list(self._answers.values()):
-            if answer.ended:  # it only had a state to be saved
-                self._end(answer, at_once=True)
 
     # Texts
 

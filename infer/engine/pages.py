@@ -181,9 +181,10 @@ class PagePool:
                 self._forget_twin(page, node)
             self._free.append(page)
 
-    def clear(self) -> None:
-        """Forget all that is cached. What is referenced stays so."""
-        self._free = [page for page in range(self._unused) if page not in self._count]
+    def reset(self) -> None:
+        """Nothing is referenced or cached."""
+        self._free, self._unused = [], 0
+        self._count.clear()
         self._roots.clear()
         self._nodes.clear()
         self._idle.clear()

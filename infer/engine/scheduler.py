@@ -12,7 +12,7 @@ room, the next ones begin in the same step.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -74,10 +74,21 @@ class Sequence:
         self.rank = 0, 0  # the lowest goes first
         self._begun = False
 
+    def forget(self) -> None:
+        """It has nothing on the GPU, but its tokens."""
+        self.pages, self.slot, self.saves = [], None, []
+        self.computed = self.settled = self.stored = self.in_flight = self.drafted = 0
+        self.draft = ()
+
+    @property
+    def end(self) -> int:
+        """How many tokens it has at most."""
+        return self.prompt_tokens + self.limit
+
     @property
     def left(self) -> int:
         """Tokens that may still be submitted."""
-        return self.limit - (len(self.tokens) + self.in_flight - self.prompt_tokens)
+        return self.end - len(self.tokens) - self.in_flight
 
     @property
     def behind(self) -> int:
@@ -142,7 +153,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # by slot
         self.preemptions = 0
-        self._slots = list(range(slots))
+        self._most, self._slots = slots, list(range(slots))
         self._added = 0
         # Steps so far, the last prefill among them, and the last decode step of each group.
         self._steps = self._prefilled = 0
@@ -201,7 +212,7 @@ class Scheduler:
         if sequence.state == "ended":
             return None
         sequence.tokens.append(token)
-        if ended or len(sequence.tokens) - sequence.prompt_tokens >= sequence.limit:
+        if ended or len(sequence.tokens) >= sequence.end:
             place = self._snapshot(sequence)
             self._leave(sequence, min(sequence.computed, len(sequence.tokens) - 1))
             sequence.state = "ended"
@@ -237,16 +248,17 @@ class Scheduler:
         sequence.state = "ended"
         return place
 
-    def reset(self) -> None:
-        """What was on the GPU is lost, and what was in flight will not be read: all sequences begin
-        again with the tokens that they have."""
-        for sequence in [*self.running, *self.prefilling]:
-            self._leave(sequence, 0)
-            self._wait(sequence)
-        for sequence in self.waiting:
-            sequence.in_flight = sequence.drafted = 0
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """What was on the GPU is lost, and what was in flight will not be read: these sequences
+        begin again with the tokens that they have, and there are no others. Whatever was being done
+        may have been done in part."""
+        self.waiting, self.prefilling, self.running = [], [], []
+        self._slots = list(range(self._most))
         self._short = None
-        self.pool.clear()
+        self.pool.reset()
+        for sequence in sequences:
+            sequence.forget()
+            self._wait(sequence)
 
     def _snapshot(self, sequence: Sequence) -> int | None:
         """Where the state goes that a sequence ends with: after all its tokens but the last, or

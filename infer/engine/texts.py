@@ -88,10 +88,10 @@ class Scored(Text):
         return range(work.count)
 
     def take(self, start: int, values: NDArray[np.float32]) -> None:
-        new = values[max(0, self.count - start) :]
+        new = values[max(0, self.count - start) :].copy()
         if len(new):
-            self.parts.append(new.copy())
             self.count += len(new)
+            self.parts.append(new)
 
 
 @dataclass(frozen=True, eq=False)

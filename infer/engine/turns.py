@@ -14,7 +14,10 @@ class Turns:
     """One thread at a time has the turn, and none that an interrupt has thrown out of it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # No interrupt comes between taking a lock and the block that gives it back, but inside of
+        # the methods of a condition.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._owner: int | None = None  # the thread that has the turn
         self._wanted = 0  # threads that want it before the next step
 
@@ -25,14 +28,18 @@ class Turns:
         while not ready():
             self._check()
             try:
-                with self._changed:
+                with self._lock:
                     if self._owner is not None or self._wanted:
                         self._changed.wait()
                         continue
                     self._owner = me
                 step()
             finally:
-                self._end()
+                try:
+                    self._give_back()
+                except BaseException:  # an interrupt
+                    self._give_back()
+                    raise
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -42,7 +49,7 @@ class Turns:
         self._check()
         me = threading.get_ident()
         try:
-            with self._changed:
+            with self._lock:
                 self._wanted += 1
                 try:
                     while self._owner is not None:
@@ -53,7 +60,11 @@ class Turns:
                 self._owner = me
             yield
         finally:
-            self._end()
+            try:
+                self._give_back()
+            except BaseException:  # an interrupt
+                self._give_back()
+                raise
 
     def wake(self) -> None:
         """Have those that wait ask again whether they are `ready`. Safe in a signal handler."""
@@ -66,8 +77,8 @@ class Turns:
         if self._owner == threading.get_ident():
             raise RequestError("A step of this model is being made by this very thread.")
 
-    def _end(self) -> None:
+    def _give_back(self) -> None:
         if self._owner == threading.get_ident():
-            with self._changed:
-                self._owner = None
+            with self._lock:
                 self._changed.notify_all()
+                self._owner = None

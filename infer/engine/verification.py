@@ -152,9 +152,9 @@ class Verification:
 
     def drop(self) -> None:
         """What was recorded, if anything."""
-        if self._prepared is not None:
-            self._drop(self._prepared)
-            self._prepared = None
+        prepared, self._prepared = self._prepared, None  # nothing twice, if an interrupt comes
+        if prepared is not None:
+            self._drop(prepared)
 
     def _drop(self, prepared: Prepared) -> None:
         for commands in (prepared.commands, prepared.body, *prepared.first, prepared.others):
