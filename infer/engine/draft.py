@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -95,8 +96,7 @@ class DraftModel:
             max_batch=options.max_batch,
             n_pages=options.pages,
             invariant=options.invariant,
-            draft_rows=min(MAX_BATCH, 2 * options.max_batch),
-            pages=steps.cache.pages,
+            **self._of(steps, options),
         )
         self.sampler = Sampler(
             device,
@@ -109,6 +109,11 @@ class DraftModel:
         )
         self._filled = [0] * options.pages  # first positions of each page that are in its cache
         self._recordings: dict[tuple[str | None, SamplerChain | None, bool], Recording] = {}
+
+    def _of(self, steps: Steps, options: EngineOptions) -> dict[str, Any]:
+        """What its steps have of those of the model that it drafts for."""
+        pages = steps.cache.pages
+        return {"pages": pages, "draft_rows": min(MAX_BATCH, 2 * options.max_batch)}
 
     def __str__(self) -> str:
         config, weights = self._own.model.config, self._own.weights.values()

@@ -48,6 +48,7 @@ from infer.engine.draft import Drafting, DraftModel, Loaded
 from infer.engine.options import DRAFT_ROWS, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
+from infer.engine.prediction import Prediction, with_shared
 from infer.engine.scheduler import Decode, Prefill, Scheduler
 from infer.engine.speculation import MAX_DRAFT, Held, ModelSpeculation, Speculation
 from infer.engine.steps import HIDDEN, MAX_BATCH, SCORED, Steps
@@ -70,6 +71,7 @@ from infer.kernels.state.sampler import (
 )
 from infer.kernels.state.step import NO_TOKEN, StepRow, pack_prompts, pack_rows
 from infer.models.blocks.decoder import Decoder
+from infer.models.blocks.mtp import Predictor
 from infer.models.blocks.rope import rope_table, same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams, logprobs
@@ -99,6 +101,10 @@ class Engine(TokenEngine):
         self.context, self.vocab_size = options.context, model.config.vocab_size
         self.adapters, self.adapter_names = adapters, adapters.names
         draft_rows = options.draft_rows
+        predictor: tuple[Predictor, Mapping[str, GpuTensor]] | None = None
+        if draft is not None and isinstance(draft.model, Predictor):
+            draft = with_shared(draft, weights)
+            predictor = draft.model, draft.weights  # type: ignore
         if draft is not None:
             draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
         self.steps = Steps(
@@ -114,6 +120,7 @@ class Engine(TokenEngine):
             n_pages=options.pages,
             invariant=options.invariant,
             draft_rows=draft_rows,
+            predictor=predictor,
         )
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
@@ -138,7 +145,8 @@ class Engine(TokenEngine):
         )
         self.draft: DraftModel | None = None
         if draft is not None:
-            self.draft = DraftModel(device, draft, options, self.steps, self.sampler)
+            kind = DraftModel if predictor is None else Prediction
+            self.draft = kind(device, draft, options, self.steps, self.sampler)
         self.speculation: Speculation | None = None
         if options.speculate != "off":
             by = Speculation if draft is None else ModelSpeculation
