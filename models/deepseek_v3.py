@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from infer.models.blocks.layers import DecoderConfig
 from infer.models.blocks.moe import predicts_further, read_sigmoid_experts
-from infer.models.deepseek_v2 import DeepseekV2, read_latent
 from infer.models.blocks.mtp import Predictor, nextn
+from infer.models.deepseek_v2 import DeepseekV2, read_latent
 from infer.models.loading.config import RawConfig
 
 # What transformers takes for keys that a config leaves out.

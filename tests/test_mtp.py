@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import build_engine
+from marks import others_full
 from numpy.typing import NDArray
 from reference_models import TOLERANCE, load, relative_error
+from test_draft import drafts_of, same
+from test_speculation import WAYS, params_of, plainly, prompts_of, run
 
 from infer.engine.engine import Engine
 from infer.kernels.gpu.device import Device
@@ -24,8 +27,6 @@ from infer.kernels.gpu.record import run as run_dispatches
 from infer.kernels.state.step import pack_drafting, pack_step
 from infer.models import open_model
 from infer.models.blocks.mtp import Predictor
-from infer.models.loading.load import load_weights
-from infer.models.loading.plan import plan_weights
 
 # By case: the module of transformers, and its layer; the names of the parts of ours.
 CASES = {
@@ -141,9 +142,7 @@ class Reference:
             positions = torch.arange(x.shape[1])[None]
             rope = model.model.rotary_emb(x, positions)
             mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
-            x = self.layer(
-                x, position_embeddings=rope, attention_mask=mask, position_ids=positions
-            )
+            x = self.layer(x, position_embeddings=rope, attention_mask=mask, position_ids=positions)
             x = x[0] if isinstance(x, tuple) else x
             g = norm(x.reshape(-1, x.shape[-1]), self.names.norm)
             return g, model.lm_head(g)
@@ -163,9 +162,7 @@ def prefill(engine: Engine, ids: Sequence[int]) -> None:
 def draft(engine: Engine, token: int, position: int) -> NDArray[np.float32]:
     assert engine.draft is not None
     steps = engine.draft.steps
-    engine.device.write(
-        steps.step, pack_drafting([(0, token, position, 0, 1, 0)], 1, behind=False)
-    )
+    engine.device.write(steps.step, pack_drafting([(0, token, position, 0, 1, 0)], 1, behind=False))
     plan = steps.plan("decode", False)
     run_dispatches(engine.device, [*plan.body, *plan.head], 1, position + 1)
     return engine.device.read(steps.logits).view(np.float32)[: engine.vocab_size].copy()
@@ -193,3 +190,35 @@ def test_logits(device: Device, case: str, tmp_path: Path) -> None:
                 logits = draft(engine, tokens[-1], len(tokens) - 1)
                 assert relative_error(logits, expected[-1].numpy()) <= TOLERANCE
                 states = reference.torch.cat([states, g[-1:]])
+
+
+# Answers
+
+
+@pytest.fixture(scope="module")
+def built(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """The engine of a checkpoint with such a layer."""
+    made: dict[tuple[Any, ...], Engine] = {}
+
+    def build(case: str, **options: Any) -> Engine:
+        key = case, *sorted(options.items())
+        if key not in made:
+            folder = tmp_path_factory.mktemp("mtp") / case
+            Reference(case).write_checkpoint(folder)
+            made[key] = engine_with(own_device, folder, **{"max_batch": 4} | options)
+        made[key].forget()
+        return made[key]
+
+    return build
+
+
+@others_full("case", CASES, ["glm4_moe", "qwen3_next"])
+def test_answers_are_those_without_drafts(built: Callable[..., Engine], case: str) -> None:
+    engine, prompts = built(case), prompts_of(case)
+    params = [params_of(way, logprobs=2) for way in [*WAYS, *WAYS]]
+    expected = plainly(engine, prompts, params)
+    found = run(engine, prompts, params)
+    same(found, expected)
+    assert drafts_of(found)[0] > 20
+    stats = engine.pool.stats
+    assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)

@@ -103,8 +103,8 @@ class Engine(TokenEngine):
         draft_rows = options.draft_rows
         predictor: tuple[Predictor, Mapping[str, GpuTensor]] | None = None
         if draft is not None and isinstance(draft.model, Predictor):
-            draft = with_shared(draft, weights)
-            predictor = draft.model, draft.weights  # type: ignore
+            predictor = draft.model, with_shared(draft.weights, weights)
+            draft = replace(draft, weights=predictor[1])
         if draft is not None:
             draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
         self.steps = Steps(
@@ -122,6 +122,8 @@ class Engine(TokenEngine):
             draft_rows=draft_rows,
             predictor=predictor,
         )
+        # Rows before those of a prompt that is partly cached: its last hidden state was not kept.
+        self._lead = int(predictor is not None and not any(self.config.states))
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
             device,
@@ -138,7 +140,7 @@ class Engine(TokenEngine):
             self.pool,
             slots=options.max_batch,
             context=options.context,
-            chunk=self.steps.rows["prefill"],
+            chunk=self.steps.rows["prefill"] - self._lead * self.steps.prompts,
             ahead=options.ahead,
             snapshot_tail=_TAIL if self.states else 0,
             prompts=self.steps.prompts,
@@ -489,12 +491,16 @@ class Engine(TokenEngine):
             if part.first and self.draft is not None:
                 self.draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
-                before += copies(self.states, slot, part.restore, back=True)
+                before += self._state_copies(slot, part.restore, back=True)
         self._rotate_for(answers[0].table_length)
         if before:
             self.queue.submit(NOTHING, 0, 0, before)
         numbers = [self.adapters.number(answer.adapter) for answer in answers]
-        rows = list(accumulate(part.count for part in work))  # where those of each end
+        leads = [
+            self._lead if part.first and part.start and part.sequence.shares else 0 for part in work
+        ]
+        each = zip(leads, work, strict=True)
+        rows = list(accumulate(lead + part.count for lead, part in each))  # where those of each end
         count, longest = rows[-1], max(part.start + part.count for part in work)
         kind = self.steps.prefill(count, len(work))
         last = [i for i, part in enumerate(work) if part.last]
@@ -514,11 +520,16 @@ class Engine(TokenEngine):
             logits_of = tuple(i for i, answer in enumerate(ending) if answer.reads_logits)
             logprobs = chain is not None and chain.logprobs
         chunks = [
-            (part.sequence.tokens[part.start : part.start + part.count], part.start, slot, number)
-            for part, slot, number in zip(work, slots, numbers, strict=True)
+            (
+                part.sequence.tokens[part.start - lead : part.start + part.count],
+                part.start - lead,
+                slot,
+                number,
+            )
+            for part, lead, slot, number in zip(work, leads, slots, numbers, strict=True)
         ]
         chosen = [rows[i] - 1 for i in last] if sampled else []
-        self.device.write(self.steps.step, pack_prompts(chunks, chosen))
+        self.device.write(self.steps.step, pack_prompts(chunks, chosen, leads))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         *first, rest = recording.parts(pieces)
         with self._masks(sampled):
@@ -534,7 +545,7 @@ class Engine(TokenEngine):
             if self.draft is not None and part.sequence.shares:
                 self.draft.follow(self.queue, part.sequence, slot, part.start + part.count)
             if part.save is not None:
-                self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, part.save, back=False))
+                self.queue.submit(NOTHING, 0, 0, self._state_copies(slot, part.save, back=False))
 
     def _begin(self, answer: Answer, slot: int) -> None:
         """Of a sequence that has got a slot, perhaps not for the first time."""
@@ -1118,7 +1129,14 @@ class Engine(TokenEngine):
         """The states of a sequence that had that slot."""
         if place is not None:
             assert slot is not None
-            self.queue.submit(NOTHING, 0, 0, copies(self.states, slot, place, back=False))
+            self.queue.submit(NOTHING, 0, 0, self._state_copies(slot, place, back=False))
+
+    def _state_copies(self, slot: int, place: int, *, back: bool) -> list[Copy]:
+        """What to copy to save the states of a sequence in a place, or to go back to them."""
+        found = copies(self.states, slot, place, back=back)
+        if self.steps.last_hidden is not None:
+            found += self.steps.last_hidden.copies(slot, place, back=back)
+        return found
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change: nobody knows what it made, and staging

@@ -16,17 +16,20 @@ from infer.engine.draft import Drafting, DraftModel, Loaded
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Steps
 from infer.kernels.gpu.device import Device
-from infer.kernels.gpu.record import Copy, Recording, StepQueue
+from infer.kernels.gpu.record import Copy, Part, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.kernels.state.step import pack_drafting
 from infer.models.blocks.mtp import Predictor
+from infer.progress import size
 
 
-def with_shared(own: Loaded, weights: Mapping[str, GpuTensor]) -> Loaded:
-    """The layer with what it shares with the model of these weights."""
+def with_shared(
+    own: Mapping[str, GpuTensor], weights: Mapping[str, GpuTensor]
+) -> dict[str, GpuTensor]:
+    """The weights of the layer, with what it shares with the model of these."""
     shared = {name: weights[name] for name in Predictor.shared if name in weights}
-    return replace(own, weights={**own.weights, **shared})
+    return {**own, **shared}
 
 
 class Prediction(DraftModel):
@@ -35,9 +38,14 @@ class Prediction(DraftModel):
     def __init__(
         self, device: Device, own: Loaded, options: EngineOptions, steps: Steps, sampler: Sampler
     ) -> None:
-        assert isinstance(own.model, Predictor) and steps.last_hidden is not None
+        assert isinstance(own.model, Predictor)
+        assert steps.last_hidden is not None
         bound = replace(own, model=own.model.of(steps.last_hidden))
         super().__init__(device, bound, options, steps, sampler)
+
+    def __str__(self) -> str:
+        own = [w.nbytes for name, w in self._own.weights.items() if name not in Predictor.shared]
+        return f"the model's own layer, {size(sum(own))}"
 
     def _of(self, steps: Steps, options: EngineOptions) -> dict[str, Any]:
         return {"follows": steps}
@@ -60,14 +68,16 @@ class Prediction(DraftModel):
         parts = [*self.first(1, chain, 1, behind=False), *self.others(1, 2, chain, 1)]
         return [part.recording for part in parts]
 
+    def first(
+        self, sequences: int, chain: SamplerChain, kv_len: int, behind: bool
+    ) -> tuple[Part, Part]:
+        """It never is."""
+        return super().first(sequences, chain, kv_len, behind=False)
+
     def begin_round(self, queue: StepQueue, drafting: Sequence[Drafting], sequences: int) -> bool:
-        rows = [
-            (0, each.sequence.tokens[-1], len(each.sequence.tokens) - 1, *_of_round(each))
-            for each in drafting
-        ]
+        rows = []
+        for each in drafting:
+            tokens = each.sequence.tokens
+            rows.append((0, tokens[-1], len(tokens) - 1, each.slot, each.count, each.place))
         self.device.write(self.steps.step, pack_drafting(rows, sequences, behind=False))
         return False
-
-
-def _of_round(each: Drafting) -> tuple[int, int, int]:
-    return each.slot, each.count, each.place

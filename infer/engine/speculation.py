@@ -21,7 +21,7 @@ from infer.engine.constraint import Constraint
 from infer.kernels.state.step import NO_TOKEN
 
 MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec takes
-WAYS = ("off", "lookup", "draft", "auto")
+WAYS = ("off", "lookup", "draft", "mtp", "auto")
 
 _NGRAMS = 3, 2  # tokens before a place that must agree, the longest first
 _INDEXED_AT_ONCE = 4096  # tokens: about 3 ms

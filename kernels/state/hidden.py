@@ -1,4 +1,4 @@
-"""The hidden states of a sequence's last positions, which layers read that predict further tokens."""
+"""The last hidden states of sequences, which layers read that predict further tokens."""
 
 from __future__ import annotations
 

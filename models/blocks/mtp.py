@@ -139,7 +139,8 @@ class Predictor(Decoder):
         h = self._layer(ops.hidden_before(x, self._hidden), w, rope, cache)
         attentions = (value for value in reachable([h]) if isinstance(value, Attention))
         attention = next(value for value in attentions if value.cache is cache)
-        assert attention.k is not None and attention.v is not None
+        assert attention.k is not None
+        assert attention.v is not None
         yield KVWrite(attention.k, attention.v, attention.cache)
         yield KeepHidden(x, self._hidden)
 
