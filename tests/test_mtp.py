@@ -24,6 +24,7 @@ from test_speculation import WAYS, params_of, plainly, prompts_of, run
 from infer.engine.engine import Engine
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import run as run_dispatches
+from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.step import pack_drafting, pack_step
 from infer.models import open_model
 from infer.models.blocks.mtp import Predictor
@@ -222,3 +223,82 @@ def test_answers_are_those_without_drafts(built: Callable[..., Engine], case: st
     assert drafts_of(found)[0] > 20
     stats = engine.pool.stats
     assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
+
+
+COUNT = 64  # tokens of a model that counts
+
+
+@pytest.fixture(scope="module")
+def counting(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """It says the number after the last token's; its layer that after the hidden state's, and one
+    more: what of all its rows has the hidden state of another row drafts wrong tokens."""
+    from safetensors.numpy import save_file
+
+    reference = Reference("glm4_moe")
+    folder = tmp_path_factory.mktemp("mtp") / "counts"
+    load("glm4_moe").write_checkpoint(folder, "transformers5")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": COUNT}))
+    (file,) = folder.glob("*.safetensors")
+    file.unlink()
+    tensors = {n: v.float().numpy() for n, v in reference.model.state_dict().items()}
+    tensors |= reference.tensors()
+    one, after = np.eye(COUNT, dtype=np.float32), np.roll(np.eye(COUNT, dtype=np.float32), 1, 0)
+    for name, value in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            tensors[name] = np.zeros_like(value)
+        elif "norm" in name and value.shape == (COUNT,):
+            tensors[name] = np.ones_like(value)
+    tensors["model.embed_tokens.weight"] = one
+    tensors["lm_head.weight"] = after
+    tensors[f"{reference.names.projection}.weight"] = np.hstack([0 * one, after])
+    save_file(tensors, folder / "model.safetensors")
+    return engine_with(own_device, folder, max_batch=4, context=4 * PAGE, prefill_chunk=32)
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_each_draft_is_from_the_hidden_state_before_it(counting: Engine, way: str) -> None:
+    """Alone and in a batch, over chunks and pages, and from what is cached, whole pages and a part
+    of one."""
+    counting.forget()
+    params = params_of(way, max_tokens=40)
+    prompts = [[5, 6, 7], [(3 + i) % COUNT for i in range(PAGE + 9)], [9]]
+    prompts += [[*prompts[1], *[(12 + i) % COUNT for i in range(PAGE)]], prompts[1][:20]]
+    found = run(counting, prompts[:1], params)
+    found += run(counting, prompts[1:3], params)
+    found += run(counting, prompts[3:], params)
+    for prompt, own in zip(prompts, found, strict=True):
+        assert own.ids == [(prompt[-1] + 1 + i) % COUNT for i in range(40)]
+    reused = [own.answer.timings.reused_tokens for own in found if own.answer is not None]
+    assert reused[3] > PAGE
+    assert 0 < reused[4] < PAGE
+    drafted, right = drafts_of(found)
+    assert right == drafted > 120
+
+
+@others_full("case", CASES, ["glm4_moe", "qwen3_next"])
+def test_keys_are_those_of_a_prompt_that_is_not_cached(
+    built: Callable[..., Engine], case: str
+) -> None:
+    """Where some of it is, the hidden state before the rest is computed again, or was saved."""
+    engine, ids = built(case), load(case).prompt_ids.tolist()
+
+    def keys(prompt: Sequence[int]) -> tuple[NDArray[Any], int]:
+        answer = engine.generate(prompt, params_of("greedy", max_tokens=4))
+        next(answer)
+        cache = engine.steps.predicted
+        assert cache is not None
+        slots = np.array([p * PAGE + np.arange(PAGE) for p in answer.sequence.pages]).reshape(-1)
+        found = engine.device.read(cache.keys).view(np.float32).reshape(cache.slots, -1)
+        answer.close()
+        engine.settle()
+        return found[slots[: len(prompt)]].copy(), answer.timings.reused_tokens
+
+    prompt = [*ids, *ids[5:], 9, 8, 7, *ids[:15]]
+    expected, reused = keys(prompt)
+    assert reused == 0
+    engine.forget()
+    keys(prompt[: len(prompt) - 9])
+    found, reused = keys(prompt)
+    assert reused > PAGE
+    np.testing.assert_allclose(found, expected, atol=1e-4)
