@@ -533,13 +533,13 @@ def test_nothing_is_left_of_many_answers(
     for item in [begin(engine, ids, seed=1, logprobs=3, **SAMPLED) for ids in 4 * soak.stems[:1]]:
         list(item)  # buffers that grow have their full size
     known = -1
-    while known < (known := len(engine._recordings)):  # a GPU has many kinds of step
+    while known < (known := len(engine.recordings)):  # a GPU has many kinds of step
         soak.run(20, seed=known)
     engine.settle()
 
     def left() -> tuple[Any, ...]:
         assert engine.scheduler.idle
-        assert [*engine._answers, *engine._inbox, *engine._in_flight] == []
+        assert [*engine._answers, *engine._inbox, *engine.submissions.in_flight] == []
         stats = engine.pool.stats
         assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
         assert sorted(engine.scheduler._slots) == list(range(engine.options.max_batch))
@@ -548,13 +548,13 @@ def test_nothing_is_left_of_many_answers(
         memory = engine.device.memory_stats()
         return memory.allocated, memory.pooled, len(engine.device._buffers)
 
-    before, resident, known = left(), resident_bytes(), len(engine._recordings)
+    before, resident, known = left(), resident_bytes(), len(engine.recordings)
     preemptions, hits = engine.scheduler.preemptions, engine.pool.stats.hits
     tracemalloc.start()
     try:
         assert soak.run(count, seed=1) > count / 20
         assert left() == before
-        new = len(engine._recordings) - known  # kinds of step that had not come before
+        new = len(engine.recordings) - known  # kinds of step that had not come before
         assert tracemalloc.get_traced_memory()[0] < (1 << 17) + new * (1 << 14)
     finally:
         tracemalloc.stop()

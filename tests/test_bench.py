@@ -688,7 +688,7 @@ class Timed(measure.EngineBench):
 
     def __init__(self, per_token: float, context: int) -> None:
         own = {"context": context, "vocab_size": 9, "forget": lambda: None, "draft": None}
-        engine: Any = SimpleNamespace(**own)
+        engine: Any = SimpleNamespace(**own, verification=SimpleNamespace())
         super().__init__(engine, 1e9, 1, lambda *_: None)
         self.per_token = per_token
 

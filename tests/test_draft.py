@@ -113,9 +113,9 @@ def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> Non
     long = (ids * 3)[: PAGE - 10]
     params = params_of("greedy")
     alone = plainly(engine, [long], params_of("greedy", max_tokens=2 * STEPS))[0].ids
-    speculation, engine.speculation = engine.speculation, None
+    speculation, engine.verification.speculation = engine.speculation, None
     (first,) = run(engine, [long], params)  # into the second page
-    engine.speculation = speculation
+    engine.verification.speculation = speculation
     follow, split = [*long, *first.ids[:-1]], [*long, *first.ids[:5], 7, 8]
     found = run(engine, [follow, [*long, *first.ids[:3]], split], params)
     reused = [own.answer.timings.reused_tokens for own in found if own.answer is not None]
@@ -141,11 +141,11 @@ def test_it_goes_on_drafting_after_a_while_without(engine_of: Callable[..., Engi
             self.steps += 1
             return [0 if self.steps % 20 < 10 else n for n in super().counts(guesses)]
 
-    engine.speculation = Sometimes(speculation.kinds, measures=False)
+    engine.verification.speculation = Sometimes(speculation.kinds, measures=False)
     try:
         (found,) = run(engine, [ids], params)
     finally:
-        engine.speculation = speculation
+        engine.verification.speculation = speculation
     same([found], [expected])
     drafted, right = drafts_of([found])
     assert right == drafted > 10
@@ -241,9 +241,9 @@ def test_many_answers_come_and_go(
     """Closed at any time, failing, left unread, out of pages: each that is compared is right."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)
     engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
-    speculation, engine.speculation = engine.speculation, None
+    speculation, engine.verification.speculation = engine.speculation, None
     soak = Soak(engine)
-    engine.speculation = speculation
+    engine.verification.speculation = speculation
     preemptions = engine.scheduler.preemptions
     assert soak.run(100, seed=3) > 4
     assert engine.scheduler.preemptions > preemptions

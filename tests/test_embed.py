@@ -137,7 +137,7 @@ def test_a_text_is_begun_again(engine_of: EngineOf, case: str, begun_again: str)
         (sequence,) = engine._answers
         reads.append(sequence.state)
         if len(reads) == 2 and begun_again == "reset":
-            engine._in_flight.clear()
+            engine.submissions.in_flight.clear()
             engine._reset()
         elif sequence.state == begun_again and "waiting" not in reads:
             engine.scheduler._preempt(sequence)

@@ -85,13 +85,13 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     with Device.open() as device:
         engine = build_engine(device, folder)
         before = device.n_pipelines
-        engine.recording("decode", True, None)
+        engine.recordings.of("decode", True, None)
         first = device.n_pipelines
         engine.steps.compile()
         compiled = device.n_pipelines
         assert before < first < compiled
         for kind in engine.steps.rows:
-            engine.recording(kind, True, None)
+            engine.recordings.of(kind, True, None)
         assert device.n_pipelines == compiled
 
 
@@ -396,7 +396,7 @@ def test_calls_of_a_token(
     engine_of: EngineOf, counting: CountingLib, sampling: dict[str, Any], with_logits: bool
 ) -> None:
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
-    engine.queue = RawQueue(engine.device)  # which knows the counting library
+    engine.submissions.queue = RawQueue(engine.device)  # which knows the counting library
     # The end is so far away that every step counted has one after it.
     params = SamplingParams(max_tokens=2 * TOKENS, **sampling).resolved({})
     for _ in range(2):  # the first compiles the sampler
@@ -437,7 +437,7 @@ def test_the_next_step_is_submitted_before_an_id_is_read(
     engine_of: EngineOf, counting: CountingLib
 ) -> None:
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")[:1]  # nothing of which is reused
-    engine.queue = RawQueue(engine.device)
+    engine.submissions.queue = RawQueue(engine.device)
     answer(engine, prompt_ids, 2)
     counting.calls.clear()
     steps = engine.generate(prompt_ids, SamplingParams(max_tokens=TOKENS).resolved({}))
@@ -475,7 +475,7 @@ def test_a_generation_creates_nothing(
     monkeypatch.setattr("infer.engine.pace.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
     monkeypatch.setattr("infer.engine.pace.SUBMISSIONS", 1)
     engine, prompt_ids = engine_of("qwen3", prefill_chunk=16), prompt_of("qwen3")
-    engine.queue = RawQueue(engine.device)
+    engine.submissions.queue = RawQueue(engine.device)
     for _ in range(2):
         engine.forget()
         counting.calls.clear()
@@ -489,7 +489,7 @@ def test_a_generation_creates_nothing(
 
 def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np.int64]:
     """Workgroups of each dispatch of the decode step after so many positions."""
-    engine.queue = RawQueue(engine.device)
+    engine.submissions.queue = RawQueue(engine.device)
     rng = np.random.default_rng(0)
     prompt_ids = rng.integers(3, engine.vocab_size, length).tolist()
     steps = engine.generate(prompt_ids, SamplingParams(max_tokens=3).resolved({}))
@@ -630,7 +630,7 @@ def test_long_steps_are_cut_into_short_submissions(
     monkeypatch.setattr(engine, "pace", Pace(layers))
     assert_same(answer(engine, ids, 4), expected)
     prefill = [(rows, kernels) for rows, kernels in submitted if rows > 8]
-    whole = len(engine.recording("prefill", False, None).dispatches)
+    whole = len(engine.recordings.of("prefill", False, None).dispatches)
     assert sum(rows == 64 for rows, _ in prefill) > len(prefill) / 2
     assert max(kernels for rows, kernels in prefill if rows == 64) <= -(-(whole + 8) // layers)
 
@@ -639,7 +639,7 @@ def test_an_interrupt_while_recording_leaves_nothing_behind(
     engine_of: EngineOf, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
-    engine.queue = RawQueue(engine.device)
+    engine.submissions.queue = RawQueue(engine.device)
     expected = answer(engine, prompt_ids, 8)
 
     def interrupted(*_: Any) -> None:

@@ -144,11 +144,11 @@ def _take(answer: Answer, own: Taken) -> bool:
 
 def plainly(engine: Engine, *args: Any, **options: Any) -> list[Taken]:
     """Without drafts."""
-    before, engine.speculation = engine.speculation, None
+    before, engine.verification.speculation = engine.speculation, None
     try:
         return run(engine, *args, **options)
     finally:
-        engine.speculation = before
+        engine.verification.speculation = before
         engine.forget()
 
 
@@ -163,13 +163,13 @@ def with_drafts(
     answers = ([*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True))
     before = engine.speculation
     assert before is not None
-    engine.speculation = Speculation(
+    engine.verification.speculation = Speculation(
         before.kinds, measures=False, drafter=lambda: Known([next(answers)], PATTERNS[pattern])
     )
     try:
         found = run(engine, prompts, params, **options)
     finally:
-        engine.speculation = before
+        engine.verification.speculation = before
     for own, other in zip(found, expected, strict=True):
         assert own.ids == other.ids
         assert own.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -342,15 +342,15 @@ def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: Callable[...
     known = [Taken(expected.ids)]
     for cut in range(3):  # the end is at other places of a draft
         engine.forget()
-        before, engine.speculation = engine.speculation, None
+        before, engine.verification.speculation = engine.speculation, None
         prompt = [*ids, *expected.ids[:cut]]
-        engine.speculation = Speculation(
+        engine.verification.speculation = Speculation(
             [8], measures=False, drafter=lambda: Known([[*ids, *known[0].ids]])
         )
         answer = engine.generate(prompt, params_of("greedy"), stop_ids=[expected.ids[stop]])
         assert [step.token for step in answer] == expected.ids[cut : stop + 1]
         assert answer.timings.accepted_tokens > 0
-        engine.speculation = before
+        engine.verification.speculation = before
     stats = engine.pool.stats
     assert stats.in_use == 0
 
@@ -360,7 +360,7 @@ def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> 
     (expected,) = plainly(engine, [ids], params_of("greedy"))
     before = engine.speculation
     known = Known([[*ids, *expected.ids]])
-    engine.speculation = Speculation([8], measures=False, drafter=lambda: known)
+    engine.verification.speculation = Speculation([8], measures=False, drafter=lambda: known)
     answer = engine.generate(ids, params_of("greedy"))
     next(answer)
     next(answer)
@@ -369,7 +369,7 @@ def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> 
     assert engine.pool.stats.in_use == 0
     (again,) = run(engine, [ids], params_of("greedy"))
     assert again.ids == expected.ids
-    engine.speculation = before
+    engine.verification.speculation = before
 
 
 @others_full("case", ["llama", *STATES], ["llama"])
@@ -387,12 +387,12 @@ def test_many_answers_come_and_go(
         def draft(self, tokens: Sequence[int], most: int) -> list[int]:
             return super().draft(tokens, most) or junk.choices(range(50), k=junk.randrange(most))
 
-    engine.speculation = Speculation(
+    engine.verification.speculation = Speculation(
         engine.steps.draft_kinds, measures=False, drafter=lambda: Mixed(known, PATTERNS["mixed"])
     )
     preemptions = engine.scheduler.preemptions
     assert soak.run(100, seed=3) > 4
-    engine.speculation = before
+    engine.verification.speculation = before
     assert engine.scheduler.preemptions > preemptions
     engine.settle()  # takes in who was closed last
     assert engine.scheduler.idle
@@ -411,7 +411,7 @@ def test_an_interrupt_changes_nothing(
     params = params_of("greedy")
     (expected,) = plainly(engine, [ids], params)
     before = engine.speculation
-    engine.speculation = Speculation(
+    engine.verification.speculation = Speculation(
         [8], measures=False, drafter=lambda: Known([[*ids, *expected.ids]], PATTERNS["mixed"])
     )
     real, calls, stop_at, is_done = getattr(engine.queue, where), 0, 0, False
@@ -435,7 +435,7 @@ def test_an_interrupt_changes_nothing(
                 found.extend(step.token for step in answer)
         assert found == expected.ids
         assert calls >= stop_at
-    engine.speculation = before
+    engine.verification.speculation = before
 
 
 def test_adapters_by_row(own_device: Device) -> None:
@@ -467,12 +467,12 @@ def test_a_chat_goes_on_from_an_answer_with_drafts(
         if whole.ids[last] in whole.ids[:last]:
             continue
         engine.forget()
-        engine.speculation = Speculation(
+        engine.verification.speculation = Speculation(
             [8], measures=False, drafter=lambda: Known([[*ids, *whole.ids]])
         )
         (found,) = run(engine, [ids], params_of("greedy"), stop_ids=[whole.ids[last]])
         assert found.ids == whole.ids[: last + 1]
-        engine.speculation = None
+        engine.verification.speculation = None
         turn = [*ids, *found.ids, 5, 6, 7]
         second = engines.answer(engine, turn, 4)
         lost.add(len(ids) + last - engine.timings.reused_tokens)
@@ -480,7 +480,7 @@ def test_a_chat_goes_on_from_an_answer_with_drafts(
         fresh = engines.answer(engine, turn, 4)
         assert second.token_ids == fresh.token_ids
         assert relative_error(second.logits, fresh.logits) <= 1e-5
-    engine.speculation = before
+    engine.verification.speculation = before
     assert min(lost) == 0 < max(lost) <= MAX_DRAFT
 
 

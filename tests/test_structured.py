@@ -734,9 +734,9 @@ def test_what_is_forced_is_drafted(llm: LLM, drafting: LLM) -> None:
     assert isinstance(engine, Engine)
     assert engine.speculation is not None
     before = engine.speculation
-    engine.speculation = Speculation(before.kinds, measures=False, drafter=Clueless)
+    engine.verification.speculation = Speculation(before.kinds, measures=False, drafter=Clueless)
     found = held_answers(drafting, False)
-    engine.speculation = before
+    engine.verification.speculation = before
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     drafted = [result.timings.drafted_tokens for result in found]
     assert [result.timings.accepted_tokens for result in found] == drafted

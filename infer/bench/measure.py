@@ -151,7 +151,8 @@ class EngineBench:
         self.engine, self.bandwidth = engine, bandwidth
         self.repeats, self.progress = repeats, progress
         # Nothing is drafted but in tests of drafts.
-        self.draft, engine.draft, engine.speculation = engine.draft, None, None
+        self.draft = engine.draft
+        engine.verification.draft = engine.verification.speculation = None
 
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
@@ -274,10 +275,11 @@ class EngineBench:
         ids, room = range(engine.vocab_size), drafts_positions(rows, depth, tokens)
         prompts = [draw.choices(ids, k=depth) for _ in range(rows)]
         params = replace(GREEDY, max_tokens=room - depth)
-        engine.draft = self.draft
+        engine.verification.draft = self.draft
         engine.forget()
         decreed = Decreed if self.draft is None else DecreedModel
-        engine.speculation = decreed(engine.steps.draft_kinds, accept, count, engine.vocab_size)
+        of = engine.steps.draft_kinds, accept, count, engine.vocab_size
+        engine.verification.speculation = decreed(*of)
         step_tokens: list[float] = []
 
         def run() -> float:
@@ -299,13 +301,13 @@ class EngineBench:
             step_tokens.append(made / (made - accepted))
             return seconds * rows * tokens / made
 
-        of = "auto" if count is None else str(count)
+        drafted = "auto" if count is None else str(count)
         many = f" x {rows} @ d{depth}" if rows > 1 else ""
-        test = f"tg{tokens} + {of}{many}, {accept:g} right"
+        test = f"tg{tokens} + {drafted}{many}, {accept:g} right"
         try:
             (seconds,) = self._repeat(test, run)
         finally:
-            engine.speculation = engine.draft = None
+            engine.verification.speculation = engine.verification.draft = None
         tps, spread = _tps(rows * tokens, seconds)
         step = statistics.fmean(step_tokens)
         many_rows = rows if rows > 1 else None
@@ -428,7 +430,7 @@ class EngineBench:
         """The host's part of a greedy decode step, medians: to record and submit it, and to read
         its id when that is there."""
         engine, queue = self.engine, self.engine.queue
-        recording = engine.recording("decode", True, GREEDY.chain())
+        recording = engine.recordings.of("decode", True, GREEDY.chain())
         place_step(engine, [0], 0)
         submits, reads = [], []
         with engine.device.scope():
@@ -451,7 +453,7 @@ class EngineBench:
             return None
         kv_len = _middle(test, 0)
         place_step(self.engine, [0], kv_len - 1)
-        step = self.engine.recording("decode", True, GREEDY.chain()).dispatches
+        step = self.engine.recordings.of("decode", True, GREEDY.chain()).dispatches
         return self._time([step], 1, kv_len)[0]
 
     def profiles(
@@ -468,11 +470,11 @@ class EngineBench:
         chunks = list(engine.chunks(prefill.tokens))
         _, rows, kind = chunks[0]
         place_step(engine, self._ids(rows), 0)
-        plan = engine.recording(kind, True, None).dispatches
+        plan = engine.recordings.of(kind, True, None).dispatches
         whole = statistics.fmean(prefill.seconds) if len(chunks) == 1 else None
         profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
         profiles = [replace(profile, step_seconds=whole)]
-        plan = engine.recording("decode", True, None).dispatches
+        plan = engine.recordings.of("decode", True, None).dispatches
         sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
         for depth, row in decode.items():
             kv_len = _middle(row, depth)
@@ -481,7 +483,7 @@ class EngineBench:
             profiles.append(replace(profile, step_seconds=1 / row.tps, host_seconds=host_seconds))
         for rows, depth in batches:
             if rows > 1:
-                plan = engine.recording(engine.steps.batch(rows), True, None).dispatches
+                plan = engine.recordings.of(engine.steps.batch(rows), True, None).dispatches
                 sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
                 place_batch(engine, rows, depth)
                 title = f"decode of {rows} sequences"

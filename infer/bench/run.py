@@ -48,9 +48,8 @@ from infer.bench.measure import (
 from infer.bench.report import BenchReport
 from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
-from infer.engine.options import EngineOptions
+from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
-from infer.engine.steps import MAX_BATCH
 from infer.hub import resolve_adapter
 from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
@@ -241,7 +240,7 @@ def run_bench(
             lora=lora,
             draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
             invariant=invariant,
-            dispatches=len(engine.recording("decode", True, GREEDY.chain()).dispatches),
+            dispatches=len(engine.recordings.of("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
             profiles=tuple(profiles),

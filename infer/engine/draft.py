@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from infer.engine import scheduler
-from infer.engine.options import EngineOptions
-from infer.engine.steps import MAX_BATCH, Steps
+from infer.engine.options import MAX_BATCH, EngineOptions
+from infer.engine.steps import Steps
 from infer.kernels.errors import RequestError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.plan import DispatchPlan
@@ -89,13 +89,7 @@ class DraftModel:
             own.model,
             own.weights,
             NO_ADAPTERS,
-            context=options.context,
-            kv_dtype=options.kv_dtype,
-            prefill_chunk=options.prefill_chunk,
-            fuse=options.fuse,
-            max_batch=options.max_batch,
-            n_pages=options.pages,
-            invariant=options.invariant,
+            options,
             **self._of(steps, options),
         )
         self.sampler = Sampler(

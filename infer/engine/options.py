@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infer.engine.speculation import MAX_DRAFT, WAYS
-from infer.engine.steps import MAX_BATCH
 from infer.foreign import shown
 from infer.kernels.errors import RequestError
 from infer.kernels.state.kv_cache import PAGE
 
+MAX_BATCH = 64
 AHEAD = 2  # steps in flight: one runs while the next is recorded
 DRAFT_ROWS = 1 + MAX_DRAFT
 _POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where nobody says how many

@@ -300,7 +300,7 @@ class Scheduler:
         if last:
             sequence.state, sequence.in_flight = "running", 1
             self.prefilling.remove(sequence)
-            insort(self.running, sequence, key=_slot)
+            insort(self.running, sequence, key=slot_of)
         return Prefill(sequence, start, end - start, copy, restore, save, first, last)
 
     def _admit(
@@ -477,6 +477,7 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.rank
 
 
-def _slot(sequence: Sequence) -> int:
+def slot_of(sequence: Sequence) -> int:
+    """Of one that has a slot."""
     assert sequence.slot is not None
     return sequence.slot

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
+from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
@@ -39,8 +40,8 @@ PACKED = "packed "  # and of those of several prompts
 SCORED = "scored"  # the kind of step of one sequence that gives the logits of all rows
 _SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
 _SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
-MAX_BATCH = 64
-_BATCHES = 2, 4, 8, 12, 16, 24, 32, 48, MAX_BATCH  # whose kernels are made for so many rows
+# Rows that kernels of batches are made for.
+_BATCHES = 2, 4, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, MAX_BATCH
 _SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
 
 
@@ -64,14 +65,8 @@ class Steps:
         model: Decoder,
         weights: Mapping[str, GpuTensor],
         adapters: Adapters,
+        options: EngineOptions,
         *,
-        context: int,
-        kv_dtype: str,
-        prefill_chunk: int,
-        fuse: bool,
-        max_batch: int,
-        n_pages: int,
-        invariant: bool,
         draft_rows: int = 0,
         pages: Buffer | None = None,
         predictor: tuple[Predictor, Mapping[str, GpuTensor]] | None = None,
@@ -81,10 +76,11 @@ class Steps:
         most; 0: none does. pages: the page table, where it is another model's. predictor: a layer
         that predicts further tokens, and its weights, whose keys and values are to be there for all
         positions of sequences. follows: of such a layer, the steps of its model, which have all
-        its positions; its own are of one row of each sequence. The others: as in EngineOptions.
-        Raises OutOfMemoryError, and UnsupportedError for what an adapter changes."""
-        self.device, self.adapters, self.context = device, adapters, context
-        self._fuse, self._invariant = fuse, invariant
+        its positions; its own are of one row of each sequence. Raises OutOfMemoryError, and
+        UnsupportedError for what an adapter changes."""
+        self.device, self.adapters, self.context = device, adapters, options.context
+        self._fuse, self._invariant = options.fuse, options.invariant
+        fuse, invariant, max_batch = options.fuse, options.invariant, options.max_batch
         c = model.config
         self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
         self.predicted: LayerCache | None = None  # the cache of the predictor's layer
@@ -102,10 +98,10 @@ class Steps:
             self.cache = KVCache(
                 device,
                 shapes,
-                context,
+                self.context,
                 sequences=max_batch,
-                dtype=kv_dtype,
-                n_pages=n_pages,
+                dtype=options.kv_dtype,
+                n_pages=options.pages,
                 pages=pages,
             )
             keys_and_values = iter(self.cache.layers)
@@ -141,7 +137,7 @@ class Steps:
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
         if invariant:  # kernels of a few rows have no more
             bound = min(bound, MAX_BATCH)
-        chunk = max(16, min(prefill_chunk, context, bound))
+        chunk = max(16, min(options.prefill_chunk, self.context, bound))
         draft_rows = next(rows for rows in (0, *_BATCHES) if rows >= draft_rows)
         self.most_rows = max(max_batch, draft_rows)  # that are sampled
         most = max(chunk, MAX_VEC_ROWS, self.most_rows)

@@ -67,6 +67,9 @@ class Recording:
         return self._parts[count]
 
 
+EMPTY = Recording([])
+
+
 class StepQueue(Protocol):
     """Submits steps and reads back what they copied into staging buffers."""
 

@@ -16,9 +16,21 @@ from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTenso
 from infer.kernels.ops.prepared import Maker
 
 MOST_ROWS = 64
-_MOST_FLOAT_ROWS = 32
+_MOST_FLOAT_ROWS = 48
 LEAST_LANES = 4
 _MOST_SPLITS = 8  # of a matrix' columns
+# By the rows of x: rows of a tile, lanes and teams (at least) along the columns, where W has few
+# rows and where it has many. What scripts/tune.py found, not a formula.
+_INT8_TILES = {
+    8: ((8, 32, 1), (8, 32, 1)),
+    12: ((12, 16, 2), (12, 16, 2)),
+    16: ((8, 32, 1), (8, 32, 1)),
+    20: ((10, 32, 1), (10, 32, 1)),
+    24: ((8, 16, 1), (8, 32, 1)),
+    32: ((8, 32, 1), (16, 16, 1)),
+    40: ((10, 16, 1), (10, 16, 1)),
+    MOST_ROWS: ((16, 32, 1), (16, 16, 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -159,12 +171,14 @@ def _made(
 
 def _int8_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant:
     """Small workgroups, as nothing is shared in them: a subgroup along the columns, and more of
-    them where there are too few outputs. Arithmetic bounds many rows of x: then tiles are large."""
-    rows, large = shape.rows, shape.w_rows >= 32 * tuning.multiprocessors
-    if rows > 16 and large:
-        return _made(tuning, shape, 16, 4, 16, 1)
-    variant = _made(tuning, shape, 8 if rows <= 32 else 16, 4, 32, 1)
-    return _filled(shape, variant, 8 * tuning.multiprocessors)
+    them where there are too few outputs."""
+    large = shape.w_rows >= 32 * tuning.multiprocessors
+    tiles = next(tiles for rows, tiles in _INT8_TILES.items() if rows >= shape.rows)
+    m_tile, k_lanes, k_teams = tiles[large]
+    variant = _made(tuning, shape, m_tile, 4, k_lanes, 1)
+    filled = _filled(shape, variant, 8 * tuning.multiprocessors)
+    least = min(k_teams, _most_k_teams(shape, k_lanes))
+    return replace(filled, k_teams=max(least, filled.k_teams))
 
 
 def _variant(tuning: Tuning, shape: RowsShape) -> RowsVariant:

@@ -75,6 +75,7 @@ CUT = np.dtype(  # of sample_cut.wgsl
 )
 LOGPROB = np.dtype([("token", "<u4"), ("logprob", "<f4")])  # of sample_logprobs.wgsl
 ROW_LOGPROBS = 1 + MAX_LOGPROBS  # the sampled token's, and the best
+LOGPROBS_BYTES = ROW_LOGPROBS * LOGPROB.itemsize  # of a row
 SLOTS = 6  # cuts of a row, one for each dispatch that finds something
 
 _Kernel = tuple[KernelSpec, tuple[str, ...]]  # and the buffers that it binds
@@ -352,7 +353,7 @@ class Sampler:
             per_row = {
                 "sampled": 4,
                 "tile_bests": self._tiles * 16,
-                "logprobs": ROW_LOGPROBS * LOGPROB.itemsize,
+                "logprobs": LOGPROBS_BYTES,
                 "bests": self._tiles * 8,
                 "z": self._stride * 4,
                 "stats": self._tiles * 8,

@@ -1,0 +1,171 @@
+"""Decode steps: one row of each sequence of a batch, which the GPU has from the step before.
+
+Where answers have masks, a step is submitted in two parts: its body before the tokens of the step
+before are read, and its head, which samples, when the masks after these are written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from infer.engine import scheduler
+from infer.engine.answers import Answer
+from infer.engine.masks import Masks
+from infer.engine.recordings import Recordings
+from infer.engine.scheduler import Scheduler, slot_of
+from infer.engine.steps import Steps
+from infer.engine.submissions import Submissions, Wanted
+from infer.engine.texts import Text
+from infer.kernels.gpu.record import EMPTY, Recording
+from infer.kernels.state.sampler import SamplerChain
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences that share decode steps, and what these dispatch: made once, while the same ones
+    stay. joins: the same for a step that takes their rows from wherever they are. logits_of: which
+    of them have their logits read back. logprobs: whether any has log probabilities. masked: those
+    that have a mask. Where there are some the step is also there in two parts: the body, with joins
+    or without, and the head, which samples."""
+
+    sequences: tuple[scheduler.Sequence, ...]
+    slots: tuple[int, ...]
+    table_length: int
+    chain: SamplerChain
+    by_row: bool
+    recording: Recording
+    joins: Recording
+    logits_of: tuple[int, ...]
+    logprobs: bool
+    masked: tuple[scheduler.Sequence, ...] = ()
+    body: Recording = EMPTY
+    body_joins: Recording = EMPTY
+    head: Recording = EMPTY
+
+
+class Decoding:
+    """Steps without drafts."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        scheduler: Scheduler,
+        recordings: Recordings,
+        submissions: Submissions,
+        masks: Masks,
+        answers: Mapping[scheduler.Sequence, Answer | Text],
+    ) -> None:
+        """answers: that there are, by their sequences."""
+        self._steps, self._scheduler, self._recordings = steps, scheduler, recordings
+        self._submissions, self._masks, self._answers = submissions, masks, answers
+        # A step whose body alone is submitted: the longest of its sequences, and since when.
+        self._held: tuple[Batch, int, float] | None = None
+        self._body: tuple[Batch, int, Any] | None = None  # recorded: that of the next such step
+
+    def batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
+        answers = [self._answer(sequence) for sequence in sequences]
+        chain = reduce(or_, (answer.chain for answer in answers))
+        kind, of = self._steps.batch(len(sequences)), self._recordings.of
+        by_row = any(answer.adapter is not None for answer in answers)
+        batch = Batch(
+            sequences,
+            tuple(map(slot_of, sequences)),
+            answers[0].table_length,
+            chain,
+            by_row,
+            of(kind, True, chain, by_row),
+            of(kind, True, chain, by_row, joins=True),
+            tuple(i for i, answer in enumerate(answers) if answer.reads_logits),
+            chain.logprobs,
+        )
+        if not chain.mask:
+            return batch
+        return replace(
+            batch,
+            masked=tuple(answer.sequence for answer in answers if answer.is_masked),
+            body=of(kind, False, None, by_row),
+            body_joins=of(kind, False, None, by_row, joins=True),
+            head=of(kind, True, chain, by_row, body=False),
+        )
+
+    def _answer(self, sequence: scheduler.Sequence) -> Answer:
+        answer = self._answers[sequence]
+        assert isinstance(answer, Answer)
+        return answer
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the head of the step submitted last is not."""
+        return self._held is not None
+
+    def submit(self, batch: Batch, longest: int, joins: bool) -> list[Answer]:
+        """The next step, or its body alone. joins: its rows are taken from the table of sequences.
+        Returns answers whose masks could not be made."""
+        if self._awaits_tokens(batch):
+            self._submit_body(batch, longest, joins)
+            self._held = batch, longest, time.perf_counter()
+            return []
+        return self._sample(batch, batch.joins if joins else batch.recording, longest)
+
+    def go_on(self) -> list[Answer]:
+        """As `submit`: the head of what is held, if its masks can be made now."""
+        if self._held is None or self._awaits_tokens(self._held[0]):
+            return []
+        (batch, longest, since), self._held = self._held, None
+        return self._sample(batch, batch.head, longest, since)
+
+    def _awaits_tokens(self, batch: Batch) -> bool:
+        """Whether tokens before this step, on which its masks depend, have not been read."""
+        return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
+
+    def _sample(
+        self, batch: Batch, recording: Recording, longest: int, since: float | None = None
+    ) -> list[Answer]:
+        """Submit a step, or the head of one whose body was submitted then."""
+        submissions, count = self._submissions, len(batch.slots)
+        commands, failed = None, list[Answer]()
+        if batch.masked:
+            with self._masks.making(batch.masked) as making:
+                copies = submissions.copies(count, batch.logits_of, batch.logprobs)
+                commands = submissions.queue.record(recording, count, longest, copies)
+                is_ahead = submissions.ahead > 1 and not self._scheduler.in_step
+                if is_ahead and not making.are_made():
+                    self._record_body(batch, longest + 1)
+            failed = making.failed
+        wanted = Wanted(batch.sequences, batch.logits_of, batch.logprobs)
+        submissions.submit(
+            recording, count, longest, wanted, sequences=count, commands=commands, since=since
+        )
+        return failed
+
+    def _record_body(self, batch: Batch, longest: int) -> None:
+        """That of the next step of a batch with masks, if it stays as it is."""
+        self._drop_body()
+        commands = self._submissions.queue.record(batch.body, len(batch.slots), longest, ())
+        self._body = batch, longest, commands
+
+    def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
+        if self._body is not None and not joins:
+            of, length, commands = self._body
+            if of is batch and length == longest:
+                self._body = None
+                self._submissions.queue.send(commands)
+                return
+        self._drop_body()
+        body = batch.body_joins if joins else batch.body
+        self._submissions.queue.submit(body, len(batch.slots), longest, ())
+
+    def _drop_body(self) -> None:
+        if self._body is not None:
+            self._submissions.queue.drop(self._body[-1])
+            self._body = None
+
+    def forget(self) -> None:
+        """What is held, and what was recorded."""
+        self._held = None
+        self._drop_body()

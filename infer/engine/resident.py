@@ -1,0 +1,87 @@
+"""What the GPU has of the sequences in its slots, so that only what has changed is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infer.engine.answers import Answer
+from infer.engine.scheduler import slot_of
+from infer.engine.steps import Steps
+from infer.kernels.state.sampler import Sampler
+from infer.models.blocks.rope import rope_table
+from infer.models.loading.config import RopeConfig
+
+
+class Resident:
+    """pages: of each slot's sequence. unknown: slots of whose next rows the GPU does not know,
+    which the host has to write (`set_next`)."""
+
+    def __init__(self, steps: Steps, sampler: Sampler, rope: RopeConfig, slots: int) -> None:
+        self._steps, self._sampler, self._rope, self._slots = steps, sampler, rope, slots
+        self._table_length = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known of sequences."""
+        self.pages: list[list[int]] = [[] for _ in range(self._slots)]
+        self.unknown: set[int] = set()
+        self._rows: tuple[int, ...] | None = None  # slots of the rows of the next step
+
+    def begin(self, answer: Answer, slot: int) -> None:
+        """Its sequence has got that slot, perhaps not for the first time."""
+        ids, prompt = answer.sequence.tokens, len(answer.prompt)
+        record = answer.params.record(
+            vocab_size=self._sampler.vocab_size,
+            prompt_tokens=prompt,
+            context=self._steps.context,
+            stop_ids=answer.stop_ids,
+        )
+        bias = answer.params.logit_bias
+        self._sampler.begin(slot, record[0], answer.prompt, bias, ids[prompt:])
+
+    def rotate_for(self, length: int) -> None:
+        """The table of positions of sequences that need that one (`table_length`)."""
+        if length != self._table_length:
+            table = rope_table(self._rope, self._steps.context, length)
+            self._steps.device.write(self._steps.rope.table, table)
+            self._table_length = length
+
+    def give_pages(self, slot: int, pages: Sequence[int]) -> None:
+        known = self.pages[slot]
+        same = 0
+        while same < min(len(known), len(pages)) and known[same] == pages[same]:
+            same += 1
+        if same < len(pages):
+            self._steps.cache.assign(slot, same, pages[same:])
+        self.pages[slot] = list(pages)
+
+    # Rows
+
+    def prefilled(self, slots: Sequence[int], sampled: tuple[int, ...]) -> None:
+        """A step has rows of these prompts, and samples the next rows of some."""
+        self._rows = sampled or None
+        self.unknown.difference_update(slots)
+
+    def verified(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
+        """A step has these drafts. How many are right, and so the next row, only the host finds
+        out."""
+        self._rows = None
+        for slot, draft in zip(slots, drafts, strict=True):
+            (self.unknown.add if draft else self.unknown.discard)(slot)
+
+    def set_next(self, answer: Answer) -> None:
+        """Tell the GPU the next row of an answer of which all tokens have been read."""
+        sequence, slot = answer.sequence, slot_of(answer.sequence)
+        number = self._steps.adapters.number(answer.adapter)
+        self._sampler.set_next(slot, sequence.tokens[-1], len(sequence.tokens) - 1, number)
+        self.unknown.discard(slot)
+        self._rows = None
+
+    def take(self, slots: tuple[int, ...]) -> bool:
+        """The next step has a row of each of these. Returns whether it has to take them from the
+        table of sequences; else they are where the step before has left them."""
+        joins = slots != self._rows
+        if joins:
+            self._sampler.take_rows_of(slots)
+            self._rows = slots
+        return joins

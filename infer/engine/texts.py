@@ -1,0 +1,265 @@
+"""Texts that are computed for their own sake, embedded or scored, beside what is generated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.engine import scheduler
+from infer.engine.answers import ranked
+from infer.engine.recordings import Recordings
+from infer.engine.scheduler import Prefill
+from infer.engine.steps import HIDDEN, SCORED, Steps
+from infer.kernels.compiler.graph import stride
+from infer.kernels.errors import ModelError
+from infer.kernels.gpu.device import Buffer
+from infer.kernels.gpu.record import Recording
+from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, Sampler
+from infer.models.blocks.layers import DecoderConfig
+from infer.models.blocks.rope import table_length
+from infer.sampling import Logprobs
+
+
+@dataclass(eq=False)
+class Text(ABC):
+    """One that is computed for its own sake: nothing comes after it."""
+
+    prompt: Sequence[int]
+    adapter: str | None
+    sequence: scheduler.Sequence
+    ended: bool = field(default=False, init=False)
+    cancelled: bool = field(default=False, init=False)
+
+    @property
+    def table_length(self) -> int:
+        """As that of an Answer."""
+        return int(self.sequence.group)
+
+    @abstractmethod
+    def rows(self, work: Prefill) -> range:
+        """Those of a step that are read back."""
+
+    @abstractmethod
+    def take(self, start: int, values: NDArray[np.float32]) -> None:
+        """What was read back, [rows, values], of a step of tokens from `start` on. A text that is
+        computed anew comes from 0 on again."""
+
+
+@dataclass(eq=False)
+class Embedding(Text):
+    """Hidden states are pooled; `pooled` [hidden_size] is whole once it has `ended`.
+
+    pooling: "mean" of all its tokens, or the "last" alone.
+    """
+
+    pooling: str
+    pooled: NDArray[np.float64] | None = field(default=None, init=False)
+
+    def rows(self, work: Prefill) -> range:
+        first = 0 if self.pooling == "mean" else len(self.prompt) - 1 - work.start
+        return range(first, work.count)
+
+    def take(self, start: int, values: NDArray[np.float32]) -> None:
+        count = len(self.prompt) if self.pooling == "mean" else 1
+        part = values.sum(0, dtype=np.float64) / count
+        before = self.pooled if start else None
+        self.pooled = part if before is None else before + part
+
+
+@dataclass(eq=False)
+class Scored(Text):
+    """What comes after each of its tokens: all logits, or where `given` says which token does, the
+    log probabilities of that one and of the most probable ones, LOGPROB records as the bits of
+    floats. parts: those that nobody has taken."""
+
+    given: Sequence[int] | None
+    parts: deque[NDArray[np.float32]] = field(default_factory=deque, init=False)
+    count: int = field(default=0, init=False)  # of all rows that came
+
+    def rows(self, work: Prefill) -> range:
+        return range(work.count)
+
+    def take(self, start: int, values: NDArray[np.float32]) -> None:
+        new = values[max(0, self.count - start) :]
+        if len(new):
+            self.parts.append(new.copy())
+            self.count += len(new)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A step's part of a text, from its token `start` on. rows: of the step, that are read back of
+    `buffer`, in which each has so many `words` of 4 bytes, of which the first `width` count."""
+
+    text: Text
+    start: int
+    last: bool
+    rows: range
+    buffer: Buffer
+    words: int
+    width: int
+
+
+class TextEngine(Protocol):
+    """What texts ask of the engine that computes them."""
+
+    def begin(self, text: Text) -> None:
+        """Have it computed, by whoever waits."""
+
+    def cancel(self, text: Text) -> None:
+        """Safe at any time, in any thread, and twice."""
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Until `ready`, which is asked between steps."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """In it, this thread alone makes steps."""
+
+
+class Texts:
+    """What steps of texts dispatch and leave, and texts from their ids to what came of them.
+
+    Each is a sequence of its own, of which nothing is sampled. Steps of texts are made when the
+    first one comes that needs them."""
+
+    def __init__(self, steps: Steps, recordings: Recordings, config: DecoderConfig) -> None:
+        self._steps, self._recordings, self._config = steps, recordings, config
+        self._made: set[tuple[str, bool]] = set()  # kinds of step that are there, some by row
+        self._scored: dict[tuple[bool, bool], Recording] = {}
+
+    # Steps
+
+    def chunk(self, text: Text, work: Prefill) -> Chunk:
+        """What is read back of the step that it has next; writes what that needs."""
+        steps, rows = self._steps, text.rows(work)
+        if isinstance(text, Embedding):
+            width = self._config.hidden_size
+            of = steps.hidden, stride(width), width
+        elif isinstance(text, Scored) and text.given is not None:
+            given = np.array(text.given[work.start : work.start + work.count], np.uint32)
+            steps.device.write(self._ranker.sampled, given)
+            of = self._ranker.logprobs, LOGPROBS_BYTES // 4, LOGPROBS_BYTES // 4
+        else:
+            vocab_size = self._config.vocab_size
+            of = steps.scored, stride(vocab_size), vocab_size
+        return Chunk(text, work.start, work.last, rows, *of)
+
+    def recording(self, text: Text, kind: str, head: bool, by_row: bool) -> Recording:
+        """kind: of a step of prefill that has room for it. The others as for `Recordings.of`."""
+        if isinstance(text, Embedding):
+            return self._recordings.of(HIDDEN + kind, head, None, by_row)
+        is_ranked = isinstance(text, Scored) and text.given is not None
+        key = by_row, is_ranked
+        if key not in self._scored:
+            plan = self._steps.plan(SCORED, by_row)
+            ranking = self._ranker.ranking if is_ranked else ()
+            self._scored[key] = Recording((*plan.body, *plan.head, *ranking))
+        return self._scored[key]
+
+    @cached_property
+    def _ranker(self) -> Sampler:
+        """Of the logits of all rows, of which nothing is sampled."""
+        steps, rows = self._steps, self._steps.scored_rows
+        vocab_size = self._config.vocab_size
+        return Sampler(steps.device, vocab_size, steps.scored, steps.step, max_rows=rows)
+
+    def _make(self, kinds: Iterable[str], adapter: str | None, engine: TextEngine) -> None:
+        """Beforehand: what fails here fails for nobody else."""
+        missing = {(kind, adapter is not None) for kind in kinds} - self._made
+        if missing:
+            with engine.turn():
+                for kind, by_row in missing:
+                    self._steps.plan(kind, by_row)
+                if (SCORED, adapter is not None) in missing:
+                    _ = self._ranker.ranking, self._ranker.logprobs
+            self._made |= missing
+
+    def _sequence(
+        self, ids: Sequence[int], adapter: str | None, chunk: int = 1 << 30
+    ) -> scheduler.Sequence:
+        """Nothing in the cache is reused, because a position in it has no hidden state any more,
+        and nothing is left there."""
+        length = table_length(self._config.rope, len(ids))
+        key = adapter, length
+        return scheduler.Sequence(ids, limit=0, key=key, group=length, shares=False, chunk=chunk)
+
+    # Texts
+
+    def embed(
+        self,
+        texts: Sequence[Sequence[int]],
+        pooling: str,
+        adapter: str | None,
+        engine: TextEngine,
+        ahead: int,
+    ) -> Generator[NDArray[np.float64], None, None]:
+        """As `TokenEngine.embed`. A few at a time, so that an answer that comes meanwhile need not
+        wait for all of them: so many `ahead` of the one that is waited for."""
+        self._make((HIDDEN + kind for kind in self._steps.rows), adapter, engine)
+        running: deque[Embedding] = deque()
+        try:
+            for ids in texts:
+                text = Embedding(ids, adapter, self._sequence(ids, adapter), pooling)
+                engine.begin(text)
+                running.append(text)
+                if len(running) > ahead:
+                    yield _pooled(running[0], engine)
+                    running.popleft()
+            while running:
+                yield _pooled(running[0], engine)
+                running.popleft()
+        finally:
+            for text in running:
+                engine.cancel(text)
+
+    def score(
+        self, ids: Sequence[int], n: int, adapter: str | None, engine: TextEngine
+    ) -> Generator[list[Logprobs], None, None]:
+        """As `TokenEngine.score`."""
+        for part in self._parts(ids[:-1], ids[1:], adapter, engine) if len(ids) > 1 else ():
+            yield [ranked(row, n) for row in part.view(LOGPROB)]
+
+    def logits(
+        self, ids: Sequence[int], adapter: str | None, engine: TextEngine
+    ) -> Iterator[NDArray[np.float32]]:
+        """As `TokenEngine.logits`."""
+        return self._parts(ids, None, adapter, engine)
+
+    def _parts(
+        self,
+        ids: Sequence[int],
+        given: Sequence[int] | None,
+        adapter: str | None,
+        engine: TextEngine,
+    ) -> Iterator[NDArray[np.float32]]:
+        self._make((SCORED,), adapter, engine)
+        sequence = self._sequence(ids, adapter, self._steps.scored_rows)
+        text = Scored(ids, adapter, sequence, given)
+        engine.begin(text)
+        try:
+            while not (text.ended and not text.parts):
+                engine.wait(lambda: bool(text.parts) or text.ended)
+                while text.parts:
+                    yield text.parts.popleft()
+        finally:
+            engine.cancel(text)
+
+
+def _pooled(text: Embedding, engine: TextEngine) -> NDArray[np.float64]:
+    """Waited for. Raises ModelError for what is not finite."""
+    engine.wait(lambda: text.ended)
+    assert text.pooled is not None
+    if not np.isfinite(text.pooled).all():
+        raise ModelError(
+            "The model's hidden states are not finite: its weights may be damaged, or its "
+            "values too large for the KV cache's f16 (load it with kv_dtype f32)."
+        )
+    return text.pooled

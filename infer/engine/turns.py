@@ -1,0 +1,73 @@
+"""Whose turn it is: any number of threads wait for tokens, and one of them makes steps for all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from infer.kernels.errors import RequestError
+from infer.kernels.gpu.adapters import check_process
+
+
+class Turns:
+    """One thread at a time has the turn, and none that an interrupt has thrown out of it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None  # the thread that has the turn
+        self._wanted = 0  # threads that want it before the next step
+
+    def wait(self, ready: Callable[[], bool], step: Callable[[], None]) -> None:
+        """Until `ready`, which is asked between steps; makes them where no other thread does.
+        Raises as `turn`."""
+        me = threading.get_ident()
+        while not ready():
+            self._check()
+            try:
+                with self._changed:
+                    if self._owner is not None or self._wanted:
+                        self._changed.wait()
+                        continue
+                    self._owner = me
+                step()
+            finally:
+                self._end()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """In it, this thread has the turn, which comes before the next step of any other. Raises
+        RequestError where this thread would wait for itself, and DeviceError in a process that was
+        forked."""
+        self._check()
+        me = threading.get_ident()
+        try:
+            with self._changed:
+                self._wanted += 1
+                try:
+                    while self._owner is not None:
+                        self._changed.wait()
+                finally:
+                    self._wanted -= 1
+                    self._changed.notify_all()
+                self._owner = me
+            yield
+        finally:
+            self._end()
+
+    def wake(self) -> None:
+        """Have those that wait ask again whether they are `ready`. Safe in a signal handler."""
+        if self._changed.acquire(blocking=False):  # it may be this thread that has it
+            self._changed.notify_all()
+            self._changed.release()
+
+    def _check(self) -> None:
+        check_process()
+        if self._owner == threading.get_ident():
+            raise RequestError("A step of this model is being made by this very thread.")
+
+    def _end(self) -> None:
+        if self._owner == threading.get_ident():
+            with self._changed:
+                self._owner = None
+                self._changed.notify_all()
