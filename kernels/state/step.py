@@ -101,7 +101,7 @@ def pack_prompts(
         own["adapter"] = adapter
     rows["alive"] = 1
     for end, lead, (tokens, *_) in zip(ends, leads, chunks, strict=False):
-        rows["alive"][end - len(tokens) :][:lead] = 0
+        rows["alive"][end - len(tokens) :][:lead] = 2
     return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
 
 
