@@ -30,6 +30,7 @@ from infer.llm import LLM
 from infer.memory import Draft, MemoryCount, checked_context, kv_bytes_per_position
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
+from infer.models.blocks.mtp import find_predictor
 from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
@@ -291,8 +292,8 @@ def open_predictor(
     as for `plan_weights`. Raises UnsupportedError where there has to be one and is none."""
     if speculate not in ("mtp", "auto"):
         return None
-    predictor = model.predictor
-    if predictor is None or not predictor.is_in({*checkpoint.tensors, *checkpoint.packed}):
+    predictor = find_predictor(model, [*checkpoint.tensors, *checkpoint.packed])
+    if predictor is None:
         if speculate == "auto":
             return None
         raise UnsupportedError(

@@ -140,6 +140,7 @@ def open_model(path: Path, *, predicts: bool = False) -> tuple[Decoder, Checkpoi
     predicts: the weights of its `predictor` too, if the checkpoint has it. Raises ModelError for
     what is missing, damaged or not implemented."""
     from infer.kernels.errors import UnsupportedError
+    from infer.models.blocks.mtp import find_predictor
     from infer.models.blocks.multimodal import text_model
     from infer.models.loading.checkpoint import Checkpoint, with_head
     from infer.models.loading.config import RawConfig
@@ -165,8 +166,8 @@ def open_model(path: Path, *, predicts: bool = False) -> tuple[Decoder, Checkpoi
             "its weights, which is not implemented. Take the model in Hugging Face form."
         )
     specs: Iterable[WeightSpec] = model.weights()
-    if predicts and model.predictor is not None and model.predictor.is_in(checkpoint.tensors):
-        specs = chain(specs, model.predictor.weights())
+    if predicts and (layer := find_predictor(model, checkpoint.tensors)) is not None:
+        specs = chain(specs, layer.weights())
     return model, find_packed(checkpoint, found, specs)
 
 

@@ -42,7 +42,7 @@ CASES = {
 
 def predictor_of(case: str) -> Predictor:
     predictor = open_model(load_folder(case))[0].predictor
-    assert predictor is not None
+    assert isinstance(predictor, Predictor)
     return predictor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infer.kernels.compiler.graph import Value
 from infer.kernels.ops import functional as ops
@@ -14,9 +14,6 @@ from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
-
-if TYPE_CHECKING:
-    from infer.models.blocks.mtp import Predictor
 
 
 class Decoder:
@@ -72,8 +69,8 @@ class Decoder:
         return rows
 
     @property
-    def predictor(self) -> Predictor | None:
-        """The layer that its checkpoints may have to predict further tokens."""
+    def predictor(self) -> Decoder | None:
+        """The layer that its checkpoints may have to predict further tokens (mtp.py)."""
         return None
 
     def ignorable(self, key: str) -> bool:

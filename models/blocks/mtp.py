@@ -85,10 +85,6 @@ class Predictor(Decoder):
         self._model = type(model)(config)
         self._hidden: HiddenStates | None = None
 
-    def is_in(self, tensors: Iterable[str]) -> bool:
-        """Whether a checkpoint of these has it."""
-        return any(name.startswith(f"{self.names.projection}.") for name in tensors)
-
     def weights(self) -> Iterator[WeightSpec]:
         """Its own: norms, e_proj and h_proj, the halves of the projection, and the layer."""
         for spec in self._weights():
@@ -149,3 +145,11 @@ class Predictor(Decoder):
         h = layers.norm(hidden, w, "hnorm", self.config)
         h = ops.linear(e, w["e_proj"]) + ops.linear(h, w["h_proj"])
         return self._model.layer(h, Scope(w, "layers.0"), rope, cache, 0)
+
+
+def find_predictor(model: Decoder, tensors: Iterable[str]) -> Predictor | None:
+    """The layer, where a checkpoint of these has it."""
+    found = model.predictor
+    if not isinstance(found, Predictor):
+        return None
+    return found if any(key.startswith(f"{found.names.projection}.") for key in tensors) else None
