@@ -8,6 +8,7 @@ none of these layers.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from reference_models import TOLERANCE, load, relative_error
 from test_draft import drafts_of, same
 from test_speculation import WAYS, params_of, plainly, prompts_of, run
 
+import infer
 from infer.engine.engine import Engine
+from infer.hub import resolve
+from infer.kernels.errors import RequestError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import run as run_dispatches
 from infer.kernels.state.kv_cache import PAGE
@@ -302,3 +306,45 @@ def test_keys_are_those_of_a_prompt_that_is_not_cached(
     found, reused = keys(prompt)
     assert reused > PAGE
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+# From a folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with such a layer and the demo model's tokenizer."""
+    from safetensors.numpy import save_file
+
+    reference = Reference("glm4_moe")
+    folder = tmp_path_factory.mktemp("mtp") / "predicts"
+    shutil.copytree(resolve("demo").path, folder, ignore=shutil.ignore_patterns("draft", "*.safe*"))
+    config = json.loads((load_folder("glm4_moe") / "config.json").read_text())
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    tensors = {n: v.float().numpy() for n, v in reference.model.state_dict().items()}
+    rng = np.random.default_rng(0)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = rng.normal(0, 0.5, (size, config["hidden_size"])).astype(np.float32)
+    save_file(tensors | reference.tensors(), folder / "model.safetensors")
+    return folder
+
+
+def test_it_is_read_where_it_drafts(folder: Path) -> None:
+    def load_and_ask(**options: Any) -> tuple[str, int, int]:
+        with infer.load(folder, context=64, max_batch=1, **options) as llm:
+            result = llm.generate("Once upon", max_tokens=8, temperature=0.0)
+            memory = llm.engine.stats().memory.allocated
+            return result.text, result.timings.drafted_tokens, memory
+
+    off, mtp = load_and_ask(), load_and_ask(speculate="mtp")
+    assert off[0] == mtp[0]
+    assert off[1] == 0 < mtp[1]
+    assert load_and_ask(speculate="lookup")[2] < mtp[2]
+
+
+def test_what_has_no_such_layer_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="demo has no layer that predicts further tokens"):
+        infer.load("demo", speculate="mtp")
+    with pytest.raises(RequestError, match="speculate is mtp, and a draft model"):
+        infer.load("demo", speculate="mtp", draft="demo-draft")
