@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_draft import drafts_of, same
 from test_speculation import WAYS, params_of, plainly, prompts_of, run
+from test_structured import masked
 
 import infer
 from infer.engine.engine import Engine
@@ -133,7 +134,7 @@ def built(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return build
 
 
-@others_full("case", CASES, ["glm4_moe", "qwen3_next"])
+@others_full("case", CASES, [])
 def test_answers_are_those_without_drafts(built: Callable[..., Engine], case: str) -> None:
     engine, prompts = built(case), prompts_of(case)
     params = [params_of(way, logprobs=2) for way in [*WAYS, *WAYS]]
@@ -219,6 +220,64 @@ def test_keys_are_those_of_a_prompt_that_is_not_cached(
     found, reused = keys(prompt)
     assert reused > PAGE
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_dtype": "q8"},
+        {"ahead": 1},
+        {"raw": False},
+        {"fuse": False},
+        {"ahead": 3},
+        {"invariant": True},
+        {"max_batch": 1},
+    ],
+    ids=str,
+)
+def test_other_engines(built: Callable[..., Engine], options: dict[str, Any]) -> None:
+    engine, prompts = built("glm4_moe", **options), prompts_of("glm4_moe")[:3]
+    params = params_of("sampled", logprobs=0)
+    expected = plainly(engine, prompts, params)
+    found = run(engine, prompts, params)
+    same(found, expected)
+    assert drafts_of(found)[0] > 20
+    if "invariant" in options:
+        assert [own.logprobs for own in found] == [own.logprobs for own in expected]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_next"])
+def test_few_pages(built: Callable[..., Engine], case: str) -> None:
+    """Answers give their pages back, and begin again, in the middle of drafts."""
+    own = {"max_batch": 3, "context": 3 * PAGE, "cache_positions": 5 * PAGE}
+    engine, ids = built(case, **own), prompts_of(case)[0]
+    prompts = [ids, ids[3:], ids[:20]]
+    params = params_of("sampled", max_tokens=3 * PAGE - len(ids) - 1)
+    expected = plainly(engine, prompts, params)
+    before = engine.scheduler.preemptions
+    found = run(engine, prompts, params)
+    same(found, expected)
+    assert engine.scheduler.preemptions > before
+
+
+@pytest.mark.full
+def test_neighbours_of_other_kinds(counting: Engine) -> None:
+    """What an answer without drafts has computed, others go on from."""
+    counting.forget()
+    params = params_of("greedy", max_tokens=12)
+    held = masked(counting, [3, 4, 5], 12, **WAYS["greedy"])
+    chosen = counting.generate([7, 8], params, logits_processor=lambda ids, scores: scores)
+    (found,) = run(counting, [[20, 21]], params)
+    assert [step.token for step in chosen] == [*range(9, 21)]
+    ids = [step.token for step in held]
+    drafted, right = drafts_of([found])
+    assert right == drafted > 0
+    (follow,) = run(counting, [[3, 4, 5, *ids]], params)
+    assert follow.ids == [(ids[-1] + 1 + i) % COUNT for i in range(12)]
+    drafted, right = drafts_of([follow])
+    assert right == drafted > 0
 
 
 # From a folder
