@@ -16,14 +16,15 @@ from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTenso
 from infer.kernels.ops.prepared import Maker
 
 MOST_ROWS = 64
-_MOST_FLOAT_ROWS = 48
+_MOST_FLOAT_ROWS = 32
 LEAST_LANES = 4
 _MOST_SPLITS = 8  # of a matrix' columns
 # By the rows of x: rows of a tile, lanes and teams (at least) along the columns, where W has few
 # rows and where it has many. What scripts/tune.py found, not a formula.
 _INT8_TILES = {
     8: ((8, 32, 1), (8, 32, 1)),
-    12: ((12, 16, 2), (12, 16, 2)),
+    10: ((10, 16, 2), (10, 16, 2)),
+    12: ((8, 32, 1), (12, 16, 2)),
     16: ((8, 32, 1), (8, 32, 1)),
     20: ((10, 32, 1), (10, 32, 1)),
     24: ((8, 16, 1), (8, 32, 1)),
@@ -190,6 +191,8 @@ def _variant(tuning: Tuning, shape: RowsShape) -> RowsVariant:
         variant = replace(_made(tuning, shape, 8, 8, 16, 2), staged=True)
         return _filled(shape, variant, 3 * tuning.multiprocessors)
     variant = replace(_made(tuning, shape, 16, 4, 16, 4), staged=True)
+    if 16 < shape.rows <= 24:  # ten rows a lane take longer than twelve
+        variant = replace(variant, m_tile=12)
     few = 2 * variant.workgroups(shape) < 3 * tuning.multiprocessors
     return replace(variant, splits=2 if few and shape.splits and shape.rows <= 16 else 1)
 
