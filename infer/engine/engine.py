@@ -90,8 +90,9 @@ class Engine(TokenEngine):
             draft = replace(draft, weights=predictor[1])
         if draft is not None:
             draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
-        own: dict[str, Any] = {"draft_rows": draft_rows, "predictor": predictor}
-        self.steps = Steps(device, model, weights, adapters, options, **own)
+        self.steps = Steps(
+            device, model, weights, adapters, options, draft_rows=draft_rows, predictor=predictor
+        )
         # Rows before those of a prompt that is partly cached: its last hidden state was not kept.
         self._lead = int(predictor is not None and not any(self.config.states))
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]

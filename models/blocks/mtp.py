@@ -11,7 +11,8 @@ Keys and values lie where those of the token do. The first token of a sequence h
 before it, and nothing attends to it. Published code has each of them a position earlier, which is
 the same, as rotations only tell how far apart two are.
 
-Checkpoints may hold copies of embeddings and head; the model's own are taken.
+Checkpoints may hold copies of embeddings and head; the model's own are taken. Of several such
+layers, of which each goes on from the one before, the first is read.
 """
 
 from __future__ import annotations
