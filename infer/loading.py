@@ -30,6 +30,8 @@ from infer.llm import LLM
 from infer.memory import Draft, MemoryCount, checked_context, kv_bytes_per_position
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
+from infer.models.blocks.mtp import find_predictor
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import LoadPlan, plan_weights
@@ -80,7 +82,9 @@ def load(
     whoever comes and goes, and whatever of it the cache has; slower, prefill above all.
     speculate: "lookup" drafts tokens from what came after the same ones before, in prompt or
     answer, and verifies many in one step, which changes nothing but the speed; "auto" where that is
-    measured to be faster; "off". draft: a smaller model with the same tokenizer, such as
+    measured to be faster; "off". "mtp": the model's own layer drafts that predicts further tokens,
+    which some checkpoints have, in every step; "auto" takes it too where there is one, and
+    otherwise nothing is read of it. draft: a smaller model with the same tokenizer, such as
     "demo-draft", which drafts in place of that: "draft" in every step, "auto" as many tokens as is
     measured to be fastest, or none. None: "auto" with a draft model, else "off".
     draft_quantize: "q8" or "q4", its weights; None: dtype and quantize are for both, but where the
@@ -143,7 +147,8 @@ def load(
             return _isolated(resolved, asked, report)
         always, named = open_adapters(adapter, adapters, offline, fetched)
         gpu = choose_adapter(device)
-        files = _Files.open(resolved, converted, always, named)
+        way = way_to_speculate(speculate, draft)
+        files = _Files.open(resolved, converted, always, named, way if draft is None else "draft")
         if drafted is not None:
             of = files.name, files.tokenizer
             files = replace(files, draft=open_draft(drafted, converted, draft_quantize, *of))
@@ -157,7 +162,7 @@ def load(
             "cache_positions": _positions(cache_memory, per_position),
             "kv_dtype": kv_dtype,
             "invariant": invariant,
-            "speculate": way_to_speculate(speculate, draft),
+            "speculate": way,
         }
         options = EngineOptions(**asked | dict(engine or {}))
         own = tuple(n for n, v in (("context", context), ("max_batch", max_batch)) if v is None)
@@ -170,7 +175,7 @@ def way_to_speculate(speculate: str | None, draft: str | Path | None) -> str:
     does not go with the other."""
     if speculate is None:
         return "off" if draft is None else "auto"
-    if draft is not None and speculate in ("off", "lookup"):
+    if draft is not None and speculate in ("off", "lookup", "mtp"):
         raise RequestError(
             f"speculate is {speculate}, and a draft model ({draft}) is given, which drafts in "
             "place of that. Leave one of the two out."
@@ -178,7 +183,7 @@ def way_to_speculate(speculate: str | None, draft: str | Path | None) -> str:
     if draft is None and speculate == "draft":
         raise RequestError(
             "speculate is draft, and there is no model to draft with. Give one with the same "
-            "tokenizer (draft, --draft), or take lookup or auto."
+            "tokenizer (draft, --draft), or take lookup, mtp or auto."
         )
     return speculate
 
@@ -280,6 +285,25 @@ def open_draft(
     return Draft(found.name, model, plan)
 
 
+def open_predictor(
+    name: str, model: Decoder, checkpoint: Checkpoint, dtype: str | None, speculate: str
+) -> Draft | None:
+    """What is read of the model's own layer that predicts further tokens, where that drafts. dtype:
+    as for `plan_weights`. Raises UnsupportedError where there has to be one and is none."""
+    if speculate not in ("mtp", "auto"):
+        return None
+    predictor = find_predictor(model, [*checkpoint.tensors, *checkpoint.packed])
+    if predictor is None:
+        if speculate == "auto":
+            return None
+        raise UnsupportedError(
+            f"speculate is mtp, and {name} has no layer that predicts further tokens. Take auto or "
+            "lookup, or give a draft model (draft, --draft)."
+        )
+    plan = plan_weights(predictor.weights(), checkpoint, dtype, lambda key: True)
+    return Draft(name, predictor, plan.joined())
+
+
 @dataclass(frozen=True)
 class _Files:
     """What is read of a model and its adapters before there is a device: all but the weights."""
@@ -300,11 +324,12 @@ class _Files:
         dtype: str | None,
         always: Lora | None,
         named: Mapping[str, Lora],
+        speculate: str = "off",
     ) -> _Files:
-        """Raises ModelError and TokenizerError; warns the caller of `load` of what is not
-        implemented."""
+        """speculate: one of WAYS. Raises ModelError and TokenizerError; warns the caller of `load`
+        of what is not implemented."""
         path = resolved.path
-        model, checkpoint = open_model(path)
+        model, checkpoint = open_model(path, predicts=speculate in ("mtp", "auto"))
         tokenizer = open_tokenizer(path)
         generation_config = read_json(path / "generation_config.json")
         defaults = sampling_defaults(generation_config, model.config.vocab_size)
@@ -314,7 +339,8 @@ class _Files:
         loras = Loras.fit(model, plan, always=always, named=named)
         plan = plan.joined(loras.names)
         embedding = read_embedding_config(path)
-        return cls(resolved.name, model, plan, loras, tokenizer, defaults, embedding)
+        draft = open_predictor(resolved.name, model, checkpoint, dtype, speculate)
+        return cls(resolved.name, model, plan, loras, tokenizer, defaults, embedding, draft)
 
     def fill(
         self,

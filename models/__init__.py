@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from infer.models.blocks.decoder import Decoder
     from infer.models.loading.checkpoint import Checkpoint
     from infer.models.loading.config import RawConfig
+    from infer.models.loading.weights import WeightSpec
 
 
 class Architecture(NamedTuple):
@@ -132,10 +135,12 @@ MULTIMODAL = {
 }
 
 
-def open_model(path: Path) -> tuple[Decoder, Checkpoint]:
+def open_model(path: Path, *, predicts: bool = False) -> tuple[Decoder, Checkpoint]:
     """The model in a folder or a GGUF file, and its checkpoint, of which the headers are read.
-    Raises ModelError for what is missing, damaged or not implemented."""
+    predicts: the weights of its `predictor` too, if the checkpoint has it. Raises ModelError for
+    what is missing, damaged or not implemented."""
     from infer.kernels.errors import UnsupportedError
+    from infer.models.blocks.mtp import find_predictor
     from infer.models.blocks.multimodal import text_model
     from infer.models.loading.checkpoint import Checkpoint, with_head
     from infer.models.loading.config import RawConfig
@@ -160,7 +165,10 @@ def open_model(path: Path) -> tuple[Decoder, Checkpoint]:
             f"{path} is as MLX converts {model.config.model_type}, with factors of config.json in "
             "its weights, which is not implemented. Take the model in Hugging Face form."
         )
-    return model, find_packed(checkpoint, found, model.weights())
+    specs: Iterable[WeightSpec] = model.weights()
+    if predicts and (layer := find_predictor(model, checkpoint.tensors)) is not None:
+        specs = chain(specs, layer.weights())
+    return model, find_packed(checkpoint, found, specs)
 
 
 def build_model(raw: RawConfig) -> Decoder:

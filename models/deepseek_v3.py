@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from infer.models.blocks.layers import DecoderConfig
 from infer.models.blocks.moe import predicts_further, read_sigmoid_experts
+from infer.models.blocks.mtp import Predictor, nextn
 from infer.models.deepseek_v2 import DeepseekV2, read_latent
 from infer.models.loading.config import RawConfig
 
@@ -31,6 +32,10 @@ class DeepseekV3(DeepseekV2):
             read_sigmoid_experts(raw, dense=3, normalize=True),
             interleaved=raw.get("rope_interleave", True, bool),
         )
+
+    @property
+    def predictor(self) -> Predictor:
+        return Predictor(self, nextn(self.config.num_hidden_layers))
 
     def ignorable(self, key: str) -> bool:
         return super().ignorable(key) or predicts_further(self.config, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from infer.models.blocks.layers import DecoderConfig
 from infer.models.blocks.moe import MixtureOfExperts, predicts_further, read_sigmoid_experts
+from infer.models.blocks.mtp import Predictor, nextn
 from infer.models.loading.config import RawConfig
 
 
@@ -23,6 +24,10 @@ class Glm4Moe(MixtureOfExperts):
             qk_norm=raw.get("use_qk_norm", False, bool),
             experts=read_sigmoid_experts(raw, dense=1, normalize=True),
         )
+
+    @property
+    def predictor(self) -> Predictor:
+        return Predictor(self, nextn(self.config.num_hidden_layers))
 
     def ignorable(self, key: str) -> bool:
         return super().ignorable(key) or predicts_further(self.config, key)

@@ -33,10 +33,12 @@ def build_engine(
     adapter: Path | None = None,
     adapters: Mapping[str, Path] | None = None,
     draft: Path | None = None,
+    predicts: bool = False,
     **options: Any,
 ) -> Engine:
     """The model in a folder, with a cache in f32 unless the options (of EngineOptions) differ.
-    dtype, adapter, adapters, draft: as for `load`."""
+    dtype, adapter, adapters, draft: as for `load`. predicts: its own layer drafts that predicts
+    further tokens."""
     model, checkpoint = open_model(folder)
     plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
     loras = Loras.fit(
@@ -52,6 +54,11 @@ def build_engine(
     if own["context"] <= 128:  # kernels know the size: the same for any number of sequences
         own = {"cache_positions": 17 * PAGE} | own
     drafts = None
+    if predicts:
+        layer = model.predictor
+        assert layer is not None
+        plan = plan_weights(layer.weights(), checkpoint, dtype, lambda name: True)
+        drafts = Loaded(layer, load_weights(device, plan.joined()))
     if draft is not None:
         smaller, checkpoint = open_model(draft)
         plan = plan_weights(smaller.weights(), checkpoint, None, smaller.ignorable)

@@ -488,7 +488,7 @@ def test_a_chat_goes_on_from_an_answer_with_drafts(
 
 
 def test_only_these_ways() -> None:
-    with pytest.raises(RequestError, match="is one of off, lookup, draft, auto, not 'on'"):
+    with pytest.raises(RequestError, match="is one of off, lookup, draft, mtp, auto, not 'on'"):
         EngineOptions(8, speculate="on")
 
 

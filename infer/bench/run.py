@@ -61,6 +61,7 @@ from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
 from infer.versions import commit, versions
 
+OWN_LAYER = "mtp"  # as a draft: the model's own layer that predicts further tokens
 _CONTEXT = 1024  # of a shape with many answers, where nobody says more: the other tests fit
 
 
@@ -106,7 +107,7 @@ def run_bench(
     decode_tokens. accept: decode also with drafts, alone and in each of `batches`, of which each is
     right with this probability; draft_rows of them for each step, or None: as many as pay, if any.
     draft: the model that drafts them, or for a shape another shape, quantised or not as
-    draft_quantize says; without it nothing is run for that.
+    draft_quantize says, or "mtp", the model's own layer; without it nothing is run for that.
     Each test runs `repeats` times after a warm-up. What of these three is None is
     512, 128 and 5, or as much less as keeps a slow adapter to about a minute. profile: time every
     kernel. progress is told what runs; loading: as progress of `load`. Raises RequestError and
@@ -168,7 +169,9 @@ def run_bench(
         offline,
         needed=needed,
         max_batch=max_batch,
-        speculate="off" if accept is None else "lookup" if draft is None else "draft",
+        speculate="off"
+        if accept is None
+        else {None: "lookup", OWN_LAYER: "mtp"}.get(draft, "draft"),
         draft=draft,
         draft_quantize=draft_quantize,
         invariant=invariant,
@@ -305,7 +308,7 @@ def open_engine(
             "dtype": dtype,
             "quantize": quantize,
             "kv_dtype": kv_dtype,
-            "draft": draft,
+            "draft": None if draft == OWN_LAYER else draft,
             "draft_quantize": draft_quantize,
             "adapter": adapter,
             "revision": revision,
@@ -326,7 +329,7 @@ def open_engine(
         stored = weight_dtype(dtype, quantize) or "bf16"
         drafts = None
         if draft is not None:
-            smaller = build_model(shape_config(draft))
+            smaller = _own_layer(shape) if draft == OWN_LAYER else build_model(shape_config(draft))
             plan = plan_random(smaller.weights(), draft_quantize or stored).joined()
             drafts = Draft(draft, smaller, plan)
         sizes = needed, max_batch, speculate, invariant
@@ -335,6 +338,17 @@ def open_engine(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
         "format is for a shape."
     )
+
+
+def _own_layer(shape: str) -> Decoder:
+    """The layer of a shape that predicts further tokens. Raises RequestError where it has none."""
+    layer = build_model(shape_config(shape)).predictor
+    if layer is None:
+        raise RequestError(
+            f"{shape} has no layer that predicts further tokens. Give another shape to draft "
+            "(--draft), or leave it out."
+        )
+    return layer
 
 
 def _room(context: int, needed: int, max_batch: int) -> int | None:

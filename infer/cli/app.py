@@ -837,7 +837,8 @@ def bench(
         bench_option(
             "--draft",
             metavar="MODEL",
-            help="With --accept: the model that drafts, or for a --shape another shape.",
+            help="With --accept: the model that drafts, or for a --shape another shape; mtp: the "
+            "layer of the model itself that predicts further tokens.",
         ),
     ] = None,
     draft_quantize: DraftQuantizeOption = None,

@@ -79,6 +79,7 @@ class Speculate(StrEnum):
     AUTO = "auto"
     LOOKUP = "lookup"
     DRAFT = "draft"
+    MTP = "mtp"
 
 
 class KVDtype(StrEnum):
@@ -238,9 +239,10 @@ SpeculateOption = Annotated[
     loading_option(
         "--speculate",
         help="Draft tokens from what came after the same ones before, and verify many in one step: "
-        "wherever there are some (lookup), or where that is measured to be faster (auto). With "
-        "--draft by that model, in every step (draft), or where it is faster (auto, unless said "
-        "otherwise). Answers stay the same.",
+        "wherever there are some (lookup), or where that is measured to be faster (auto). By the "
+        "layer for that which some models bring, in every step (mtp), or where it is faster (auto, "
+        "if there is one). With --draft by that model, in every step (draft), or where it is "
+        "faster (auto, unless said otherwise). Answers stay the same.",
     ),
 ]
 DraftOption = Annotated[

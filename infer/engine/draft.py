@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,8 +101,7 @@ class DraftModel:
             own.weights,
             NO_ADAPTERS,
             options,
-            draft_rows=min(MAX_BATCH, 2 * options.max_batch),
-            pages=steps.cache.pages,
+            **self._of(steps, options),
         )
         self.sampler = Sampler(
             device,
@@ -117,6 +116,11 @@ class DraftModel:
         self._has_states = any(own.model.config.states)
         self._settled = [0] * options.max_batch  # of each slot, positions that states have taken in
         self._recordings: dict[tuple[str | None, SamplerChain | None, bool], Recording] = {}
+
+    def _of(self, steps: Steps, options: EngineOptions) -> dict[str, Any]:
+        """What its steps have of those of the model that it drafts for."""
+        pages = steps.cache.pages
+        return {"pages": pages, "draft_rows": min(MAX_BATCH, 2 * options.max_batch)}
 
     def __str__(self) -> str:
         config, weights = self._own.model.config, self._own.weights.values()

@@ -33,6 +33,7 @@ from infer.engine.masks import Masks
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.pace import Pace
 from infer.engine.pages import PagePool
+from infer.engine.prediction import Prediction, with_shared
 from infer.engine.recordings import Recordings
 from infer.engine.resident import Resident
 from infer.engine.scheduler import Decode, Prefill, Scheduler, slot_of
@@ -54,6 +55,7 @@ from infer.kernels.state.layer_state import LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_prompts
 from infer.models.blocks.decoder import Decoder
+from infer.models.blocks.mtp import Predictor
 from infer.models.blocks.rope import same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams
@@ -82,9 +84,17 @@ class Engine(TokenEngine):
         self.context, self.vocab_size = options.context, model.config.vocab_size
         self.adapters, self.adapter_names = adapters, adapters.names
         draft_rows = options.draft_rows
+        predictor: tuple[Predictor, Mapping[str, GpuTensor]] | None = None
+        if draft is not None and isinstance(draft.model, Predictor):
+            predictor = draft.model, with_shared(draft.weights, weights)
+            draft = replace(draft, weights=predictor[1])
         if draft is not None:
             draft_rows = min(MAX_BATCH, max(draft_rows, _DRAFTED * options.max_batch))
-        self.steps = Steps(device, model, weights, adapters, options, draft_rows=draft_rows)
+        self.steps = Steps(
+            device, model, weights, adapters, options, draft_rows=draft_rows, predictor=predictor
+        )
+        # Rows before those of a prompt that is partly cached: its last hidden state was not kept.
+        self._lead = int(predictor is not None and not any(self.config.states))
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
             device,
@@ -101,18 +111,22 @@ class Engine(TokenEngine):
             self.pool,
             slots=options.max_batch,
             context=options.context,
-            chunk=self.steps.rows["prefill"],
+            chunk=self.steps.rows["prefill"] - self._lead * self.steps.prompts,
             ahead=options.ahead,
             snapshot_tail=_TAIL if self.states else 0,
             prompts=self.steps.prompts,
         )
-        speculation = None
-        if options.speculate != "off":
-            by = Speculation if draft is None else ModelSpeculation
-            speculation = by(self.steps.draft_kinds, measures=options.speculate == "auto")
+        speculation: Speculation | None = None
+        kinds, measures = self.steps.draft_kinds, options.speculate == "auto"
+        if options.speculate != "off" and draft is None:
+            speculation = Speculation(kinds, measures=measures)
+        elif options.speculate != "off":
+            goes_on = predictor is None
+            speculation = ModelSpeculation(kinds, measures=measures, goes_on=goes_on)
         drafts = None
         if draft is not None:
-            drafts = DraftModel(device, draft, options, self.steps, self.sampler)
+            by_whom = DraftModel if predictor is None else Prediction
+            drafts = by_whom(device, draft, options, self.steps, self.sampler)
         self._answers: dict[scheduler.Sequence, Answer | Text] = {}
         self._inbox: deque[Answer | Text] = deque()  # those to begin, and those to cancel
         self.turns = Turns()
@@ -414,12 +428,16 @@ class Engine(TokenEngine):
             if part.first and draft is not None:
                 draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
-                before += copies(self.states, slot, part.restore, back=True)
+                before += self._copies(slot, part.restore, back=True)
         self.resident.rotate_for(answers[0].table_length)
         if before:
             self.queue.submit(EMPTY, 0, 0, before)
         numbers = [self.adapters.number(answer.adapter) for answer in answers]
-        rows = list(accumulate(part.count for part in work))  # where those of each end
+        leads = [
+            self._lead if part.first and part.start and part.sequence.shares else 0 for part in work
+        ]
+        each = zip(leads, work, strict=True)
+        rows = list(accumulate(lead + part.count for lead, part in each))  # where those of each end
         count, longest = rows[-1], max(part.start + part.count for part in work)
         kind = self.steps.prefill(count, len(work))
         last = [i for i, part in enumerate(work) if part.last]
@@ -438,11 +456,16 @@ class Engine(TokenEngine):
                 chain is not None and chain.logprobs,
             )
         chunks = [
-            (part.sequence.tokens[part.start : part.start + part.count], part.start, slot, number)
-            for part, slot, number in zip(work, slots, numbers, strict=True)
+            (
+                part.sequence.tokens[part.start - lead : part.start + part.count],
+                part.start - lead,
+                slot,
+                number,
+            )
+            for part, lead, slot, number in zip(work, leads, slots, numbers, strict=True)
         ]
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
-        self.device.write(self.steps.step, pack_prompts(chunks, chosen))
+        self.device.write(self.steps.step, pack_prompts(chunks, chosen, leads))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         if pieces > 1 and chain is not None and chain.mask:  # all that samples, after the masks
             first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
@@ -467,7 +490,7 @@ class Engine(TokenEngine):
             draft.follow(self.queue, known)
         for part, slot in zip(work, slots, strict=True):
             if part.save is not None:
-                self.queue.submit(EMPTY, 0, 0, copies(self.states, slot, part.save, back=False))
+                self.queue.submit(EMPTY, 0, 0, self._copies(slot, part.save, back=False))
 
     def _decode(self, work: Decode) -> None:
         batch = self._batch
@@ -621,7 +644,14 @@ class Engine(TokenEngine):
         """The states of a sequence that had that slot."""
         if place is not None:
             assert slot is not None
-            self.queue.submit(EMPTY, 0, 0, copies(self.states, slot, place, back=False))
+            self.queue.submit(EMPTY, 0, 0, self._copies(slot, place, back=False))
+
+    def _copies(self, slot: int, place: int, *, back: bool) -> list[Copy]:
+        """What to copy to save the states of a sequence in a place, or to go back to them."""
+        found = copies(self.states, slot, place, back=back)
+        if self.steps.last_hidden is not None:
+            found += self.steps.last_hidden.copies(slot, place, back=back)
+        return found
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change: nobody knows what it made, here or on the

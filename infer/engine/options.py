@@ -28,8 +28,9 @@ class EngineOptions:
     few rows, so that prefill and single answers are slower. speculate: tokens are drafted from what
     prompt and answer hold, and verified many in one step: wherever there are some ("lookup"), where
     that is measured to be faster ("auto"), or only what a schema leaves no choice about, in steps
-    of kinds that are there ("off"); with a draft model by that, in every step ("draft") or where it
-    is faster ("auto"). fuse=False runs every op as a kernel of its own; raw=False records through
+    of kinds that are there ("off"); by the model's own layer for that, in every step ("mtp") or
+    where it is faster ("auto"); with a draft model by that, in every step ("draft") or where it is
+    faster ("auto"). fuse=False runs every op as a kernel of its own; raw=False records through
     the public API; ahead=1 waits for every id before the next step. All three are slower, and there
     to compare with and to work round a driver's bug.
     """

@@ -21,7 +21,7 @@ from infer.engine.constraint import Constraint
 from infer.kernels.state.step import NO_TOKEN
 
 MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec takes
-WAYS = ("off", "lookup", "draft", "auto")
+WAYS = ("off", "lookup", "draft", "mtp", "auto")
 
 _NGRAMS = 3, 2  # tokens before a place that must agree, the longest first
 _INDEXED_AT_ONCE = 4096  # tokens: about 3 ms
@@ -172,9 +172,12 @@ class ModelGuess(Guess):
     before it are. Where nothing is drafted nothing is learnt: what was known counts less and less,
     so that it is tried again."""
 
-    def __init__(self, rates: list[float], held: Held | None = None) -> None:
+    def __init__(
+        self, rates: list[float], held: Held | None = None, *, goes_on: bool = True
+    ) -> None:
+        """goes_on: the model can say what comes after what has to come."""
         super().__init__(None, held)
-        self._ids, self._rates = [NO_TOKEN] * MAX_DRAFT, rates
+        self._ids, self._rates, self._goes_on = [NO_TOKEN] * MAX_DRAFT, rates, goes_on
         self._known = 0  # tokens to come whose drafts were verified
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -184,6 +187,8 @@ class ModelGuess(Guess):
             self._rates[:] = [rate + _RELAXED * (_HOPED - rate) for rate in self._rates]
 
     def _beginning_with(self, forced: list[int], tokens: Sequence[int], held: Held) -> list[int]:
+        if forced and not self._goes_on:
+            return forced
         return forced + [NO_TOKEN] * (MAX_DRAFT - len(forced))
 
     def verified(self, drafted: int, right: int) -> None:
@@ -289,13 +294,16 @@ class ModelSpeculation(Speculation):
     that is held, what has to come is among them. Or only that, and the draft model does nothing.
     """
 
-    def __init__(self, kinds: Sequence[int], *, measures: bool) -> None:
+    def __init__(self, kinds: Sequence[int], *, measures: bool, goes_on: bool = True) -> None:
+        """goes_on: as of a ModelGuess."""
         super().__init__(kinds, measures=measures)
+        self._goes_on = goes_on
         self.rates = [_HOPED] * MAX_DRAFT
         self.held_rates = list(self.rates)  # it does not know what they are held to
 
     def guess(self, held: Held | None = None) -> Guess | None:
-        return ModelGuess(self.rates if held is None else self.held_rates, held)
+        rates = self.rates if held is None else self.held_rates
+        return ModelGuess(rates, held, goes_on=self._goes_on)
 
     def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
         return sequences, depth

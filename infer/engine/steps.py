@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
+from typing import Any
 
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
@@ -24,10 +25,12 @@ from infer.kernels.ops.experts import ExpertDown
 from infer.kernels.ops.linear import Changes, Linear
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.rope import Rope
-from infer.kernels.state.kv_cache import KVCache
+from infer.kernels.state.hidden import HiddenStates
+from infer.kernels.state.kv_cache import KVCache, LayerCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.step import MAX_PROMPTS, step_bytes
-from infer.models.blocks.decoder import Decoder
+from infer.models.blocks.decoder import Decoder, before_head
+from infer.models.blocks.mtp import Predictor
 from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
 from infer.models.loading.lora import Adapters
@@ -66,35 +69,51 @@ class Steps:
         *,
         draft_rows: int = 0,
         pages: Buffer | None = None,
+        predictor: tuple[Predictor, Mapping[str, GpuTensor]] | None = None,
+        follows: Steps | None = None,
     ) -> None:
         """adapters: what lies beside the weights. draft_rows: of a step that verifies drafts, at
-        most; 0: none does. pages: the page table, where it is another model's. Raises
-        OutOfMemoryError, and UnsupportedError for what an adapter changes."""
+        most; 0: none does. pages: the page table, where it is another model's. predictor: a layer
+        that predicts further tokens, and its weights, whose keys and values are to be there for all
+        positions of sequences. follows: of such a layer, the steps of its model, which have all
+        its positions; its own are of one row of each sequence. Raises OutOfMemoryError, and
+        UnsupportedError for what an adapter changes."""
         self.device, self.adapters, self.context = device, adapters, options.context
         self._fuse, self._invariant = options.fuse, options.invariant
         fuse, invariant, max_batch = options.fuse, options.invariant, options.max_batch
         c = model.config
-        self.cache = KVCache(
-            device,
-            c.kv_shapes,
-            self.context,
-            sequences=max_batch,
-            dtype=options.kv_dtype,
-            n_pages=options.pages,
-            pages=pages,
-        )
         self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
-        keys_and_values = iter(self.cache.layers)
+        self.predicted: LayerCache | None = None  # the cache of the predictor's layer
+        self.last_hidden: HiddenStates | None = None
         self.caches: list[Cache] = []  # of each layer
-        for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
-            if shape is not None:
-                drafts = MAX_DRAFT if draft_rows else 0
-                own_state = LayerState.new(device, shape, layer, max_batch, self.places, drafts)
-                self.caches.append(own_state)
-            else:
-                own = source == layer
-                self.caches.append(next(keys_and_values) if own else self.caches[source])
-        self.rope = self._upload(c.rope)
+        if follows is not None:
+            assert follows.predicted is not None
+            self.cache: KVCache = follows.cache
+            self.rope: Rope = follows.rope
+            self.caches.append(follows.predicted)
+        else:
+            shapes = c.kv_shapes
+            if predictor is not None:
+                shapes = [*shapes, *predictor[0].config.kv_shapes]
+            self.cache = KVCache(
+                device,
+                shapes,
+                self.context,
+                sequences=max_batch,
+                dtype=options.kv_dtype,
+                n_pages=options.pages,
+                pages=pages,
+            )
+            keys_and_values = iter(self.cache.layers)
+            for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
+                if shape is not None:
+                    drafts = MAX_DRAFT if draft_rows else 0
+                    own_state = LayerState.new(device, shape, layer, max_batch, self.places, drafts)
+                    self.caches.append(own_state)
+                else:
+                    own = source == layer
+                    self.caches.append(next(keys_and_values) if own else self.caches[source])
+            self.rope = self._upload(c.rope)
         local = self.rope if c.local_rope is None else self._upload(c.local_rope)
         self.ropes = [
             (local if window else self.rope) if rotated else None
@@ -102,7 +121,17 @@ class Steps:
         ]
         self._ways = (False, True) if adapters.names else (False,)  # by row, or not
         self._traced = model.forward(weights, self.ropes, self.caches)
-        values = Graph(self._traced).values
+        self._also: tuple[Value, ...] = ()  # what steps do besides
+        if predictor is not None:
+            behind, own_weights = predictor
+            places = self.places if any(c.states) else 0
+            self.last_hidden = HiddenStates.new(device, c.hidden_size, max_batch, places)
+            self.predicted = replace(self.cache.layers[-1], first=1)
+            of = own_weights, self.rope, self.predicted
+            self._also = tuple(behind.of(self.last_hidden).beside(self._traced, weights, *of))
+        elif isinstance(model, Predictor):
+            self._also = tuple(model.also(self._traced))
+        values = Graph(self._traced, self._also).values
         for changes in (adapters.always, adapters.by_row):
             _check_projections(values, weights, changes)
         bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
@@ -130,6 +159,8 @@ class Steps:
         self.prompts = 1 if alone else min(MAX_PROMPTS, self.batches[-1])
         self.packed = {f"{PACKED}{n}": rows for n, rows in self.rows.items() if self.prompts > 1}
         self.rows |= {"few": MAX_VEC_ROWS, "decode": 1}
+        if follows is not None:
+            self.rows, self.packed, self.prompts = {"decode": 1}, {}, 1
         kinds = {name: StepKind(rows, logits=1) for name, rows in self.rows.items()}
         kinds |= {
             name: StepKind(rows, logits=self.prompts, prompts=self.prompts)
@@ -178,7 +209,7 @@ class Steps:
     @cached_property
     def hidden(self) -> Buffer:
         """The hidden states of a step's rows, after the last norm; there when first asked for."""
-        row = stride(_before_head(self._traced).width)
+        row = stride(before_head(self._traced).width)
         nbytes = 4 * row * padded_rows(self.rows["prefill"])
         return self.device.buffer(nbytes, label="hidden states")
 
@@ -190,13 +221,20 @@ class Steps:
 
     def lower(self, kind: StepKind, logits: Buffer, by_row: bool) -> Lowering:
         """The kernels of a kind of step. by_row: its rows have adapters."""
-        return self._lower(self._traced, kind, logits, by_row)
+        return self._lower(self._traced, kind, logits, by_row, self._also)
 
-    def _lower(self, output: Value, kind: StepKind, buffer: Buffer, by_row: bool) -> Lowering:
+    def _lower(
+        self,
+        output: Value,
+        kind: StepKind,
+        buffer: Buffer,
+        by_row: bool,
+        also: Iterable[Value] = (),
+    ) -> Lowering:
         kind = replace(kind, invariant=self._invariant)
         changes = self.adapters.by_row if by_row else self.adapters.always
-        fuse = self._fuse
-        return lower(self.device, output, kind, self.step, buffer, fuse=fuse, changes=changes)
+        own: dict[str, Any] = {"fuse": self._fuse, "changes": changes, "also": also}
+        return lower(self.device, output, kind, self.step, buffer, **own)
 
     def compile(self, progress: Callable[[int, int], None] | None = None, *others: Steps) -> None:
         """Compile, in threads, what every generation needs, so that none has to wait for it; but
@@ -233,10 +271,14 @@ class Steps:
     def _lowered(self, kind: str, by_row: bool) -> Lowering:
         key = kind, by_row
         if key not in self.lowered:
-            output, buffer = self._traced, self.scored if kind == SCORED else self.logits
             if kind.startswith(HIDDEN):
-                output, buffer = _before_head(self._traced), self.hidden
-            self.lowered[key] = self._lower(output, self._kinds[kind], buffer, by_row)
+                of = before_head(self._traced), self._kinds[kind], self.hidden
+                self.lowered[key] = self._lower(*of, by_row)
+            elif kind == SCORED:
+                of = self._traced, self._kinds[kind], self.scored
+                self.lowered[key] = self._lower(*of, by_row)
+            else:
+                self.lowered[key] = self.lower(self._kinds[kind], self.logits, by_row)
         return self.lowered[key]
 
     def gathers(self, kind: str) -> int:
@@ -270,13 +312,6 @@ def _batches(most: int, device: Device) -> list[int]:
     enough = next(rows for rows in _BATCHES if rows >= most)
     kinds = _SOFTWARE_BATCHES if device.software else _BATCHES
     return [*(rows for rows in kinds if rows < enough), enough]
-
-
-def _before_head(logits: Value) -> Value:
-    """What the head, the last projection before the logits, reads: the normed hidden states."""
-    while not isinstance(logits, Linear):
-        (logits,) = logits.inputs
-    return logits.x
 
 
 def _check_projections(

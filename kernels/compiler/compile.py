@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MappingProxyType
 
 from infer.kernels.compiler.fusion import rewrite
@@ -26,11 +27,12 @@ def lower(
     fuse: bool = True,
     tuning: Tuning | None = None,
     changes: Changes = NO_CHANGES,
+    also: Iterable[Value] = (),
 ) -> Lowering:
     """The kernels that make `output`, in `output_buffer`, in such a step on the device; step: the
-    buffer of its rows. changes: what lies beside weights. fuse=False gives each operation kernels
-    of its own."""
-    graph = Graph(output)
+    buffer of its rows. changes: what lies beside weights. also: as of Graph. fuse=False gives each
+    operation kernels of its own."""
+    graph = Graph(output, also)
     rules = InvariantTuning if kind.invariant else Tuning
     target = Target(device, kind, tuning or rules(device), fuse)
     rewrite(graph, target, changes)

@@ -173,16 +173,17 @@ class Mul(_Elementwise):
 
 class Graph:
     """What an output is made from, in the order in which it was traced; a copy, so that rules may
-    change it."""
+    change it. also: what is computed besides, and leaves its result elsewhere."""
 
-    def __init__(self, output: Value) -> None:
-        found = sorted(_reachable(output), key=lambda value: value.number)
+    def __init__(self, output: Value, also: Iterable[Value] = ()) -> None:
+        ends = [output, *also]
+        found = sorted(reachable(ends), key=lambda value: value.number)
         copies = {value: copy(value) for value in found}
         for value in copies.values():
             for name, source in value.links():
                 setattr(value, name, copies[source])
         self.values = list(copies.values())
-        self.output = copies[output]
+        self.output, *self.also = (copies[value] for value in ends)
         self._users: dict[Value, list[Value]] = {value: [] for value in self.values}
         for value in self.values:
             self._link(value)
@@ -244,7 +245,8 @@ class Graph:
             self._users[source].append(value)
 
     def _drop(self, value: Value) -> None:
-        if value in self._users and not self._users[value] and value is not self.output:
+        is_end = value is self.output or value in self.also
+        if value in self._users and not self._users[value] and not is_end:
             self.values.remove(value)
             del self._users[value]
             for source in value.inputs:
@@ -253,9 +255,10 @@ class Graph:
                     self._drop(source)
 
 
-def _reachable(output: Value) -> Iterable[Value]:
+def reachable(ends: Iterable[Value]) -> set[Value]:
+    """They, and all that they are made of."""
     found: set[Value] = set()
-    missing = [output]
+    missing = [*ends]
     while missing:
         value = missing.pop()
         if value not in found:

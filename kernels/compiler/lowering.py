@@ -27,6 +27,7 @@ class Lowering(Target):
         self.kernels: list[Kernel] = []
         for value in graph.values:
             value.lower(self)
+        self.kernels.sort(key=lambda kernel: kernel.head)  # in the order in which they run
 
     def emit(
         self,

@@ -20,7 +20,7 @@ from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import NOTHING, Size
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
-from infer.kernels.ops.kv_write import Heads, kv_params
+from infer.kernels.ops.kv_write import Heads, KVWrite, kv_params
 from infer.kernels.ops.prepared import Form, Maker, scale_params
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
 
@@ -99,10 +99,11 @@ class Attention(Maker):
 
     def lower(self, low: Lowering) -> None:
         if self.k is not None and self.v is not None:
-            self._kv_write(low, self.k, self.v)
+            KVWrite(self.k, self.v, self.cache).lower(low)
         common = {
             **kv_params(self.cache),
             "WINDOW": self.window,
+            "FIRST": self.cache.first,
             "GROUP": self.group,
             "SCALE": float(self.scale),
             "SOFTCAP": float(self.softcap),
@@ -113,25 +114,6 @@ class Attention(Maker):
             self._split(low, common)
         else:
             self._chain(low, common)
-
-    def _kv_write(self, low: Lowering, k: Value, v: Value) -> None:
-        cache, latent = self.cache, self.cache.shape.latent
-        (keys, k_stride, k_offset), (values, v_stride, v_offset) = low.source(k), low.source(v)
-        written = [cache.keys, *([] if latent else [cache.values])]
-        low.emit(
-            "kv_write",
-            (low.step, cache.pages, keys, values, *written),
-            low.row_grid(self, cache.n_kv_heads),
-            {
-                **kv_params(cache),
-                "LATENT": latent,
-                "K_DIM": k.width // cache.n_kv_heads,
-                "K_STRIDE": k_stride,
-                "K_OFFSET": k_offset,
-                "V_STRIDE": v_stride,
-                "V_OFFSET": v_offset,
-            },
-        )
 
     @property
     def _sinks(self) -> list[Buffer]:
@@ -160,11 +142,12 @@ class Attention(Maker):
                 "WG": low.tuning.workgroup(1024),
                 "SUBGROUPS": low.device.subgroups,
                 "WINDOW": common["WINDOW"],
+                "FIRST": common["FIRST"],
                 "STRIDE": scores_stride,
                 "SINKS": self.sinks is not None,
             },
         )
-        weighted = {name: common[name] for name in (*kv_params(cache), "WINDOW", "GROUP")}
+        weighted = {name: common[name] for name in (*kv_params(cache), "WINDOW", "FIRST", "GROUP")}
         low.emit(
             "weighted_sum",
             (low.step, cache.pages, probabilities, cache.values, self),
@@ -323,6 +306,7 @@ def _split_params(
     return {
         "HEAD_DIM": cache.head_dim,
         "WINDOW": window,
+        "FIRST": cache.first,
         "SPLITS": variant.splits,
         "MIN_SPLIT": variant.min_split,
         "MAX_SPLIT": variant.max_split,

@@ -17,6 +17,7 @@ from infer.kernels.ops.elementwise import (
 from infer.kernels.ops.embedding import Embedding, LogitsRows, PositionEmbedding
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
 from infer.kernels.ops.head_linear import HeadLinear
+from infer.kernels.ops.hidden import HiddenBefore
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.norm import LayerNorm, RMSNorm
 from infer.kernels.ops.recurrent import DeltaRule, ShortConv, SSMScan
@@ -30,6 +31,7 @@ embedding = operation(Embedding)
 expert_down = operation(ExpertDown)
 expert_gate_up = operation(ExpertGateUp)
 head_linear = operation(HeadLinear)
+hidden_before = operation(HiddenBefore)
 input = operation(Input)
 layernorm = operation(LayerNorm)
 linear = operation(Linear)

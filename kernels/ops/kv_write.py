@@ -73,6 +73,37 @@ class Heads:
 
 
 @dataclass(eq=False, repr=False)
+class KVWrite(Value):
+    """k and v to the cache; nothing reads the result but through it."""
+
+    k: Value
+    v: Value
+    cache: LayerCache
+
+    def checked_width(self) -> int:
+        return self.k.width
+
+    def lower(self, low: Lowering) -> None:
+        cache, latent = self.cache, self.cache.shape.latent
+        keys, k_stride, k_offset = low.source(self.k)
+        values, v_stride, v_offset = low.source(self.v)
+        low.emit(
+            "kv_write",
+            (low.step, cache.pages, keys, values, cache.keys, *([] if latent else [cache.values])),
+            low.row_grid(self, cache.n_kv_heads),
+            {
+                **kv_params(cache),
+                "LATENT": latent,
+                "K_DIM": self.k.width // cache.n_kv_heads,
+                "K_STRIDE": k_stride,
+                "K_OFFSET": k_offset,
+                "V_STRIDE": v_stride,
+                "V_OFFSET": v_offset,
+            },
+        )
+
+
+@dataclass(eq=False, repr=False)
 class RopeKVWrite(Value):
     """The queries of a projection x, normed and rotated; keys likewise and values go to the cache.
     columns: of the queries."""

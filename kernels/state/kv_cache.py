@@ -33,7 +33,8 @@ class LayerCache:
 
     dtype is one of KV_DTYPES; slots is a multiple of PAGE. paged: kernels ask the page table; else
     they take it for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block`
-    dimensions. Of a latent cache keys and values are the same buffer.
+    dimensions. Of a latent cache keys and values are the same buffer. No row but its own attends to
+    a position before `first`.
     """
 
     keys: Buffer
@@ -45,6 +46,7 @@ class LayerCache:
     slots: int
     pages_per_sequence: int
     paged: bool = False
+    first: int = 0
 
     @property
     def shape(self) -> KVShape:

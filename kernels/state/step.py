@@ -80,10 +80,13 @@ def pack_step(
 
 
 def pack_prompts(
-    chunks: Sequence[tuple[Tokens, int, int, int | Tokens]], logits_rows: Sequence[int] = ()
+    chunks: Sequence[tuple[Tokens, int, int, int | Tokens]],
+    logits_rows: Sequence[int] = (),
+    leads: Sequence[int] = (),
 ) -> NDArray[np.uint8]:
     """The bytes of a step of such rows (tokens, position, sequence, adapter) of each of up to
-    MAX_PROMPTS sequences, one behind the other."""
+    MAX_PROMPTS sequences, one behind the other. leads: so many of the first rows of each, or none,
+    leave nothing but what the rows behind them read of them."""
     ends = np.cumsum([len(tokens) for tokens, *_ in chunks])
     header = np.zeros(1, HEADER)
     header["n_rows"], header["n_logits"] = ends[-1], len(logits_rows)
@@ -98,6 +101,8 @@ def pack_prompts(
         own["sequence"] = sequence
         own["adapter"] = adapter
     rows["alive"] = 1
+    for end, lead, (tokens, *_) in zip(ends, leads, chunks, strict=False):
+        rows["alive"][end - len(tokens) :][:lead] = 2
     return np.concatenate([header.view(np.uint8), rows.view(np.uint8)])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from infer.kernels.compiler.graph import Value
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
@@ -67,6 +68,11 @@ class Decoder:
         """Of so many rows of a matrix, those that one token multiplies with."""
         return rows
 
+    @property
+    def predictor(self) -> Decoder | None:
+        """The layer that its checkpoints may have to predict further tokens (mtp.py)."""
+        return None
+
     def ignorable(self, key: str) -> bool:
         """Whether a surplus tensor of a checkpoint says nothing new."""
         tied = self.config.tie_word_embeddings and key == "lm_head.weight"
@@ -114,3 +120,10 @@ class Decoder:
         elif before_mlp:
             x = norm(h, before_mlp)
         return y + norm(self.mlp(x, Scope(w, "mlp")), of_mlp)
+
+
+def before_head(logits: Value) -> Value:
+    """What the head, the last projection before the logits, reads: the normed hidden states."""
+    while not isinstance(logits, Linear):
+        (logits,) = logits.inputs
+    return logits.x

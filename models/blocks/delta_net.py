@@ -15,6 +15,7 @@ from infer.kernels.state.layer_state import LayerState, StateShape
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
+from infer.models.blocks.mtp import QWEN, Predictor
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -72,6 +73,10 @@ class GatedDeltaNet(Decoder):
         for spec in super().weights():
             less_one = spec.name.endswith("norm") and ".linear_attn." not in spec.name
             yield replace(spec, added=1.0) if less_one else spec
+
+    @property
+    def predictor(self) -> Predictor:
+        return Predictor(self, QWEN, added=1.0)
 
     def ignorable(self, key: str) -> bool:
         return super().ignorable(key) or key.startswith("mtp.")

@@ -21,7 +21,7 @@
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   let row = step.rows[id.y];
-  if (id.y >= step.n_rows || row.alive == 0u) {
+  if (id.y >= step.n_rows || row.alive != 1u) {
     return;
   }
   let slot = kv_slot(row.sequence, row.position);

@@ -10,7 +10,7 @@
 // @param LATENT_OFFSET u32
 fn write_latent(index: u32, me: Invocation) {  // of a row; by all invocations of a workgroup
   let row = step.rows[index];
-  let writes = index < step.n_rows && row.alive != 0u;
+  let writes = index < step.n_rows && row.alive == 1u;
   var squares = 0.0;
   for (var d = me.index; d < HEAD_DIM; d += WG) {
     head[d] = latent[index * LATENT_STRIDE + LATENT_OFFSET + d];

@@ -4,7 +4,7 @@ struct Row {
   position: u32,  // its place in its sequence, from 0
   sequence: u32,
   adapter: u32,   // its number, from 1 (LoRA); 0: none
-  alive: u32,     // 0: stopped; the row writes neither keys and values, nor a state, nor a token
+  alive: u32,     // 0: stopped: no keys and values are written, nor a state, nor a token; 2: only what rows read
   behind: u32,    // rows of its sequence before it that its states have not taken in, and DRAFTED (recent.wgsl)
   drafts: u32,    // of a draft model: how many tokens it is still to draft
   place: u32,     // the row that takes the next of them, in the step that verifies them

@@ -49,7 +49,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   let is_value = id.x >= N_HEADS + N_KV_HEADS;
   let is_key = !is_query && !is_value;
 #if OWN
-  let writes = id.y < step.n_rows && row.alive != 0u;
+  let writes = id.y < step.n_rows && row.alive == 1u;
   let slot = kv_slot(row.sequence, row.position);  // under way while the head is normed and rotated
   let kv = kv_index(id.x - select(N_HEADS, N_HEADS + N_KV_HEADS, is_value), slot);
 #endif

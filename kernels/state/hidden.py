@@ -1,0 +1,42 @@
+"""The last hidden states of sequences, which layers read that predict further tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.record import Copy
+
+RECENT = 16  # positions: more than a step that verifies drafts has rows, and the one before them
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """Of each of some sequences, [sequence][RECENT][stride] in f32, a position at its number modulo
+    RECENT; and copies that were saved, each in a place of its own."""
+
+    width: int
+    buffer: Buffer
+    saved: Buffer | None
+
+    @classmethod
+    def new(cls, device: Device, width: int, sequences: int, places: int) -> HiddenStates:
+        """places: of copies. Raises OutOfMemoryError."""
+        nbytes = _nbytes(width)
+        saved = device.buffer(places * nbytes, label="saved hidden states") if places else None
+        kept = device.buffer(sequences * nbytes, label="last hidden states")
+        return cls(width, kept, saved)
+
+    def copies(self, sequence: int, place: int, *, back: bool) -> Sequence[Copy]:
+        """As those of layers' states."""
+        if self.saved is None:
+            return ()
+        nbytes = _nbytes(self.width)
+        ends = (self.buffer, sequence * nbytes), (self.saved, place * nbytes)
+        return (Copy(*(ends[::-1] if back else ends), nbytes),)
+
+
+def _nbytes(width: int) -> int:
+    """Of a sequence; rows are a whole number of eight values, as activations are."""
+    return 4 * RECENT * -(-width // 8) * 8
