@@ -24,11 +24,13 @@ import re
 import socket
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,12 +79,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """errors: how many, by status or in words. short: whole answers with fewer tokens than asked
-    for. tps: tokens per second. client_share: of a core, that this client took: near 1 it is what
-    was measured. per_second: requests sent, those that ended, and tokens."""
+    """model to commit: as the server tells them; None and {} where it does not. errors: how many,
+    by status or in words. short: whole answers with fewer tokens than asked for. tps: tokens per
+    second. client_share: of a core, that this client took: near 1 it is what was measured.
+    per_second: requests sent, those that ended, and tokens."""
 
     date: str
     url: str
+    model: str | None
+    context: int | None
+    adapter: str | None
+    adapter_kind: str | None
+    backend: str | None
+    driver: str | None
+    versions: dict[str, str]
+    commit: str | None
     options: dict[str, Any]
     requests: int
     whole: int
@@ -108,7 +119,11 @@ class LoadReport:
             return f"{name:10} p50 {1e3 * pair[0]:,.1f} ms, p99 {1e3 * pair[1]:,.1f} ms"
 
         errors = ", ".join(f"{n} x {name}" for name, n in self.errors.items()) or "none"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         lines = [
+            f"server     {self.model or 'unknown'}, {self.adapter or 'adapter unknown'}"
+            + (f", {versions}" if versions else "")
+            + (f" ({self.commit})" if self.commit else ""),
             f"requests   {self.requests:,} in {self.seconds:.1f} s: {self.whole:,} whole, "
             f"{self.left:,} left by the client",
             f"errors     {errors}",
@@ -261,6 +276,39 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
 
 
+# What the server says of itself
+
+
+def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
+    """As fields of LoadReport. url: that of --url. model: None for the first of its models."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def ask(url: str) -> Any:
+        request = urllib.request.Request(url, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return json.load(answer)
+        except (OSError, HTTPException, ValueError):  # none, or another, which does not tell
+            return {}
+
+    base = url.rstrip("/")
+    listed = ask(f"{base}/models").get("data") or [{}]
+    own = next((each for each in listed if each.get("id") == model), listed[0])
+    gpu = own.get("gpu") or {}
+    version = ask(f"{base.removesuffix('/v1')}/version")
+    alone = {own.get("owned_by", "server"): version["version"]} if "version" in version else {}
+    return {
+        "model": own.get("id"),
+        "context": own.get("max_model_len"),
+        "adapter": gpu.get("name"),
+        "adapter_kind": gpu.get("type"),
+        "backend": gpu.get("backend"),
+        "driver": gpu.get("driver"),
+        "versions": version.get("versions", alone),
+        "commit": version.get("commit"),
+    }
+
+
 # All of them
 
 
@@ -290,6 +338,7 @@ class Load:
 
     async def run(self) -> LoadReport:
         args = self.args
+        self._told = await asyncio.to_thread(told, args.url, args.api_key, args.model)
         self._begin = time.perf_counter()
         if args.warm_up:
             await asyncio.gather(*(self._request() for _ in range(args.clients or 1)))
@@ -400,6 +449,7 @@ class Load:
         return LoadReport(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             url=args.url,
+            **self._told,
             options=shown,
             requests=len(self.requests),
             whole=len(whole),
@@ -473,6 +523,9 @@ def _stub(opened: socket.socket) -> None:
         with suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET "):
+                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                    continue
                 length = int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
                 tokens = json.loads(await reader.readexactly(length))["max_tokens"]
                 writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")

@@ -37,9 +37,9 @@ import demo_corpus  # noqa: E402
 
 import infer  # noqa: E402
 from infer.bench.report import markdown_table  # noqa: E402
-from infer.bench.run import versions  # noqa: E402
 from infer.kernels.gpu.adapters import choose_adapter  # noqa: E402
 from infer.models.loading import plan  # noqa: E402
+from infer.versions import versions  # noqa: E402
 
 Floats = NDArray[np.float32]
 

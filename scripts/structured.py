@@ -27,12 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infer.bench.measure import GREEDY, EngineBench
 from infer.bench.report import Load, markdown_table
-from infer.bench.run import commit, open_engine, versions
+from infer.bench.run import open_engine
 from infer.engine.constraint import Constraints
 from infer.engine.speculation import WAYS
 from infer.hub import resolve
 from infer.text.folder_tokenizer import open_tokenizer
 from infer.text.tokenizer import Tokenizer
+from infer.versions import commit, versions
 
 RESULTS = Path(__file__).resolve().parent / "results" / "structured"
 END = "<|end|>"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from infer.engine.pages import PoolStats
 from infer.engine.token_engine import EngineStats
+from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import MemoryStats
 from infer.llm import Prompt
 from infer.results import Chunk, Result, TokenLogprob
@@ -140,6 +141,8 @@ class FakeEngine:
     """An EngineClient that notes what it is asked. What it answers is `answer`'s to say."""
 
     name, context, slots, adapters = "fake", 100, 1, ("sql",)
+    special_tokens: Mapping[str, str] = {}
+    gpu = AdapterInfo(0, "a GPU", "discrete", "Vulkan", "1.2", frozenset(), {})
     model_type, template, embedding_size, is_embedder, infill = "fake", "", 4, True, None
 
     def __init__(self, *, waits: bool = False) -> None:

@@ -237,20 +237,62 @@ def test_openai_agents(address: str, api: str, stream: bool) -> None:
     assert asyncio.run(run()) == "It rains."
 
 
+def test_lm_eval(address: str, engine: Engine) -> None:
+    """Its loglikelihoods are those of `LLM.score`, with no tokenizer but the server's."""
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    model = models.LocalCompletionsAPI(
+        base_url=f"{address}/v1/completions", model="demo", max_length=1024, batch_size=2
+    )
+    assert model.tokenizer_backend == "remote"
+    pairs = [("Once upon a time", " there was a little girl."), ("The cat", " sat"), ("", "A dog")]
+    asked = [instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    llm = engine._llm
+    found = model.loglikelihood(asked)
+    for (context, text), (total, is_greedy) in zip(pairs, found, strict=True):
+        before = model.tok_encode(context)
+        own = model.tok_encode(context + text)[len(before) :]
+        (score,) = llm.score(before or [model.prefix_token_id], [own])
+        assert (total, is_greedy) == (pytest.approx(score.logprob, abs=1e-4), score.is_greedy)
+    until = {"until": ["."], "max_gen_toks": 20, "temperature": 0}
+    (text,) = model.generate_until([instance("generate_until", {}, ("Once upon a time", until), 0)])
+    ids = model.tok_encode("Once upon a time")
+    assert text == llm.generate(ids, max_tokens=20, stop=["."]).text
+
+
+# In Node
+
+
+def run_in_node(script: str, *given: str) -> list[str]:
+    """What it prints, line by line."""
+    node, folder = shutil.which("node"), os.environ.get("INFER_TEST_NODE")
+    if node is None or folder is None:
+        pytest.skip("no node, or no INFER_TEST_NODE, a folder with the packages")
+    text = Path(__file__).with_name(script).read_text()
+    command = [node, "--input-type=module", "--eval", text, "--", *given]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.usefixtures("with_tools")
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_openai_in_node(
+    address: str, api: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "texts", [ANSWER, ANSWER, CALL, "It rains.", PET])
+    *texts, pet = run_in_node("openai_node.mjs", address, api)
+    assert texts == [ANSWER, ANSWER, "It rains."]
+    Pet.model_validate_json(pet)
+
+
 @pytest.mark.usefixtures("with_tools")
 @pytest.mark.parametrize("provider", ["openai", "openai.chat", "openai-compatible", "anthropic"])
 def test_ai_sdk(
     address: str, provider: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, folder = shutil.which("node"), os.environ.get("INFER_TEST_NODE")
-    if node is None or folder is None:
-        pytest.skip("no node, or no INFER_TEST_NODE, a folder with the packages")
     last = [] if provider == "anthropic" else [PET]  # a call, which is forced
     monkeypatch.setattr(engine, "texts", [ANSWER, ANSWER, CALL, "It rains.", *last])
-    script = Path(__file__).with_name("ai_sdk.mjs").read_text()
-    command = [node, "--input-type=module", "--eval", script, "--", address, provider]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    whole, stream, called, pet = ran.stdout.splitlines()
-    assert (whole, stream, called) == (ANSWER, ANSWER, "It rains.")
+    *texts, pet = run_in_node("ai_sdk.mjs", address, provider)
+    assert texts == [ANSWER, ANSWER, "It rains."]
     Pet.model_validate_json(pet)

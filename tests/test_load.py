@@ -18,6 +18,7 @@ from serving import FakeEngine, fake_service, serving
 import infer
 from infer.bench.measure import prompts
 from infer.models.loading.shapes import SHAPES
+from infer.versions import commit, versions
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 LOAD = runpy.run_path(str(SCRIPTS / "load.py"))
@@ -41,7 +42,10 @@ def test_the_answers_are_counted() -> None:
     assert all(64 <= len(prompt) <= 512 for prompt, _ in sent)
     assert len({tuple(prompt) for prompt, _ in sent}) == report.requests
     assert {params.max_tokens for _, params, _ in (a for a in engine.asked if len(a) == 3)} == {3}
-    assert "requests" in str(report)
+    assert (report.model, report.context, report.adapter) == ("fake", 100, "a GPU")
+    assert (report.adapter_kind, report.backend, report.driver) == ("discrete", "Vulkan", "1.2")
+    assert (report.versions, report.commit) == (versions(), commit())
+    assert "fake, a GPU" in str(report)
     json.dumps(report.options)
 
 
@@ -74,6 +78,7 @@ def test_clients_that_leave(way: tuple[str, str]) -> None:
         report = run(*way, "--requests", "20", "--cancel", "1", url=url)
     assert report.left == report.requests >= 20
     assert (report.whole, report.errors) == (0, {})
+    assert (report.model, report.versions, report.commit) == (None, {}, None)
 
 
 def test_errors_are_counted_by_kind() -> None:

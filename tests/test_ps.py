@@ -39,6 +39,7 @@ def test_what_a_server_does() -> None:
             {
                 "name": 'a "model"\\',
                 "parent": None,
+                "gpu": "a GPU",
                 "context": 100,
                 "memory_bytes": 3 << 20,
                 "cache": 0.25,
@@ -48,6 +49,7 @@ def test_what_a_server_does() -> None:
             {
                 "name": "sql",
                 "parent": 'a "model"\\',
+                "gpu": "a GPU",
                 "context": 100,
                 "memory_bytes": None,
                 "cache": None,
@@ -56,9 +58,21 @@ def test_what_a_server_does() -> None:
             },
         ],
     }
-    assert lines[0].split() == ["model", "memory", "context", "cache", "running", "waiting"]
-    assert lines[1].split() == ["a", '"model"\\', "3.0", "MiB", "100", "25", "%", "2", "5"]
-    assert lines[2].split() == ["sql", "(adapter)", "100"]
+    assert lines[0].split() == ["model", "GPU", "memory", "context", "cache", "running", "waiting"]
+    assert lines[1].split() == [
+        "a",
+        '"model"\\',
+        "a",
+        "GPU",
+        "3.0",
+        "MiB",
+        "100",
+        "25",
+        "%",
+        "2",
+        "5",
+    ]
+    assert lines[2].split() == ["sql", "(adapter)", "a", "GPU", "100"]
     assert lines[-1] == f"{address}: ok"
 
 

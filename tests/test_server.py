@@ -46,6 +46,7 @@ from infer import LLM, DeviceError, InferError, OutOfMemoryError
 from infer.cli.app import app
 from infer.cli.options import parse_bytes
 from infer.hub import ResolvedModel
+from infer.kernels.gpu.adapters import choose_adapter
 from infer.llm import Prompt
 from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
@@ -191,8 +192,11 @@ def test_the_models(address: str) -> None:
     assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 1024)
     assert json.loads(ask(address, "/v1/models/demo")[1]) == model
     assert ask(address, "/v1/models/other")[0].status == 404
+    assert model["gpu"]["name"] == choose_adapter().name
     response, data = ask(address, "/health")
     assert (response.status, data) == (200, b'{"status":"ok"}')
+    version = json.loads(ask(address, "/version")[1])
+    assert version["version"] == version["versions"]["infer"] == infer.__version__
 
 
 # Clients of others
@@ -602,9 +606,10 @@ class FakeModel:
     """A source of a model, and the LLM that it loads."""
 
     adapters, is_embedder = (), False
-    tokenizer = SimpleNamespace(templates={}, infill=None)
+    tokenizer = SimpleNamespace(templates={}, special_tokens={}, infill=None)
     config = SimpleNamespace(model_type="fake", hidden_size=4)
     context, slots, restarts, silent = 100, 1, False, 0.0
+    gpu = FakeEngine.gpu
     room: list[FakeModel] = []  # noqa: RUF012
     most = 1
 

@@ -16,9 +16,7 @@ copy on the same adapter in the same run.
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,11 +26,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-import numpy as np
-import wgpu
-from wgpu.backends.wgpu_native import lib_version_info
-
-import infer
 from infer.bench.measure import (
     BATCH_DEPTH,
     BATCH_TOKENS,
@@ -66,6 +59,7 @@ from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import LoadPlan, plan_random
 from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
+from infer.versions import commit, versions
 
 _CONTEXT = 1024  # of a shape with many answers, where nobody says more: the other tests fit
 
@@ -432,33 +426,3 @@ def _on_random(
         engine.compile()
         device.wait()
         yield shape, engine
-
-
-# Where it ran
-
-
-def versions() -> dict[str, str]:
-    """Of this package and of what its speed and results depend on."""
-    return {
-        "infer": infer.__version__,
-        "wgpu": wgpu.__version__,
-        "wgpu-native": ".".join(map(str, lib_version_info)),
-        "numpy": np.__version__,
-        "Python": platform.python_version(),
-        platform.system(): platform.machine(),
-    }
-
-
-def commit() -> str | None:
-    """The commit of this package, "-dirty" when files differ from it; None where git has none."""
-    folder = Path(infer.__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # else the repository is another's
-        return git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -40,10 +40,11 @@ def ps(
 @dataclass(frozen=True)
 class Served:
     """A model of a server. What is None is not known, as of one that is not loaded. parent: of an
-    adapter, the model. cache: the part in use, from 0 to 1."""
+    adapter, the model. gpu: what computes it. cache: the part in use, from 0 to 1."""
 
     name: str
     parent: str | None = None
+    gpu: str | None = None
     context: int | None = None
     memory_bytes: int | None = None
     cache: float | None = None
@@ -63,12 +64,13 @@ class ServerReport:
         return asdict(self)
 
     def text(self) -> str:
-        rows = [("model", "memory", "context", "cache", "running", "waiting")]
+        rows = [("model", "GPU", "memory", "context", "cache", "running", "waiting")]
         for each in self.models:
             name = each.name if each.parent is None else f"{each.name} (adapter)"
             rows.append(
                 (
                     visible(name).replace("\n", "\\n"),
+                    visible(each.gpu or ""),
                     "" if each.memory_bytes is None else size(each.memory_bytes),
                     "" if each.context is None else f"{each.context:,}",
                     "" if each.cache is None else f"{100 * each.cache:.0f} %",
@@ -78,7 +80,9 @@ class ServerReport:
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+            "  ".join(
+                [*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]
+            ).rstrip()
             for row in rows
         ]
         return "\n".join([*lines, "", f"{self.url}: {visible(self.status)}"])
@@ -93,7 +97,7 @@ def find(url: str, api_key: str | None) -> ServerReport:
     try:
         served = [_served(model, metrics[model["id"]]) for model in models or ()]
         return ServerReport(client.url, str(health.get("status", "unknown")), served)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _other(client) from error
 
 
@@ -104,6 +108,7 @@ def _served(model: dict[str, Any], metrics: dict[str, float]) -> Served:
     return Served(
         str(model["id"]),
         model.get("parent"),
+        (model.get("gpu") or {}).get("name"),
         model.get("max_model_len"),
         count("gpu_memory_bytes"),
         metrics.get("kv_cache_usage_perc"),

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-import numpy
-import wgpu
-
-import infer
 from infer.inspection import Inspection
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Device, Limits
@@ -21,6 +16,7 @@ from infer.models.loading.checkpoint import listed
 from infer.progress import size, visible
 from infer.results import Result
 from infer.sampling import SamplingParams
+from infer.versions import versions
 
 if TYPE_CHECKING:
     from infer.kernels.checks.bench import CheckResult
@@ -225,16 +221,6 @@ class ModelReport:
 
 
 # infer run
-
-
-def versions() -> dict[str, str]:
-    """Of this package, and of what its results may depend on."""
-    return {
-        "infer": infer.__version__,
-        "wgpu": wgpu.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
 
 
 @dataclass(frozen=True)

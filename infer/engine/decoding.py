@@ -1,13 +1,15 @@
 """Decode steps: one row of each sequence of a batch, which the GPU has from the step before.
 
 Where answers have masks, a step is submitted in two parts: its body before the tokens of the step
-before are read, and its head, which samples, when the masks after these are written.
+before are read, and its head, which samples, when the masks after these are written. A thread
+records the body of the next one meanwhile: after that head the GPU has nothing else to do.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -65,7 +67,9 @@ class Decoding:
         self._submissions, self._masks, self._answers = submissions, masks, answers
         # A step whose body alone is submitted: the longest of its sequences, and since when.
         self._held: tuple[Batch, int, float] | None = None
-        self._body: tuple[Batch, int, Any] | None = None  # recorded: that of the next such step
+        # Being recorded: the body of the next such step, if its batch stays.
+        self._body: tuple[Batch, int, Future[Any]] | None = None
+        self._recorder = ThreadPoolExecutor(1, "recorder")
 
     def batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
         answers = [self._answer(sequence) for sequence in sequences]
@@ -109,6 +113,8 @@ class Decoding:
         if self._awaits_tokens(batch):
             self._submit_body(batch, longest, joins)
             self._held = batch, longest, time.perf_counter()
+            if not self._scheduler.in_step:
+                self._record_body(batch, longest + 1)
             return []
         return self._sample(batch, batch.joins if joins else batch.recording, longest)
 
@@ -130,13 +136,9 @@ class Decoding:
         submissions, count = self._submissions, len(batch.slots)
         commands, failed = None, list[Answer]()
         if batch.masked:
-            with self._masks.making(batch.masked) as making:
+            with self._masks.making(batch.masked) as failed:
                 copies = submissions.copies(count, batch.logits_of, batch.logprobs)
                 commands = submissions.queue.record(recording, count, longest, copies)
-                is_ahead = submissions.ahead > 1 and not self._scheduler.in_step
-                if is_ahead and not making.are_made():
-                    self._record_body(batch, longest + 1)
-            failed = making.failed
         wanted = Wanted(batch.sequences, batch.logits_of, batch.logprobs)
         submissions.submit(
             recording, count, longest, wanted, sequences=count, commands=commands, since=since
@@ -144,17 +146,16 @@ class Decoding:
         return failed
 
     def _record_body(self, batch: Batch, longest: int) -> None:
-        """That of the next step of a batch with masks, if it stays as it is."""
         self._drop_body()
-        commands = self._submissions.queue.record(batch.body, len(batch.slots), longest, ())
-        self._body = batch, longest, commands
+        of = batch.body, len(batch.slots), longest, ()
+        self._body = batch, longest, self._recorder.submit(self._submissions.queue.record, *of)
 
     def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
         if self._body is not None and not joins:
             of, length, commands = self._body
             if of is batch and length == longest:
                 self._body = None
-                self._submissions.queue.send(commands)
+                self._submissions.queue.send(commands.result())
                 return
         self._drop_body()
         body = batch.body_joins if joins else batch.body
@@ -162,8 +163,9 @@ class Decoding:
 
     def _drop_body(self) -> None:
         if self._body is not None:
-            self._submissions.queue.drop(self._body[-1])
-            self._body = None
+            (*_, commands), self._body = self._body, None
+            if not commands.cancel() and commands.exception() is None:
+                self._submissions.queue.drop(commands.result())
 
     def forget(self) -> None:
         """What is held, and what was recorded."""

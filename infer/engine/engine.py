@@ -441,10 +441,10 @@ class Engine(TokenEngine):
         self.device.write(self.steps.step, pack_prompts(chunks, chosen))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
         *first, rest = recording.parts(pieces)
-        with self.masks.making(wanted.rows) as making:
+        with self.masks.making(wanted.rows) as failed:
             for piece in first:
                 self.queue.submit(piece, count, longest, ())
-        self._end_failed(making.failed)
+        self._end_failed(failed)
         self.resident.prefilled(slots, tuple(slots[i] for i in last) if wanted.rows else ())
         # One that is scored takes longer, and says nothing of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)

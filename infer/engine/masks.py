@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.constraint import Asked
 from infer.engine.texts import Text
 from infer.kernels.state.sampler import Sampler
-
-
-@dataclass(frozen=True, eq=False)
-class Making:
-    """are_made: whether all are. failed: answers whose masks could not be, and whose `error` says
-    why; known at the end."""
-
-    are_made: Callable[[], bool] = lambda: True
-    failed: list[Answer] = field(default_factory=list)
 
 
 class Masks:
@@ -37,10 +27,12 @@ class Masks:
         self,
         sequences: Sequence[scheduler.Sequence],
         drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None = None,
-    ) -> Iterator[Making]:
+    ) -> Iterator[list[Answer]]:
         """In it, what those that have a mask may sample next is found out; at its end it is
         written. All their tokens have been read. drafts: in a step with drafts, where each row has
-        its mask, the first row of each and its draft."""
+        its mask, the first row of each and its draft. Gives answers whose masks could not be made,
+        and whose `error` says why: known at the end."""
+        failed: list[Answer] = []
         answers: list[Answer] = []
         asked: list[Asked] = []
         for sequence in sequences:
@@ -52,14 +44,13 @@ class Masks:
                 answers.append(answer)
                 asked.append(Asked(answer.constraint, *of, *at))
         if not asked:
-            yield Making()
+            yield failed
             return
         with asked[0].constraint.threads.making(asked, self._sampler.masks) as made:
-            making = Making(made.done)
-            yield making
+            yield failed
         for answer, error in zip(answers, made.result(), strict=True):
             if error is not None:
                 answer.error = error
-                making.failed.append(answer)
+                failed.append(answer)
         rows = [row for each in asked for row in each.rows]
         self._sampler.write_masks(min(rows), max(rows))

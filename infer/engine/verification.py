@@ -230,11 +230,10 @@ class Verification:
             # What a draft model drafts is not known here, nor is it held.
             own = drafts if self.draft is None else ((),) * len(drafts)
             places = dict(zip(batch.sequences, zip(first, own, strict=True), strict=True))
-            with self._masks.making(batch.masked, places) as making:
+            with self._masks.making(batch.masked, places) as failed:
                 if commands is None:
                     copies = self._submissions.copies(len(sampled), logits_of, batch.logprobs)
                     commands = queue.record(recording, count, longest, copies)
-            failed = making.failed
         kind: Hashable = 0
         if self.speculation is not None:
             kind = self.speculation.kind(len(batch.sequences), steps.rows_of(count), shape[1])

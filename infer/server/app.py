@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from infer import __version__
 from infer.kernels.errors import InferError
 from infer.server import (
     anthropic,
@@ -47,10 +48,13 @@ from infer.server.protocol import (
     RequestT,
     Text,
     TokenizeRequest,
+    TokenizerInfo,
     Tokens,
+    Version,
 )
 from infer.server.service import Served, not_found
 from infer.server.wire import JSONResponse
+from infer.versions import commit, versions
 
 _HEALTH, _METRICS, _SCHEMA, _DOCS = "/health", "/metrics", "/openapi.json", "/docs"
 _FREE = "/", _HEALTH, _SCHEMA, _DOCS  # the page asks for a key where it needs one
@@ -58,6 +62,7 @@ _FREE = "/", _HEALTH, _SCHEMA, _DOCS  # the page asks for a key where it needs o
 
 def create_app(served: Served) -> Starlette:
     """The ASGI application."""
+    told = Version(__version__, versions(), commit())  # now: the files may change while it runs
 
     async def health(request: Request) -> Response:
         health = served.health()
@@ -86,8 +91,14 @@ def create_app(served: Served) -> Starlette:
     async def running(request: Request) -> Response:
         return JSONResponse(await ollama.running(served))
 
-    async def version(request: Request) -> Response:
+    async def ollama_version(request: Request) -> Response:
         return JSONResponse(ollama.Version(ollama.VERSION))
+
+    async def version(request: Request) -> Response:
+        return JSONResponse(told)
+
+    async def tokenizer(request: Request) -> Response:
+        return JSONResponse(await tokens.about(served))
 
     def get(path: str, summary: str, gives: Any, endpoint: Any) -> Operation:
         return Operation("GET", path, summary, endpoint, gives)
@@ -184,11 +195,13 @@ def create_app(served: Served) -> Starlette:
         ),
         get("/api/tags", "The models, as Ollama lists them.", ollama.Tags, tags),
         get("/api/ps", "Those that are loaded, as Ollama lists them.", ollama.Tags, running),
-        get("/api/version", "The version of Ollama's API.", ollama.Version, version),
+        get("/api/version", "The version of Ollama's API.", ollama.Version, ollama_version),
         post(
             "/tokenize", "The tokens of a text or a chat.", TokenizeRequest, Tokens, tokens.tokenize
         ),
         post("/detokenize", "The text of tokens.", DetokenizeRequest, Text, tokens.detokenize),
+        get("/tokenizer_info", "The first model's tokenizer.", TokenizerInfo, tokenizer),
+        get("/version", "Which code answers.", Version, version),
         get(_HEALTH, "Whether it can answer.", Health, health),
         get(_METRICS, "What it does and did, in Prometheus' format.", None, measured),
     ]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError
+from infer.kernels.gpu.adapters import AdapterInfo
 from infer.llm import LLM, Prompt
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
@@ -53,6 +54,9 @@ class EngineClient(Protocol):
         """Answers that are generated at once; others wait."""
 
     @property
+    def gpu(self) -> AdapterInfo: ...
+
+    @property
     def adapters(self) -> Sequence[str]:
         """Names that `open` takes."""
 
@@ -66,6 +70,10 @@ class EngineClient(Protocol):
     @property
     def template(self) -> str:
         """For chats; "" where there is none."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts by name, such as `bos_token`."""
 
     @property
     def embedding_size(self) -> int: ...
@@ -117,10 +125,11 @@ class LLMClient:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.name, self.context = llm.name, llm.context
-        self.slots, self.adapters = llm.slots, llm.adapters
+        self.slots, self.gpu, self.adapters = llm.slots, llm.gpu, llm.adapters
         self.failure: str | None = None
         self.model_type = llm.config.model_type
         self.template = llm.tokenizer.templates.get("default", "")
+        self.special_tokens = llm.tokenizer.special_tokens
         self.embedding_size = llm.config.hidden_size
         self.is_embedder, self.infill = llm.is_embedder, llm.tokenizer.infill
         # Calls that wait for the GPU, which would take the threads of those that do not.

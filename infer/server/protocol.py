@@ -374,9 +374,22 @@ class Text(Struct):
     prompt: str
 
 
+class TokenizerInfo(Struct):
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+
+
+class Gpu(Struct):
+    name: str
+    type: str
+    backend: str
+    driver: str
+
+
 class Model(Struct, kw_only=True):
-    """context: positions for a prompt and its answer, where the model is loaded. parent: of an
-    adapter, the model."""
+    """context: positions for a prompt and its answer, and gpu: what computes it, where the model is
+    loaded. parent: of an adapter, the model."""
 
     id: str
     object: str = "model"
@@ -384,6 +397,16 @@ class Model(Struct, kw_only=True):
     owned_by: str = "infer"
     parent: str | None = None
     context: int | UnsetType = msgspec.field(name="max_model_len", default=UNSET)
+    gpu: Gpu | UnsetType = UNSET
+
+
+class Version(Struct):
+    """version: of this program. versions: of what it runs on, too. commit: where it runs in a
+    checkout."""
+
+    version: str
+    versions: dict[str, str]
+    commit: str | None
 
 
 class Health(Struct, omit_defaults=True):

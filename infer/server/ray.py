@@ -32,7 +32,7 @@ from starlette.types import ASGIApp
 
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, InferError, RequestError
-from infer.kernels.gpu.adapters import list_adapters
+from infer.kernels.gpu.adapters import AdapterInfo, list_adapters
 from infer.llm import Prompt
 from infer.loading import load
 from infer.results import Chunk, Result, TokenLogprob
@@ -118,8 +118,10 @@ class Info:
     name: str
     model_type: str
     template: str
+    special_tokens: Mapping[str, str]
     context: int
     slots: int
+    gpu: AdapterInfo
     adapters: Sequence[str]
     embedding_size: int
     is_embedder: bool

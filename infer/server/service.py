@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from infer.foreign import shown
@@ -17,7 +18,7 @@ from infer.server.admission import Admission
 from infer.server.engine import EngineClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
-from infer.server.protocol import Health, Model, Models
+from infer.server.protocol import Gpu, Health, Model, Models
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,14 @@ class Service(Served):
         raise not_found(name, (self.name, *self.engine.adapters))
 
     def models(self) -> Models:
-        context = self.engine.context
-        own = Model(id=self.name, created=self.created, context=context)
-        adapters = [
-            Model(id=name, created=self.created, context=context, parent=self.name)
-            for name in self.engine.adapters
-        ]
+        gpu = self.engine.gpu
+        own = Model(
+            id=self.name,
+            created=self.created,
+            context=self.engine.context,
+            gpu=Gpu(gpu.name, gpu.kind, gpu.backend, gpu.driver),
+        )
+        adapters = [replace(own, id=name, parent=self.name) for name in self.engine.adapters]
         return Models([own, *adapters])
 
     def services(self) -> list[Service]:

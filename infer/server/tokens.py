@@ -5,7 +5,14 @@ from __future__ import annotations
 from infer.server.chat import template_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
-from infer.server.protocol import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from infer.server.protocol import (
+    DetokenizeRequest,
+    Text,
+    TokenizeRequest,
+    TokenizerInfo,
+    Tokens,
+)
+from infer.server.service import Served
 from infer.text.tools import check_tools
 
 
@@ -29,6 +36,15 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
         known = {i: await engine.decode([i]) for i in dict.fromkeys(ids)}
         texts = [known[i] for i in ids]
     await call.reply(Tokens(len(ids), engine.context, ids, texts))
+
+
+async def about(served: Served) -> TokenizerInfo:
+    """As vLLM tells it: clients that count by ids need no tokenizer of their own."""
+    async with served.using(None) as service:
+        own = service.engine.special_tokens
+        return TokenizerInfo(
+            own.get("bos_token"), own.get("eos_token"), service.engine.template or None
+        )
 
 
 async def detokenize(call: Call[DetokenizeRequest]) -> None:

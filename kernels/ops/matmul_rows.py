@@ -16,7 +16,7 @@ from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTenso
 from infer.kernels.ops.prepared import Maker
 
 MOST_ROWS = 64
-_MOST_FLOAT_ROWS = 48
+_MOST_FLOAT_ROWS = 32
 LEAST_LANES = 4
 _MOST_SPLITS = 8  # of a matrix' columns
 # By the rows of x: rows of a tile, lanes and teams (at least) along the columns, where W has few
@@ -190,6 +190,8 @@ def _variant(tuning: Tuning, shape: RowsShape) -> RowsVariant:
         variant = replace(_made(tuning, shape, 8, 8, 16, 2), staged=True)
         return _filled(shape, variant, 3 * tuning.multiprocessors)
     variant = replace(_made(tuning, shape, 16, 4, 16, 4), staged=True)
+    if 16 < shape.rows <= 24:  # ten rows a lane take longer than twelve
+        variant = replace(variant, m_tile=12)
     few = 2 * variant.workgroups(shape) < 3 * tuning.multiprocessors
     return replace(variant, splits=2 if few and shape.splits and shape.rows <= 16 else 1)
 

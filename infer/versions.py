@@ -1,0 +1,42 @@
+"""Which code this is, and on what it runs: what answers, and how fast they come, depend on that."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import numpy
+import wgpu
+from wgpu.backends.wgpu_native import lib_version_info
+
+import infer
+
+
+def versions() -> dict[str, str]:
+    """Of this package and of what its speed and results depend on."""
+    return {
+        "infer": infer.__version__,
+        "wgpu": wgpu.__version__,
+        "wgpu-native": ".".join(map(str, lib_version_info)),
+        "numpy": numpy.__version__,
+        "Python": platform.python_version(),
+        platform.system(): platform.machine(),
+    }
+
+
+@cache
+def commit() -> str | None:
+    """The commit of this package, "-dirty" when files differ from it; None where git has none."""
+    folder = Path(infer.__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # else the repository is another's
+        return git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")
+    except (OSError, subprocess.CalledProcessError):
+        return None
