@@ -1,8 +1,8 @@
 """Decode steps: one row of each sequence of a batch, which the GPU has from the step before.
 
 Where answers have masks, a step is submitted in two parts: its body before the tokens of the step
-before are read, and its head, which samples, when the masks after these are written. A thread
-records the body of the next one meanwhile: after that head the GPU has nothing else to do.
+before are read, and its head, which samples, when the masks after these are written. Both are
+recorded before: the head while the body runs, and the body of the next step then too, by a thread.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Decoding:
         """answers: that there are, by their sequences."""
         self._steps, self._scheduler, self._recordings = steps, scheduler, recordings
         self._submissions, self._masks, self._answers = submissions, masks, answers
-        # A step whose body alone is submitted: the longest of its sequences, and since when.
-        self._held: tuple[Batch, int, float] | None = None
+        # A step whose body alone is submitted: the longest of its sequences, since when, its head.
+        self._held: tuple[Batch, int, float, Any] | None = None
         # Being recorded: the body of the next such step, if its batch stays.
         self._body: tuple[Batch, int, Future[Any]] | None = None
         self._recorder = ThreadPoolExecutor(1, "recorder")
@@ -112,7 +112,11 @@ class Decoding:
         Returns answers whose masks could not be made."""
         if self._awaits_tokens(batch):
             self._submit_body(batch, longest, joins)
-            self._held = batch, longest, time.perf_counter()
+            submissions, count = self._submissions, len(batch.slots)
+            since = time.perf_counter()
+            copies = submissions.copies(count, batch.logits_of, batch.logprobs)
+            head = submissions.queue.record(batch.head, count, longest, copies)
+            self._held = batch, longest, since, head
             if not self._scheduler.in_step:
                 self._record_body(batch, longest + 1)
             return []
@@ -122,25 +126,25 @@ class Decoding:
         """As `submit`: the head of what is held, if its masks can be made now."""
         if self._held is None or self._awaits_tokens(self._held[0]):
             return []
-        (batch, longest, since), self._held = self._held, None
-        return self._sample(batch, batch.head, longest, since)
+        (batch, longest, since, head), self._held = self._held, None
+        return self._sample(batch, batch.head, longest, since, head)
 
     def _awaits_tokens(self, batch: Batch) -> bool:
         """Whether tokens before this step, on which its masks depend, have not been read."""
         return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
 
     def _sample(
-        self, batch: Batch, recording: Recording, longest: int, since: float | None = None
+        self,
+        batch: Batch,
+        recording: Recording,
+        longest: int,
+        since: float | None = None,
+        commands: Any = None,
     ) -> list[Answer]:
         """Submit a step, or the head of one whose body was submitted then."""
-        submissions, count = self._submissions, len(batch.slots)
-        commands, failed = None, list[Answer]()
-        if batch.masked:
-            with self._masks.making(batch.masked) as failed:
-                copies = submissions.copies(count, batch.logits_of, batch.logprobs)
-                commands = submissions.queue.record(recording, count, longest, copies)
-        wanted = Wanted(batch.sequences, batch.logits_of, batch.logprobs)
-        submissions.submit(
+        failed = self._masks.make(batch.masked)
+        wanted, count = Wanted(batch.sequences, batch.logits_of, batch.logprobs), len(batch.slots)
+        self._submissions.submit(
             recording, count, longest, wanted, sequences=count, commands=commands, since=since
         )
         return failed
@@ -169,5 +173,7 @@ class Decoding:
 
     def forget(self) -> None:
         """What is held, and what was recorded."""
-        self._held = None
+        if self._held is not None:
+            (*_, head), self._held = self._held, None
+            self._submissions.queue.drop(head)
         self._drop_body()

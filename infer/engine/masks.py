@@ -9,6 +9,7 @@ from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.constraint import Asked
 from infer.engine.texts import Text
+from infer.kernels.errors import RequestError
 from infer.kernels.state.sampler import Sampler
 
 
@@ -22,17 +23,38 @@ class Masks:
         """answers: that there are, by their sequences."""
         self._sampler, self._answers = sampler, answers
 
+    def make(self, sequences: Sequence[scheduler.Sequence]) -> list[Answer]:
+        """What those that have a mask may sample next is found out and written. All their tokens
+        have been read. Returns answers whose masks could not be made, and whose `error` says why.
+        """
+        answers, asked = self._asked(sequences, None)
+        if not asked:
+            return []
+        errors = asked[0].constraint.threads.make(asked, self._sampler.masks)
+        return self._write(answers, asked, errors)
+
     @contextmanager
     def making(
         self,
         sequences: Sequence[scheduler.Sequence],
         drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None = None,
     ) -> Iterator[list[Answer]]:
-        """In it, what those that have a mask may sample next is found out; at its end it is
-        written. All their tokens have been read. drafts: in a step with drafts, where each row has
-        its mask, the first row of each and its draft. Gives answers whose masks could not be made,
-        and whose `error` says why: known at the end."""
+        """The same by a thread, until the end of it; then it gives what `make` returns. drafts: in
+        a step with drafts, where each row has its mask, the first row of each and its draft."""
         failed: list[Answer] = []
+        answers, asked = self._asked(sequences, drafts)
+        if not asked:
+            yield failed
+            return
+        with asked[0].constraint.threads.making(asked, self._sampler.masks) as made:
+            yield failed
+        failed += self._write(answers, asked, made.result())
+
+    def _asked(
+        self,
+        sequences: Sequence[scheduler.Sequence],
+        drafts: Mapping[scheduler.Sequence, tuple[int, Sequence[int]]] | None,
+    ) -> tuple[list[Answer], list[Asked]]:
         answers: list[Answer] = []
         asked: list[Asked] = []
         for sequence in sequences:
@@ -43,14 +65,19 @@ class Masks:
                 at = (scheduler.slot_of(sequence),) if drafts is None else drafts[sequence]
                 answers.append(answer)
                 asked.append(Asked(answer.constraint, *of, *at))
-        if not asked:
-            yield failed
-            return
-        with asked[0].constraint.threads.making(asked, self._sampler.masks) as made:
-            yield failed
-        for answer, error in zip(answers, made.result(), strict=True):
+        return answers, asked
+
+    def _write(
+        self,
+        answers: Sequence[Answer],
+        asked: Sequence[Asked],
+        errors: Sequence[RequestError | None],
+    ) -> list[Answer]:
+        failed: list[Answer] = []
+        for answer, error in zip(answers, errors, strict=True):
             if error is not None:
                 answer.error = error
                 failed.append(answer)
         rows = [row for each in asked for row in each.rows]
         self._sampler.write_masks(min(rows), max(rows))
+        return failed

@@ -23,7 +23,8 @@ _MOST_SPLITS = 8  # of a matrix' columns
 # rows and where it has many. What scripts/tune.py found, not a formula.
 _INT8_TILES = {
     8: ((8, 32, 1), (8, 32, 1)),
-    12: ((12, 16, 2), (12, 16, 2)),
+    10: ((10, 16, 2), (10, 16, 2)),
+    12: ((8, 32, 1), (12, 16, 2)),
     16: ((8, 32, 1), (8, 32, 1)),
     20: ((10, 32, 1), (10, 32, 1)),
     24: ((8, 16, 1), (8, 32, 1)),
