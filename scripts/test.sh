@@ -25,9 +25,12 @@ unset PYTHONDONTWRITEBYTECODE
 run_tests() {
   .venv/bin/python -m pytest -n auto "$@" || [ $? = 5 ]
 }
-# Reading the files that have none of the demo's tests takes seconds of each process.
-of_demo=
-[ $# -gt 0 ] || of_demo=$(grep -l 'mark\.demo' tests/test_*.py)
+# Reading files that have none of a run's tests takes seconds of each process.
+of_demo= others=
+if [ $# = 0 ]; then
+  of_demo=$(grep -l 'mark\.demo' tests/test_*.py)
+  others=$(grep -L '^pytestmark = .*mark\.demo' tests/test_*.py)
+fi
 for marks in "${marked[@]}"; do
   # The demo's answers run longer than they compile: with the driver's optimisations, which
   # tests/conftest.py switches off for all others.
@@ -36,5 +39,5 @@ for marks in "${marked[@]}"; do
   # A file of tests for each process: drivers compile kernels on one core, and keep them. In order of
   # their names: by their number of tests the longest would come last.
   run_tests --dist loadfile --no-loadscope-reorder \
-    -m "$marks and not demo and not live and not exhaustive" "$@"
+    -m "$marks and not demo and not live and not exhaustive" $others "$@"
 done

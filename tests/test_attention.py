@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -127,7 +127,9 @@ def attention_error(
     head_dim=(8, 64, 80, 128),
     past=(0, 256, 513, 1100),
 )
-def test_attention(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_attention(
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
+) -> None:
     for case in cases:
         own = {name: value for name, value in case.items() if name not in SETTINGS}
         assert attention_error(open_device(settings_of(case)), rng, **own) <= LIMIT, case
@@ -208,7 +210,7 @@ def value_step(values: Array, head_dim: int, kv_dtype: str) -> Array:
     }
 )
 def test_rope_kv_write(
-    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
 ) -> None:
     position = 252
     for case in cases:
@@ -272,7 +274,7 @@ def test_rope_kv_write(
     past=(0, 31, 256, 700),
 )
 def test_rope_attention(
-    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
 ) -> None:
     for case in cases:
         own = {name: value for name, value in case.items() if name not in SETTINGS}

@@ -248,7 +248,8 @@ def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path
 @pytest.mark.parametrize(
     "options",
     [
-        {"fuse": False, "raw": False, "ahead": 1},
+        {"raw": False, "ahead": 1},
+        pytest.param({"fuse": False}, marks=pytest.mark.full),
         pytest.param({"kv_dtype": "q8"}, marks=pytest.mark.full),
         pytest.param({"kv_dtype": "f16", "dtype": "q4"}, marks=pytest.mark.full),
         pytest.param({"dtype": "q8"}, marks=pytest.mark.full),

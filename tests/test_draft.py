@@ -6,8 +6,6 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,17 @@ from marks import others_full
 from numpy.typing import NDArray
 from reference_models import DATA
 from test_batch import Soak
-from test_speculation import STATES, STEPS, WAYS, Taken, params_of, plainly, prompts_of, run
+from test_speculation import (
+    STATES,
+    STEPS,
+    WAYS,
+    Taken,
+    assert_an_interrupt_changes_nothing,
+    params_of,
+    plainly,
+    prompts_of,
+    run,
+)
 from test_structured import Third, masked
 
 import infer
@@ -213,7 +221,7 @@ def test_an_invariant_answer_has_the_same_bits(engine_of: Callable[..., Engine],
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_dtype": "q8"}, {"ahead": 1}, {"raw": False}, {"fuse": False}, {"ahead": 3}],
+    [{"ahead": 1}, {"kv_dtype": "q8"}, {"raw": False}, {"fuse": False}, {"ahead": 3}],
     ids=str,
 )
 def test_other_engines(engine_of: Callable[..., Engine], options: dict[str, Any]) -> None:
@@ -364,31 +372,10 @@ def test_many_answers_come_and_go(
 def test_an_interrupt_changes_nothing(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Before or after it is done, at each of the first times."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     params = params_of("greedy", max_tokens=16)
     (expected,) = plainly(engine, [ids], params)
-    real, calls, stop_at, is_done = getattr(engine.queue, where), 0, 0, False
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == stop_at and not is_done:
-            raise KeyboardInterrupt
-        value = real(*args)
-        if calls == stop_at:
-            raise KeyboardInterrupt
-        return value
-
-    monkeypatch.setattr(engine.queue, where, interrupted)
-    for at, done in product(range(1, 4), (False, True)):
-        calls, stop_at, is_done, found = 0, at, done, list[int]()
-        answer = engine.generate(ids, params)
-        while not answer.ended or answer.steps:
-            with suppress(KeyboardInterrupt):
-                found.extend(step.token for step in answer)
-        assert found == expected.ids
-        assert calls >= stop_at
+    assert_an_interrupt_changes_nothing(engine, monkeypatch, where, ids, params, expected.ids)
 
 
 def test_adapters_by_row(own_device: Device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def logits_of(rng: np.random.Generator, rows: int, experts: int, kind: str = "")
 
 
 @covering(ROUTE, rows=(1, 8, 40))
-def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_route(open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]) -> None:
     for case in cases:
         slots, experts = case["choice"]
         shared, gated = case["shared"]
@@ -194,7 +195,7 @@ FEWER: Factors = {
 
 @covering(EXPERTS | {"function": ("silu", "gelu", "clamped_swiglu", "relu2")}, **FEWER)
 def test_expert_gate_up(
-    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
 ) -> None:
     for case in cases:
         error = gate_up_error(open_device(settings_of(case)), rng, **own_of(case))
@@ -270,7 +271,9 @@ def down_error(
 
 
 @covering(EXPERTS | {"form": ("", "residual", "normalize residual")}, **FEWER)
-def test_expert_down(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_expert_down(
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
+) -> None:
     for case in cases:
         error = down_error(open_device(settings_of(case)), rng, **own_of(case))
         assert error <= limit_of(case["dtype"]), case

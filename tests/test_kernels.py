@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -115,6 +115,13 @@ FULL = 1  # cases for each of the settings in the full run
 EXHAUSTIVE = 200  # and in the exhaustive one
 
 
+def drawn(own: Case, rest: Factors, count: int, seed: int) -> Iterator[Case]:
+    """So many cases at random, which are drawn where a test of them runs."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield own | {name: rng.choice(values) for name, values in rest.items()}
+
+
 def covering(factors: Factors, **fewer: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes `cases`: pairwise as single tests, of `fewer` values of some factors, and many
     at random in the full and the exhaustive run."""
@@ -127,8 +134,7 @@ def covering(factors: Factors, **fewer: Sequence[Any]) -> pytest.MarkDecorator:
     for i, settings in enumerate(product(*SETTINGS.values())):
         own = dict(zip(SETTINGS, settings, strict=True))
         for mark, count in ((pytest.mark.full, FULL), (pytest.mark.exhaustive, EXHAUSTIVE)):
-            rng = random.Random(i)
-            cases = [own | {n: rng.choice(v) for n, v in rest.items()} for _ in range(count)]
+            cases = drawn(own, rest, count, seed=i)
             many.append(pytest.param(cases, id=f"{mark.name}-{i}", marks=mark))
     return pytest.mark.parametrize("cases", [*few, *many])
 
@@ -224,7 +230,7 @@ def linear_error(
         *("gelu bias scale", "gelu_tanh norm gated"),
     ),
 )
-def test_linear(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_linear(open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]) -> None:
     for case in cases:
         own = {name: value for name, value in case.items() if name not in SETTINGS}
         assert linear_error(open_device(settings_of(case)), rng, **own) <= LIMIT, case
@@ -315,7 +321,7 @@ def quantized_error(
     form=("", "bias gated", "gelu_tanh gated", "gelu bias scale residual"),
 )
 def test_quantized_linear(
-    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
 ) -> None:
     for case in cases:
         own = {name: value for name, value in case.items() if name not in SETTINGS}
@@ -336,7 +342,7 @@ GROUPINGS: Factors = SETTINGS | {
 
 @covering(GROUPINGS, rows=(1, 3, 9), shape=((37, 21), (331, 40), (512, 33)))
 def test_groups_of_quantized_weights(
-    open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
 ) -> None:
     for case in cases:
         device, gated, (k, n) = open_device(settings_of(case)), case["gated"], case["shape"]
@@ -520,7 +526,9 @@ HEADS: Factors = SETTINGS | {
 
 
 @covering(HEADS, rows=(1, 3, 9, 40), dtype=("f32", "bf16", "q8", "q4"))
-def test_head_linear(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_head_linear(
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
+) -> None:
     for case in cases:
         (heads, n, k), before, form = case["shape"], case["before"], case["form"]
         weight = exact_weight(rng, heads * n, k, case["dtype"])
@@ -562,7 +570,7 @@ LORA: Factors = SETTINGS | {
 
 
 @covering(LORA, rows=(1, 2, 8, 70), shape=((1, 1), (5, 130), (67, 300)))
-def test_lora(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_lora(open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]) -> None:
     for case in cases:
         rows, (rank, width), count = case["rows"], case["shape"], case["adapters"]
         device = open_device(settings_of(case))
@@ -699,7 +707,7 @@ def test_position_embedding(open_device: OpenDevice, rng: np.random.Generator) -
     | {"rows": (1, 5, 9), "parts": (1, 3), "width": (1, 7, 24, 128, 331, 1024, 4100)}
     | {"groups": (1, 2)}
 )
-def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]) -> None:
     for case in cases:
         groups = case["groups"]
         x = normal(rng, case["rows"], case["parts"] * groups * case["width"])
@@ -714,7 +722,9 @@ def test_rmsnorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[
     | {"rows": (1, 5, 9), "parts": (1, 3), "width": (1, 7, 128, 331, 1024, 4100)}
     | {"groups": (1, 2), "bias": (True, False)}
 )
-def test_layernorm(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_layernorm(
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
+) -> None:
     for case in cases:
         groups = case["groups"]
         width = groups * case["width"]

@@ -438,6 +438,7 @@ def test_unlike_adapters_share_steps(
     assert max(map(len, packed)) > 2
 
 
+@pytest.mark.full
 def test_switching_is_as_good_as_separate_models(device: Device) -> None:
     folder = MODELS / "llama"
     two = {"a": DATA / "llama", "b": DATA / "llama_head"}

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from conftest import OpenDevice
-from test_kernels import (
-    INT8_LIMIT,
-    LIMIT,
-    Case,
-    Factors,
-    activated,
-    activation_of,
-    normal,
-    pairwise,
-)
+from projections import FORMS, check_living_rows, projection
+from test_kernels import INT8_LIMIT, LIMIT, Case, Factors, normal, pairwise
 
 from infer.kernels import functions
 from infer.kernels.checks.arrays import to_gpu
-from infer.kernels.checks.bench import EPS
-from infer.kernels.checks.forward import Forward
-from infer.kernels.checks.inputs import (
-    FLOATS,
-    PUBLISHED,
-    activations,
-    exact_weight,
-    grouped,
-    multiplied,
-)
+from infer.kernels.checks.inputs import FLOATS, PUBLISHED
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.arena import Arena
-from infer.kernels.compiler.graph import stride
 from infer.kernels.gpu.device import Device, Settings
-from infer.kernels.gpu.record import run
 from infer.kernels.gpu.tensor import INTEGERS, LOOKED_UP, QUANTIZED
-from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear_check import ByLanes, matmul
 from infer.kernels.ops.matmul_lanes import LanesShape, matmul_lanes_variant
-from infer.kernels.ops.norm_check import rmsnorm
 
 CASES: Factors = {
     "rows": (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 64, 130),
@@ -47,12 +23,7 @@ CASES: Factors = {
         *((dtype, None) for dtype in (*FLOATS, *QUANTIZED)),
         *(stored for stored in PUBLISHED if stored[0] not in LOOKED_UP),
     ),
-    "shape": ((1, 7), (37, 130), (256, 40), (331, 61), (1024, 15)),
-    "norm": (False, True),
-    "bias": (False, True),
-    "scale": (1.0, 0.37),
-    "form": ("", "gelu", "gated", "gelu_tanh gated"),
-    "residual": (False, True),
+    **FORMS,
 }
 
 
@@ -64,54 +35,16 @@ CASES: Factors = {
     ],
 )
 def test_matmul_lanes(device: Device, rng: np.random.Generator, case: Case) -> None:
-    (dtype, grouping), (k, n), rows, form = (case[c] for c in ("stored", "shape", "rows", "form"))
-    x, expected = activations(rng, rows, k, dtype, many=False)
-    gated = "gated" in form
-    outputs = 2 * n if gated else n
-    options: dict[str, Any] = {"gated": gated, "activation": activation_of(form)}
-    weight: Any
-    if grouping is None:
-        weight = values = exact_weight(rng, outputs, k, dtype)
-        options["dtype"] = dtype
-    else:
-        weight, values = grouped(rng, (outputs, k), dtype, grouping)
-        values = multiplied(weight, values)
-    if case["norm"] and dtype not in INTEGERS:  # of which it is not known how they round
-        options["norm"] = normal(rng, k), EPS
-        expected = rmsnorm(x, *options["norm"])
-    expected = matmul(expected, values)
-    if case["bias"]:
-        options["bias"] = normal(rng, outputs)
-        expected = expected + options["bias"]
-    if not gated:
-        options["scale"] = case["scale"]
-        expected = case["scale"] * expected
-    expected = activated(expected, form, n)
-    if case["residual"]:
-        options["residual"] = normal(rng, rows, n)
-        expected = expected + options["residual"]
+    x, weight, options, expected = projection(rng, case, many=False)
     y = functions.matmul_lanes(device, x, weight, **options)
-    assert nmse(y, expected) <= (INT8_LIMIT if dtype in INTEGERS else LIMIT)
+    assert nmse(y, expected) <= (INT8_LIMIT if case["stored"][0] in INTEGERS else LIMIT)
 
 
 @pytest.mark.parametrize(("rows", "plan_rows"), [(5, 12), (1, 2), (3, 8), (17, 64), (9, 130)])
 def test_only_living_rows_of_the_step_are_written(
     device: Device, rng: np.random.Generator, rows: int, plan_rows: int
 ) -> None:
-    x, weight = normal(rng, rows, 100), normal(rng, 21, 100)
-    with device.scope():
-        forward = Forward(device, rows, plan_rows=plan_rows, tuning=ByLanes(device))
-        y = ops.linear(forward.input(x), to_gpu(device, weight))
-        lowering, buffer = forward.lower(y)
-        assert [kernel.spec.name for kernel in lowering.kernels] == ["matmul_lanes"]
-        header = lowering.step.nbytes - 32 * plan_rows
-        device.write(lowering.step, np.zeros(1, np.uint32), header + 32 * (rows - 1) + 16)
-        plan = lowering.place(Arena(device))
-        run(device, [*plan.body, *plan.head], rows, rows)
-        values = device.read(buffer).view(np.float32).reshape(-1, stride(21))[:, :21]
-    assert np.isnan(values[rows - 1 :]).all()
-    if rows > 1:
-        assert nmse(values[: rows - 1], matmul(x, weight)[: rows - 1]) <= LIMIT
+    check_living_rows(device, rng, rows, plan_rows, "matmul_lanes", ByLanes(device))
 
 
 def test_shards(open_device: OpenDevice, rng: np.random.Generator) -> None:

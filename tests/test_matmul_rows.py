@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from conftest import OpenDevice
-from test_kernels import (
-    INT8_LIMIT,
-    LIMIT,
-    Case,
-    Factors,
-    activated,
-    activation_of,
-    chain_error,
-    normal,
-    pairwise,
-)
+from projections import FORMS, check_living_rows, projection
+from test_kernels import INT8_LIMIT, LIMIT, Case, Factors, chain_error, normal, pairwise
 
 from infer.kernels.checks.arrays import to_gpu
-from infer.kernels.checks.bench import EPS, Bench
-from infer.kernels.checks.forward import Forward
-from infer.kernels.checks.inputs import (
-    FLOATS,
-    PUBLISHED,
-    activations,
-    exact_weight,
-    grouped,
-    multiplied,
-)
+from infer.kernels.checks.bench import Bench
+from infer.kernels.checks.inputs import FLOATS, PUBLISHED
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.arena import Arena
-from infer.kernels.compiler.graph import stride
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
-from infer.kernels.gpu.record import run
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED
-from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear_check import ByRows, matmul, run_matmul_rows
 from infer.kernels.ops.matmul_rows import RowsShape, RowsVariant, possible_variant
-from infer.kernels.ops.norm_check import rmsnorm
 
 # For subgroups of 8 lanes; with what does not fit the rule's are taken.
 VARIANTS = (
@@ -57,46 +33,9 @@ VARIANTS = (
 ROWS: Factors = {
     "rows": (2, 3, 4, 7, 8, 9, 16, 17, 32, 33, 64),
     "stored": (*((dtype, None) for dtype in (*FLOATS, *QUANTIZED)), *PUBLISHED),
-    "shape": ((1, 7), (37, 130), (256, 40), (331, 61), (1024, 15)),
     "variant": VARIANTS,
-    "norm": (False, True),
-    "bias": (False, True),
-    "scale": (1.0, 0.37),
-    "form": ("", "gelu", "gated", "gelu_tanh gated"),
-    "residual": (False, True),
+    **FORMS,
 }
-
-
-def rows_error(device: Device, rng: np.random.Generator, case: Case) -> float:
-    (dtype, grouping), (k, n), rows, form = (case[c] for c in ("stored", "shape", "rows", "form"))
-    x, expected = activations(rng, rows, k, dtype, many=True)
-    gated = "gated" in form
-    outputs = 2 * n if gated else n
-    options: dict[str, Any] = {"gated": gated, "activation": activation_of(form)}
-    weight: Any
-    if grouping is None:
-        weight = values = exact_weight(rng, outputs, k, dtype)
-        options["dtype"] = dtype
-    else:
-        weight, values = grouped(rng, (outputs, k), dtype, grouping)
-        values = multiplied(weight, values)
-    if case["norm"] and dtype not in INTEGERS:  # of which it is not known how they round
-        options["norm"] = normal(rng, k), EPS
-        expected = rmsnorm(x, *options["norm"])
-    expected = matmul(expected, values)
-    if case["bias"]:
-        options["bias"] = normal(rng, outputs)
-        expected = expected + options["bias"]
-    if not gated:
-        options["scale"] = case["scale"]
-        expected = case["scale"] * expected
-    expected = activated(expected, form, n)
-    if case["residual"]:
-        options["residual"] = normal(rng, rows, n)
-        expected = expected + options["residual"]
-    with device.scope():
-        y = run_matmul_rows(Bench(device), x, weight, case["variant"], **options)
-    return nmse(y, expected)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +46,10 @@ def rows_error(device: Device, rng: np.random.Generator, case: Case) -> float:
     ],
 )
 def test_matmul_rows(device: Device, rng: np.random.Generator, case: Case) -> None:
-    limit = INT8_LIMIT if case["stored"][0] in INTEGERS else LIMIT
-    assert rows_error(device, rng, case) <= limit
+    x, weight, options, expected = projection(rng, case, many=True)
+    with device.scope():
+        y = run_matmul_rows(Bench(device), x, weight, case["variant"], **options)
+    assert nmse(y, expected) <= (INT8_LIMIT if case["stored"][0] in INTEGERS else LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -135,20 +76,8 @@ def test_what_projections_pass_on(
 def test_only_living_rows_of_the_step_are_written(
     device: Device, rng: np.random.Generator, rows: int, plan_rows: int
 ) -> None:
-    x, weight = normal(rng, rows, 100), normal(rng, 21, 100)
-    with device.scope():
-        forward = Forward(device, rows, plan_rows=plan_rows, tuning=ByRows(device, VARIANTS[1]))
-        y = ops.linear(forward.input(x), to_gpu(device, weight))
-        lowering, buffer = forward.lower(y)
-        assert [kernel.spec.name for kernel in lowering.kernels] == ["matmul_rows"]
-        header = lowering.step.nbytes - 32 * plan_rows
-        device.write(lowering.step, np.zeros(1, np.uint32), header + 32 * (rows - 1) + 16)
-        plan = lowering.place(Arena(device))
-        run(device, [*plan.body, *plan.head], rows, rows)
-        values = device.read(buffer).view(np.float32).reshape(-1, stride(21))[:, :21]
-    assert np.isnan(values[rows - 1 :]).all()
-    if rows > 1:
-        assert nmse(values[: rows - 1], matmul(x, weight)[: rows - 1]) <= LIMIT
+    tuning = ByRows(device, VARIANTS[1])
+    check_living_rows(device, rng, rows, plan_rows, "matmul_rows", tuning)
 
 
 def test_shards(open_device: OpenDevice, rng: np.random.Generator) -> None:

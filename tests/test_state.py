@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ ROWS: Factors = SETTINGS | {
 @covering(
     ROWS | {"shape": ((1, 2), (64, 3), (67, 4), (130, 16)), "form": ("gated", "silu", "bias")}
 )
-def test_short_conv(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_short_conv(
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
+) -> None:
     for case in cases:
         rows, (channels, taps), form = case["rows"], case["shape"], case["form"]
         x = rng.standard_normal((rows, channels * (3 if form == "gated" else 1)), np.float32)
@@ -104,7 +106,9 @@ def delta_rule_error(
     ROWS | {"heads": ((1, 1), (2, 6), (3, 3)), "dims": ((4, 4), (40, 36), (128, 40))},
     rows=(1, 2, 17),
 )
-def test_delta_rule(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_delta_rule(
+    open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]
+) -> None:
     for case in cases:
         assert delta_rule_error(open_device(settings_of(case)), rng, case) <= LIMIT, case
 
@@ -131,7 +135,7 @@ def ssm_scan_error(
     rows=(1, 2, 17),
     dims=((4, 4), (40, 36), (128, 64)),
 )
-def test_ssm_scan(open_device: OpenDevice, rng: np.random.Generator, cases: list[Case]) -> None:
+def test_ssm_scan(open_device: OpenDevice, rng: np.random.Generator, cases: Iterable[Case]) -> None:
     for case in cases:
         assert ssm_scan_error(open_device(settings_of(case)), rng, case) <= LIMIT, case
 
@@ -179,7 +183,7 @@ DRAFTED = {
         "dims": ((4, 4), (40, 36), (128, 64)),
     }
 )
-def test_drafted_rows(open_device: OpenDevice, cases: list[Case]) -> None:
+def test_drafted_rows(open_device: OpenDevice, cases: Iterable[Case]) -> None:
     """Of which some are right, and go into the state with the next step."""
     for case in cases:
         device = open_device(settings_of(case))

@@ -329,6 +329,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.demo
 def test_a_constraint_that_an_interrupt_has_left_begins_again(llm: LLM) -> None:
     ids = llm.tokenizer.encode("abcabc", add_special_tokens=False)
     constraint = llm.constraint(SamplingParams(regex="[abc]{6}"))
@@ -340,6 +341,7 @@ def test_a_constraint_that_an_interrupt_has_left_begins_again(llm: LLM) -> None:
     assert constraint.mask_after(ids[:2], 0).tolist() == expected[2]
 
 
+@pytest.mark.demo
 def test_answers_under_one_grammar_go_their_own_ways(llm: LLM) -> None:
     params = SamplingParams(regex="[abc]{4}d")
     ids = llm.tokenizer.encode("abcad", add_special_tokens=False)
@@ -553,6 +555,7 @@ def wide(count: int, **others: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False} | others
 
 
+@pytest.mark.demo
 @pytest.mark.parametrize("indent", [None, 2, "\t"])
 def test_as_many_optional_properties_as_are_taken(llm: LLM, indent: int | str | None) -> None:
     """None of them fails in the middle, however it is written."""
@@ -637,6 +640,7 @@ def test_a_schema_is_its_own_copy() -> None:
     assert params.schema == {"enum": ["a"]}
 
 
+@pytest.mark.demo
 def test_without_llguidance(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InferError, match=r"pip install 'infer-wgpu\[structured\]'"):
@@ -683,6 +687,7 @@ def test_a_tokenizer_without_an_end() -> None:
 # Drafts
 
 
+@pytest.mark.demo
 def test_forced_tokens_are_the_only_ones(llm: LLM) -> None:
     """Each of them is all that its mask allows, whatever came before; no others are left out."""
     schema = SCHEMAS[-1] | {"x": 1}
