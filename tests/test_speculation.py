@@ -415,12 +415,12 @@ def assert_an_interrupt_changes_nothing(
     """Before or after the queue has done it, at each of the first times."""
     real, calls, stop_at, is_done = getattr(engine.queue, where), 0, 0, False
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == stop_at and not is_done:
             raise KeyboardInterrupt
-        value = real(*args)
+        value = real(*args, **options)
         if calls == stop_at:
             raise KeyboardInterrupt
         return value

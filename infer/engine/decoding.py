@@ -11,19 +11,19 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
-from typing import Any
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.masks import Masks
 from infer.engine.recordings import Recordings
+from infer.engine.resident import Resident
 from infer.engine.scheduler import Scheduler, slot_of
 from infer.engine.steps import Steps
 from infer.engine.submissions import Submissions, Wanted
 from infer.engine.texts import Text
-from infer.kernels.gpu.record import EMPTY, Recording
+from infer.kernels.gpu.record import EMPTY, Recorded, Recording
 from infer.kernels.state.sampler import SamplerChain
 
 
@@ -60,15 +60,17 @@ class Decoding:
         recordings: Recordings,
         submissions: Submissions,
         masks: Masks,
+        resident: Resident,
         answers: Mapping[scheduler.Sequence, Answer | Text],
     ) -> None:
         """answers: that there are, by their sequences."""
         self._steps, self._scheduler, self._recordings = steps, scheduler, recordings
         self._submissions, self._masks, self._answers = submissions, masks, answers
+        self._resident = resident
         # A step whose body alone is submitted: the longest of its sequences, since when, its head.
-        self._held: tuple[Batch, int, float, Any] | None = None
+        self._held: tuple[Batch, int, float, Recorded] | None = None
         # Being recorded: the body of the next such step, if its batch stays.
-        self._body: tuple[Batch, int, Future[Any]] | None = None
+        self._body: tuple[Batch, int, Future[Recorded]] | None = None
         self._recorder = ThreadPoolExecutor(1, "recorder")
 
     def batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
@@ -108,8 +110,8 @@ class Decoding:
         return self._held is not None
 
     def submit(self, batch: Batch, longest: int, joins: bool) -> list[Answer]:
-        """The next step, or its body alone. joins: its rows are taken from the table of sequences.
-        Returns answers whose masks could not be made."""
+        """The next step, or its body alone, after `drop_body`. joins: its rows are taken from the
+        table of sequences. Returns answers whose masks could not be made."""
         if self._awaits_tokens(batch):
             self._submit_body(batch, longest, joins)
             submissions, count = self._submissions, len(batch.slots)
@@ -139,7 +141,7 @@ class Decoding:
         recording: Recording,
         longest: int,
         since: float | None = None,
-        commands: Any = None,
+        commands: Recorded | None = None,
     ) -> list[Answer]:
         """Submit a step, or the head of one whose body was submitted then."""
         failed = self._masks.make(batch.masked)
@@ -150,30 +152,37 @@ class Decoding:
         return failed
 
     def _record_body(self, batch: Batch, longest: int) -> None:
-        self._drop_body()
+        record = partial(self._submissions.queue.record, finish=True)
         of = batch.body, len(batch.slots), longest, ()
-        self._body = batch, longest, self._recorder.submit(self._submissions.queue.record, *of)
+        self._body = batch, longest, self._recorder.submit(record, *of)
 
     def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
-        if self._body is not None and not joins:
-            of, length, commands = self._body
-            if of is batch and length == longest:
-                self._body = None
-                self._submissions.queue.send(commands.result())
-                return
-        self._drop_body()
-        body = batch.body_joins if joins else batch.body
-        self._submissions.queue.submit(body, len(batch.slots), longest, ())
-
-    def _drop_body(self) -> None:
         if self._body is not None:
-            (*_, commands), self._body = self._body, None
-            if not commands.cancel() and commands.exception() is None:
-                self._submissions.queue.drop(commands.result())
+            (*_, recorded), self._body = self._body, None
+            self._submissions.queue.send(recorded.result())
+        else:
+            body = batch.body_joins if joins else batch.body
+            self._submissions.queue.submit(body, len(batch.slots), longest, ())
+
+    def drop_body(self, batch: Batch, longest: int) -> None:
+        """What was recorded, if it is not the next step of that batch. Before the rows of that step
+        are known."""
+        if self._body is None:
+            return
+        of, length, recorded = self._body
+        if of is batch and length == longest and self._resident.has(batch.slots):
+            return
+        self._body = None
+        if not recorded.cancel() and recorded.exception() is None:
+            queue = self._submissions.queue
+            self._resident.discard(queue, recorded.result(), len(of.slots))
 
     def forget(self) -> None:
         """What is held, and what was recorded."""
         if self._held is not None:
             (*_, head), self._held = self._held, None
             self._submissions.queue.drop(head)
-        self._drop_body()
+        if self._body is not None:  # which may need what is not there any more
+            (*_, recorded), self._body = self._body, None
+            if not recorded.cancel() and recorded.exception() is None:
+                self._submissions.queue.drop(recorded.result())

@@ -136,9 +136,10 @@ class Engine(TokenEngine):
         self.submissions = Submissions(self.steps, self.sampler, options)
         self.texts = Texts(self.steps, self.recordings, model.config)
         self.masks = Masks(self.sampler, self._answers)
-        of = self.steps, self.scheduler, self.recordings, self.submissions, self.masks
-        self.decoding = Decoding(*of, self._answers)
-        self.verification = Verification(speculation, drafts, *of, self._answers)
+        parts = self.steps, self.scheduler, self.recordings, self.submissions, self.masks
+        of = *parts, self.resident, self._answers
+        self.decoding = Decoding(*of)
+        self.verification = Verification(speculation, drafts, *of)
         self._is_whole = True  # not in the middle of a change that an interrupt would cut in half
         self._read_at = 0.0  # when the last step was
         self._forget_rows()
@@ -150,7 +151,7 @@ class Engine(TokenEngine):
         self._batch: Batch | None = None
         if self.draft is not None:
             self.draft.forget()
-        self.verification.drop()
+        self.verification.forget()
         self.decoding.forget()
 
     def warm_up(
@@ -329,7 +330,7 @@ class Engine(TokenEngine):
 
     def close(self) -> None:
         with self.turn():
-            self.verification.drop()
+            self.verification.forget()
             self.decoding.forget()
             self.device.close()
 
@@ -518,6 +519,7 @@ class Engine(TokenEngine):
             for sequence in batch.sequences:
                 if sequence.slot in resident.unknown:
                     resident.set_next(cast(Answer, self._answers[sequence]))
+        self.decoding.drop_body(batch, longest)
         self._end_failed(self.decoding.submit(batch, longest, resident.take(batch.slots)))
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from infer.engine.answers import Answer
 from infer.engine.scheduler import slot_of
 from infer.engine.steps import Steps
+from infer.kernels.gpu.record import Recorded, StepQueue
 from infer.kernels.state.sampler import Sampler
+from infer.kernels.state.step import pack_stopped
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RopeConfig
 
@@ -76,6 +78,20 @@ class Resident:
         self._sampler.set_next(slot, sequence.tokens[-1], len(sequence.tokens) - 1, number)
         self.unknown.discard(slot)
         self._rows = None
+
+    def discard(self, queue: StepQueue, recorded: Recorded, rows: int) -> None:
+        """A step of so many rows is not to be made. Where it is finished it is sent nevertheless,
+        or it would never be freed: of rows that have stopped, so that it leaves nothing."""
+        if recorded.is_finished:
+            self._steps.device.write(self._steps.step, pack_stopped(rows))
+            self._rows = None
+            queue.send(recorded)
+        else:
+            queue.drop(recorded)
+
+    def has(self, slots: tuple[int, ...]) -> bool:
+        """Whether these rows are where the step before has left them."""
+        return slots == self._rows
 
     def take(self, slots: tuple[int, ...]) -> bool:
         """The next step has a row of each of these. Returns whether it has to take them from the

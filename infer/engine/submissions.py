@@ -18,7 +18,7 @@ from infer.engine.steps import Steps
 from infer.engine.texts import Chunk
 from infer.kernels.compiler.graph import stride
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recording, StepQueue
+from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recorded, Recording, StepQueue
 from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, ROW_LOGPROBS, Sampler
 from infer.kernels.state.step import HEADER, ROW
 
@@ -100,12 +100,17 @@ class Submissions:
         self.ahead = options.ahead
         self.in_flight: deque[InFlight] = deque()
         self.count = 0
-        self._staging = self._new_staging()
+        self._staging = self._new_staging(self.ahead)
+        self._prepared = 0  # steps that were
 
-    def _new_staging(self) -> list[Staging]:
-        """For each step in flight."""
+    def _new_staging(self, count: int) -> list[Staging]:
         nbytes = 4 * stride(self._sampler.vocab_size)
-        return [Staging(self._device, self._most_rows, nbytes) for _ in range(self.ahead)]
+        return [Staging(self._device, self._most_rows, nbytes) for _ in range(count)]
+
+    @cached_property
+    def _spares(self) -> list[Staging]:
+        """Of steps that are prepared while one runs that was, too."""
+        return self._new_staging(2)
 
     @cached_property
     def queue(self) -> StepQueue:
@@ -117,10 +122,21 @@ class Submissions:
         """Of the step that is submitted next."""
         return self._staging[self.count % len(self._staging)]
 
-    def copies(self, rows: int, logits_of: Sequence[int], logprobs: bool) -> list[Copy]:
+    @property
+    def spare(self) -> Staging:
+        """Of a step that is prepared, and may be made in vain beside others."""
+        return self._spares[self._prepared % 2]
+
+    def copies(
+        self,
+        rows: int,
+        logits_of: Sequence[int],
+        logprobs: bool,
+        staging: Staging | None = None,
+    ) -> list[Copy]:
         """At the end of the step that is submitted next: what the sampler leaves of so many rows,
-        and the logits of some."""
-        staging, sampler = self._next_staging, self._sampler
+        and the logits of some. staging: if it is the `spare`."""
+        staging, sampler = staging or self._next_staging, self._sampler
         copies: list[Copy] = []
         if rows:
             copies.append(Copy((sampler.sampled, 0), (staging.ids, 0), 4 * rows))
@@ -154,11 +170,14 @@ class Submissions:
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
         kind: Hashable = 0,
-        commands: Any = None,
+        commands: Recorded | None = None,
+        staging: Staging | None = None,
         since: float | None = None,
     ) -> None:
-        """commands: it was recorded before. since: when its body was submitted."""
-        staging = self._next_staging
+        """commands: it was recorded before, perhaps with another staging. since: when its body was
+        submitted."""
+        self._prepared += staging is not None
+        staging = staging or self._next_staging
         if commands is None:
             chunk = wanted.chunk
             copies = self.copies(len(wanted.rows), wanted.logits_of, wanted.logprobs)
@@ -208,7 +227,7 @@ class Submissions:
     def forget(self) -> None:
         """Nothing is in flight: nobody knows what was, and staging buffers may be mapped."""
         self._device.wait()
-        for staging in self._staging:
+        for staging in (*self._staging, *vars(self).pop("_spares", ())):
             staging.destroy()
-        self._staging = self._new_staging()
+        self._staging = self._new_staging(self.ahead)
         self.in_flight.clear()

@@ -20,12 +20,13 @@ from infer.engine.draft import Drafting, DraftModel
 from infer.engine.masks import Masks, Place
 from infer.engine.options import DRAFT_ROWS
 from infer.engine.recordings import Recordings
+from infer.engine.resident import Resident
 from infer.engine.scheduler import Scheduler
 from infer.engine.speculation import MAX_DRAFT, Speculation
 from infer.engine.steps import Steps
-from infer.engine.submissions import InFlight, Submissions, Wanted
+from infer.engine.submissions import InFlight, Staging, Submissions, Wanted
 from infer.engine.texts import Text
-from infer.kernels.gpu.record import EMPTY, Part, Recording
+from infer.kernels.gpu.record import EMPTY, Part, Recorded, Recording
 from infer.kernels.state.sampler import SamplerChain
 from infer.kernels.state.step import HEADER, NO_TOKEN, StepRow, pack_rows
 
@@ -45,10 +46,16 @@ class Prepared:
     rows: int
     drafting: tuple[int, int]
     number: int
-    body: Any
-    commands: Any
-    first: tuple[Any, ...] = ()
-    others: Any = None
+    staging: Staging
+    body: Recorded | None
+    commands: Recorded | None
+    first: tuple[Recorded, ...] = ()
+    others: Recorded | None = None
+
+    @property
+    def recorded(self) -> list[Recorded]:
+        found = (self.body, self.commands, *self.first, self.others)
+        return [recorded for recorded in found if recorded is not None]
 
 
 class Verification:
@@ -67,6 +74,7 @@ class Verification:
         recordings: Recordings,
         submissions: Submissions,
         masks: Masks,
+        resident: Resident,
         answers: Mapping[scheduler.Sequence, Answer | Text],
     ) -> None:
         """answers: that there are, by their sequences."""
@@ -74,6 +82,7 @@ class Verification:
         self.counts = [0, 0, 0]
         self._steps, self._scheduler, self._recordings = steps, scheduler, recordings
         self._submissions, self._masks, self._answers = submissions, masks, answers
+        self._resident = resident
         self._rows = 0  # of the next step with drafts
         self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
@@ -115,7 +124,8 @@ class Verification:
         longest = max(s.computed + s.drafted for s in batch.sequences) + 1 + MAX_DRAFT
         longest = min(longest, steps.context)
         rows, number, drafting = self._rows, self._submissions.count, self._drafting
-        copies = self._submissions.copies(rows, (), batch.logprobs)
+        staging = self._submissions.spare
+        copies = self._submissions.copies(rows, (), batch.logprobs, staging)
         before: list[Part] = []
         first: tuple[Any, ...] = ()
         others = None
@@ -130,12 +140,14 @@ class Verification:
                 copy = self._submissions.copy_of_drafts(rows)
                 others, before = queue.record(EMPTY, 0, 0, [copy], before), []
         recording, rest = self._parts(batch, rows)
+        finish = self.draft is None  # else what the draft model does would have to be stopped, too
         body = None
         if recording is not None:
-            body = queue.record(recording, rows, longest, (), before)
+            body = queue.record(recording, rows, longest, (), before, finish=finish)
             before = []
-        commands = queue.record(rest, rows, longest, copies, before)
-        self._prepared = Prepared(batch, rows, drafting, number, body, commands, first, others)
+        commands = queue.record(rest, rows, longest, copies, before, finish=finish)
+        of = batch, rows, drafting, number, staging, body, commands, first, others
+        self._prepared = Prepared(*of)
 
     def take(self, batch: Batch) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -156,10 +168,16 @@ class Verification:
         if prepared is not None:
             self._drop(prepared)
 
+    def forget(self) -> None:
+        """The same, where it may need what is not there any more."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            for recorded in prepared.recorded:
+                self._submissions.queue.drop(recorded)
+
     def _drop(self, prepared: Prepared) -> None:
-        for commands in (prepared.commands, prepared.body, *prepared.first, prepared.others):
-            if commands is not None:
-                self._submissions.queue.drop(commands)
+        for recorded in prepared.recorded:
+            self._resident.discard(self._submissions.queue, recorded, prepared.rows)
 
     def _parts(self, batch: Batch, rows: int) -> tuple[Recording | None, Recording]:
         """What a step with drafts dispatches, with masks in two parts: the body and the head."""
@@ -229,7 +247,7 @@ class Verification:
         if body is not None:  # which runs while masks are made
             if prepared is None:
                 queue.submit(body, count, longest, ())
-            else:
+            elif prepared.body is not None:
                 queue.send(prepared.body)
             places = dict(zip(batch.sequences, zip(first, drafts, strict=True), strict=True))
             held = {s: places[s] for s in batch.masked if NO_TOKEN in places[s][1]}
@@ -251,6 +269,7 @@ class Verification:
             drafts=tuple(drafted),
             kind=kind,
             commands=commands,
+            staging=None if prepared is None else prepared.staging,
             since=since,
         )
         return failed

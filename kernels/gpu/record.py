@@ -9,6 +9,7 @@ the reference that tests hold RawQueue to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -70,6 +71,15 @@ class Recording:
 EMPTY = Recording([])
 
 
+@dataclass(eq=False)
+class Recorded:
+    """A step that is to be sent or dropped, once. is_finished: sending it takes half as long, but
+    wgpu-native never frees it if it is not sent."""
+
+    handle: Any
+    is_finished: bool
+
+
 class StepQueue(Protocol):
     """Submits steps and reads back what they copied into staging buffers."""
 
@@ -83,13 +93,16 @@ class StepQueue(Protocol):
         kv_len: int,
         copies: Sequence[Copy],
         before: Sequence[Part] = (),
-    ) -> Any:
-        """The same without submitting it: to be sent or dropped, once. before: what comes first."""
+        *,
+        finish: bool = False,
+    ) -> Recorded:
+        """The same without submitting it. before: what comes first. finish: it will be sent, most
+        likely."""
 
-    def send(self, encoder: Any) -> Any:
+    def send(self, recorded: Recorded) -> Any:
         """Submit what was recorded; returns what `read` waits for."""
 
-    def drop(self, encoder: Any) -> None:
+    def drop(self, recorded: Recorded) -> None:
         """Free what was recorded and is not to be sent."""
 
     def wait(self, submission: Any) -> None:
@@ -134,7 +147,9 @@ class RawQueue:
         kv_len: int,
         copies: Sequence[Copy],
         before: Sequence[Part] = (),
-    ) -> Any:
+        *,
+        finish: bool = False,
+    ) -> Recorded:
         set_pipeline = lib.wgpuComputePassEncoderSetPipeline
         set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
         dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
@@ -163,30 +178,42 @@ class RawQueue:
                     encoder, source.handle._internal, start, to.handle._internal, at, nbytes
                 )
         except BaseException:
-            self.drop(encoder)
+            lib.wgpuCommandEncoderRelease(encoder)
             raise
-        return encoder
+        recorded = Recorded(encoder, is_finished=False)
+        if finish:
+            self._finish(recorded)
+        return recorded
 
-    def send(self, encoder: Any) -> int:
-        """Raises DeviceError where it cannot be finished, as on a lost device: the library would
-        end the process when it is submitted. Finished no sooner: wgpu-native never frees command
-        buffers that are not submitted."""
+    def _finish(self, recorded: Recorded) -> None:
+        """Raises DeviceError where that fails, as on a lost device: the library would end the
+        process when it is submitted."""
+        encoder = recorded.handle
         error_handler.capture("finish")
         try:
-            commands = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
+            recorded.handle = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
+            recorded.is_finished = True
         finally:
             failed = error_handler.release("finish")
-            self.drop(encoder)
+            lib.wgpuCommandEncoderRelease(encoder)
+        if failed is not None:
+            self.drop(recorded)
+            raise self.device.error(failed[1])
+
+    def send(self, recorded: Recorded) -> int:
+        if not recorded.is_finished:
+            self._finish(recorded)
+        self._commands[0] = recorded.handle
         try:
-            if failed is not None:
-                raise self.device.error(failed[1])
-            self._commands[0] = commands
             return int(lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands))
         finally:
-            lib.wgpuCommandBufferRelease(commands)
+            self.drop(recorded)
 
-    def drop(self, encoder: Any) -> None:
-        lib.wgpuCommandEncoderRelease(encoder)
+    def drop(self, recorded: Recorded) -> None:
+        if recorded.is_finished:
+            lib.wgpuCommandBufferRelease(recorded.handle)
+        else:
+            lib.wgpuCommandEncoderRelease(recorded.handle)
 
     def wait(self, submission: int) -> None:
         self._index[0] = submission
@@ -228,7 +255,9 @@ class PublicQueue:
         kv_len: int,
         copies: Sequence[Copy],
         before: Sequence[Part] = (),
-    ) -> Any:
+        *,
+        finish: bool = False,
+    ) -> Recorded:
         with self.device.errors():
             encoder = self.device.handle.create_command_encoder()
             compute = encoder.begin_compute_pass()
@@ -240,13 +269,14 @@ class PublicQueue:
             compute.end()
             for (source, start), (to, at), nbytes in copies:
                 encoder.copy_buffer_to_buffer(source.handle, start, to.handle, at, nbytes)
-            return encoder
+            return Recorded(encoder.finish() if finish else encoder, finish)
 
-    def send(self, encoder: Any) -> None:
+    def send(self, recorded: Recorded) -> None:
         with self.device.errors():
-            self.device.handle.queue.submit([encoder.finish()])
+            handle = recorded.handle if recorded.is_finished else recorded.handle.finish()
+            self.device.handle.queue.submit([handle])
 
-    def drop(self, encoder: Any) -> None:
+    def drop(self, recorded: Recorded) -> None:
         """Python does."""
 
     def wait(self, submission: None) -> None:

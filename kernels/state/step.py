@@ -120,6 +120,13 @@ def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
     return np.concatenate([header.view(np.uint8), np.array(own, ROW).view(np.uint8)])
 
 
+def pack_stopped(count: int) -> NDArray[np.uint8]:
+    """The bytes of a step of so many rows that leave nothing."""
+    header = np.zeros(1, HEADER)
+    header["n_rows"] = count
+    return np.concatenate([header.view(np.uint8), np.zeros(count, ROW).view(np.uint8)])
+
+
 def pack_drafting(
     rows: Sequence[tuple[int, int, int, int, int, int, int]], count: int, behind: bool
 ) -> NDArray[np.uint8]:
