@@ -490,11 +490,14 @@ def test_a_generation_creates_nothing(
 def test_what_is_not_sent_is_not_finished(engine_of: EngineOf, counting: CountingLib) -> None:
     """A command buffer that is never submitted is never freed by wgpu-native."""
     queue = RawQueue(engine_of("qwen3").device)
+    before = counting.count()
     queue.drop(queue.record(EMPTY, 1, 0, ()))
     queue.wait(queue.send(queue.record(EMPTY, 1, 0, ())))
+    queue.wait(queue.send(queue.record(EMPTY, 1, 0, (), finish=True)))
     counts = counting.count()
-    assert counts["wgpuDeviceCreateCommandEncoder"] == counts["wgpuCommandEncoderRelease"] == 2
-    assert counts["wgpuCommandEncoderFinish"] == counts["wgpuCommandBufferRelease"] == 1
+    counts.subtract(before)
+    assert counts["wgpuDeviceCreateCommandEncoder"] == counts["wgpuCommandEncoderRelease"] == 3
+    assert counts["wgpuCommandEncoderFinish"] == counts["wgpuCommandBufferRelease"] == 2
 
 
 def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np.int64]:

@@ -28,6 +28,7 @@ from infer.engine.options import EngineOptions
 from infer.engine.speculation import MAX_DRAFT, Guess, PromptLookup, Speculation
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.record import Recorded
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
 
@@ -402,6 +403,50 @@ def test_many_answers_come_and_go(
     stats = engine.pool.stats
     assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
     assert sorted(engine.scheduler._slots) == list(range(engine.options.max_batch))
+
+
+def test_what_is_finished_is_sent(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but what is prepared for a next step, whoever comes and goes: nothing else frees it."""
+    engine, prompts = engine_of("llama"), prompts_of("llama")
+    held = params_of("greedy", regex="of the test")
+    params = [held if i % 2 else params_of("greedy") for i in range(len(prompts))]
+    expected = plainly(engine, prompts, params)
+    known = [[*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True)]
+    before = engine.speculation
+    engine.verification.speculation = Speculation(
+        [8], measures=False, drafter=lambda: Known(known, PATTERNS["mixed"])
+    )
+    record, send = engine.queue.record, engine.queue.send
+    finished: set[Recorded] = set()
+
+    def recorded(*args: Any, **options: Any) -> Recorded:
+        made = record(*args, **options)
+        if made.is_finished:
+            finished.add(made)
+        return made
+
+    def sent(made: Recorded) -> Any:
+        finished.discard(made)
+        return send(made)
+
+    monkeypatch.setattr(engine.queue, "record", recorded)
+    monkeypatch.setattr(engine.queue, "send", sent)
+    drops = 0
+    discard = engine.resident.discard
+
+    def counted(*args: Any) -> None:
+        nonlocal drops
+        drops += 1
+        discard(*args)
+
+    monkeypatch.setattr(engine.resident, "discard", counted)
+    found = run(engine, prompts, params)
+    engine.verification.speculation = before
+    assert [own.ids for own in found] == [own.ids for own in expected]
+    assert drops
+    assert len(finished) <= 2  # a body and a head
 
 
 def assert_an_interrupt_changes_nothing(

@@ -29,7 +29,14 @@ from infer.kernels.gpu.record import Copy, Part, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import Sampler, SamplerChain
-from infer.kernels.state.step import StepRow, Tokens, pack_drafting, pack_prompts, pack_rows
+from infer.kernels.state.step import (
+    StepRow,
+    Tokens,
+    pack_drafting,
+    pack_prompts,
+    pack_rows,
+    pack_stopped,
+)
 from infer.models.blocks.decoder import Decoder
 from infer.models.loading.lora import NO_ADAPTERS
 from infer.progress import size
@@ -286,6 +293,10 @@ class DraftModel:
             self._settled[slot] = len(tokens)
         self.device.write(self.steps.step, pack_drafting(rows, sequences, behind))
         return behind
+
+    def stop(self) -> None:
+        """Its steps leave nothing until the next round."""
+        self.device.write(self.steps.step, pack_stopped(self.steps.most_rows))
 
     def accepted(self, sequence: scheduler.Sequence, drafted: int, right: int) -> None:
         """So many of its drafts were right, in a round from the last of its `computed` positions

@@ -140,12 +140,11 @@ class Verification:
                 copy = self._submissions.copy_of_drafts(rows)
                 others, before = queue.record(EMPTY, 0, 0, [copy], before), []
         recording, rest = self._parts(batch, rows)
-        finish = self.draft is None  # else what the draft model does would have to be stopped, too
         body = None
         if recording is not None:
-            body = queue.record(recording, rows, longest, (), before, finish=finish)
+            body = queue.record(recording, rows, longest, (), before, finish=True)
             before = []
-        commands = queue.record(rest, rows, longest, copies, before, finish=finish)
+        commands = queue.record(rest, rows, longest, copies, before, finish=True)
         of = batch, rows, drafting, number, staging, body, commands, first, others
         self._prepared = Prepared(*of)
 
@@ -176,6 +175,8 @@ class Verification:
                 self._submissions.queue.drop(recorded)
 
     def _drop(self, prepared: Prepared) -> None:
+        if self.draft is not None:
+            self.draft.stop()  # some of its steps are among what is discarded
         for recorded in prepared.recorded:
             self._resident.discard(self._submissions.queue, recorded, prepared.rows)
 
