@@ -615,6 +615,7 @@ def test_an_engine_drafts_where_it_pays(engine_of: Callable[..., Engine], draft:
 # As it is used
 
 
+@pytest.mark.full
 @pytest.mark.demo
 def test_the_demo_model_has_a_draft_of_its_own() -> None:
     options: dict[str, Any] = {"max_tokens": 60, "seed": 1}

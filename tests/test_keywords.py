@@ -81,6 +81,7 @@ infer.genrate("demo", "a")  # refused
 """
 
 
+@pytest.mark.full
 def test_mypy_refuses_wrong_options_and_no_others(tmp_path: Path) -> None:
     """With the project's settings: what mypy remembers of checking the project serves it too."""
     file, root = tmp_path / "program.py", ROOT

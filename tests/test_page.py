@@ -264,6 +264,7 @@ def test_the_last_message_can_be_edited(open_page: Open) -> None:
     assert [message["content"] for message in engine.prompts[2]] == ["first", "One.", "changed"]
 
 
+@pytest.mark.full
 def test_settings_are_sent(open_page: Open) -> None:
     engine = ScriptedEngine("x")
     page = open_page(engine)
@@ -290,6 +291,7 @@ def test_settings_are_sent(open_page: Open) -> None:
     assert page.get_by_label("Seed").input_value() == "7"
 
 
+@pytest.mark.full
 def test_escape_stops_an_answer(open_page: Open) -> None:
     engine = ScriptedEngine("word ")
     engine.endless = True
@@ -560,6 +562,7 @@ def tells(page: Any, text: str) -> None:
     until(page, f"$('state').textContent === {json.dumps(text)}")
 
 
+@pytest.mark.full
 def test_a_model_that_is_being_loaded(fakes: list[FakeModel], open_page: Open) -> None:
     model = fakes[0]
     model.go_on.clear()
@@ -592,6 +595,7 @@ def test_one_of_several_models(fakes: list[FakeModel], open_page: Open) -> None:
     tells(page, "")
 
 
+@pytest.mark.full
 def test_an_engine_that_fails_in_the_middle(open_page: Open) -> None:
     engine = ScriptedEngine("Half")
     engine.error = InferError("The GPU was lost.")
@@ -602,6 +606,7 @@ def test_an_engine_that_fails_in_the_middle(open_page: Open) -> None:
     assert last_answer(page) == "Half"
 
 
+@pytest.mark.full
 def test_a_key_is_asked_for_where_one_is_needed(open_page: Open) -> None:
     page = open_page(ScriptedEngine("Yes."), api_keys=["secret"])
     assert page.inner_text("#key-note") == "This server asks for an API key."
@@ -619,6 +624,7 @@ def test_a_key_is_asked_for_where_one_is_needed(open_page: Open) -> None:
     until(page, "document.querySelectorAll('article').length === 4")
 
 
+@pytest.mark.full
 def test_reasoning_is_folded(open_page: Open) -> None:
     engine = ScriptedEngine("Done.")
     engine.thoughts = "Let me", " *see*."
@@ -636,6 +642,7 @@ def test_reasoning_is_folded(open_page: Open) -> None:
     assert engine.prompts[1][1] == {"role": "assistant", "content": "Done."}
 
 
+@pytest.mark.full
 def test_a_model_without_a_chat_template_continues_a_text(open_page: Open) -> None:
     engine = ScriptedEngine(", there *was* a", " cat")
     engine.without_template = True
@@ -739,6 +746,7 @@ def test_reading_is_not_disturbed(open_page: Open) -> None:
     ended(page)
 
 
+@pytest.mark.full
 def test_a_screen_reader_gets_blocks(open_page: Open) -> None:
     page = open_page(
         ScriptedEngine("One two three.\n\nFour five.\n\n```python\nprint()\n```\n\nSix.")
