@@ -17,10 +17,12 @@ import pytest
 from marks import others_full
 from test_lower import Everywhere
 
+from infer.engine.prediction import with_shared
 from infer.engine.speculation import MAX_DRAFT
 from infer.kernels.checks import functions
 from infer.kernels.checks.functions import validate
 from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.graph import Value
 from infer.kernels.compiler.target import StepKind
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, DryDevice, Limits
@@ -38,10 +40,12 @@ from infer.kernels.gpu.tensor import allocate
 from infer.kernels.ops import experts_check
 from infer.kernels.ops.linear_check import ByRows
 from infer.kernels.ops.rope import Rope
+from infer.kernels.state.hidden import HiddenStates
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.models import build_model
+from infer.models.blocks.mtp import Predictor
 from infer.models.loading.plan import plan_random
 from infer.models.loading.shapes import SHAPES, shape_config
 
@@ -407,6 +411,12 @@ def model_specs(
     dry.largest_subgroup = lanes if software else dry.largest_subgroup
     plan = plan_random(model.weights(), "f32").joined()
     weights = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
+    predictor = model.predictor
+    if isinstance(predictor, Predictor):
+        predictor = predictor.of(HiddenStates.new(dry, c.hidden_size, 8, 0))
+        plan = plan_random(predictor.weights(), "f32").joined()
+        own = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
+        behind = with_shared(own, weights)
     for kv_dtype, fuse, (rows, logits) in steps:
         caches: list[Cache] = []
         ropes = []
@@ -417,9 +427,13 @@ def model_specs(
                 caches.append(caches[source])
             else:
                 caches += KVCache(dry, [c.kv_shape(layer)], 4096, dtype=kv_dtype).layers
-            own = c.local_rope if c.local_rope and c.windows[layer] else c.rope
-            ropes.append(Rope(dry.buffer(1), own.rotary_dim, interleaved=kv_dtype == "f32"))
+            rope = c.local_rope if c.local_rope and c.windows[layer] else c.rope
+            ropes.append(Rope(dry.buffer(1), rope.rotary_dim, interleaved=kv_dtype == "f32"))
         output = model.forward(weights, ropes, caches)
+        also: tuple[Value, ...] = ()
+        if predictor is not None:
+            cache = KVCache(dry, predictor.config.kv_shapes, 4096, dtype=kv_dtype).layers[0]
+            also = tuple(predictor.beside(output, weights, behind, ropes[-1], cache))
         batch = logits is None and rows <= 64
         for drafts in (0, MAX_DRAFT) if batch and any(c.states) else (0,):
             lowering = lower(
@@ -431,6 +445,7 @@ def model_specs(
                 fuse=fuse,
                 tuning=ByRows(dry) if batch else None,
                 changes=Everywhere(dry, by_row=True) if changed else {},
+                also=also,
             )
             yield from (kernel.spec for kernel in lowering.kernels)
 
