@@ -147,7 +147,8 @@ def test_an_unknown_command_gets_a_hint(name: str, message: str) -> None:
     assert "run, chat, serve, ps, pull, list, rm, info, devices, bench" in told
 
 
-@others_full("shell", ["bash", "zsh", "fish"], default=["bash"])
+@pytest.mark.full
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete(environment: dict[str, str], shell: str) -> None:
     # Not the shell that the tests were started from, if any.
     named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
@@ -461,6 +462,7 @@ def test_help_on_a_full_disk_is_one_line(
     assert done.stderr == "error: The output cannot be written: No space left on device.\n"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
 def test_an_answer_is_not_lost_for_its_statistics(llm: LLM, environment: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
@@ -596,6 +598,7 @@ def test_an_error_of_the_system_names_the_file(
     assert "Traceback" in invoke("run", "demo", "x", "--verbose").stderr
 
 
+@pytest.mark.full
 def test_output_that_the_terminal_cannot_show_is_replaced(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -608,6 +611,7 @@ def test_output_that_the_terminal_cannot_show_is_replaced(
     assert "m?del has no tokenizer.json" in done.stderr
 
 
+@pytest.mark.full
 def test_closed_streams(environment: dict[str, str]) -> None:
     shell = f"{sys.executable} -m infer run demo -p hi -n 2 <&- >&- 2>&-"
     assert subprocess.run(shell, shell=True, env=environment, timeout=600).returncode == 0

@@ -119,7 +119,7 @@ def test_a_model_whose_layers_have_a_state(engine_of: Callable[..., Engine], cas
     assert 5 < right < drafted - 5
 
 
-@pytest.mark.parametrize("case", STATES)
+@others_full("case", STATES, [])
 def test_a_draft_model_whose_layers_have_a_state(
     engine_of: Callable[..., Engine], case: str
 ) -> None:
@@ -277,7 +277,7 @@ class Forcing(Third):
         return those & (np.arange(self.vocab) < 3) if len(tokens) % 8 < 3 else those
 
 
-@pytest.mark.parametrize("matcher", [Forcing, Third])
+@pytest.mark.parametrize("matcher", [Forcing, pytest.param(Third, marks=pytest.mark.full)])
 @pytest.mark.parametrize("draft", ["", pytest.param(OTHER, marks=pytest.mark.full)])
 @others_full("case", CASES, ["llama"])
 def test_held_answers_are_those_without_drafts(

@@ -86,7 +86,7 @@ def taken(answers: Sequence[Answer], at: int) -> tuple[list[list[int]], int | No
     return tokens, hit
 
 
-@others_full("every", [997, 199], [997])  # places, of some 16,000
+@others_full("every", [1999, 199], [1999])  # places, of some 16,000
 @others_full("case", ["llama", "lfm2", "phi3_longrope_switch"], ["llama"])
 def test_an_interrupt_anywhere_ends_one_answer(
     engine_of: Callable[..., Engine], case: str, every: int

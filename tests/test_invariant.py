@@ -103,15 +103,16 @@ def test_no_bit_depends_on_the_company(engine_of: EngineOf, case: str, rules: st
     assert not differing(each_alone(many, asked), alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rules", "options"),
     [
         ("gpu", {}),
-        pytest.param("adapter", {"dtype": "q4", "kv_dtype": "q8"}, marks=pytest.mark.full),
-        pytest.param("gpu", {"dtype": "q4", "kv_dtype": "f16"}, marks=pytest.mark.full),
-        pytest.param("gpu", {"dtype": "q8"}, marks=pytest.mark.full),
-        pytest.param("gpu", {"dtype": "bf16", "kv_dtype": "q8"}, marks=pytest.mark.full),
-        pytest.param("gpu", {"fuse": False, "dtype": "q4"}, marks=pytest.mark.full),
+        ("adapter", {"dtype": "q4", "kv_dtype": "q8"}),
+        ("gpu", {"dtype": "q4", "kv_dtype": "f16"}),
+        ("gpu", {"dtype": "q8"}),
+        ("gpu", {"dtype": "bf16", "kv_dtype": "q8"}),
+        ("gpu", {"fuse": False, "dtype": "q4"}),
     ],
 )
 def test_types_and_options(engine_of: EngineOf, rules: str, options: dict[str, Any]) -> None:

@@ -305,8 +305,9 @@ def test_a_processor_beside_drafts(engine_of: Callable[..., Engine]) -> None:
     assert [step.token for step in again] == tokens
 
 
-@others_full("case", {**KINDS, **STATES}, ["qwen3_next"])
-@pytest.mark.parametrize("pattern", ["right", pytest.param("mixed", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("case", {**KINDS, **STATES})
+@pytest.mark.parametrize("pattern", ["right", "mixed"])
 def test_held_answers_are_those_without_drafts(
     engine_of: Callable[..., Engine], case: str, pattern: str
 ) -> None:
@@ -376,7 +377,7 @@ def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> 
     engine.verification.speculation = before
 
 
-@others_full("case", ["llama", *STATES], ["llama"])
+@others_full("case", ["llama", *STATES], [])
 def test_many_answers_come_and_go(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

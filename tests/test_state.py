@@ -313,9 +313,8 @@ def states_of(engine: Engine) -> NDArray[np.float32]:
     return np.concatenate([engine.device.read(buffer, np.float32) for buffer in buffers])
 
 
-@pytest.mark.parametrize(
-    "shared", [36, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 1, 37, 40, 45))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("shared", [0, 1, 36, 37, 40, 45])
 def test_a_state_goes_back_to_where_it_was_saved(
     engine: Engine, prompt_ids: list[int], shared: int
 ) -> None:
