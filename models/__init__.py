@@ -76,6 +76,7 @@ ARCHITECTURES = {  # by model_type
     "lfm2_moe": Architecture("Lfm2Moe", "LFM2-8B-A1B"),
     "llama": Architecture("Llama", "Llama 2, Llama 3, 3.1 and 3.2 (text), SmolLM2, TinyLlama, Yi"),
     "mellum": Architecture("Mellum", "Mellum 2"),
+    "mimo": Architecture("MiMo", "MiMo-7B (Base, SFT, RL)"),
     "minicpm3": Architecture("MiniCPM3", "MiniCPM3-4B"),
     "minimax_m2": Architecture("MiniMaxM2", "MiniMax-M2, M2.1, M2.5"),
     "ministral": Architecture("Ministral", "Ministral"),

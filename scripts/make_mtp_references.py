@@ -3,11 +3,12 @@
     python scripts/make_mtp_references.py [CASE ...]
 
 Needs torch and transformers, which has the layers' parts and leaves the layers themselves out. They
-are put together here as vLLM and SGLang do it (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py,
-qwen3_5_mtp.py of the one, deepseek_nextn.py of the other): the hidden state of the model after its
-last norm and the next token's embedding, each through a norm; the embedding first, a projection of
-both; transformers' own decoder layer; a norm, whose result stands for the next hidden state; and
-the model's head. Each case is one of tests/data/models; its folder has
+are put together here as vLLM and SGLang do it (deepseek_mtp.py, glm4_moe_mtp.py, mimo_mtp.py,
+qwen3_next_mtp.py, qwen3_5_mtp.py of the one, deepseek_nextn.py of the other): the hidden state of
+the model after its last norm and the next token's embedding, each through a norm; the embedding
+first (MiMo's second), a projection of both; transformers' own decoder layer; a norm, whose result
+stands for the next hidden state; and the model's head. Each case is one of tests/data/models; its
+folder has
 
 mtp.safetensors  the layer, with random weights, as published checkpoints have it beside the rest
 reference.npz    logits        float32 [8, vocab], after the last tokens of the case's prompt
@@ -20,15 +21,15 @@ Everything is computed in float32, from weights as the files round them.
 import argparse
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from make_references import DATA as MODELS
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
+DATA = MODELS.parent / "mtp"
 LAST, NEXT = 8, 4
 
 
@@ -47,6 +48,10 @@ NEXTN = Names("{}", "{}.eh_proj", "{}.enorm", "{}.hnorm", "{}.shared_head.norm")
 QWEN = Names(
     "mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
 )
+MIMO = Names(
+    *("model.mtp_layers.0" + part for part in ("", ".input_proj", ".token_layernorm")),
+    *("model.mtp_layers.0" + part for part in (".hidden_layernorm", ".final_layernorm")),
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ CASES = {
     "deepseek_v3": Case("deepseek_v3", "DeepseekV3DecoderLayer"),
     "glm4_moe": Case("glm4_moe", "Glm4MoeDecoderLayer"),
     "glm4_moe_lite": Case("glm4_moe_lite", "Glm4MoeLiteDecoderLayer"),
+    "mimo": Case("qwen2", "Qwen2DecoderLayer", MIMO),
     "qwen3_next": Case("qwen3_next", "Qwen3NextDecoderLayer", QWEN, 1.0),
     "qwen3_5_text": Case("qwen3_5", "Qwen3_5DecoderLayer", QWEN, 1.0),
     "qwen3_5_moe_text": Case("qwen3_5_moe", "Qwen3_5MoeDecoderLayer", QWEN, 1.0),
@@ -73,20 +79,24 @@ class Predictor:
     """The layer behind a model, with random weights."""
 
     def __init__(self, name: str) -> None:
-        case, self.folder = CASES[name], DATA / "models" / name
+        case, self.folder = CASES[name], MODELS / name
         self.model = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         config = self.config = self.model.config
         index = config.num_hidden_layers
-        if case.names is QWEN:
+        if case.names is MIMO:
+            index = 0
+        elif case.names is QWEN:
             index = config.layer_types.index("full_attention")
         elif getattr(config, "mlp_layer_types", None):
             config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
         own = import_module(f"transformers.models.{case.module}.modeling_{case.module}")
         self.layer = getattr(own, case.layer)(config, index).float().eval()
         prefix = f"model.layers.{config.num_hidden_layers}"
-        self.names = Names(*(part.format(prefix) for part in vars(case.names).values()))
+        self.names = case.names
+        if self.names is NEXTN:
+            self.names = Names(*(part.format(prefix) for part in vars(NEXTN).values()))
         self.less, self._random = case.less, np.random.default_rng(3)
         self.tensors: dict[str, torch.Tensor] = {}
         for key, value in self.layer.state_dict().items():
@@ -119,7 +129,8 @@ class Predictor:
         model = self.model
         with torch.no_grad():
             e = self._norm(model.model.embed_tokens(torch.tensor(ids)), self.names.embedding_norm)
-            both = torch.cat([e, self._norm(hidden, self.names.hidden_norm)], -1)
+            parts = e, self._norm(hidden, self.names.hidden_norm)
+            both = torch.cat(parts[::-1] if self.names is MIMO else parts, -1)
             x = (both @ self.tensors[f"{self.names.projection}.weight"].float().T)[None]
             positions = torch.arange(len(ids))[None]
             rope = model.model.rotary_emb(x, positions)
@@ -157,7 +168,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     for name in parser.parse_args().cases or CASES:
         tensors, arrays = reference(name)
-        folder = DATA / "mtp" / name
+        folder = DATA / name
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "mtp.safetensors")
         np.savez_compressed(folder / "reference.npz", **arrays)

@@ -97,6 +97,8 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -195,6 +197,20 @@ def find_cases() -> dict[str, Case]:
 
 
 CASES = find_cases()
+
+
+class MiMoConfig(Qwen2Config):
+    """Which transformers has not: that of the repositories is this."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    config_class = MiMoConfig
+
+
+AutoConfig.register("mimo", MiMoConfig)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
 def transformers_config(published: Mapping[str, Any]) -> PreTrainedConfig:
