@@ -15,7 +15,13 @@ from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Limits
 from infer.keywords import Progress
-from infer.loading import open_adapters, open_draft, way_to_speculate, weight_dtype
+from infer.loading import (
+    open_adapters,
+    open_draft,
+    open_predictor,
+    way_to_speculate,
+    weight_dtype,
+)
 from infer.memory import MemoryCount, checked_context, kv_bytes_per_position
 from infer.models import open_model
 from infer.models.loading.files import open_file
@@ -28,6 +34,7 @@ from infer.text.folder_tokenizer import open_tokenizer
 
 _FRONT_MATTER = re.compile(r"---\s*\n(.*?)\n---\s*\n", re.S)
 _LICENSE = re.compile(r"^license(?:_name)?:[ \t]*[\"']?([\w.+-]+)", re.M)
+_OWN_LAYER = "its own layer"  # that predicts further tokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class Inspection:
     of these are f32 though the files have them quantised: routers, and those whose parts have no
     form in common. ignored: what the files quantise besides weights, in a way that is not used.
     license: its name on the hub, where the files have it. lora: the adapter that is always on.
-    draft: the model that drafts for it, whose weights, cache and other buffers are counted too.
+    draft: the model that drafts for it, or that its own layer does; the weights, cache and other
+    buffers of either are counted too.
     disk_bytes: all tensors of the checkpoint. fits: whether the GPU has room now, None where that
     is unknown; `verdict` says why.
     """
@@ -80,6 +88,7 @@ def inspect_model(
     dtype: str | None = None,
     quantize: str | None = None,
     kv_dtype: str = "f16",
+    speculate: str | None = None,
     draft: str | Path | None = None,
     draft_quantize: str | None = None,
     adapter: str | Path | None = None,
@@ -96,20 +105,22 @@ def inspect_model(
     fetched = partial(progress or (lambda *_: None), "download")
     found = resolve(model, revision=revision, offline=offline, progress=fetched)
     always, _ = open_adapters(adapter, None, offline, fetched)
-    opened, checkpoint = open_model(found.path)
+    way = way_to_speculate(speculate, draft)
+    opened, checkpoint = open_model(found.path, predicts=draft is None and way in ("mtp", "auto"))
     plan = plan_weights(opened.weights(), checkpoint, converted, opened.ignorable)
     loras = Loras.fit(opened, plan, always=always)
     has_tokenizer = found.path.is_file() or (found.path / "tokenizer.json").is_file()
     tokenizer = open_tokenizer(found.path) if has_tokenizer else None
-    drafts = None
-    if draft is not None:
+    if draft is None:
+        drafts = open_predictor(found.name, opened, checkpoint, converted, way)
+    else:
         drafted = resolve(str(draft), offline=offline, progress=fetched)
         own = tokenizer or open_tokenizer(found.path)
         drafts = open_draft(drafted, converted, draft_quantize, found.name, own)
     options = EngineOptions(
         checked_context(opened, found.name, context, drafts),
         kv_dtype=kv_dtype,
-        speculate=way_to_speculate(None, draft),
+        speculate=way,
     )
     gpu = choose_adapter(device) if device is not None or list_adapters() else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
@@ -131,6 +142,9 @@ def inspect_model(
                 else f"{size(free)} are free"
             )
     need = count.needed(options)
+    drafts_by = None
+    if drafts is not None:
+        drafts_by = _OWN_LAYER if draft is None else drafts.name
     return Inspection(
         name=found.name,
         path=str(found.path),
@@ -144,7 +158,7 @@ def inspect_model(
         format=checkpoint.format,
         ignored=list(checkpoint.ignored),
         lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
-        draft=None if drafts is None else drafts.name,
+        draft=drafts_by,
         disk_bytes=checkpoint.nbytes,
         max_context=opened.config.max_position_embeddings,
         context=options.context,

@@ -25,6 +25,7 @@ from test_structured import masked
 import infer
 from infer.engine.engine import Engine
 from infer.hub import resolve
+from infer.inspection import inspect_model
 from infer.kernels.errors import RequestError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import run as run_dispatches
@@ -308,11 +309,21 @@ def test_it_is_read_where_it_drafts(folder: Path) -> None:
     off, mtp = load_and_ask(), load_and_ask(speculate="mtp")
     assert off[0] == mtp[0]
     assert off[1] == 0 < mtp[1]
-    assert load_and_ask(speculate="lookup")[2] < mtp[2]
+    without = load_and_ask(speculate="lookup")[2]
+    assert without < mtp[2]
+    counted = {
+        way: inspect_model(str(folder), context=64, speculate=way) for way in ("lookup", "mtp")
+    }
+    assert counted["lookup"].draft is None
+    assert counted["mtp"].draft == "its own layer"
+    added = counted["mtp"].total_bytes - counted["lookup"].total_bytes
+    assert added == pytest.approx(mtp[2] - without, rel=0.1)
 
 
 def test_what_has_no_such_layer_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="demo has no layer that predicts further tokens"):
         infer.load("demo", speculate="mtp")
+    with pytest.raises(UnsupportedError, match="demo has no layer that predicts further tokens"):
+        inspect_model("demo", speculate="mtp")
     with pytest.raises(RequestError, match="speculate is mtp, and a draft model"):
         infer.load("demo", speculate="mtp", draft="demo-draft")
