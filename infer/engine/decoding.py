@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
+from typing import NamedTuple
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
@@ -50,23 +51,24 @@ class Batch:
     head: Recording = EMPTY
 
 
+class Parts(NamedTuple):
+    """What steps of answers are made with. answers: that there are, by their sequences."""
+
+    steps: Steps
+    scheduler: Scheduler
+    recordings: Recordings
+    submissions: Submissions
+    masks: Masks
+    resident: Resident
+    answers: Mapping[scheduler.Sequence, Answer | Text]
+
+
 class Decoding:
     """Steps without drafts."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        scheduler: Scheduler,
-        recordings: Recordings,
-        submissions: Submissions,
-        masks: Masks,
-        resident: Resident,
-        answers: Mapping[scheduler.Sequence, Answer | Text],
-    ) -> None:
-        """answers: that there are, by their sequences."""
-        self._steps, self._scheduler, self._recordings = steps, scheduler, recordings
-        self._submissions, self._masks, self._answers = submissions, masks, answers
-        self._resident = resident
+    def __init__(self, parts: Parts) -> None:
+        self._steps, self._scheduler, self._recordings, *_ = parts
+        *_, self._submissions, self._masks, self._resident, self._answers = parts
         # A step whose body alone is submitted: the longest of its sequences, since when, its head.
         self._held: tuple[Batch, int, float, Recorded] | None = None
         # Being recorded: the body of the next such step, if its batch stays.

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
-from infer.engine.decoding import Batch, Decoding
+from infer.engine.decoding import Batch, Decoding, Parts
 from infer.engine.draft import DraftModel, Known, Loaded
 from infer.engine.masks import Masks
 from infer.engine.options import MAX_BATCH, EngineOptions
@@ -136,10 +136,17 @@ class Engine(TokenEngine):
         self.submissions = Submissions(self.steps, self.sampler, options)
         self.texts = Texts(self.steps, self.recordings, model.config)
         self.masks = Masks(self.sampler, self._answers)
-        parts = self.steps, self.scheduler, self.recordings, self.submissions, self.masks
-        of = *parts, self.resident, self._answers
-        self.decoding = Decoding(*of)
-        self.verification = Verification(speculation, drafts, *of)
+        parts = Parts(
+            self.steps,
+            self.scheduler,
+            self.recordings,
+            self.submissions,
+            self.masks,
+            self.resident,
+            self._answers,
+        )
+        self.decoding = Decoding(parts)
+        self.verification = Verification(speculation, drafts, parts)
         self._is_whole = True  # not in the middle of a change that an interrupt would cut in half
         self._read_at = 0.0  # when the last step was
         self._forget_rows()

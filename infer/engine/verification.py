@@ -15,17 +15,12 @@ from numpy.typing import NDArray
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
-from infer.engine.decoding import Batch
+from infer.engine.decoding import Batch, Parts
 from infer.engine.draft import Drafting, DraftModel
-from infer.engine.masks import Masks, Place
+from infer.engine.masks import Place
 from infer.engine.options import DRAFT_ROWS
-from infer.engine.recordings import Recordings
-from infer.engine.resident import Resident
-from infer.engine.scheduler import Scheduler
 from infer.engine.speculation import MAX_DRAFT, Speculation
-from infer.engine.steps import Steps
-from infer.engine.submissions import InFlight, Staging, Submissions, Wanted
-from infer.engine.texts import Text
+from infer.engine.submissions import InFlight, Staging, Wanted
 from infer.kernels.gpu.record import EMPTY, Part, Recorded, Recording
 from infer.kernels.state.sampler import SamplerChain
 from infer.kernels.state.step import HEADER, NO_TOKEN, StepRow, pack_rows
@@ -69,20 +64,12 @@ class Verification:
         self,
         speculation: Speculation | None,
         draft: DraftModel | None,
-        steps: Steps,
-        scheduler: Scheduler,
-        recordings: Recordings,
-        submissions: Submissions,
-        masks: Masks,
-        resident: Resident,
-        answers: Mapping[scheduler.Sequence, Answer | Text],
+        parts: Parts,
     ) -> None:
-        """answers: that there are, by their sequences."""
         self.speculation, self.draft = speculation, draft
         self.counts = [0, 0, 0]
-        self._steps, self._scheduler, self._recordings = steps, scheduler, recordings
-        self._submissions, self._masks, self._answers = submissions, masks, answers
-        self._resident = resident
+        self._steps, self._scheduler, self._recordings, *_ = parts
+        *_, self._submissions, self._masks, self._resident, self._answers = parts
         self._rows = 0  # of the next step with drafts
         self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
