@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -318,6 +319,10 @@ class CountingLib:
 
         return call
 
+    def begin(self) -> None:
+        gc.collect()  # what others have left would be released in between
+        self.calls.clear()
+
     def count(self) -> Counter[str]:
         return Counter(call.name for call in self.calls)
 
@@ -403,8 +408,8 @@ def test_calls_of_a_token(
         steps = engine.generate(prompt_ids, params, with_logits=with_logits)
         for _ in range(3):
             next(steps)
+        counting.begin()
         allocated = engine.device.memory_stats()
-        counting.calls.clear()
         tokens = [next(steps) for _ in range(TOKENS)]
         calls, names = counting.calls.copy(), counting.count()
         steps.close()
@@ -439,7 +444,7 @@ def test_the_next_step_is_submitted_before_an_id_is_read(
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")[:1]  # nothing of which is reused
     engine.submissions.queue = RawQueue(engine.device)
     answer(engine, prompt_ids, 2)
-    counting.calls.clear()
+    counting.begin()
     steps = engine.generate(prompt_ids, SamplingParams(max_tokens=TOKENS).resolved({}))
     assert len(list(steps)) == TOKENS
     submitted: list[int] = []
@@ -478,7 +483,7 @@ def test_a_generation_creates_nothing(
     engine.submissions.queue = RawQueue(engine.device)
     for _ in range(2):
         engine.forget()
-        counting.calls.clear()
+        counting.begin()
         answer(engine, prompt_ids, STEPS, **sampling)
     created = {name for name in counting.count() if "Create" in name}
     assert created == {"wgpuDeviceCreateCommandEncoder"}
@@ -507,7 +512,7 @@ def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np
     prompt_ids = rng.integers(3, engine.vocab_size, length).tolist()
     steps = engine.generate(prompt_ids, SamplingParams(max_tokens=3).resolved({}))
     next(steps)
-    counting.calls.clear()
+    counting.begin()
     next(steps)
     steps.close()
     dispatches = counting.named("wgpuComputePassEncoderDispatchWorkgroups")
@@ -664,7 +669,7 @@ def test_an_interrupt_while_recording_leaves_nothing_behind(
         "wgpuCommandEncoderFinish",
         "wgpuQueueSubmitForIndex",
     ):
-        counting.calls.clear()
+        counting.begin()
         with monkeypatch.context() as patch:
             patch.setattr(counting, name, interrupted, raising=False)
             with pytest.raises(KeyboardInterrupt):
