@@ -239,7 +239,7 @@ def test_a_batch_by_the_rules_for_a_gpu(
     check_batch(own_device, tmp_path / case, case, rows, steps=4)
 
 
-@others_full("case", KINDS, ["llama"])
+@others_full("case", KINDS, [])
 def test_a_batch_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) -> None:
     """No subgroups, no shader-f16, the smallest limits."""
     check_batch(least_device, tmp_path / case, case, rows=4, steps=4)

@@ -91,8 +91,9 @@ def test_answers_are_those_without_drafts(
     assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
-@others_full("case", CASES, ["llama"])
+@pytest.mark.parametrize("case", CASES)
 def test_an_answer_alone(engine_of: Callable[..., Engine], case: str, way: str) -> None:
     prompts, params = prompts_of(case)[:1], params_of(way, max_tokens=60)
     for draft in ("", OTHER):
@@ -219,6 +220,7 @@ def test_an_invariant_answer_has_the_same_bits(engine_of: Callable[..., Engine],
     assert [own.logprobs for own in found] == [own.logprobs for own in expected]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [{"ahead": 1}, {"kv_dtype": "q8"}, {"raw": False}, {"fuse": False}, {"ahead": 3}],

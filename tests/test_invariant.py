@@ -169,7 +169,7 @@ def test_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) 
         assert not differing(coming_and_going(engine, asked), alone)
 
 
-@others_full("case", ["llama", "qwen3_next", "deepseek_v2"], ["deepseek_v2"])
+@others_full("case", ["llama", "qwen3_next", "deepseek_v2"], ["llama"])
 def test_what_is_cached_is_what_would_be_computed(engine_of: EngineOf, case: str) -> None:
     """What a prompt has in common with an answer that has ended, and with one that is running."""
     ids = load(case).prompt_ids.tolist()

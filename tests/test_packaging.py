@@ -145,6 +145,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return programs
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_the_wheel_holds_infer_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
@@ -153,6 +154,7 @@ def test_the_wheel_holds_infer_and_nothing_else(wheel: Path) -> None:
         assert all(archive.read(name) == path.read_bytes() for name, path in WANTED.items())
 
 
+@pytest.mark.full
 @pytest.mark.packaging
 def test_the_sdist_holds_what_the_wheel_is_made_of(built: Path) -> None:
     (sdist,) = built.glob("infer_wgpu-*.tar.gz")
