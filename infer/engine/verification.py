@@ -25,7 +25,6 @@ from infer.kernels.gpu.record import EMPTY, Part, Recorded, Recording
 from infer.kernels.state.sampler import SamplerChain
 from infer.kernels.state.step import HEADER, NO_TOKEN, StepRow, pack_rows
 
-_PIECES = 4  # of a draft model's first step
 _PAUSE = 0.005  # between two steps, from where on they do not follow each other
 
 
@@ -45,12 +44,12 @@ class Prepared:
     staging: Staging
     body: Recorded | None
     commands: Recorded | None
-    first: tuple[tuple[Recorded, ...], ...] = ()
+    first: tuple[Recorded, ...] = ()
     others: Recorded | None = None
 
     @property
     def recorded(self) -> list[Recorded]:
-        found = (self.body, self.commands, *(one for way in self.first for one in way), self.others)
+        found = (self.body, self.commands, *self.first, self.others)
         return [recorded for recorded in found if recorded is not None]
 
 
@@ -115,17 +114,17 @@ class Verification:
         staging = self._submissions.spare
         copies = self._submissions.copies(rows, (), batch.logprobs, staging)
         before: list[Part] = []
-        first: tuple[tuple[Recorded, ...], ...] = ()
+        first: tuple[Recorded, ...] = ()
         others = None
         if self.draft is not None and drafting[1]:
             before = self.draft.others(*drafting, batch.chain, longest)
-            ways = self.draft.ways
+            ways = [
+                self.draft.first(drafting[0], batch.chain, longest, behind)
+                for behind in self.draft.ways
+            ]
+            sent = len(ways) == 1  # whatever comes
             first = tuple(
-                self._pieces(
-                    *self.draft.first(drafting[0], batch.chain, longest, behind),
-                    finish=len(ways) == 1,
-                )
-                for behind in ways
+                queue.record(*sampling, (), [step], finish=sent) for step, sampling in ways
             )
             if batch.masked:
                 copy = self._submissions.copy_of_drafts(rows)
@@ -138,16 +137,6 @@ class Verification:
         commands = queue.record(rest, rows, longest, copies, before, finish=True)
         of = batch, rows, drafting, number, staging, body, commands, first, others
         self._prepared = Prepared(*of)
-
-    def _pieces(self, step: Part, sampling: Part, *, finish: bool) -> tuple[Recorded, ...]:
-        """The first step of a round, for which the GPU waits: while it computes one piece, the next
-        is sent. finish: what is sent is known, so that it need not be finished then."""
-        queue, (whole, *of) = self._submissions.queue, step
-        if finish:
-            return (queue.record(*sampling, (), [step], finish=True),)
-        *pieces, last = (Part(piece, *of) for piece in whole.parts(_PIECES))
-        recorded = [queue.record(*piece, ()) for piece in pieces]
-        return (*recorded, queue.record(*sampling, (), [last]))
 
     def take(self, batch: Batch) -> Prepared | None:
         """What was recorded for the next step, if that is one of this batch, and all tokens before
@@ -295,9 +284,8 @@ class Verification:
             return None
         is_behind = draft.begin_round(queue, drafting, shape[0])
         if prepared is not None:
-            for i, pieces in enumerate(prepared.first):
-                for commands in pieces:
-                    (queue.send if i == is_behind else queue.drop)(commands)
+            for i, commands in enumerate(prepared.first):
+                (queue.send if i == is_behind else queue.drop)(commands)
             return None if prepared.others is None else queue.send(prepared.others)
         parts = draft.first(shape[0], batch.chain, longest, is_behind)
         for part in (*parts, *draft.others(*shape, batch.chain, longest)):
