@@ -33,7 +33,6 @@ _HOPED = 0.8  # of these are right, before anything is known
 _RELAXED = 0.003  # of that again, for each token for which nothing is drafted
 _KEPT_OF_MODEL = 0.9  # of the rate of its right drafts when the next one is known
 _GAINS = 1.12, 1.0  # that drafts must promise to begin with, as the change costs time; to go on
-_HOPELESS = 16  # steps for which it is not asked again whether any draft could pay
 _TIMES = 2, 5  # steps whose median counts: so many at least, and the last so many
 _PLAIN_MEMORY, _MEMORY = 256, 4096  # steps after which times without and with drafts are forgotten
 
@@ -218,7 +217,6 @@ class Speculation:
         # Of a kind's, each after the one before was read.
         self._drafted: dict[Hashable, _Seconds] = {}
         self._step = 0
-        self._hopeless = 0, 0  # nothing pays for so many sequences, until that step
         self._drafts = False  # there were some for the last step
         self.model_steps = 0  # of a draft model, for what was counted last
 
@@ -232,8 +230,8 @@ class Speculation:
         n = len(guesses)
         counts = [0] * n
         most = self.kinds[-1]
-        if n >= most or (self._measures and self._is_hopeless(n)):
-            self._drafts = False
+        if n >= most or (self._measures and self._best(n, [1.0] * most) == n):
+            self._drafts = False  # whatever would be drafted
             return counts
         chances = [
             (chance, i)
@@ -252,14 +250,6 @@ class Speculation:
             counts[i] += 1
         self._drafts = rows > n
         return counts
-
-    def _is_hopeless(self, n: int) -> bool:
-        """Whether nothing that could be drafted would pay, by the times of some steps ago."""
-        of, until = self._hopeless
-        if n != of or self._step >= until:
-            pays = self._best(n, [1.0] * self.kinds[-1]) > n
-            self._hopeless = n, self._step + (0 if pays else _HOPELESS)
-        return self._step < self._hopeless[1]
 
     def _best(self, n: int, chances: Sequence[float]) -> int:
         """The rows that promise most tokens a second; n: without drafts."""
