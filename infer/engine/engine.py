@@ -541,7 +541,8 @@ class Engine(TokenEngine):
     def _read(self) -> None:
         """Take in the oldest step in flight, once it is done."""
         step = self.submissions.in_flight[0]
-        ids, logits, ranked, of_text = self.submissions.read()
+        due = self.verification.due(step, self._read_at)
+        ids, logits, ranked, of_text = self.submissions.read(due)
         self._is_whole = False
         self.submissions.in_flight.popleft()
         now = time.perf_counter()
