@@ -26,7 +26,6 @@ from infer.engine.answers import Answer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.speculation import MAX_DRAFT, Guess, PromptLookup, Speculation
-from infer.engine.submissions import InFlight
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import Recorded
@@ -405,29 +404,6 @@ def test_many_answers_come_and_go(
     stats = engine.pool.stats
     assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
     assert sorted(engine.scheduler._slots) == list(range(engine.options.max_batch))
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, 0.01], ids=["right", "past", "late"])
-def test_who_waits_awake_reads_the_same(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, wrong: float
-) -> None:
-    """As on a GPU. wrong: seconds by which steps are done at another time than is thought."""
-    engine, prompts = engine_of("llama"), prompts_of("llama")[:2]
-    params = params_of("sampled")
-    expected = plainly(engine, prompts, params)
-    real, times = engine.verification.due, 0
-
-    def due(step: InFlight, before: float) -> float | None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.device, "software", False)
-            found = real(step, before)
-        nonlocal times
-        times += found is not None
-        return None if found is None else found + wrong
-
-    monkeypatch.setattr(engine.verification, "due", due)
-    with_drafts(engine, prompts, params, expected, "mixed")
-    assert times > 5
 
 
 def test_what_is_finished_is_sent(

@@ -541,8 +541,7 @@ class Engine(TokenEngine):
     def _read(self) -> None:
         """Take in the oldest step in flight, once it is done."""
         step = self.submissions.in_flight[0]
-        due = self.verification.due(step, self._read_at)
-        ids, logits, ranked, of_text = self.submissions.read(due)
+        ids, logits, ranked, of_text = self.submissions.read()
         self._is_whole = False
         self.submissions.in_flight.popleft()
         now = time.perf_counter()

@@ -274,11 +274,6 @@ class Speculation:
         draft model before."""
         return rows
 
-    def seconds(self, kind: Hashable) -> float | None:
-        """How long a step of that kind is known to take, from when the one before it was read."""
-        known = self._drafted.get(kind)
-        return None if known is None else known.at(self._step)
-
     def measured(self, sequences: int, kind: Hashable, seconds: float) -> None:
         """A step took so long, from when the one before it was read. kind: 0 where it had no rows
         but its sequences' own."""

@@ -192,9 +192,9 @@ class Submissions:
         of = submission, staging, wanted, since, prefilled, sequences, drafts, kind
         self.in_flight.append(InFlight(*of))
 
-    def read(self, due: float | None = None) -> Read:
+    def read(self) -> Read:
         """What the oldest step in flight has left, once it is done. It stays in flight, so that
-        nothing is lost where an interrupt comes. due: as of `StepQueue.read`."""
+        nothing is lost where an interrupt comes."""
         step = self.in_flight[0]
         wanted, ids = step.wanted, list[int]()
         logits: dict[int, NDArray[np.float32]] = {}
@@ -202,7 +202,7 @@ class Submissions:
         of_text = None
         if wanted.rows:
             nbytes = 4 * len(wanted.rows)
-            ids = self.queue.read(step.staging.ids, nbytes, step.submission, due).tolist()
+            ids = self.queue.read(step.staging.ids, nbytes, step.submission).tolist()
         else:
             self.queue.wait(step.submission)
         if wanted.logits_of:

@@ -315,21 +315,13 @@ class Verification:
 
     # After the step
 
-    def due(self, step: InFlight, before: float) -> float | None:
-        """When a step with drafts is likely done, as the GPU then waits for the next one's rows.
-        before: when the step before it was read."""
-        if self.speculation is None or not step.kind or self._steps.device.software:
-            return None  # a software adapter needs the core itself
-        seconds = self.speculation.seconds(step.kind)
-        return None if seconds is None else _begun(step, before) + seconds
-
     def measured(self, step: InFlight, before: float, now: float) -> None:
         """A step was read. before: when the one before it was."""
         if self.speculation is not None and step.sequences:
             was_ahead = step.since <= before
             if step.kind or was_ahead or self._submissions.ahead == 1:
-                took = now - _begun(step, before)
-                self.speculation.measured(step.sequences, step.kind, took)
+                begun = before if step.since - before < _PAUSE else step.since
+                self.speculation.measured(step.sequences, step.kind, now - begun)
 
     def accepted(self, step: InFlight, ids: list[int]) -> tuple[list[int], list[int]]:
         """What a step with drafts is taken to have sampled, and its rows whose tokens count: a
@@ -360,8 +352,3 @@ class Verification:
                     answer.guess.verified(sequence.drafted, count)
             self._scheduler.accept(sequence, count)
         return ids, rows
-
-
-def _begun(step: InFlight, before: float) -> float:
-    """before: when the step before it was read."""
-    return before if step.since - before < _PAUSE else step.since

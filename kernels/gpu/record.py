@@ -8,7 +8,6 @@ the reference that tests hold RawQueue to.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -21,8 +20,6 @@ from wgpu.backends.wgpu_native._api import error_handler, libf
 
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import NOTHING, Dispatch, Size, needed
-
-_AWAKE = 0.0005  # seconds, before and after a step is due
 
 SizeAt = Callable[[int, int], Size]
 
@@ -111,11 +108,8 @@ class StepQueue(Protocol):
     def wait(self, submission: Any) -> None:
         """Until a submission is done."""
 
-    def read(
-        self, staging: Buffer, nbytes: int, submission: Any, due: float | None = None
-    ) -> NDArray[np.uint32]:
-        """What a submission copied into `staging`, once it is done. due: when that is likely, by
-        `time.perf_counter`, if the GPU has nothing else to do then: it is waited for awake."""
+    def read(self, staging: Buffer, nbytes: int, submission: Any) -> NDArray[np.uint32]:
+        """What a submission copied into `staging`, once it is done."""
 
 
 class RawQueue:
@@ -225,22 +219,11 @@ class RawQueue:
         self._index[0] = submission
         lib.wgpuDevicePoll(self._device, True, self._index)
 
-    def _wait_awake(self, due: float) -> None:
-        """Until the buffer is mapped, or it is late: a sleeping thread is woken 0.2 ms after the
-        GPU is done."""
-        time.sleep(max(0.0, due - _AWAKE - time.perf_counter()))
-        while self._status[0] == 0 and time.perf_counter() < due + _AWAKE:
-            lib.wgpuDevicePoll(self._device, False, ffi.NULL)
-
-    def read(
-        self, staging: Buffer, nbytes: int, submission: int, due: float | None = None
-    ) -> NDArray[np.uint32]:
+    def read(self, staging: Buffer, nbytes: int, submission: int) -> NDArray[np.uint32]:
         handle = staging.handle._internal
         self._status[0] = 0
         try:
             libf.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, nbytes, self._info[0])
-            if due is not None:
-                self._wait_awake(due)
             self.wait(submission)
             if self._interrupt is not None:
                 error, self._interrupt = self._interrupt, None
@@ -299,9 +282,7 @@ class PublicQueue:
     def wait(self, submission: None) -> None:
         self.device.wait()
 
-    def read(
-        self, staging: Buffer, nbytes: int, submission: None, due: float | None = None
-    ) -> NDArray[np.uint32]:
+    def read(self, staging: Buffer, nbytes: int, submission: None) -> NDArray[np.uint32]:
         with self.device.errors():
             staging.handle.map_sync(wgpu.MapMode.READ, 0, nbytes)
             try:
