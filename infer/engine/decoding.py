@@ -67,8 +67,13 @@ class Decoding:
     """Steps without drafts."""
 
     def __init__(self, parts: Parts) -> None:
-        self._steps, self._scheduler, self._recordings, *_ = parts
-        *_, self._submissions, self._masks, self._resident, self._answers = parts
+        self._steps = parts.steps
+        self._scheduler = parts.scheduler
+        self._recordings = parts.recordings
+        self._submissions = parts.submissions
+        self._masks = parts.masks
+        self._resident = parts.resident
+        self._answers = parts.answers
         # A step whose body alone is submitted: the longest of its sequences, since when, its head.
         self._held: tuple[Batch, int, float, Recorded] | None = None
         # Being recorded: the body of the next such step, if its batch stays.

@@ -68,8 +68,13 @@ class Verification:
     ) -> None:
         self.speculation, self.draft = speculation, draft
         self.counts = [0, 0, 0]
-        self._steps, self._scheduler, self._recordings, *_ = parts
-        *_, self._submissions, self._masks, self._resident, self._answers = parts
+        self._steps = parts.steps
+        self._scheduler = parts.scheduler
+        self._recordings = parts.recordings
+        self._submissions = parts.submissions
+        self._masks = parts.masks
+        self._resident = parts.resident
+        self._answers = parts.answers
         self._rows = 0  # of the next step with drafts
         self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
