@@ -63,6 +63,24 @@ class Parts(NamedTuple):
     answers: Mapping[scheduler.Sequence, Answer | Text]
 
 
+class _Held(NamedTuple):
+    """A step whose body alone is submitted. longest: of its sequences. since: when that was. head:
+    the rest of it."""
+
+    batch: Batch
+    longest: int
+    since: float
+    head: Recorded
+
+
+class _Body(NamedTuple):
+    """Being recorded: the body of the next step with masks, if its batch stays."""
+
+    batch: Batch
+    longest: int
+    recorded: Future[Recorded]
+
+
 class Decoding:
     """Steps without drafts."""
 
@@ -74,10 +92,8 @@ class Decoding:
         self._masks = parts.masks
         self._resident = parts.resident
         self._answers = parts.answers
-        # A step whose body alone is submitted: the longest of its sequences, since when, its head.
-        self._held: tuple[Batch, int, float, Recorded] | None = None
-        # Being recorded: the body of the next such step, if its batch stays.
-        self._body: tuple[Batch, int, Future[Recorded]] | None = None
+        self._held: _Held | None = None
+        self._body: _Body | None = None
         self._recorder = ThreadPoolExecutor(1, "recorder")
 
     def batch(self, sequences: tuple[scheduler.Sequence, ...]) -> Batch:
@@ -125,7 +141,7 @@ class Decoding:
             since = time.perf_counter()
             copies = submissions.copies(count, batch.logits_of, batch.logprobs)
             head = submissions.queue.record(batch.head, count, longest, copies)
-            self._held = batch, longest, since, head
+            self._held = _Held(batch, longest, since, head)
             if not self._scheduler.in_step:
                 self._record_body(batch, longest + 1)
             return []
@@ -133,7 +149,7 @@ class Decoding:
 
     def go_on(self) -> list[Answer]:
         """As `submit`: the head of what is held, if its masks can be made now."""
-        if self._held is None or self._awaits_tokens(self._held[0]):
+        if self._held is None or self._awaits_tokens(self._held.batch):
             return []
         (batch, longest, since, head), self._held = self._held, None
         return self._sample(batch, batch.head, longest, since, head)
@@ -161,35 +177,41 @@ class Decoding:
     def _record_body(self, batch: Batch, longest: int) -> None:
         record = partial(self._submissions.queue.record, finish=True)
         of = batch.body, len(batch.slots), longest, ()
-        self._body = batch, longest, self._recorder.submit(record, *of)
+        self._body = _Body(batch, longest, self._recorder.submit(record, *of))
 
     def _submit_body(self, batch: Batch, longest: int, joins: bool) -> None:
-        if self._body is not None:
-            (*_, recorded), self._body = self._body, None
-            self._submissions.queue.send(recorded.result())
+        queue, prepared, self._body = self._submissions.queue, self._body, None
+        if prepared is not None:
+            queue.send(prepared.recorded.result())
         else:
             body = batch.body_joins if joins else batch.body
-            self._submissions.queue.submit(body, len(batch.slots), longest, ())
+            queue.submit(body, len(batch.slots), longest, ())
 
     def drop_body(self, batch: Batch, longest: int) -> None:
         """What was recorded, if it is not the next step of that batch. Before the rows of that step
         are known."""
-        if self._body is None:
+        body = self._body
+        if body is None:
             return
-        of, length, recorded = self._body
-        if of is batch and length == longest and self._resident.has(batch.slots):
+        if body.batch is batch and body.longest == longest and self._resident.has(batch.slots):
             return
         self._body = None
-        if not recorded.cancel() and recorded.exception() is None:
+        if (recorded := _result(body)) is not None:
             queue = self._submissions.queue
-            self._resident.discard(queue, recorded.result(), len(of.slots))
+            self._resident.discard(queue, recorded, len(body.batch.slots))
 
     def forget(self) -> None:
         """What is held, and what was recorded."""
-        if self._held is not None:
-            (*_, head), self._held = self._held, None
-            self._submissions.queue.drop(head)
-        if self._body is not None:  # which may need what is not there any more
-            (*_, recorded), self._body = self._body, None
-            if not recorded.cancel() and recorded.exception() is None:
-                self._submissions.queue.drop(recorded.result())
+        held, self._held = self._held, None
+        if held is not None:
+            self._submissions.queue.drop(held.head)
+        body, self._body = self._body, None
+        if body is not None and (recorded := _result(body)) is not None:
+            # It is not sent: it may need what is not there any more.
+            self._submissions.queue.drop(recorded)
+
+
+def _result(body: _Body) -> Recorded | None:
+    """What was recorded; None: nothing, as that had not begun or failed."""
+    future = body.recorded
+    return None if future.cancel() or future.exception() is not None else future.result()
