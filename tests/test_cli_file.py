@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import infer
+import infer.loading
 from infer import LLM
 from infer.cli.app import app
 from infer.engine.answers import Answer
