@@ -23,6 +23,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 model, *files = sys.argv[1:]
 prompts = [INSTRUCTIONS + Path(file).read_text(encoding="utf-8") for file in files]
 with infer.load(model) as llm:

@@ -14,6 +14,8 @@ Say nothing that is not in the text, and nothing about the text itself.
 
 """
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 model, *files = sys.argv[1:]
 prompt_tokens = reused = 0
 with infer.load(model) as llm:

@@ -23,6 +23,8 @@ def days_between(start: str, end: str) -> str:
 FUNCTIONS = {function.__name__: function for function in (today, days_between)}
 MOST_TURNS = 5
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 model, question = sys.argv[1:]
 messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
 with infer.load(model) as llm:

@@ -16,6 +16,7 @@ from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapter
 from infer.kernels.gpu.device import Limits
 from infer.keywords import Progress
 from infer.loading import (
+    check_draft_quantize,
     open_adapters,
     open_draft,
     open_predictor,
@@ -102,6 +103,7 @@ def inspect_model(
     Raises ModelError, DeviceError, TokenizerError, RequestError.
     """
     converted = weight_dtype(dtype, quantize)
+    check_draft_quantize(draft_quantize, draft)
     fetched = partial(progress or (lambda *_: None), "download")
     found = resolve(model, revision=revision, offline=offline, progress=fetched)
     always, _ = open_adapters(adapter, None, offline, fetched)

@@ -27,7 +27,13 @@ from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
 from infer.llm import LLM
-from infer.memory import Draft, MemoryCount, checked_context, kv_bytes_per_position
+from infer.memory import (
+    DEFAULT_CONTEXT,
+    Draft,
+    MemoryCount,
+    checked_context,
+    kv_bytes_per_position,
+)
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.mtp import find_predictor
@@ -115,6 +121,7 @@ def load(
         )
     check_names(engine or (), _ENGINE_NAMES, LOAD_NAMES, "load()")
     converted = weight_dtype(dtype, quantize)
+    check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
     with ProgressLine(False if callable(progress) else progress) as line:
         report = progress if callable(progress) else line.loading
@@ -186,6 +193,40 @@ def way_to_speculate(speculate: str | None, draft: str | Path | None) -> str:
             "tokenizer (draft, --draft), or take lookup, mtp or auto."
         )
     return speculate
+
+
+def check_options(
+    *,
+    context: int | None,
+    dtype: str | None,
+    quantize: str | None,
+    kv_dtype: str,
+    max_batch: int | None,
+    speculate: str | None,
+    draft: str | Path | None,
+    draft_quantize: str | None,
+    **_: Any,
+) -> None:
+    """What can be said of options of `load` before there is a model, for programs that load one
+    later. Raises RequestError and UnsupportedError."""
+    weight_dtype(dtype, quantize)
+    check_draft_quantize(draft_quantize, draft)
+    _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+    EngineOptions(
+        context=DEFAULT_CONTEXT if context is None else context,
+        max_batch=_BATCH if max_batch is None else max_batch,
+        speculate=way_to_speculate(speculate, draft),
+    )
+
+
+def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None:
+    """Raises UnsupportedError for a word that is none, and RequestError without a draft model."""
+    _check_choice("draft_quantize", quantize, (None, *QUANTIZED))
+    if quantize is not None and draft is None:
+        raise RequestError(
+            f"draft_quantize is {quantize}, and there is no draft model. Give one with the same "
+            "tokenizer (draft, --draft), or leave it out."
+        )
 
 
 _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
@@ -270,7 +311,6 @@ def open_draft(
     """What is read of a draft model for the model `name`. dtype: that this one is converted to.
     quantize: what the draft is quantised to. Raises UnsupportedError where it has another
     tokenizer, and ModelError."""
-    _check_choice("draft_quantize", quantize, (None, *QUANTIZED))
     model, checkpoint = open_model(found.path)
     differs = tokenizer.difference(open_tokenizer(found.path))
     if differs is not None:

@@ -53,8 +53,12 @@ _NUMBERS: dict[str, tuple[float, float, str]] = {
 _INTEGERS: dict[str, tuple[int, int, str]] = {
     "top_k": (0, 2**32 - 1, "an integer from 0 (off) to 2**32 - 1"),
     "seed": (0, 2**64 - 1, "an integer from 0 to 2**64 - 1"),
-    "max_tokens": (1, 2**32 - 1, "an integer from 1 up; leave it out for no limit of its own"),
-    "logprobs": (0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}; leave it out for none"),
+    "max_tokens": (1, 2**32 - 1, "an integer from 1 up (without it, there is no limit of its own)"),
+    "logprobs": (
+        0,
+        MAX_LOGPROBS,
+        f"an integer from 0 to {MAX_LOGPROBS} (without it, there are none)",
+    ),
 }
 
 
@@ -180,7 +184,8 @@ class SamplingParams:
         if prompt_tokens is not None and "max_tokens" not in given | own:
             given |= _rest_of(defaults.get("max_length"), prompt_tokens)
         bias = {**(defaults.get("logit_bias") or {}), **(self.logit_bias or {})} or None
-        seed = secrets.randbits(64) if self.seed is None else self.seed
+        # 53 bits, so that readers of JSON whose numbers are floats give it back as it is.
+        seed = secrets.randbits(53) if self.seed is None else self.seed
         return replace(self, **(_OFF | given | own), logit_bias=bias, seed=seed)
 
     def record(

@@ -107,6 +107,23 @@ def json_with(**values: Any) -> Callable[[Path], None]:
 # Help and imports
 
 
+def test_ctrl_c_while_the_program_is_imported(environment: dict[str, str]) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'infer.cli.app':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from infer.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("run", "--help"), ("info",)])
 def test_nothing_heavy_is_imported_before_a_command_runs(
     environment: dict[str, str], arguments: Sequence[str]
@@ -131,10 +148,10 @@ def test_version() -> None:
 
 
 def test_help_shows_an_example_and_values_in_capitals() -> None:
-    for name in ("run", "serve", "pull", "list", "rm", "info", "devices", "bench"):
+    for name in ("run", "chat", "serve", "pull", "list", "rm", "info", "devices", "bench"):
         shown = " ".join(invoke(name, "--help").stdout.split())
         assert re.search(rf"Examples?: infer {name}\b", shown)
-        assert not re.search(r"<bool>|<str>|\[str\]", shown)
+        assert not re.search(r"<bool>|<str>|\[str\]|…", shown)  # nor is a word cut off
     assert "run [OPTIONS] MODEL [PROMPT]..." in invoke("run", "--help").stdout
 
 

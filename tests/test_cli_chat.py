@@ -8,8 +8,10 @@ import re
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -377,12 +379,23 @@ def test_the_command_talks_to_a_server(address: str) -> None:
     done = chat("--url", address, "--api-key", "secret", typed=f"{CAT}\n")
     assert (done.exit_code, done.stdout) == (0, f"{MILO}\n"), done.stderr
     for arguments, message in (
-        (["--url", address], "The API key is missing or wrong"),
+        (["--url", address], "wants a key: give --api-key, or set INFER_API_KEY"),
         (["gpt-4", "--url", address, "--api-key", "secret"], "There is no model 'gpt-4' here"),
     ):
         done = chat(*arguments, typed="Hi\n")
         assert done.exit_code == 1
         assert message in done.stderr
+
+
+def test_a_server_of_something_else() -> None:
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        done = chat("--url", url, typed="Hi\n")
+        thread.join()
+    assert done.exit_code == 1
+    assert f"What answers at {url} does not have OpenAI's API (status 404" in done.stderr
 
 
 # In a terminal

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import infer
+import infer.loading
 from infer import LLM
 from infer.cli.app import app
 from infer.engine.answers import Answer
@@ -149,7 +150,7 @@ def test_others_go_on_when_one_fails(prompts: Path, out: Path) -> None:
         ('{"prompt": "a", "max_new_tokens": 3}', "Did you mean max_tokens?"),
         ('{"prompt": "a", "top_p": 2}', "top_p must be a number from 0 to 1 (off), not 2"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must map token ids"),
-        ('{"prompt": ""}', "prompt must be text, and not empty"),
+        ('{"prompt": ""}', "prompt must be text that is not empty"),
         ('{"prompt": "a", "messages": []}', "Give either prompt or messages."),
         ('{"messages": "a"}', "messages must be a list such as"),
         ('{"prompt": "a", "id": true}', "id must be a string or a number, not True"),

@@ -170,6 +170,14 @@ def test_every_example_is_in_the_readme() -> None:
     assert linked == {path.name for path in (ROOT / "examples").glob("*.py")}
 
 
+@pytest.mark.parametrize("name", ["facts.py", "summaries.py", "tools.py"])
+def test_an_example_without_arguments_says_what_it_takes(
+    run_example: RunExample, name: str
+) -> None:
+    with pytest.raises(SystemExit, match=rf"python examples/{name} MODEL"):
+        run_example(name)
+
+
 def test_the_chat_remembers(run_example: RunExample, capsys: pytest.CaptureFixture[str]) -> None:
     run_example("chat.py", stdin="My cat is called Milo.\nWhat is my cat called?\n")
     assert "\n> Your cat is called Milo.\n" in capsys.readouterr().out

@@ -446,6 +446,7 @@ def test_ways_that_do_not_go_together() -> None:
     assert "draft_quantize must be one of q8, q4, not 'q2'" in refusal(
         draft="demo-draft", draft_quantize="q2"
     )
+    assert "draft_quantize is q4, and there is no draft model" in refusal(draft_quantize="q4")
 
 
 # How many

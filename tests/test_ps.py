@@ -82,6 +82,8 @@ def test_a_server_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         refused = invoke("--url", address)
         assert (refused.exit_code, refused.stdout) == (1, "")
         assert "wants a key: give --api-key" in refused.stderr
+        refused = invoke("--url", address, "--api-key", "other")
+        assert "does not take this key: give another by --api-key" in refused.stderr
         assert invoke("--url", address, "--api-key", "secret").exit_code == 0
 
 

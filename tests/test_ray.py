@@ -220,3 +220,5 @@ def test_options_that_there_are_not() -> None:
             application(wrong)
     with pytest.raises(RequestError, match="there is no model to draft with"):
         application({"model": DEMO, "speculate": "draft"})
+    with pytest.raises(RequestError, match="max_batch must be at most 64"):
+        application({"model": DEMO, "max_batch": 65})

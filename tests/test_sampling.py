@@ -110,6 +110,11 @@ def test_values_at_the_ends_of_their_ranges() -> None:
     assert type(params.temperature) is float
 
 
+def test_a_new_seed_survives_json_whose_numbers_are_floats() -> None:
+    seeds = [SamplingParams().resolved({}).seed for _ in range(20)]
+    assert [int(json.loads(str(seed), parse_int=float)) for seed in seeds] == seeds
+
+
 def test_every_token_cannot_be_forbidden() -> None:
     forbidden = dict.fromkeys(range(5), -math.inf)
     SamplingParams(logit_bias=forbidden).check_bias(6)

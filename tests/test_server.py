@@ -42,7 +42,7 @@ from serving import (
 from typer.testing import CliRunner
 
 import infer
-from infer import LLM, DeviceError, InferError, OutOfMemoryError
+from infer import LLM, DeviceError, InferError, OutOfMemoryError, RequestError
 from infer.cli.app import app
 from infer.cli.options import parse_bytes
 from infer.hub import ResolvedModel
@@ -673,6 +673,32 @@ def test_models_are_loaded_when_they_are_asked_for(fakes: list[FakeModel]) -> No
         assert response.status == 404
         assert "There are: a, b, c." in json.loads(data)["error"]["message"]
     assert FakeModel.room == []
+
+
+def test_a_model_that_cannot_be_loaded_is_no_fault_of_who_asked(
+    fakes: list[FakeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(progress: Any) -> Any:
+        raise RequestError("A context of 4096 was asked for; a has positions up to 1024.")
+
+    monkeypatch.setattr(fakes[0], "load", refuse)
+    with serving(Host(fakes[:2], ServerOptions())) as address:
+        response, data = ask(address, COMPLETIONS, {"prompt": "x", "model": "a"})
+        assert response.status == 500
+        assert "a cannot be loaded: A context of 4096" in json.loads(data)["error"]["message"]
+        assert answer(address, COMPLETIONS, prompt="x", model="b")["model"] == "b"
+
+
+def test_options_of_several_models_are_checked_at_the_start() -> None:
+    for flags, message in (
+        ("--max-batch 0", "max_batch must be a positive integer"),
+        ("--context 0", "context must be a positive integer"),
+        ("--speculate draft", "no model to draft with"),
+        ("--dtype f16 --quantize q4", "Give one of the two"),
+    ):
+        done = invoke("demo", "demo-draft", "--port", "0", *flags.split())
+        assert done.exit_code == 1
+        assert message in done.stderr
 
 
 def test_a_model_that_is_used_stays_until_it_is_not(

@@ -52,7 +52,7 @@ from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE
 from infer.keywords import Progress as LoadProgress
-from infer.loading import DTYPES, load, weight_dtype
+from infer.loading import DTYPES, check_draft_quantize, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, Draft, MemoryCount, checked_context
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
@@ -327,6 +327,7 @@ def open_engine(
         if format is not None and (dtype or quantize):
             raise RequestError("A format has dtypes of its own: give no other beside it.")
         stored = weight_dtype(dtype, quantize) or "bf16"
+        check_draft_quantize(draft_quantize, draft)
         drafts = None
         if draft is not None:
             smaller = _own_layer(shape) if draft == OWN_LAYER else build_model(shape_config(draft))

@@ -105,7 +105,7 @@ class Server:
         """A response with status 200. Raises InferError."""
         with self._client.ask(f"/v1{path}", body) as response:
             if response.status != 200:
-                raise InferError(_told(response))
+                raise InferError(_told(response, self._client.url))
             yield response
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Pieces:
@@ -135,13 +135,15 @@ class Server:
                         yield Piece(delta["content"])
 
 
-def _told(response: http.client.HTTPResponse) -> str:
+def _told(response: http.client.HTTPResponse, url: str) -> str:
     """What a server says of a request that it refuses."""
     try:
-        message = json.loads(response.read(_LINE))["error"]["message"]
+        return str(json.loads(response.read(_LINE))["error"]["message"])
     except (ValueError, LookupError, TypeError):
-        message = f"The server answered with status {response.status} {response.reason}.".strip()
-    return f"{message} Give it with --api-key." if response.status == 401 else str(message)
+        status = f"{response.status} {response.reason}".strip()
+        if response.status == 404:
+            return f"What answers at {url} does not have OpenAI's API (status {status})."
+        return f"The server at {url} answered with status {status}."
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

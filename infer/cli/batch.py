@@ -115,7 +115,7 @@ def _request(value: Any, number: int, params: SamplingParams, raw: bool) -> Requ
                 f"{shown(prompt)}."
             )
     elif not (isinstance(prompt, str) and prompt):
-        raise RequestError(f"prompt must be text, and not empty, not {shown(prompt)}.")
+        raise RequestError(f"prompt must be text that is not empty, not {shown(prompt)}.")
     own = {name: value[name] for name in value if name in names}
     if isinstance(own.get("logit_bias"), dict):  # JSON's keys are strings
         with suppress(ValueError):

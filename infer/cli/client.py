@@ -38,8 +38,8 @@ class Client:
     def ask(
         self, path: str, body: Mapping[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response to GET, or to POST of a body, whatever its status. Raises InferError where
-        there is none."""
+        """The response to GET, or to POST of a body, of any status but 401. Raises InferError for
+        that, and where there is none."""
         with ExitStack() as opened:
             try:
                 connection = opened.enter_context(closing(self._connection()))
@@ -56,6 +56,12 @@ class Client:
                     f"No server answers at {self.url}: {reason}. infer serve MODEL starts one; "
                     "--url says where one is."
                 ) from error
+            if response.status == 401:
+                given = "Authorization" in self._headers
+                wrong = "does not take this key: give another by" if given else "wants a key: give"
+                raise InferError(
+                    f"The server at {self.url} {wrong} --api-key, or set INFER_API_KEY."
+                )
             yield response
 
     def _connection(self) -> http.client.HTTPConnection:

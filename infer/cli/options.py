@@ -238,11 +238,11 @@ SpeculateOption = Annotated[
     Speculate | None,
     loading_option(
         "--speculate",
-        help="Draft tokens from what came after the same ones before, and verify many in one step: "
-        "wherever there are some (lookup), or where that is measured to be faster (auto). By the "
-        "layer for that which some models bring, in every step (mtp), or where it is faster (auto, "
-        "if there is one). With --draft by that model, in every step (draft), or where it is "
-        "faster (auto, unless said otherwise). Answers stay the same.",
+        metavar="HOW",
+        help="Draft tokens and verify many in one step; answers stay the same. draft: by the model "
+        "that --draft names. mtp: by the layer for that which some models bring. lookup: what came "
+        "after the same tokens before. auto: the first of these that there is, where that is "
+        "measured to be faster. off: none. Without it auto with --draft, else off.",
     ),
 ]
 DraftOption = Annotated[
@@ -258,7 +258,7 @@ DraftQuantizeOption = Annotated[
     Quantize | None,
     loading_option(
         "--draft-quantize",
-        help="Quantise its weights, in place of what --dtype and --quantize say for both.",
+        help="Quantise the draft's weights, in place of what --dtype and --quantize say for both.",
     ),
 ]
 AdapterOption = Annotated[
@@ -266,9 +266,8 @@ AdapterOption = Annotated[
     loading_option(
         "--adapter",
         metavar="PATH",
-        help="A LoRA adapter of the model: a folder with adapter_config.json and "
-        "adapter_model.safetensors, or a hub id. It is merged into the weights, or applied beside "
-        "those that the files have quantised.",
+        help="A LoRA adapter of the model: a folder as PEFT saves it, or a hub id. It is merged "
+        "into the weights, or applied beside those that the files have quantised.",
     ),
 ]
 ApiKeyOption = Annotated[

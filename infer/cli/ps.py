@@ -136,10 +136,6 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 def _get(client: Client, path: str, known: Sequence[int] = (200,)) -> bytes:
     with client.ask(path) as response:
-        if response.status == 401:
-            raise InferError(
-                f"The server at {client.url} wants a key: give --api-key, or set INFER_API_KEY."
-            )
         if response.status not in known:
             raise _other(client)
         try:

@@ -208,7 +208,7 @@ class ModelReport:
                 **({} if m.lora is None else {"LoRA": m.lora}),
                 **({} if m.draft is None else {"draft": f"{m.draft}, counted below"}),
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
-                f"({size(m.disk_bytes)} on the disk)",
+                f"({size(m.disk_bytes)}{f' of {m.name}' if m.draft else ''} on the disk)",
                 "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} positions "
                 f"({m.kv_bytes_per_token:,} bytes per token in {m.kv_dtype})",
                 "besides": size(m.other_bytes),

@@ -172,10 +172,11 @@ def serve(
         if "" in (api_key or ()):
             raise typer.BadParameter("an empty key keeps nobody out", param_hint="--api-key")
         adapters = dict(map(parse_adapter, adapter or ()))
-        of_one = (served_name, revision, adapters or None, draft)
+        of_one = (served_name, revision, adapters or None, draft, draft_quantize)
         if len(models) > 1 and any(given is not None for given in of_one):
             raise typer.BadParameter(
-                "--served-name, --revision, --adapter and --draft belong to one model",
+                "--served-name, --revision, --adapter, --draft and --draft-quantize belong to one "
+                "model",
                 param_hint="MODEL",
             )
         with _extra():
@@ -184,7 +185,7 @@ def serve(
             from infer.server.run import serve as serve_until_signal
             from infer.server.service import ServerOptions
 
-        load_options = {
+        load_options: dict[str, Any] = {
             "device": device,
             "context": context,
             "dtype": dtype,
@@ -199,6 +200,10 @@ def serve(
             "adapters": adapters or None,
             "offline": offline,
         }
+        if len(models) > 1:  # which are loaded when clients ask for them
+            from infer.loading import check_options
+
+            check_options(**load_options)
         sources = [_Source(model, revision, load_options) for model in models]
         # First: a port that is taken shows before the model is read.
         with listen(host, port) as opened:

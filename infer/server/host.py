@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from infer.foreign import shown
-from infer.kernels.errors import ClosedError, DeviceError, InferError, RequestError
+from infer.kernels.errors import (
+    ClosedError,
+    DeviceError,
+    InferError,
+    ModelError,
+    RequestError,
+    TokenizerError,
+)
 from infer.keywords import Progress
 from infer.llm import LLM
 from infer.server.engine import LLMClient
@@ -193,6 +200,8 @@ class Host(Served):
             entry.waiting += 1
             try:
                 service = await self._loaded(entry)
+            except (RequestError, TokenizerError) as error:  # of options and files, not of this one
+                raise ModelError(f"{entry.name} cannot be loaded: {error}") from error
             finally:
                 entry.waiting -= 1
         finally:

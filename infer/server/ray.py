@@ -34,7 +34,7 @@ from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, InferError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, list_adapters
 from infer.llm import Prompt
-from infer.loading import load, way_to_speculate
+from infer.loading import check_options, load
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.server.app import create_app
@@ -90,7 +90,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         options = msgspec.convert(dict(args), Options, strict=False)
     except msgspec.ValidationError as error:
         raise RequestError(f"These are no options of the application: {error}.") from None
-    way_to_speculate(options.speculate, options.draft)  # or each replica would say what is wrong
+    check_options(**options.of_load())  # or each replica would say what is wrong
     engine = serve.deployment(
         Replica,
         name="engine",
@@ -321,7 +321,7 @@ class RayEngine(Info):
         cache_salt: str | None = None,
     ) -> RayAnswer:
         if params.seed is None:  # or it could not be made again
-            params = replace(params, seed=secrets.randbits(64))
+            params = replace(params, seed=secrets.randbits(53))
         answer = RayAnswer(self._handle, (ids, params, adapter, tools, cache_salt))
         await _tried(answer.begin)
         return answer

@@ -189,9 +189,9 @@ class RawConfig:
                 f"{folder} has no {name}. Give the folder of a model in Hugging Face form."
             ) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise UnsupportedError(f"{path} cannot be read: {error}") from None
+            raise UnsupportedError(f"{path} cannot be read ({error}). Fetch it again.") from None
         if not isinstance(values, dict):
-            raise UnsupportedError(f"{path} does not hold a JSON object.")
+            raise UnsupportedError(f"{path} does not hold a JSON object. Fetch it again.")
         return cls(values, str(path))
 
     def get(self, key: str, default: Any = _MISSING, kind: type | None = None) -> Any:
