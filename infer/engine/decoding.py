@@ -1,8 +1,9 @@
-"""Decode steps: one row of each sequence of a batch, which the GPU has from the step before.
+"""Decode steps: one row of each sequence of a batch. The step before has left the rows on the GPU.
 
-Where answers have masks, a step is submitted in two parts: its body before the tokens of the step
-before are read, and its head, which samples, when the masks after these are written. Both are
-recorded before: the head while the body runs, and the body of the next step then too, by a thread.
+A step of answers with masks is submitted in two parts: the body before the tokens of the previous
+step are read, and the head, which samples, once the masks that follow from them are written. Both
+parts are recorded early: the head while the body runs, and the body of the next step at the same
+time, by another thread.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from infer.kernels.state.sampler import SamplerChain
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences that share decode steps, and what these dispatch: made once, while the same ones
-    stay. joins: the same for a step that takes their rows from wherever they are. logits_of: which
-    of them have their logits read back. logprobs: whether any has log probabilities. masked: those
-    that have a mask. Where there are some the step is also there in two parts: the body, with joins
-    or without, and the head, which samples."""
+    """Sequences that share decode steps, and what these steps dispatch. It is made once, and kept
+    while the sequences stay the same.
+
+    recording: of a step whose rows the step before has left in place; joins: of one that takes them
+    from the table of sequences. logits_of: the sequences whose logits are read back. logprobs:
+    whether any of them wants log probabilities. masked: the sequences with a mask. If there are
+    any, the step also exists in two parts: the body, with joins and without, and the head, which
+    samples."""
 
     sequences: tuple[scheduler.Sequence, ...]
     slots: tuple[int, ...]
@@ -52,7 +56,7 @@ class Batch:
 
 
 class Parts(NamedTuple):
-    """What steps of answers are made with. answers: that there are, by their sequences."""
+    """What the steps of answers are made with. answers: all there are, by their sequences."""
 
     steps: Steps
     scheduler: Scheduler
@@ -64,8 +68,8 @@ class Parts(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A step whose body alone is submitted. longest: of its sequences. since: when that was. head:
-    the rest of it."""
+    """A step of which only the body is submitted. longest: positions of its longest sequence.
+    since: when the body was submitted. head: the recorded rest."""
 
     batch: Batch
     longest: int
@@ -74,7 +78,8 @@ class _Held(NamedTuple):
 
 
 class _Body(NamedTuple):
-    """Being recorded: the body of the next step with masks, if its batch stays."""
+    """The body of the next step with masks, which a thread records. It is of use if the batch
+    stays."""
 
     batch: Batch
     longest: int
@@ -133,8 +138,8 @@ class Decoding:
         return self._held is not None
 
     def submit(self, batch: Batch, longest: int, joins: bool) -> list[Answer]:
-        """The next step, or its body alone, after `drop_body`. joins: its rows are taken from the
-        table of sequences. Returns answers whose masks could not be made."""
+        """Submit the next step, or only its body, after `drop_body`. joins: its rows come from the
+        table of sequences. Returns the answers whose masks could not be made."""
         if self._awaits_tokens(batch):
             self._submit_body(batch, longest, joins)
             submissions, count = self._submissions, len(batch.slots)
@@ -148,14 +153,14 @@ class Decoding:
         return self._sample(batch, batch.joins if joins else batch.recording, longest)
 
     def go_on(self) -> list[Answer]:
-        """As `submit`: the head of what is held, if its masks can be made now."""
+        """Submit the head of the held step, if its masks can be made now. Returns as `submit`."""
         if self._held is None or self._awaits_tokens(self._held.batch):
             return []
         (batch, longest, since, head), self._held = self._held, None
         return self._sample(batch, batch.head, longest, since, head)
 
     def _awaits_tokens(self, batch: Batch) -> bool:
-        """Whether tokens before this step, on which its masks depend, have not been read."""
+        """Whether the masks of this step depend on tokens that have not been read yet."""
         return any(s.in_flight > 1 and s in self._answers for s in batch.masked)
 
     def _sample(
@@ -166,7 +171,7 @@ class Decoding:
         since: float | None = None,
         commands: Recorded | None = None,
     ) -> list[Answer]:
-        """Submit a step, or the head of one whose body was submitted then."""
+        """Submit a step, or its head, if `since` says when its body was submitted."""
         failed = self._masks.make(batch.masked)
         wanted, count = Wanted(batch.sequences, batch.logits_of, batch.logprobs), len(batch.slots)
         self._submissions.submit(
@@ -188,8 +193,8 @@ class Decoding:
             queue.submit(body, len(batch.slots), longest, ())
 
     def drop_body(self, batch: Batch, longest: int) -> None:
-        """What was recorded, if it is not the next step of that batch. Before the rows of that step
-        are known."""
+        """Drop the recorded body, unless it belongs to the next step of this batch. Comes before
+        the rows of that step are decided."""
         body = self._body
         if body is None:
             return
@@ -201,17 +206,17 @@ class Decoding:
             self._resident.discard(queue, recorded, len(body.batch.slots))
 
     def forget(self) -> None:
-        """What is held, and what was recorded."""
+        """Drop what is held and what was recorded, without sending it."""
         held, self._held = self._held, None
         if held is not None:
             self._submissions.queue.drop(held.head)
         body, self._body = self._body, None
         if body is not None and (recorded := _result(body)) is not None:
-            # It is not sent: it may need what is not there any more.
+            # Not sent, as `drop_body` would: what it uses may be gone.
             self._submissions.queue.drop(recorded)
 
 
 def _result(body: _Body) -> Recorded | None:
-    """What was recorded; None: nothing, as that had not begun or failed."""
+    """What was recorded; None if recording had not begun, or failed."""
     future = body.recorded
     return None if future.cancel() or future.exception() is not None else future.result()

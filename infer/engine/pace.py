@@ -1,24 +1,24 @@
-"""How fast prefill goes, and how it is cut so that a display on the same GPU gets its turn."""
+"""How fast prefill is, and how it is cut so that a display on the same GPU stays responsive."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-SUBMISSION_SECONDS = 0.1  # of prefill at most
-PAUSE_SECONDS = 0.045  # that a prompt may hold up other answers, step by step
-SUBMISSIONS = 8  # of a step at least: the GPU begins while the host records what comes after
-FIRST_ROWS = 64  # of prefill, while it is not known how fast the GPU is
-TILE_ROWS = 64  # fewer take kernels as long, if there are none for so few
+SUBMISSION_SECONDS = 0.1  # the most that one submission of prefill may take
+PAUSE_SECONDS = 0.045  # the most that one step of a prompt may hold up other answers
+SUBMISSIONS = 8  # the fewest of a step: the GPU begins while the host records the rest
+FIRST_ROWS = 64  # of a step, until the GPU's speed is known
+TILE_ROWS = 64  # fewer rows take as long, unless there are kernels for so few
 
-_KEPT = 0.9  # of the weight of a measurement when the next one comes
+_KEPT = 0.9  # what remains of a measurement's weight when the next one comes
 
 
 class Pace:
-    """A step of prefill takes step_seconds, and row_seconds more for each of its rows: the line
-    through those that were measured, of which the last ones count most. 0: not known.
+    """A prefill step takes step_seconds, and row_seconds more for each row: a line fitted to the
+    steps measured so far, the latest with most weight. Both are 0 until that is known.
 
-    kinds: for so many rows steps have kernels of their own, which take as long for fewer."""
+    kinds: row counts that have kernels of their own, which take as long for fewer rows."""
 
     def __init__(self, layers: int, kinds: Sequence[int] = ()) -> None:
         self.layers, self.step_seconds, self.row_seconds = layers, 0.0, 0.0
@@ -45,15 +45,16 @@ class Pace:
 
     @property
     def rows(self) -> int:
-        """Of a step at most: so many that a layer is done in SUBMISSION_SECONDS, or a tile's."""
+        """The most of a step: what a layer computes in SUBMISSION_SECONDS, at least a tile."""
         if not self.known:
             return FIRST_ROWS
         return self._rows_in(SUBMISSION_SECONDS * self.layers)
 
     @property
     def rows_beside(self) -> int:
-        """The same while other answers wait for their next tokens: of a kind all rows. Not so few
-        that most of a step's time is not for rows: then all would wait longer."""
+        """The same while other answers wait for their next tokens. A kind is filled to its last
+        row. The rows are not so few that the fixed part of a step dominates: then all would wait
+        longer."""
         if not self.known:
             return self.rows
         rows = min(self.rows, self._rows_in(max(PAUSE_SECONDS, 2 * self.step_seconds)))
@@ -64,8 +65,8 @@ class Pace:
         return max(1, rows // TILE_ROWS) * TILE_ROWS
 
     def filled(self, most: int, rows: int) -> int:
-        """Of so many rows of several prompts the most that the next step takes: all, or those that
-        fill a smaller kind, where what is left takes less time than a larger one's empty rows."""
+        """How many of these rows, of several prompts, the next step takes: all, or as many as fill
+        a smaller kind, if the rest by itself takes less time than the larger kind's empty rows."""
         kind = next((kind for kind in self.kinds if kind >= rows), 0)
         smaller = max((n for n in self.kinds if n < kind), default=0)
         if not (self.known and smaller and rows < most):
@@ -75,7 +76,7 @@ class Pace:
         return smaller if apart < (kind - smaller) * self.row_seconds else most
 
     def submissions(self, rows: int) -> int:
-        """Into how many submissions a step of so many rows is cut."""
+        """How many submissions a step of so many rows is cut into."""
         if not self.known:
             return self.layers
         seconds = self.step_seconds + rows * self.row_seconds

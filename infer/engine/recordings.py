@@ -1,4 +1,4 @@
-"""What steps of each kind dispatch, together with what samples their tokens."""
+"""The recordings of each kind of step, with the kernels that sample its tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infer.kernels.state.sampler import Sampler, SamplerChain
 
 
 class Recordings:
-    """Each is made when it is first needed, and kept."""
+    """Each recording is made when it is first needed, and kept."""
 
     def __init__(self, steps: Steps, sampler: Sampler) -> None:
         self._steps, self._sampler = steps, sampler
@@ -31,8 +31,9 @@ class Recordings:
         drafts: bool = False,
         unknown: bool = False,
     ) -> Recording:
-        """by_row: some of its rows have adapters. joins: its rows are taken from the table of
-        sequences first. drafts: they may have drafted tokens. unknown: to the host."""
+        """by_row: rows have adapters of their own. joins: the step first takes its rows from the
+        table of sequences. drafts: rows may hold drafted tokens. unknown: the host does not know
+        these tokens."""
         key = (kind, by_row, head, chain, joins, body, drafts, unknown)
         if key not in self._made:
             plan = self._steps.plan(kind, by_row)

@@ -15,8 +15,8 @@ from infer.models.loading.config import RopeConfig
 
 
 class Resident:
-    """pages: of each slot's sequence. unknown: slots of whose next rows the GPU does not know,
-    which the host has to write (`set_next`)."""
+    """pages: those of each slot's sequence. unknown: slots whose next row the GPU does not know, so
+    that the host has to write it (`set_next`)."""
 
     def __init__(self, steps: Steps, sampler: Sampler, rope: RopeConfig, slots: int) -> None:
         self._steps, self._sampler, self._rope, self._slots = steps, sampler, rope, slots
@@ -24,13 +24,13 @@ class Resident:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known of sequences."""
+        """Assume nothing about what the GPU has."""
         self.pages: list[list[int]] = [[] for _ in range(self._slots)]
         self.unknown: set[int] = set()
         self._rows: tuple[int, ...] | None = None  # slots of the rows of the next step
 
     def begin(self, answer: Answer, slot: int) -> None:
-        """Its sequence has got that slot, perhaps not for the first time."""
+        """The answer's sequence was given this slot, perhaps once more."""
         ids, prompt = answer.sequence.tokens, len(answer.prompt)
         record = answer.params.record(
             vocab_size=self._sampler.vocab_size,
@@ -42,7 +42,7 @@ class Resident:
         self._sampler.begin(slot, record[0], answer.prompt, bias, ids[prompt:])
 
     def rotate_for(self, length: int) -> None:
-        """The table of positions of sequences that need that one (`table_length`)."""
+        """Write the rotary table of this length (`table_length`), unless it is there."""
         if length != self._table_length:
             table = rope_table(self._rope, self._steps.context, length)
             self._steps.device.write(self._steps.rope.table, table)
@@ -60,19 +60,18 @@ class Resident:
     # Rows
 
     def prefilled(self, slots: Sequence[int], sampled: tuple[int, ...]) -> None:
-        """A step has rows of these prompts, and samples the next rows of some."""
+        """A step has rows of these slots' prompts, and samples the next rows of some."""
         self._rows = sampled or None
         self.unknown.difference_update(slots)
 
     def verified(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """A step has these drafts. How many are right, and so the next row, only the host finds
-        out."""
+        """A step has these drafts. Only the host finds out how many are right, and so the next row."""
         self._rows = None
         for slot, draft in zip(slots, drafts, strict=True):
             (self.unknown.add if draft else self.unknown.discard)(slot)
 
     def set_next(self, answer: Answer) -> None:
-        """Tell the GPU the next row of an answer of which all tokens have been read."""
+        """Write the next row of an answer whose tokens have all been read."""
         sequence, slot = answer.sequence, slot_of(answer.sequence)
         number = self._steps.adapters.number(answer.adapter)
         self._sampler.set_next(slot, sequence.tokens[-1], len(sequence.tokens) - 1, number)
@@ -80,8 +79,9 @@ class Resident:
         self._rows = None
 
     def discard(self, queue: StepQueue, recorded: Recorded, rows: int) -> None:
-        """A step of so many rows is not to be made. Where it is finished it is sent nevertheless,
-        or it would never be freed: of rows that have stopped, so that it leaves nothing."""
+        """Throw away a recorded step of so many rows. If it is finished it is sent nevertheless,
+        as wgpu-native would never free it, with rows that have stopped, so that it leaves nothing.
+        """
         if recorded.is_finished:
             self._steps.device.write(self._steps.step, pack_stopped(rows))
             self._rows = None
@@ -90,12 +90,12 @@ class Resident:
             queue.drop(recorded)
 
     def has(self, slots: tuple[int, ...]) -> bool:
-        """Whether these rows are where the step before has left them."""
+        """Whether the step before has left the rows of just these slots in place."""
         return slots == self._rows
 
     def take(self, slots: tuple[int, ...]) -> bool:
-        """The next step has a row of each of these. Returns whether it has to take them from the
-        table of sequences; else they are where the step before has left them."""
+        """The next step has a row of each of these slots. Returns whether it has to take them from
+        the table of sequences, because the step before has not left them in place."""
         joins = slots != self._rows
         if joins:
             self._sampler.take_rows_of(slots)

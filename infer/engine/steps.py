@@ -1,4 +1,4 @@
-"""The kinds of step of a model, and what each dispatches: all that is there before a token is."""
+"""The kinds of step of a model, and what each dispatches. All of it is made before any token."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from infer.models.blocks.rope import rope_table, table_bytes
 from infer.models.loading.config import RopeConfig
 from infer.models.loading.lora import Adapters
 
-HIDDEN = "hidden "  # begins the names of kinds of step that give hidden states in place of logits
-PACKED = "packed "  # and of those of several prompts
-SCORED = "scored"  # the kind of step of one sequence that gives the logits of all rows
-_SHORT = 256, 128  # rows of prefill steps with tiles of their own; a CPU has one tile for all
-_SHORTEST = 64, 32, 16  # the same without tiles: each weight is read once for so many rows
+HIDDEN = "hidden "  # prefix of the kinds of step that give hidden states instead of logits
+PACKED = "packed "  # prefix of the kinds of step that hold several prompts
+SCORED = "scored"  # the kind of step of one sequence that gives the logits of all its rows
+_SHORT = 256, 128  # rows of prefill steps with their own tile sizes; a CPU has one size for all
+_SHORTEST = 64, 32, 16  # rows of prefill steps without tiles, which read each weight once
 # Rows that kernels of batches are made for.
 _BATCHES = 2, 4, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, MAX_BATCH
-_SOFTWARE_BATCHES = 4, 8  # and the largest, of which no kernel is made for more than 16
+_SOFTWARE_BATCHES = 4, 8  # besides the largest; software kernels take at most 16 rows
 
 
 class Steps:
-    """The steps of one model on one device, and what they share: the cache, the tables of
-    positions, the step buffer, the logits and the activations. Where adapters have names, each kind
-    of step is there without them, and by row, where each row has its own or none.
+    """The steps of one model on one device, and what they share: the cache, the rotary tables, the
+    step buffer, the logits and the activations. If adapters have names, each kind of step exists
+    twice: without adapters, and by row, where each row has its own adapter or none.
 
-    rows: by the name of a kind of step of one sequence, from the largest, how many it has at most.
-    batches: of the kinds of which each row names its own, from the smallest; where tokens are
-    drafted several rows may be of one, at consecutive positions: such steps have as many as one of
-    draft_kinds, and, where layers have a state, are of a kind of their own. Each of `rows` has a
-    kind beside it, HIDDEN before its name, that gives the hidden states of all its rows; SCORED has
-    scored_rows. prompts: sequences of a step of prefill, at most; for several those of many rows
-    have a kind, too, PACKED before its name.
+    rows: kinds of step of one sequence, and the most rows of each, the largest first. Each of them
+    has a twin, prefixed HIDDEN, that gives the hidden states of all rows. SCORED has scored_rows.
+    batches: row counts of the kinds of step whose rows each name their sequence, the smallest
+    first. With drafts, several rows may belong to one sequence, at consecutive positions; such a
+    step has as many rows as one of draft_kinds, and kinds of its own where layers have a state.
+    prompts: the most sequences in one prefill step; the larger kinds then have a twin, prefixed
+    PACKED, for several prompts.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Steps:
         predictor: tuple[Predictor, Mapping[str, GpuTensor]] | None = None,
         follows: Steps | None = None,
     ) -> None:
-        """adapters: what lies beside the weights. draft_rows: of a step that verifies drafts, at
-        most; 0: none does. pages: the page table, where it is another model's. predictor: a layer
-        that predicts further tokens, and its weights, whose keys and values are to be there for all
-        positions of sequences. follows: of such a layer, the steps of its model, which have all
-        its positions; its own are of one row of each sequence. Raises OutOfMemoryError, and
+        """adapters: low-rank changes beside the weights. draft_rows: the most rows of a step that
+        verifies drafts; 0 if none does. pages: the page table, if it is another model's. predictor:
+        a layer that predicts further tokens, and its weights; the steps then compute its keys and
+        values for every position, too. follows: if these are the steps of such a layer, those of
+        its model; they have one row for each sequence. Raises OutOfMemoryError, and
         UnsupportedError for what an adapter changes."""
         self.device, self.adapters, self.context = device, adapters, options.context
         self._fuse, self._invariant = options.fuse, options.invariant

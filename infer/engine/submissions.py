@@ -1,4 +1,4 @@
-"""The steps that are on the GPU: where what they leave goes, and how it is read."""
+"""The steps on the GPU: where their results are copied to, and how they are read."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from infer.kernels.state.step import HEADER, ROW
 
 
 class Wanted(NamedTuple):
-    """What is read back of a step. rows: of those that are sampled the sequences, and which of them
-    have their logits read back. logprobs: whether the sampler's are. chunk: of a text."""
+    """What is read back of a step. rows: the sequences of the sampled rows. logits_of: those of the
+    rows whose logits are read back. logprobs: whether the sampler's log probabilities are. chunk:
+    of a text that is embedded or scored."""
 
     rows: tuple[scheduler.Sequence, ...]
     logits_of: tuple[int, ...] = ()
@@ -35,10 +36,10 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class InFlight:
-    """A submitted step that has not been read. since: when that was. prefilled: rows of a prompt.
-    sequences: of a decode step. drafts: the token that each of its rows was drafted with, or None,
-    if there are drafts; NO_TOKEN where only the GPU knows it. kind: what its time is measured by
-    (`Speculation.measured`)."""
+    """A submitted step that has not been read. since: when it was submitted. prefilled: rows of a
+    prompt. sequences: of a decode step. drafts: in a step with drafts, the drafted token of each
+    row, None for a row whose token was known, NO_TOKEN if only the GPU knows it. kind: the kind
+    under which its time is measured (`Speculation.measured`)."""
 
     submission: Any
     staging: Staging
@@ -51,8 +52,8 @@ class InFlight:
 
 
 class Read(NamedTuple):
-    """What was wanted of a step. logits, and LOGPROB records of ranked: by rows that are sampled.
-    of_text: [rows, width] of its chunk."""
+    """What was read of a step. logits, and ranked, LOGPROB records: by sampled row. of_text: [rows,
+    width] of its chunk."""
 
     ids: list[int]
     logits: dict[int, NDArray[np.float32]]
@@ -61,18 +62,18 @@ class Read(NamedTuple):
 
 
 class Staging:
-    """Where the ids of a step in flight go, log probabilities, and the logits, or the hidden
-    states, of some rows; before it, what a draft model has drafted."""
+    """The staging buffers of a step in flight: for its ids, its log probabilities, the logits or
+    hidden states of some rows, and the drafts that a draft model made before it."""
 
     def __init__(self, device: Device, most_rows: int, nbytes: int) -> None:
-        """nbytes: of `rows`, to begin with."""
+        """nbytes: the first size of `rows`."""
         self._device, self._most_rows = device, most_rows
         self.ids = device.buffer(4 * most_rows, "read", "ids")
         self.logprobs = device.buffer(LOGPROBS_BYTES * most_rows, "read", "logprobs")
         self._rows = device.buffer(nbytes, "read", "rows")
 
     def rows(self, nbytes: int) -> Buffer:
-        """Room for so many bytes; made anew where it is too small."""
+        """A buffer of at least so many bytes; replaced if it is too small."""
         if self._rows.nbytes < nbytes:
             self._device.destroy([self._rows])
             self._rows = self._device.buffer(nbytes, "read", "rows")
@@ -80,7 +81,7 @@ class Staging:
 
     @cached_property
     def drafts(self) -> Buffer:
-        """The rows of a step buffer; there when first asked for."""
+        """For the rows of a step buffer; allocated when first asked for."""
         return self._device.buffer(ROW.itemsize * self._most_rows, "read", "drafts")
 
     def destroy(self) -> None:
@@ -89,9 +90,8 @@ class Staging:
 
 
 class Submissions:
-    """in_flight: submitted and not read, the oldest first, `ahead` at most. count: of all so far.
-    Where something is copied goes by the number of its step: a staging buffer is used again when
-    its last step has been read."""
+    """in_flight: steps submitted and not read, the oldest first, at most `ahead`. count: all steps
+    so far. Steps take staging buffers in turn: one is used again once its last step was read."""
 
     def __init__(self, steps: Steps, sampler: Sampler, options: EngineOptions) -> None:
         self._device, self._logits, self._sampler = steps.device, steps.logits, sampler
@@ -109,22 +109,22 @@ class Submissions:
 
     @cached_property
     def _spares(self) -> list[Staging]:
-        """Of steps that are prepared while one runs that was, too."""
+        """For prepared steps: one may be recorded while another runs."""
         return self._new_staging(2)
 
     @cached_property
     def queue(self) -> StepQueue:
-        """What steps are submitted to."""
+        """The queue that steps are submitted to."""
         return (RawQueue if self._raw else PublicQueue)(self._device)
 
     @property
     def _next_staging(self) -> Staging:
-        """Of the step that is submitted next."""
+        """The staging of the step that is submitted next."""
         return self._staging[self.count % len(self._staging)]
 
     @property
     def spare(self) -> Staging:
-        """Of a step that is prepared, and may be made in vain beside others."""
+        """The staging of a step that is prepared, and perhaps never used."""
         return self._spares[self._prepared % 2]
 
     def copies(
@@ -134,8 +134,8 @@ class Submissions:
         logprobs: bool,
         staging: Staging | None = None,
     ) -> list[Copy]:
-        """At the end of the step that is submitted next: what the sampler leaves of so many rows,
-        and the logits of some. staging: if it is the `spare`."""
+        """The copies at the end of the next step: what the sampler leaves for so many rows, and
+        the logits of some. staging: given if it is the `spare`."""
         staging, sampler = staging or self._next_staging, self._sampler
         copies: list[Copy] = []
         if rows:
@@ -150,12 +150,12 @@ class Submissions:
         return copies
 
     def copy_of_drafts(self, rows: int) -> Copy:
-        """Of what a draft model has put into so many rows of the step that is submitted next."""
+        """The copy of so many rows of the next step, into which a draft model has put its drafts."""
         to = self._next_staging.drafts, 0
         return Copy((self._step, HEADER.itemsize), to, rows * ROW.itemsize)
 
     def read_drafts(self, submission: Any, rows: int) -> NDArray[Any]:
-        """These rows, ROW records, when they are there."""
+        """These rows, ROW records, once the submission is done."""
         nbytes = rows * ROW.itemsize
         return self.queue.read(self._next_staging.drafts, nbytes, submission).view(ROW)
 
@@ -174,8 +174,8 @@ class Submissions:
         staging: Staging | None = None,
         since: float | None = None,
     ) -> None:
-        """commands: it was recorded before, perhaps with another staging. since: when its body was
-        submitted."""
+        """commands: given if the step was recorded before, perhaps with another staging. since:
+        when its body was submitted, if that came first."""
         self._prepared += staging is not None
         staging = staging or self._next_staging
         if commands is None:
@@ -193,8 +193,8 @@ class Submissions:
         self.in_flight.append(InFlight(*of))
 
     def read(self) -> Read:
-        """What the oldest step in flight has left, once it is done. It stays in flight, so that
-        nothing is lost where an interrupt comes."""
+        """The results of the oldest step in flight, once it is done. The step stays in flight, so
+        that an interrupt loses nothing."""
         step = self.in_flight[0]
         wanted, ids = step.wanted, list[int]()
         logits: dict[int, NDArray[np.float32]] = {}
@@ -219,13 +219,14 @@ class Submissions:
         return Read(ids, logits, ranked, of_text)
 
     def _rows(self, step: InFlight, count: int, words: int, width: int) -> NDArray[np.float32]:
-        """[count, width]: what was read back of so many words each."""
+        """[count, width], read back from rows of so many words each."""
         nbytes = 4 * count * words
         raw = self.queue.read(step.staging.rows(nbytes), nbytes, step.submission)
         return raw.view(np.float32).reshape(count, -1)[:, :width]
 
     def forget(self) -> None:
-        """Nothing is in flight: nobody knows what was, and staging buffers may be mapped."""
+        """Begin anew with nothing in flight. Staging buffers may still be mapped, so they are
+        replaced."""
         self._device.wait()
         for staging in (*self._staging, *vars(self).pop("_spares", ())):
             staging.destroy()

@@ -1,7 +1,7 @@
-"""Steps with drafts: more rows of a sequence than one, which verify what was drafted for it.
+"""Steps with drafts: several rows of a sequence, which verify the tokens drafted for it.
 
-The host writes their rows, when all tokens before them have been read. So that the GPU need not
-wait for long, what such a step dispatches is recorded while the one before it runs.
+The host writes their rows once it has read all tokens before them. To keep the GPU's wait short,
+such a step is recorded while the one before it runs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _PAUSE = 0.005  # between two steps, from where on they do not follow each other
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A step of so many rows of a batch that is recorded, to be the one of that number. drafting:
-    with what a draft model does before, for so many sequences, so many tokens each. body: of the
-    step, where there are masks; None: it is one with the rest. first: the draft model's first step,
-    which comes before, by whether any sequence is behind; one is to be sent. others: its other
-    steps, where there are masks, which depend on what they draft; None: they are one with the rest.
+    """A recorded step of so many rows of a batch, which is to be submitted as the step with that
+    number.
+
+    drafting: what a draft model does before it: for how many sequences, and how many tokens each.
+    body: the part before the masks are needed; None if the step is in one piece. first: the draft
+    model's first step, recorded for both cases, no sequence behind and some; only one is sent.
+    others: the draft model's other steps, if they are apart because masks depend on what they
+    draft; None if they are in one piece with the rest.
     """
 
     batch: Batch
@@ -54,11 +57,11 @@ class Prepared:
 
 
 class Verification:
-    """What of an engine is only there for drafts.
+    """The part of an engine that only drafts need.
 
-    speculation: says how many tokens are drafted; None: none are. draft: the model that drafts
-    them; None: the speculation does. counts: how often something was drafted for an answer, how
-    many tokens, and how many of these were right."""
+    speculation: decides how many tokens are drafted; None: nothing is ever drafted. draft: the
+    model that drafts them; None: the speculation does so itself. counts: how often something was
+    drafted for an answer, how many tokens in all, and how many of them were right."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Verification:
         self._prepared: Prepared | None = None
 
     def recordings(self, chain: SamplerChain) -> list[Recording]:
-        """What a single answer needs."""
+        """The recordings that a single answer needs."""
         rows = [n for n in self._steps.draft_kinds if n <= DRAFT_ROWS]
         unknown = self.draft is not None
         return [
@@ -91,7 +94,7 @@ class Verification:
     # Before the step
 
     def choose(self) -> None:
-        """What the next step is to verify, once all that comes before it is known."""
+        """Decide what the next step verifies, once everything before it is known."""
         if self.speculation is None:
             return
         running = self._scheduler.running
@@ -109,7 +112,7 @@ class Verification:
             sequence.draft = guess.ids[:count] if known and guess is not None else ()
 
     def prepare(self, batch: Batch) -> None:
-        """Record the next step of a batch, in which there are to be drafts, while one runs."""
+        """Record the next step with drafts of a batch, while the step before it runs."""
         if self._prepared is not None or batch.logits_of:
             return
         steps, queue = self._steps, self._submissions.queue
@@ -144,8 +147,8 @@ class Verification:
         self._prepared = Prepared(*of)
 
     def take(self, batch: Batch) -> Prepared | None:
-        """What was recorded for the next step, if that is one of this batch, and all tokens before
-        it have been read."""
+        """What was recorded for the next step, if that step is one of this batch and all tokens
+        before it have been read."""
         prepared = self._prepared
         if prepared is None:
             return None
@@ -157,13 +160,13 @@ class Verification:
         return prepared
 
     def drop(self) -> None:
-        """What was recorded, if anything."""
+        """Drop what was recorded, if anything."""
         prepared, self._prepared = self._prepared, None  # nothing twice, if an interrupt comes
         if prepared is not None:
             self._drop(prepared)
 
     def forget(self) -> None:
-        """The same, where it may need what is not there any more."""
+        """The same without sending it: what it uses may be gone."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             for recorded in prepared.recorded:
@@ -176,7 +179,8 @@ class Verification:
             self._resident.discard(self._submissions.queue, recorded, prepared.rows)
 
     def _parts(self, batch: Batch, rows: int) -> tuple[Recording | None, Recording]:
-        """What a step with drafts dispatches, with masks in two parts: the body and the head."""
+        """The body and the head of a step with drafts; without masks the body is None, and the
+        head is the whole step."""
         kind, chain, by_row = self._steps.drafts(rows), batch.chain, batch.by_row
         of, unknown = self._recordings.of, self.draft is not None
         if not batch.masked:
@@ -194,8 +198,8 @@ class Verification:
         longest: int,
         prepared: Prepared | None,
     ) -> list[Answer]:
-        """A step of rows that the host writes: all tokens of its sequences have been read.
-        prepared: its `take`. Returns answers whose masks could not be made."""
+        """Submit a step whose rows the host writes, as all tokens of its sequences have been read.
+        prepared: what `take` gave. Returns the answers whose masks could not be made."""
         steps, queue = self._steps, self._submissions.queue
         rows: list[StepRow] = []
         sampled: list[scheduler.Sequence] = []
@@ -280,8 +284,8 @@ class Verification:
         rows: int,
         prepared: Prepared | None,
     ) -> Any:
-        """What a draft model does before a step. Returns, where there are masks, what the host has
-        to wait for before it reads what was drafted."""
+        """Submit the draft model's steps before a step. With masks it returns the submission that
+        the host has to wait for before it can read the drafts."""
         queue = self._submissions.queue
         if not drafting:
             if prepared is not None:
@@ -302,8 +306,8 @@ class Verification:
     def _known(
         self, places: Mapping[scheduler.Sequence, Place], rows: NDArray[Any]
     ) -> dict[scheduler.Sequence, Place]:
-        """The same places, of answers that are held, with what the draft model has drafted, as far
-        as that is allowed. The rows of the rest are dead. rows: of the step."""
+        """The same places, of held answers, with the model's drafts up to the first that is not
+        allowed. The rows after it are made dead. rows: of the step."""
         known = {}
         for sequence, (first, draft) in places.items():
             answer = self._answers.get(sequence)
@@ -329,9 +333,9 @@ class Verification:
                 self.speculation.measured(step.sequences, step.kind, now - begun)
 
     def accepted(self, step: InFlight, ids: list[int]) -> tuple[list[int], list[int]]:
-        """What a step with drafts is taken to have sampled, and its rows whose tokens count: a
-        drafted one's does where the row before it has sampled what it was drafted with, and
-        counts."""
+        """The ids that a step with drafts is taken to have sampled, and the rows whose tokens
+        count. The row of a drafted token counts if the row before it counts and has sampled that
+        very token."""
         if self.speculation is not None:
             ids = self.speculation.ids(ids, step.drafts)
         rows: list[int] = []
