@@ -1,14 +1,15 @@
-"""A draft model: a smaller one that says what another may go on with (Leviathan et al. 2023).
+"""A draft model: a smaller model that proposes how another goes on (Leviathan et al. 2023).
 
-It runs beside the other, on the same device, and has keys and values of its own in the same pages,
-so that whatever is shared, copied, kept or given back there is so here. In each round it makes some
-steps of one row of each sequence. What they sample goes on the GPU into their next rows and into
-the step that verifies them: the host reads nothing in between. It samples as the other does, with
-the same noise, as a draft is right where it is the very token that the other samples.
+It runs beside the target model, on the same device. Its cache has the same page numbers, so that
+whatever the target shares, copies, keeps or gives back holds for the draft, too. In each round it
+makes some steps of one row of each sequence. The GPU passes what they sample on, into their next
+rows and into the step that verifies them: the host reads nothing in between. It samples as the
+target does, with the same noise, because a draft is right if it is the very token that the target
+samples.
 
-What is not in its cache though it is in the other's, as nothing was drafted for a while, it
-computes before it drafts again; where its layers have a state, all of a sequence that begins.
-Drafts do not go into a state before they are known to be right.
+If nothing was drafted for a while, the target's cache holds positions that the draft's does not. It
+computes them before it drafts again; a draft model whose layers have a state computes a sequence
+from its start. Drafts enter a state only when they are known to be right.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A sequence that has drafts in a round: so many, the first of which goes to `place` of the
-    rows that are verified. forced: tokens that have to come before them."""
+    """A sequence in a round. count: its drafts. place: the row of the verifying step that takes the
+    first of them. forced: tokens that a constraint puts before them."""
 
     sequence: scheduler.Sequence
     slot: int
@@ -63,12 +64,12 @@ class Drafting:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Those that are known."""
+        """All that are known before the drafts."""
         return [*self.sequence.tokens, *self.forced] if self.forced else self.sequence.tokens
 
 
 class Known(NamedTuple):
-    """A sequence whose first `end` tokens are known, and its slot."""
+    """A sequence whose first `end` tokens are known."""
 
     sequence: scheduler.Sequence
     slot: int
@@ -77,7 +78,7 @@ class Known(NamedTuple):
 
 
 def check_draft(draft: Decoder, draft_name: str, model: Decoder, name: str, context: int) -> None:
-    """Raises UnsupportedError for a draft model that cannot follow the other, and RequestError for
+    """Raises UnsupportedError for a draft model that cannot follow the target, and RequestError for
     a context that is too large for it."""
     own, other = draft.config, model.config
     if own.vocab_size > other.vocab_size:
@@ -99,7 +100,7 @@ class DraftModel:
     def __init__(
         self, device: Device, own: Loaded, options: EngineOptions, steps: Steps, sampler: Sampler
     ) -> None:
-        """steps, sampler: of the model that it drafts for."""
+        """steps, sampler: the target's."""
         self.device, self.vocab_size = device, own.model.config.vocab_size
         self._own = own
         self.steps = Steps(
@@ -119,13 +120,13 @@ class DraftModel:
             sequences=options.max_batch,
             verified=(sampler, steps.step),
         )
-        self._filled = [0] * options.pages  # first positions of each page that are in its cache
+        self._filled = [0] * options.pages  # of each page, how many first positions are cached
         self._has_states = any(own.model.config.states)
-        self._settled = [0] * options.max_batch  # of each slot, positions that states have taken in
+        self._settled = [0] * options.max_batch  # of each slot, positions that its states include
         self._recordings: dict[tuple[str | None, SamplerChain | None, bool], Recording] = {}
 
     def _of(self, steps: Steps, options: EngineOptions) -> dict[str, Any]:
-        """What its steps have of those of the model that it drafts for."""
+        """Options of its steps that depend on the target's."""
         pages = steps.cache.pages
         return {"pages": pages, "draft_rows": min(MAX_BATCH, 2 * options.max_batch)}
 
@@ -139,19 +140,19 @@ class DraftModel:
     # Its cache
 
     def forget(self) -> None:
-        """Nothing is in the cache."""
+        """Assume an empty cache."""
         self._filled = [0] * len(self._filled)
 
     def forget_pages(self, pages: Sequence[int]) -> None:
-        """They hold something else from here on."""
+        """These pages hold something else from here on."""
         for page in pages:
             self._filled[page] = 0
 
     def begin(
         self, sequence: scheduler.Sequence, computed: int, copy: tuple[int, int] | None
     ) -> None:
-        """Of a sequence that has got pages, whose first `computed` positions are in the other's
-        cache; copy: of one page to another, which is one of them."""
+        """A sequence was given pages; its first `computed` positions are in the target's cache.
+        copy: one page is copied to another, which is one of them."""
         partial = 0 if copy is None else min(self._filled[copy[0]], computed % PAGE)
         self.forget_pages(sequence.pages[computed // PAGE :])
         if copy is not None:
@@ -161,8 +162,8 @@ class DraftModel:
         self._skip(sequence, computed)
 
     def _skip(self, sequence: scheduler.Sequence, end: int) -> None:
-        """Positions up to `end` that are in the cache, as others with the same pages have computed
-        them. States have not taken them in."""
+        """Skip positions up to `end` that other sequences with the same pages have computed. States
+        do not include them."""
         while not self._has_states and sequence.followed < end:
             page = sequence.followed // PAGE
             filled = page * PAGE + self._filled[sequence.pages[page]]
@@ -175,7 +176,7 @@ class DraftModel:
         return self.steps.cache.copies(page, to, positions)
 
     def follow(self, queue: StepQueue, known: Sequence[Known]) -> None:
-        """Compute what is lacking of their positions, of several in one step."""
+        """Compute the positions that are missing, of several sequences in one step."""
         if self._has_states:
             self._settle(queue, known)
         chunks: list[tuple[Tokens, int, int, int]] = []
@@ -203,8 +204,8 @@ class DraftModel:
         queue.submit(recording, rows, longest, ())
 
     def _settle(self, queue: StepQueue, known: Sequence[Known]) -> None:
-        """Where something is lacking and states are behind, they take in what was right, and the
-        next token."""
+        """If positions are missing and states are behind, bring the states up to date with the
+        drafts that were right and the next token."""
         rows: list[StepRow] = []
         for sequence, slot, tokens, end in known:
             at = sequence.followed
@@ -220,7 +221,7 @@ class DraftModel:
             queue.submit(recording, len(rows), longest, ())
 
     def has(self, sequence: scheduler.Sequence, end: int) -> None:
-        """Its positions up to `end` are in the cache, or will be when what is submitted has run."""
+        """Its positions up to `end` are cached, or will be once what is submitted has run."""
         for i in range(sequence.followed // PAGE, -(-end // PAGE)):
             page = sequence.pages[i]
             self._filled[page] = max(self._filled[page], min(PAGE, end - i * PAGE))
@@ -231,15 +232,15 @@ class DraftModel:
     def first(
         self, sequences: int, chain: SamplerChain, kv_len: int, behind: bool
     ) -> tuple[Part, Part]:
-        """What drafts the first token for so many sequences. behind: it also computes what is
-        before their last ones: where all of the last round's drafts were right, the last of them is
-        not in the cache yet."""
+        """What drafts the first token for so many sequences: a step, and its sampling. behind: it
+        also computes the token before each last one. If all drafts of a round were right, the last
+        of them is not cached yet."""
         rows = (1 + behind) * sequences
         step = Part(self._recording(self._kind(rows)), rows, kv_len)
         return step, Part(self._recording(None, chain), sequences, kv_len)
 
     def others(self, sequences: int, depth: int, chain: SamplerChain, kv_len: int) -> list[Part]:
-        """What drafts the others of so many tokens."""
+        """What drafts the rest of `depth` tokens."""
         recording = self._recording(self._kind(sequences), chain)
         return [Part(recording, sequences, kv_len)] * (depth - 1)
 
@@ -249,7 +250,7 @@ class DraftModel:
     def _recording(
         self, kind: str | None, chain: SamplerChain | None = None, *, head: bool = True
     ) -> Recording:
-        """A step of that kind, or none; what samples it, where there is a chain."""
+        """A step of that kind, if one is given, and its sampling, if there is a chain."""
         key = kind, chain, head
         if key not in self._recordings:
             plan = DispatchPlan(()) if kind is None else self.steps.plan(kind, False)
@@ -260,7 +261,7 @@ class DraftModel:
         return self._recordings[key]
 
     def recordings(self, prompt_tokens: int, chain: SamplerChain) -> list[Recording]:
-        """What a single answer to so long a prompt needs."""
+        """The recordings that a single answer to so long a prompt needs."""
         rows = min(prompt_tokens, self.steps.rows["prefill"])
         own = [self._recording(self.steps.prefill(rows), head=False)]
         own += [self._recording(self._kind(1), head=False)] if self._has_states else []
@@ -269,12 +270,12 @@ class DraftModel:
 
     @property
     def ways(self) -> tuple[bool, ...]:
-        """In which a round may begin: none `behind`, or some."""
+        """The values of `behind` with which a round may begin."""
         return (False,) if self._has_states else (False, True)
 
     def begin_round(self, queue: StepQueue, drafting: Sequence[Drafting], sequences: int) -> bool:
-        """Write the rows of a round of so many sequences, which are these and others without
-        drafts. All their tokens have been read. Returns whether any is `behind`."""
+        """Write the rows of a round of so many sequences: these, and others without drafts. All
+        their tokens have been read. Returns whether any sequence is `behind`."""
         # Rows of a step go into states in their order, which the two of a sequence are not in.
         lacking = 1 if self._has_states else 2
         known = [
@@ -295,10 +296,10 @@ class DraftModel:
         return behind
 
     def stop(self) -> None:
-        """Its steps leave nothing until the next round."""
+        """Make its steps leave nothing, until the next round."""
         self.device.write(self.steps.step, pack_stopped(self.steps.most_rows))
 
     def accepted(self, sequence: scheduler.Sequence, drafted: int, right: int) -> None:
-        """So many of its drafts were right, in a round from the last of its `computed` positions
-        on. What it has sampled last it has not computed."""
+        """So many drafts of a round were right; the round began at the last of the sequence's
+        `computed` positions. The token that was drafted last is sampled but not computed."""
         self.has(sequence, sequence.computed - 1 + min(1 + right, drafted))

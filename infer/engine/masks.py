@@ -1,4 +1,4 @@
-"""The masks of a step: which tokens its answers may have, where a schema or the like says that."""
+"""The masks of a step: which tokens a schema, regular expression or grammar allows its answers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ Place = tuple[int, Sequence[int]]  # of a sequence in a step: its first row, and
 
 
 class Masks:
-    """Those of an engine's answers. They are made while the body of a step runs: only what samples
-    needs them."""
+    """The masks of an engine's answers. They are made while the body of a step runs, as only its
+    head needs them."""
 
     def __init__(
         self, sampler: Sampler, answers: Mapping[scheduler.Sequence, Answer | Text]
     ) -> None:
-        """answers: that there are, by their sequences."""
+        """answers: all there are, by their sequences."""
         self._sampler, self._answers = sampler, answers
 
     def make(self, sequences: Sequence[scheduler.Sequence]) -> list[Answer]:
-        """What those that have a mask may sample next is found out and written. All their tokens
-        have been read. Returns answers whose masks could not be made, and whose `error` says why.
-        """
+        """Make and write the masks of those of the sequences that have one. All their tokens have
+        been read. Returns the answers whose masks could not be made; their `error` says why."""
         answers, asked = self._asked(sequences, None)
         if not asked:
             return []
@@ -41,8 +40,8 @@ class Masks:
         sequences: Sequence[scheduler.Sequence],
         drafts: Mapping[scheduler.Sequence, Place] | None = None,
     ) -> Iterator[list[Answer]]:
-        """The same by a thread, until the end of it; then it gives what `make` returns. drafts: in
-        a step with drafts, where each row has its mask."""
+        """The same by a thread, while the block runs. At its end the list holds what `make`
+        returns. drafts: given in a step with drafts, where each row has a mask of its own."""
         failed: list[Answer] = []
         answers, asked = self._asked(sequences, drafts)
         if not asked:

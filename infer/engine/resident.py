@@ -65,7 +65,7 @@ class Resident:
         self.unknown.difference_update(slots)
 
     def verified(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """A step has these drafts. Only the host finds out how many are right, and so the next row."""
+        """A step has these drafts. How many are right, and so the next row, the host finds out."""
         self._rows = None
         for slot, draft in zip(slots, drafts, strict=True):
             (self.unknown.add if draft else self.unknown.discard)(slot)

@@ -1,12 +1,12 @@
 """Which step comes next: many answers are generated at once, and the GPU has one queue.
 
-A sequence waits for a slot and for pages; its prompt is prefilled chunk by chunk, as far as it is
-not cached; then it has a row in each decode step until it ends. Decode steps and chunks take turns.
-Out of pages, the sequence that came last gives its own back and waits again, with the tokens that
-it has. Steps are submitted before the ids of those before them are read.
+A sequence waits for a slot and for pages. What is not cached of its prompt is prefilled chunk by
+chunk; then it has a row in each decode step until it ends. Decode steps and chunks alternate. When
+pages run out, the sequence that came last gives its own back and waits again, with the tokens that
+it has. Steps are submitted before the ids of the previous ones are read.
 
-A step of prefill takes as long as its tiles, not as its rows: where the end of a prompt leaves
-room, the next ones begin in the same step.
+The time of a prefill step depends on its tiles, not its rows: if the end of a prompt leaves room,
+the next prompts begin in the same step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Literal
 from infer.engine.pages import PagePool
 from infer.kernels.errors import RequestError
 
-AGEING = 64  # later sequences that one of the next higher priority may overtake
-HEADROOM = 256  # positions for an answer that must be there before it is begun
-COPIED = 8  # tokens that are computed rather than copied a step later
+AGEING = 64  # how many earlier sequences one of the next higher priority overtakes
+HEADROOM = 256  # positions that must be free for an answer before it begins
+COPIED = 8  # as few shared tokens are computed again rather than copied a step later
 
 State = Literal["waiting", "prefill", "running", "ended"]
 
@@ -31,14 +31,14 @@ State = Literal["waiting", "prefill", "running", "ended"]
 class Sequence:
     """One answer that is generated.
 
-    tokens: of the prompt, and those generated that were read. pages: of the cache, in order, and
-    slot: of the step, both while it has them. computed: positions that are in the cache, or will be
-    when what is submitted has run; settled: those that states have taken in, where layers have
-    some: drafted tokens that were right only are by the next step. in_flight: tokens that are
-    sampled by steps not yet read. reused: positions of the prompt that were cached when it was
-    first begun. draft: tokens that may come next, for its next step to verify. drafted: how many a
-    step in flight does; they count among computed and in_flight from when they are read
-    (`Scheduler.accept`). followed: positions that a draft model has in its cache.
+    tokens: the prompt, and the generated tokens that were read. pages: its pages of the cache, in
+    order. slot: its place in steps; None while it waits. computed: positions that are cached, or
+    will be once what is submitted has run. settled: those of them that the states of layers
+    include; drafts that were right are included by the next step only. in_flight: tokens sampled by
+    steps that were not read yet. reused: positions of the prompt that were cached when it first
+    began. draft: tokens that may come next, for its next step to verify. drafted: how many of them
+    a step in flight verifies; they count as computed and in_flight once that is read
+    (`Scheduler.accept`). followed: positions that a draft model has cached.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Sequence:
         shares: bool = True,
         chunk: int = 1 << 30,
     ) -> None:
-        """limit: tokens to generate at most. 0: none, and it is to be cancelled when the last chunk
-        of the prompt has been read. key: what keys and values depend on beside the tokens.
-        priority: higher ones are begun first. group: of those that can share a decode step. ahead:
-        tokens in flight at most. shares: whether it takes from the cache what others have left
-        there, and leaves what it has; else all of its prompt is computed. chunk: tokens of its
-        prompt in a step, at most."""
+        """limit: the most tokens to generate; with 0 it generates none, and is to be cancelled when
+        the last chunk of its prompt has been read. key: what keys and values depend on besides the
+        tokens. priority: higher ones begin first. group: sequences of a group can share decode
+        steps. ahead: the most tokens in flight. shares: whether it takes what others left in the
+        cache and leaves its own there; if not, all of its prompt is computed. chunk: the most
+        tokens of its prompt in a step."""
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.limit, self.key, self.priority = limit, key, priority
         self.group: Any = group
@@ -75,14 +75,14 @@ class Sequence:
         self._begun = False
 
     def forget(self) -> None:
-        """It has nothing on the GPU, but its tokens."""
+        """It keeps its tokens, and has nothing on the GPU any more."""
         self.pages, self.slot, self.saves = [], None, []
         self.computed = self.settled = self.stored = self.in_flight = self.drafted = 0
         self.draft = ()
 
     @property
     def end(self) -> int:
-        """How many tokens it has at most."""
+        """The most tokens it can have."""
         return self.prompt_tokens + self.limit
 
     @property
@@ -92,16 +92,16 @@ class Sequence:
 
     @property
     def behind(self) -> int:
-        """Positions computed that its states have not taken in."""
+        """Computed positions that its states do not include."""
         return self.computed - self.settled
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """`count` rows of one sequence from position `start`; first: since it got its slot.
+    """`count` rows of one sequence from position `start`. first: the first since it got its slot.
 
-    copy: a page to another, and restore: from a snapshot to the slot's state, come before the rows;
-    save: the state to a snapshot, comes after them. last: a token is sampled from the last row.
+    Before the rows: copy, of one page to another, and restore, of a snapshot to the slot's state.
+    After them: save, of the state to a snapshot. last: a token is sampled from the last row.
     """
 
     sequence: Sequence
@@ -116,9 +116,9 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """One row of each of these, in order of their slots, at the last of the positions computed.
-    drafts: where there are any, what each has drafted after it, a row for each token. behind: where
-    any are, how many positions before it the states of each have yet to take in."""
+    """One row of each sequence, in order of their slots, at the last of its computed positions.
+    drafts: if any has drafts, those of each, a further row for each token. behind: if any is
+    behind, how many earlier positions the states of each do not include yet."""
 
     sequences: tuple[Sequence, ...]
     drafts: tuple[Ids[int], ...] = ()
@@ -128,7 +128,7 @@ class Decode:
 class Scheduler:
     """All sequences, from `add` to their end. For one thread.
 
-    Each step that `next` returns must be submitted before it is called again, or else `reset`.
+    Each step that `next` returns must be submitted before the next call, or else `reset` called.
     """
 
     def __init__(
@@ -142,12 +142,13 @@ class Scheduler:
         snapshot_tail: int = 0,
         prompts: int = 1,
     ) -> None:
-        """slots: sequences at once. context: tokens of one sequence. chunk: rows of a prefill step,
-        and prompts: those that it is of, at most. ahead: tokens of a sequence in flight.
-        snapshot_tail: where layers have a state, it is saved so many tokens before the end of a
-        prompt, as a next one may end otherwise, and where it parts from one before it."""
+        """slots: the most sequences at once. context: the most tokens of a sequence. chunk: the
+        most rows of a prefill step, and prompts: the most sequences in it. ahead: the most tokens
+        of a sequence in flight. snapshot_tail: if layers have a state, it is saved so many tokens
+        before the end of a prompt, as the next prompt may end differently, and where a prompt parts
+        from an earlier one."""
         self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
-        self.in_step = False  # no row before all tokens of its group have been read
+        self.in_step = False  # a group's next step waits until all its tokens have been read
         self.snapshot_tail, self.prompts = snapshot_tail, prompts
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: list[Sequence] = []
@@ -155,10 +156,10 @@ class Scheduler:
         self.preemptions = 0
         self._most, self._slots = slots, list(range(slots))
         self._added = 0
-        # Steps so far, the last prefill among them, and the last decode step of each group.
+        # Numbers of steps: the latest, the latest prefill, and the latest decode of each group.
         self._steps = self._prefilled = 0
         self._decoded: dict[Hashable, int] = {}
-        self._short: Sequence | None = None  # who found no room since the last page was released
+        self._short: Sequence | None = None  # found no room since the last page was released
 
     @property
     def idle(self) -> bool:
@@ -166,20 +167,19 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there are tokens to be computed before some sequence can go on."""
+        """Whether some sequence has to be prefilled before it can go on."""
         return bool(self.waiting or self.prefilling)
 
     @property
     def shared_rows(self) -> int:
-        """Of the prompts that may share the next step, if nothing of them is cached; 0 if there is
-        but one."""
+        """Rows of the prompts that may share the next step, if none of them is cached; 0 if there
+        is only one."""
         first = sorted([*self.prefilling, *self.waiting[: self.prompts]], key=_rank)[: self.prompts]
         sharing = [s for s in first if s.group == first[0].group and s.limit]
         return sum(len(s.tokens) - s.computed for s in sharing) if len(sharing) > 1 else 0
 
     def add(self, sequence: Sequence) -> None:
-        """Raises RequestError for a prompt that leaves no room for an answer. The limit is cut to
-        the room there is."""
+        """Cuts the limit to the room there is. Raises RequestError if the prompt leaves none."""
         room = min(self.context, self.pool.pages * self.pool.page_size)
         if not sequence.prompt_tokens:
             raise RequestError("The prompt is empty: give at least one token.")
@@ -194,8 +194,8 @@ class Scheduler:
         self._wait(sequence)
 
     def next(self, most_rows: int) -> tuple[Prefill, ...] | Decode | None:
-        """The step to submit now, chunks of `most_rows` together at most; None if there is nothing
-        to do before more ids are read."""
+        """The step to submit now: a decode step, or chunks of at most `most_rows` rows together;
+        None if nothing can be done before more ids are read."""
         step: tuple[Prefill, ...] | Decode | None = None
         groups = self._ready()
         # Chunks come after one decode step of each group.
@@ -206,8 +206,9 @@ class Scheduler:
         return step or self._decode(groups) or self._prefill(most_rows) or None
 
     def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
-        """The oldest token of it that is in flight. ended: it is the last, and its row is dead, if
-        it was submitted. Returns where the state that it ends with is to be saved, if anywhere."""
+        """Take in the oldest token of it that is in flight. ended: the token is the last one; a row
+        after it that was submitted is dead. Returns where its final state is to be saved, if
+        anywhere."""
         sequence.in_flight -= 1
         if sequence.state == "ended":
             return None
@@ -222,8 +223,7 @@ class Scheduler:
         return None
 
     def accept(self, sequence: Sequence, count: int) -> None:
-        """So many of the tokens drafted are right, and are to be `read` after the one that is in
-        flight."""
+        """So many of its drafts were right; they are to be `read` after the token in flight."""
         sequence.drafted = 0
         sequence.in_flight += count
         if sequence.state == "running":
@@ -232,9 +232,9 @@ class Scheduler:
                 sequence.settled = sequence.computed
 
     def cancel(self, sequence: Sequence, *, at_once: bool = False) -> int | None:
-        """End it now: tokens of it that are in flight mean nothing any more. But where layers have
-        a state, which is saved at the end, it ends when these are read, unless it has to end at
-        once. Returns where the state is to be saved, if it is now."""
+        """End it now; its tokens in flight mean nothing any more. But if layers have a state, which
+        is saved at the end, it ends when these tokens are read, unless at_once. Returns where the
+        state is to be saved, if it is now."""
         if sequence.state == "ended":
             return None
         place = None
@@ -249,9 +249,8 @@ class Scheduler:
         return place
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """What was on the GPU is lost, and what was in flight will not be read: these sequences
-        begin again with the tokens that they have, and there are no others. Whatever was being done
-        may have been done in part."""
+        """Begin anew with these sequences alone, and the tokens that they have: what was on the GPU
+        is lost, and what was in flight will not be read. Safe in the middle of any other call."""
         self.waiting, self.prefilling, self.running = [], [], []
         self._slots = list(range(self._most))
         self._short = None
@@ -261,8 +260,8 @@ class Scheduler:
             self._wait(sequence)
 
     def _snapshot(self, sequence: Sequence) -> int | None:
-        """Where the state goes that a sequence ends with: after all its tokens but the last, or
-        those that were drafted last, too."""
+        """Where the final state of a sequence is saved. It includes all tokens but the last, or but
+        the last and the drafts before it."""
         if not self.snapshot_tail or not sequence.shares or sequence.state != "running":
             return None
         known = sequence.tokens[:-1][: sequence.settled]
@@ -271,8 +270,8 @@ class Scheduler:
     # Prefill
 
     def _prefill(self, most_rows: int) -> tuple[Prefill, ...]:
-        """Chunks of the first sequences that have not all their tokens in the cache; all but the
-        last end their prompts."""
+        """Chunks of the first sequences whose tokens are not all cached. Each but the last chunk
+        ends its prompt."""
         chunks: list[Prefill] = []
         most = min(self.chunk, most_rows)
         while most > 0 and len(chunks) < self.prompts:
@@ -289,7 +288,7 @@ class Scheduler:
         return tuple(chunks)
 
     def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
-        """The next of a step, behind others."""
+        """The next chunk of a step, after the others in it."""
         sequence = min(self.prefilling, key=_rank, default=None)
         copy = restore = save = None
         first = False
@@ -318,9 +317,9 @@ class Scheduler:
     def _admit(
         self, sequence: Sequence, others: Ids[Prefill]
     ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
-        """Give it a slot and pages for its tokens, if there is room for some of its answer too:
-        itself, the page to copy and the snapshot to restore. Not in the step of others that write
-        a page of which it would copy more than some tokens."""
+        """Give it a slot and pages for its tokens, if there is room for some of its answer, too.
+        Returns it, the page to copy and the snapshot to restore. Not in the same step as others
+        that write a page from which it would copy more than a few tokens."""
         alone = not self.running and not self.prefilling
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
             return None
@@ -375,7 +374,7 @@ class Scheduler:
     # Decode
 
     def _ready(self) -> dict[Hashable, list[Sequence]]:
-        """By group, the sequences that can have a row now, by slot."""
+        """The sequences that can have a row now: by group, in order of their slots."""
         groups: dict[Hashable, list[Sequence]] = {}
         busy = set[Hashable]()
         behind = {sequence.group for sequence in self.running if sequence.behind}
@@ -393,7 +392,7 @@ class Scheduler:
         return self._decoded.get(group, 0)
 
     def _decode(self, groups: dict[Hashable, list[Sequence]]) -> Decode | None:
-        """A step of that group that is ready and whose last is longest ago."""
+        """A step of the ready group that has waited longest."""
         while groups:
             group = min(groups, key=self._last_decode)
             size = self.pool.page_size
@@ -423,7 +422,7 @@ class Scheduler:
         return None
 
     def _drafted(self, sequence: Sequence) -> Ids[int]:
-        """Of its draft what it may generate and has pages for, or free ones."""
+        """As much of its draft as its limit allows and there are pages for."""
         if not sequence.draft:
             return ()
         pool, draft = self.pool, sequence.draft[: sequence.left - 1]
@@ -434,13 +433,13 @@ class Scheduler:
         return draft
 
     def _grant(self, sequence: Sequence) -> bool:
-        """Whether there is a page for its next position, which needs one."""
+        """Get a page for its next position. Returns whether there was one."""
         pages = self.pool.allocate(1)
         sequence.pages += pages or []
         return pages is not None
 
     def _preempt(self, sequence: Sequence) -> None:
-        """It waits again; what of it stays cached need not be computed again."""
+        """Make it wait again. What stays cached of it need not be computed again."""
         self.preemptions += 1
         self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
         self._wait(sequence)
@@ -452,8 +451,8 @@ class Scheduler:
         insort(self.waiting, sequence, key=_rank)
 
     def _store(self, sequence: Sequence, known: int, partial: bool = False) -> None:
-        """Let others find the first `known` positions; partial: the last page even if it has room,
-        which otherwise is stored when it is full."""
+        """Let others find its first `known` positions. partial: the last page, too, even if it is
+        not full."""
         if not partial:
             known -= known % self.pool.page_size
         if known > sequence.stored and sequence.shares:
@@ -461,8 +460,8 @@ class Scheduler:
             sequence.stored = known
 
     def _leave(self, sequence: Sequence, known: int) -> None:
-        """Take it out of everything. known: positions that are in the cache and whose tokens are
-        known; these stay there for others."""
+        """Take it out of everything. known: cached positions whose tokens are known; they stay
+        cached for others."""
         if sequence.state == "waiting":
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
@@ -478,7 +477,7 @@ class Scheduler:
 
 
 def _fits(sequence: Sequence, others: Ids[Prefill]) -> bool:
-    """Whether its prompt may be computed in their step."""
+    """Whether its prompt may share a step with theirs."""
     return all(
         sequence.group == chunk.sequence.group and sequence.limit and chunk.sequence.limit
         for chunk in others[:1]
@@ -490,6 +489,6 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 
 def slot_of(sequence: Sequence) -> int:
-    """Of one that has a slot."""
+    """The slot of a sequence that has one."""
     assert sequence.slot is not None
     return sequence.slot

@@ -1,11 +1,12 @@
-"""Speculative decoding: tokens that are guessed, and verified many in one step.
+"""Speculative decoding: several tokens are guessed, and verified in one step.
 
-A step can have more rows of a sequence than one: its next token, and those that were drafted after
-it (Leviathan et al. 2023). A drafted token is right where the row before it samples that very one.
-What a row samples is a function of its logits, the seed, the position and the token, so that the
-text is the one without drafts, greedy or not: only the time changes.
+A step can have several rows of a sequence: its next token, and the tokens drafted after it
+(Leviathan et al. 2023). A drafted token is right if the row before it samples that very token.
+What a row samples is a function of its logits, the seed, the position and the token. So the text is
+the same as without drafts, greedy or not: only the time changes.
 
-Whether it pays is measured: how often drafts are right, and how long steps of so many rows take.
+Whether drafting pays is measured: how often drafts are right, and how long a step of so many rows
+takes.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ from infer.kernels.state.step import NO_TOKEN
 MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec takes
 WAYS = ("off", "lookup", "draft", "mtp", "auto")
 
-_NGRAMS = 3, 2  # tokens before a place that must agree, the longest first
+_NGRAMS = 3, 2  # how many tokens before a place must agree; the longest first
 _INDEXED_AT_ONCE = 4096  # tokens: about 3 ms
-_KEPT = 0.85  # of the rate of right drafts when the next one is known
-_FIRST_RATE = 0.5  # before anything is known
-_RUNS = 8  # right tokens in a row that are told apart
-_DEPTH = 4  # tokens that a draft model drafts where nothing is measured
-_HOPED = 0.8  # of these are right, before anything is known
-_RELAXED = 0.003  # of that again, for each token for which nothing is drafted
-_KEPT_OF_MODEL = 0.9  # of the rate of its right drafts when the next one is known
-_GAINS = 1.12, 1.0  # that drafts must promise to begin with, as the change costs time; to go on
-_TIMES = 2, 5  # steps whose median counts: so many at least, and the last so many
-_PLAIN_MEMORY, _MEMORY = 256, 4096  # steps after which times without and with drafts are forgotten
+_KEPT = 0.85  # what remains of the rate of right drafts when the next one is known
+_FIRST_RATE = 0.5  # the rate before anything is known
+_RUNS = 8  # rates are kept for so many lengths of a run of right tokens
+_DEPTH = 4  # tokens that a draft model drafts if nothing is measured
+_HOPED = 0.8  # the rate of a draft model before anything is known
+_RELAXED = 0.003  # how far its rates go back to that for each token without drafts
+_KEPT_OF_MODEL = 0.9  # as _KEPT, of a draft model
+_GAINS = 1.12, 1.0  # the speedup that drafts must promise to begin, as switching costs; to go on
+_TIMES = 2, 5  # the median of the last 5 steps counts, as soon as there are 2
+_PLAIN_MEMORY, _MEMORY = 256, 4096  # steps after which times without, with drafts are forgotten
 
 
 class Drafter(Protocol):
     """Proposes what may come next in one answer."""
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most so many ids that may come after these, or none. tokens: of the prompt and the
-        answer; from call to call they only grow."""
+        """Up to `most` ids that may come next, or none. tokens: the prompt and the answer so far;
+        from call to call they only grow."""
 
 
 class PromptLookup:
-    """What came after the last tokens where they came before, in prompt or answer (Saxena 2023).
+    """Drafts what followed the last tokens where they occurred before, in prompt or answer (Saxena
+    2023).
 
-    A place is followed for as long as it is right. Else it is the latest one after as many of the
-    same tokens as possible.
+    A place is followed as long as it is right. Then the next one is the latest place after the
+    longest n-gram that agrees.
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], int] = {}  # the latest after these tokens
-        self._indexed = 0  # tokens whose ends are places
-        self._place: int | None = None  # what follows the tokens that were seen
-        self._seen = 0
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> the latest place after it
+        self._indexed = 0  # places up to here are in it
+        self._place: int | None = None  # the one that is followed
+        self._seen = 0  # tokens at the last call
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         for token in tokens[self._seen :]:
@@ -71,12 +73,12 @@ class PromptLookup:
         if self._place is None:
             return []
         ids = list(tokens[self._place : self._place + most])
-        while len(ids) < most:  # it comes to the end: what repeats goes on
+        while len(ids) < most:  # the place reached the end: the repetition goes on
             ids.append(ids[len(ids) - (length - self._place)])
         return ids
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """All places but the end, or so many that no step has to wait for it."""
+        """Index all places but the end, or only so many that no step has to wait for it."""
         last = min(len(tokens) - 1, self._indexed + _INDEXED_AT_ONCE)
         for place in range(self._indexed + 1, last + 1):
             for n in _NGRAMS:
@@ -90,16 +92,16 @@ class PromptLookup:
 
 
 class Held:
-    """What a constraint forces or allows in one answer."""
+    """The tokens that a constraint forces or allows in one answer."""
 
     def __init__(self, constraint: Constraint, start: int) -> None:
         """start: of the answer in its tokens."""
         self._constraint, self._start = constraint, start
         self._forced: list[int] = []
-        self._after = 0  # so many tokens
+        self._after = 0  # they come after so many tokens
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """What has to come after these."""
+        """The tokens that must come next."""
         count = len(tokens) - self._after
         if not 0 <= count < len(self._forced) or tokens[self._after :] != self._forced[:count]:
             self._forced = self._constraint.forced_after(tokens, self._start)
@@ -107,30 +109,30 @@ class Held:
         return self._forced[count:]
 
     def allowed(self, tokens: Sequence[int], ids: list[int]) -> list[int]:
-        """The first of these that may come after the tokens."""
+        """The first of these ids, as many as may come next."""
         return ids[: self._constraint.count_allowed(tokens, self._start, ids)]
 
 
 class Guess:
-    """What one answer is thought to go on with. ids: after the tokens that are known, of which the
-    first `certain` have to come.
+    """A guess of how one answer goes on. ids: what may come after the tokens known so far; the
+    first `certain` of them must.
 
-    How likely another token is right depends on how many before it were: it is counted by that,
-    whether or not they were drafted, as it shows when the next tokens come.
+    How likely a token is right depends on how many before it were right, so rates are kept by the
+    length of that run. They are learnt from every token, whether it was drafted or only guessed.
     """
 
     def __init__(self, drafter: Drafter | None, held: Held | None = None) -> None:
-        """drafter: None for those who override `take`. held: where a constraint says what may
-        come, which is asked where it matters."""
+        """drafter: None in subclasses that override `take`. held: given if a constraint holds the
+        answer; it is only asked when its answer matters."""
         self.certain = 0
         self._drafter, self._held = drafter, held
-        self._ids: list[int] = []  # as the drafter has them, until they are asked for
-        self._tokens: Sequence[int] | None = None  # after which the constraint was not asked yet
-        self._run = 0  # the last so many tokens were guessed
+        self._ids: list[int] = []  # from the drafter, until `ids` asks the constraint
+        self._tokens: Sequence[int] | None = None  # for which the constraint was not asked yet
+        self._run = 0  # how many tokens in a row were guessed right
         self._rates = [_FIRST_RATE] * _RUNS
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Another token has come, or the prompt."""
+        """Take in another token, or the prompt."""
         if self._ids and not self.certain:
             right = self._ids[0] == tokens[-1]
             run = min(self._run, _RUNS - 1)
@@ -155,11 +157,11 @@ class Guess:
         return held.allowed(tokens, self._ids) if len(self._ids) > self.certain else self._ids
 
     def verified(self, drafted: int, right: int) -> None:
-        """So many of the tokens that were drafted were right. Those come next."""
+        """So many of the drafted tokens were right; they are taken next."""
 
     @property
     def chances(self) -> list[float]:
-        """Of each of its ids, that it and all before it are right."""
+        """For each of its ids, the probability that it and all before it are right."""
         run, rates = self._run, self._rates
         others = range(len(self.ids) - self.certain)  # ids first: it finds out what is certain
         own = [1.0] * self.certain + [rates[min(run + i, _RUNS - 1)] for i in others]
@@ -167,18 +169,18 @@ class Guess:
 
 
 class ModelGuess(Guess):
-    """What a draft model will say, which only the GPU knows, after what has to come. rates: of all
-    such answers together, how likely a token is right whose place in a draft that is, if those
-    before it are. Where nothing is drafted nothing is learnt: what was known counts less and less,
-    so that it is tried again."""
+    """What must come next, and then what a draft model will say, which only the GPU knows. rates:
+    shared by all such answers: how likely the i-th token of a draft is right if all before it are.
+    While nothing is drafted nothing is learnt; then the rates go back to what was hoped at first,
+    so that drafting is tried again."""
 
     def __init__(
         self, rates: list[float], held: Held | None = None, *, goes_on: bool = True
     ) -> None:
-        """goes_on: the model can say what comes after what has to come."""
+        """goes_on: the model can draft after tokens that must come."""
         super().__init__(None, held)
         self._ids, self._rates, self._goes_on = [NO_TOKEN] * MAX_DRAFT, rates, goes_on
-        self._known = 0  # tokens to come whose drafts were verified
+        self._known = 0  # tokens still to be taken that were verified as drafts
 
     def take(self, tokens: Sequence[int]) -> None:
         self._tokens = None if self._held is None else tokens
@@ -200,9 +202,9 @@ class ModelGuess(Guess):
 
 
 class Speculation:
-    """How many tokens to draft for each of some sequences, in steps of one of these `kinds`: rows,
-    from the fewest. measures: drafts are only made where they promise more tokens a second than
-    there are without; else always."""
+    """Decides how many tokens to draft for each of some sequences. kinds: the row counts that steps
+    with drafts can have, the smallest first. measures: draft only if that promises more tokens a
+    second than decoding without; else always."""
 
     def __init__(
         self,
@@ -211,27 +213,27 @@ class Speculation:
         measures: bool,
         drafter: Callable[[], Drafter] = PromptLookup,
     ) -> None:
-        """drafter: of an answer."""
+        """drafter: makes that of an answer."""
         self.kinds, self._measures, self._drafter = tuple(kinds), measures, drafter
-        self._plain: dict[int, _Seconds] = {}  # of steps of so many sequences, submitted ahead
-        # Of a kind's, each after the one before was read.
+        self._plain: dict[int, _Seconds] = {}  # by sequences, of steps submitted ahead
+        # By kind, of steps submitted after the one before was read.
         self._drafted: dict[Hashable, _Seconds] = {}
         self._step = 0
-        self._drafts = False  # there were some for the last step
-        self.model_steps = 0  # of a draft model, for what was counted last
+        self._drafts = False  # whether the last step had drafts
+        self.model_steps = 0  # steps that a draft model makes for the latest counts
 
     def guess(self, held: Held | None = None) -> Guess | None:
-        """For an answer that begins; None: nothing will be drafted for it."""
+        """That of an answer that begins; None: nothing will be drafted for it."""
         return Guess(self._drafter(), held)
 
     def counts(self, guesses: Sequence[Guess | None]) -> list[int]:
-        """How many ids of each guess are to be in the next step; None: of a sequence that gets
-        none. Tokens that are most likely right come first, whosever they are."""
+        """How many ids of each guess the next step verifies. guesses: of its sequences; None if one
+        gets no drafts. The tokens most likely right come first, whichever sequence they are of."""
         n = len(guesses)
         counts = [0] * n
         most = self.kinds[-1]
         if n >= most or (self._measures and self._best(n, [1.0] * most) == n):
-            self._drafts = False  # whatever would be drafted
+            self._drafts = False  # no draft could pay
             return counts
         chances = [
             (chance, i)
@@ -252,13 +254,13 @@ class Speculation:
         return counts
 
     def _best(self, n: int, chances: Sequence[float]) -> int:
-        """The rows that promise most tokens a second; n: without drafts."""
+        """The row count that promises most tokens a second; n if that is without drafts."""
         seconds = self._plain.get(n)
         plain = None if seconds is None else seconds.at(self._step)
         if plain is None:
             return n  # find out
         best, most = n, _GAINS[self._drafts] * n / plain
-        known = plain  # what was not measured is taken for no slower: so it will be
+        known = plain  # an unmeasured kind counts as no slower, so that it will be measured
         for rows in self.kinds:
             if rows <= n:
                 continue
@@ -270,13 +272,12 @@ class Speculation:
         return best
 
     def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
-        """What takes as long as another step: of a kind of so many rows, and so many steps of a
-        draft model before."""
+        """What steps that take equally long have in common. rows: of the kind of step. depth: steps
+        of a draft model before it."""
         return rows
 
     def measured(self, sequences: int, kind: Hashable, seconds: float) -> None:
-        """A step took so long, from when the one before it was read. kind: 0 where it had no rows
-        but its sequences' own."""
+        """A step took so long, since the one before it was read. kind: 0 if it had no drafts."""
         self._step += 1
         if kind:
             self._drafted.setdefault(kind, _Seconds(_MEMORY)).add(seconds, self._step)
@@ -284,15 +285,14 @@ class Speculation:
             self._plain.setdefault(sequences, _Seconds(_PLAIN_MEMORY)).add(seconds, self._step)
 
     def ids(self, ids: list[int], drafts: Sequence[int | None]) -> list[int]:
-        """What the rows of a step are taken to have sampled. drafts: the token that a row was
-        drafted with; None: the row of a token that was known. A benchmark decrees others."""
+        """The ids that the rows of a step are taken to have sampled; a benchmark decrees others.
+        drafts: the drafted token of each row; None for the row of a known token."""
         return ids
 
 
 class ModelSpeculation(Speculation):
-    """The same with a draft model, which drafts as many tokens for each sequence as for any; of one
-    that is held, what has to come is among them. Or only that, and the draft model does nothing.
-    """
+    """The same with a draft model, which drafts equally many tokens for all sequences, those that a
+    constraint forces included. Or only forced tokens are drafted, and the model does nothing."""
 
     def __init__(self, kinds: Sequence[int], *, measures: bool, goes_on: bool = True) -> None:
         """goes_on: as of a ModelGuess."""
@@ -329,13 +329,13 @@ class ModelSpeculation(Speculation):
         return counts
 
     def depth(self, most: int) -> int:
-        """Tokens that are drafted where nothing is measured."""
+        """How many tokens are drafted if nothing is measured."""
         return min(_DEPTH, most)
 
     def _best_depth(
         self, n: int, chances: Sequence[Sequence[float]], most: int, forced: int
     ) -> int | None:
-        """That which promises most tokens a second; 0: only what is forced; None: no drafts."""
+        """The depth that promises most tokens a second; 0: forced tokens alone; None: no drafts."""
         seconds = self._plain.get(n)
         plain = None if seconds is None else seconds.at(self._step)
         if plain is None:
@@ -355,8 +355,8 @@ class ModelSpeculation(Speculation):
         return best
 
     def _seconds(self, depth: int, plain: float, times: Mapping[int, float]) -> float:
-        """As measured, or on the line from no drafts through the nearest that is; before any is, as
-        long as without, which is found out."""
+        """As measured, or interpolated between no drafts and the nearest depth that was measured.
+        If none was, as long as without drafts, so that it will be measured."""
         if depth in times:
             return times[depth]
         nearest = min(filter(None, times), key=lambda other: abs(other - depth), default=None)
@@ -364,15 +364,15 @@ class ModelSpeculation(Speculation):
 
 
 class _Seconds:
-    """How long a kind of step takes: the median of the last ones, but for the very first, which may
-    have compiled something."""
+    """How long a kind of step takes: the median of the last ones. The very first is left out, as it
+    may have compiled something."""
 
     def __init__(self, memory: int) -> None:
-        """memory: steps, of all kinds, after which it is not known any more."""
+        """memory: after so many steps of all kinds it is forgotten."""
         self._memory = memory
         self._last = deque[float](maxlen=_TIMES[1])
         self._value: float | None = None
-        self._step: int | None = None  # at which it was measured last
+        self._step: int | None = None  # when it was measured last
 
     def add(self, seconds: float, step: int) -> None:
         is_first = self._step is None
@@ -384,6 +384,6 @@ class _Seconds:
             self._value = median(self._last) if len(self._last) >= _TIMES[0] else None
 
     def at(self, step: int) -> float | None:
-        """At that step; None: not known."""
+        """The seconds known at that step; None if they are not."""
         known = self._step is not None and step - self._step < self._memory
         return self._value if known else None

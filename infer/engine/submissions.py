@@ -150,7 +150,7 @@ class Submissions:
         return copies
 
     def copy_of_drafts(self, rows: int) -> Copy:
-        """The copy of so many rows of the next step, into which a draft model has put its drafts."""
+        """The copy of so many rows of the next step, where a draft model has put its drafts."""
         to = self._next_staging.drafts, 0
         return Copy((self._step, HEADER.itemsize), to, rows * ROW.itemsize)
 
