@@ -1,4 +1,4 @@
-"""What an engine keeps of an answer."""
+"""The state that an engine keeps of each answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from infer.sampling import Logprobs, NumpySampler, SamplingParams, logprobs
 
 @dataclass(eq=False)
 class Answer(TokenAnswer):
-    """One that this process generates."""
+    """An answer that this process generates."""
 
     engine: TokenEngine
     prompt: Sequence[int]
@@ -32,15 +32,15 @@ class Answer(TokenAnswer):
     with_logits: bool
     adapter: str | None
     cache_salt: str | None
-    limit: int  # of tokens
-    sampler: NumpySampler | None  # where the host chooses
+    limit: int  # the most tokens after the prompt
+    sampler: NumpySampler | None  # if the host chooses the tokens
     constraint: Constraint | None
     chain: SamplerChain
-    guess: Guess | None  # where tokens may be drafted
-    sequence: scheduler.Sequence  # of its group: by what length it is rotated
+    guess: Guess | None  # if tokens may be drafted
+    sequence: scheduler.Sequence  # its group is the length that selects the rotary table
     timings: Timings = field(default_factory=Timings)
-    steps: deque[Step] = field(default_factory=deque)  # those that nobody has taken
-    count: int = 0  # of all tokens after the prompt, and
+    steps: deque[Step] = field(default_factory=deque)  # that nobody has taken yet
+    count: int = 0  # all tokens after the prompt
     newest: int = -1  # the last of them
     ended: bool = False
     cancelled: bool = False  # it ends before the next step
@@ -48,13 +48,13 @@ class Answer(TokenAnswer):
     begun: float = field(default_factory=time.perf_counter)
 
     def give(self, step: Step) -> None:
-        """It has this token, of which its sequence is told next."""
-        # No interrupt comes between these: it would at a call's end.
+        """Take in its next token. Its sequence is told afterwards."""
+        # No interrupt comes between these two: it would come at the end of a call.
         self.count, self.newest = self.count + 1, step.token
         self.steps.append(step)
 
     def mend(self) -> None:
-        """What an interrupt may have cut in half."""
+        """Complete what an interrupt may have cut in half."""
         tokens = self.sequence.tokens
         if len(tokens) - len(self.prompt) < self.count:
             tokens.append(self.newest)
@@ -63,12 +63,12 @@ class Answer(TokenAnswer):
 
     @property
     def is_over(self) -> bool:
-        """Whether no token is to come after those that it has."""
+        """Whether its last token has come."""
         return self.count >= self.limit or self.newest in self.stop_ids
 
     @property
     def table_length(self) -> int:
-        """By which the table of its positions is chosen (rope.table_length)."""
+        """The length that selects its rotary table (rope.table_length)."""
         return int(self.sequence.group)
 
     @property
@@ -77,14 +77,14 @@ class Answer(TokenAnswer):
 
     @property
     def is_masked(self) -> bool:
-        """Whether the GPU chooses its tokens of those that the host allows."""
+        """Whether the GPU chooses its tokens among those that the host allows."""
         return self.constraint is not None and self.sampler is None
 
     def logprobs(
         self, token: int, logits: NDArray[np.float32] | None, records: NDArray[Any] | None
     ) -> Logprobs | None:
-        """What it asks for: from the logits where the host has chosen the token, else from the
-        LOGPROB records of its row."""
+        """The log probabilities that it asks for: from the logits if the host chose the token, else
+        from the LOGPROB records of its row."""
         n = self.params.logprobs
         if n is None:
             return None
@@ -96,6 +96,6 @@ class Answer(TokenAnswer):
 
 
 def ranked(records: NDArray[Any], n: int) -> Logprobs:
-    """LOGPROB records of a row."""
+    """The log probabilities in the LOGPROB records of a row."""
     best = records[1 : 1 + n]
     return float(records["logprob"][0]), best[best["token"] != NO_TOKEN].tolist()

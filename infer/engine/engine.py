@@ -60,8 +60,8 @@ from infer.models.blocks.rope import same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams
 
-_TAIL = MAX_VEC_ROWS  # tokens of a prompt's end that a state is saved before
-_DRAFTED = 4  # rows for each of many sequences that a draft model drafts for
+_TAIL = MAX_VEC_ROWS  # a state is saved so many tokens before the end of a prompt
+_DRAFTED = 4  # rows for each of many sequences, with a draft model
 
 
 class Engine(TokenEngine):
@@ -93,7 +93,7 @@ class Engine(TokenEngine):
         self.steps = Steps(
             device, model, weights, adapters, options, draft_rows=draft_rows, predictor=predictor
         )
-        # Rows before those of a prompt that is partly cached: its last hidden state was not kept.
+        # Rows computed again before those of a partly cached prompt, for their hidden state.
         self._lead = int(predictor is not None and not any(self.config.states))
         self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
@@ -128,7 +128,7 @@ class Engine(TokenEngine):
             by_whom = DraftModel if predictor is None else Prediction
             drafts = by_whom(device, draft, options, self.steps, self.sampler)
         self._answers: dict[scheduler.Sequence, Answer | Text] = {}
-        self._inbox: deque[Answer | Text] = deque()  # those to begin, and those to cancel
+        self._inbox: deque[Answer | Text] = deque()  # to begin, or to cancel
         self.turns = Turns()
         rope = model.config.rope
         self.resident = Resident(self.steps, self.sampler, rope, options.max_batch)
@@ -147,13 +147,13 @@ class Engine(TokenEngine):
         )
         self.decoding = Decoding(parts)
         self.verification = Verification(speculation, drafts, parts)
-        self._is_whole = True  # not in the middle of a change that an interrupt would cut in half
-        self._read_at = 0.0  # when the last step was
+        self._is_whole = True  # False during a change that an interrupt would cut in half
+        self._read_at = 0.0  # when the last step was read
         self._forget_rows()
-        self.timings = Timings()  # of the answer that was begun last
+        self.timings = Timings()  # of the latest answer
 
     def _forget_rows(self) -> None:
-        """Nothing is known of what the GPU has of sequences."""
+        """Assume nothing about what the GPU has of sequences."""
         self.resident.forget()
         self._batch: Batch | None = None
         if self.draft is not None:
@@ -167,8 +167,8 @@ class Engine(TokenEngine):
         params: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Have compiled beforehand what a generation from a prompt of that length would compile
-        on its way: the sampler, and where the CPU computes, whose driver puts a kernel off until it
+        """Compile beforehand what a generation from a prompt of that length would compile on its
+        way: the sampler, and on a software adapter, whose driver puts a kernel off until it
         first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
         last = min(prompt_tokens, _TAIL) if self.states else 0  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
@@ -183,18 +183,18 @@ class Engine(TokenEngine):
             return
         first = {item.pipeline: item for r in recordings for item in r.dispatches}
         for done, item in enumerate(first.values(), 1):
-            # No workgroup runs, but the driver has to have the kernel.
+            # No workgroup runs, but the driver has to compile the kernel.
             nothing = Recording([replace(item, grid=(0, 1, 1))])
             self.queue.wait(self.queue.submit(nothing, 0, 0, ()))
             if progress is not None:
                 progress(done, len(first))
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """As `Steps.compile`, of the draft model too."""
+        """As `Steps.compile`, the draft model's steps included."""
         self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
 
     def compile_batches(self, params: SamplingParams) -> None:
-        """Have compiled what an answer that joins others takes beside what it would alone."""
+        """Compile what an answer needs in company, besides what it needs alone."""
         self.steps.compile_batches()
         self.sampler.dispatches(self._chain(params), gather=self.steps.prompts)
         if self.draft is not None:
@@ -206,17 +206,17 @@ class Engine(TokenEngine):
 
     @property
     def queue(self) -> StepQueue:
-        """What steps are submitted to."""
+        """The queue that steps are submitted to."""
         return self.submissions.queue
 
     @property
     def speculation(self) -> Speculation | None:
-        """How tokens are drafted, if they are."""
+        """What decides how many tokens are drafted, if any are."""
         return self.verification.speculation
 
     @property
     def draft(self) -> DraftModel | None:
-        """The model that drafts them, if one does."""
+        """The model that drafts tokens, if there is one."""
         return self.verification.draft
 
     # Answers
@@ -241,14 +241,14 @@ class Engine(TokenEngine):
         self.check_prompt(prompt_ids)
         self.check_adapter(adapter)
         assert params.constrained == (constraint is not None)
-        # The last token needs no position: nothing comes after it.
+        # The last token needs no position, as nothing comes after it.
         limit = self.context - len(prompt_ids)
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         sampler = None
         if logits_processor is not None:
             sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor)
             sampler.ids = np.append(sampler.ids, np.array(generated, np.int64))
-        # With a mask only the body of the second.
+        # With a mask only the body of the second step is ahead.
         ahead = 1 if sampler is not None else 2 if constraint is not None else self.options.ahead
         ids = [*prompt_ids, *generated]
         chain = self._chain(params) if sampler is None else SamplerChain()
@@ -278,29 +278,30 @@ class Engine(TokenEngine):
         return answer
 
     def _guess(self, answer: Answer) -> Guess | None:
-        # Else the host would have to do for every draft what it does for a token.
+        # Logits that are read back would have to be handled for every draft.
         if self.speculation is None or answer.reads_logits:
             return None
         of = answer.constraint
         return self.speculation.guess(None if of is None else Held(of, len(answer.prompt)))
 
     def _chain(self, params: SamplingParams) -> SamplerChain:
-        """What sampling dispatches. Noise beside filters is added to other scores than alone: to be
-        invariant it always goes the way of filters."""
+        """The sampling stages of an answer. Filters change the scores that noise is added to: an
+        invariant engine therefore samples as if there always were filters."""
         chain = params.chain()
         return replace(chain, min_p=True) if self.options.invariant and chain.noise else chain
 
     def _sequence(
         self, ids: Sequence[int], limit: int, key: tuple[str | None, ...], ahead: int
     ) -> scheduler.Sequence:
-        """Of so many more tokens, or as many as keep their rotations. key: of the cache."""
+        """A sequence of `limit` more tokens, or as many as keep the same rotary table. key: of the
+        cache."""
         rope = self.model.config.rope
         part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
         length = table_length(rope, len(ids))
         return scheduler.Sequence(ids, limit=part, key=(*key, length), group=length, ahead=ahead)
 
     def begin(self, text: Text) -> None:
-        """Have it computed, by whoever waits."""
+        """Queue it. Whoever waits computes it."""
         self._inbox.append(text)
 
     def cancel(self, answer: Answer | Text) -> None:
@@ -311,17 +312,18 @@ class Engine(TokenEngine):
             self.turns.wake()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Until `ready`, which is asked between steps; makes them where no other thread does."""
+        """Wait until `ready`, which is asked between steps. Makes the steps if no other thread
+        does."""
         self.turns.wait(ready, self._step)
 
     def turn(self) -> AbstractContextManager[None]:
-        """In it, this thread alone makes steps."""
+        """A block in which only this thread makes steps."""
         return self.turns.turn()
 
     def settle(self) -> None:
-        """Take in what was cancelled, where nothing else is generated: its pages are free then."""
+        """Take in what was cancelled while nothing else is generated, to free its pages."""
         with self.turn():
-            for _ in range(self.options.ahead + 1):  # more may come all the time
+            for _ in range(self.options.ahead + 1):  # no more, as new answers may keep coming
                 if not (self._inbox or self.submissions.in_flight):
                     break
                 self._step()
@@ -342,15 +344,15 @@ class Engine(TokenEngine):
             self.device.close()
 
     def forget(self) -> None:
-        """Empty the cache: nothing is reused from here on. The first pages are sequence 0's, for
-        who submits steps by hand."""
+        """Empty the cache, so that nothing is reused. Sequence 0 gets the first pages, for callers
+        that submit steps by hand."""
         with self.alone():
             pass
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """In it, this thread has the engine to itself, with an empty cache. Answers go on from
-        their tokens afterwards."""
+        """A block in which this thread has the engine to itself, with an empty cache. Answers go on
+        from their tokens afterwards."""
         with self.turn():
             if not self._is_whole:
                 self._recover()
@@ -371,7 +373,7 @@ class Engine(TokenEngine):
     # Steps
 
     def _step(self) -> None:
-        """Submit what can be, and read the oldest step in flight."""
+        """Submit what can be submitted, then read the oldest step in flight."""
         if not self._is_whole:
             self._recover()
         self._is_whole = False
@@ -384,7 +386,7 @@ class Engine(TokenEngine):
             if self.scheduler.in_step and is_next and self._batch is not None:
                 self.verification.prepare(self._batch)
             self._read()
-            if self.scheduler.in_step:  # nothing runs while the next one is waited for
+            if self.scheduler.in_step:  # the GPU is idle until the next step is submitted
                 self._is_whole = False
                 self._fill()
                 self._is_whole = True
@@ -394,7 +396,7 @@ class Engine(TokenEngine):
         in_flight = self.submissions.in_flight
         while len(in_flight) < self.options.ahead and not self.decoding.is_held:
             if in_flight and in_flight[-1].prefilled and not self.pace.known:
-                break  # find out
+                break  # its time is to be measured first
             self.verification.choose()
             rows = 0
             if self.scheduler.has_prompts:
@@ -425,7 +427,7 @@ class Engine(TokenEngine):
         draft, before = self.draft, list[Copy]()
         for part, answer, slot in zip(work, answers, slots, strict=True):
             if part.first:
-                self._batch = None  # it may have had another slot
+                self._batch = None  # the sequence may have had another slot
                 if isinstance(answer, Answer):
                     self.resident.begin(answer, slot)
             self.resident.give_pages(slot, part.sequence.pages)
@@ -445,7 +447,7 @@ class Engine(TokenEngine):
             self._lead if part.first and part.start and part.sequence.shares else 0 for part in work
         ]
         each = zip(leads, work, strict=True)
-        rows = list(accumulate(lead + part.count for lead, part in each))  # where those of each end
+        rows = list(accumulate(lead + part.count for lead, part in each))  # where each one's end
         count, longest = rows[-1], max(part.start + part.count for part in work)
         kind = self.steps.prefill(count, len(work))
         last = [i for i, part in enumerate(work) if part.last]
@@ -475,7 +477,7 @@ class Engine(TokenEngine):
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
         self.device.write(self.steps.step, pack_prompts(chunks, chosen, leads))
         pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
-        if pieces > 1 and chain is not None and chain.mask:  # all that samples, after the masks
+        if pieces > 1 and chain is not None and chain.mask:  # sampling comes after the masks
             first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
             rest = self.recordings.of(kind, True, chain, any(numbers), body=False)
         else:
@@ -485,7 +487,7 @@ class Engine(TokenEngine):
                 self.queue.submit(piece, count, longest, ())
         self._end_failed(failed)
         self.resident.prefilled(slots, tuple(slots[i] for i in last) if wanted.rows else ())
-        # One that is scored takes longer, and says nothing of prompts.
+        # Scoring takes longer, so it would distort the pace of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
         prefilled = count if is_prompt else 0
         self.submissions.submit(rest, count, longest, wanted, prefilled=prefilled)
@@ -513,7 +515,7 @@ class Engine(TokenEngine):
                     self.draft.forget_pages(sequence.pages[len(resident.pages[slot]) :])
                 resident.give_pages(slot, sequence.pages)
         if self.draft is not None and not work.drafts:
-            self.verification.drop()  # there is nothing to be drafted
+            self.verification.drop()  # nothing is drafted in this step
         prepared = self.verification.take(batch)
         if work.drafts or work.behind or prepared is not None:
             drafts = work.drafts or ((),) * len(batch.slots)
@@ -530,8 +532,7 @@ class Engine(TokenEngine):
         self._end_failed(self.decoding.submit(batch, longest, resident.take(batch.slots)))
 
     def chunks(self, length: int) -> Iterator[tuple[int, int, str]]:
-        """(start, rows, kind of step) of the steps that take so many ids of a prompt, if it is
-        alone."""
+        """(start, rows, kind of step) of each step of a prompt of that length, if it is alone."""
         start = 0
         while start < length:
             rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
@@ -539,7 +540,7 @@ class Engine(TokenEngine):
             start += rows
 
     def _read(self) -> None:
-        """Take in the oldest step in flight, once it is done."""
+        """Wait for the oldest step in flight, and take in its results."""
         step = self.submissions.in_flight[0]
         ids, logits, ranked, of_text = self.submissions.read()
         self._is_whole = False
@@ -575,9 +576,9 @@ class Engine(TokenEngine):
         ranked: NDArray[Any] | None,
         now: float,
     ) -> None:
-        """ranked: the LOGPROB records of its row, if it or another asked for them."""
+        """ranked: the LOGPROB records of its row, if any answer of the step asked for them."""
         sequence = answer.sequence
-        if answer.ended:  # but its state is still to be saved
+        if answer.ended:  # only its state is still to be saved
             stops = token in answer.stop_ids
             self._save(sequence.slot, self.scheduler.read(sequence, token, ended=stops))
             self._end(answer)
@@ -626,7 +627,7 @@ class Engine(TokenEngine):
             self.resident.set_next(answer)
 
     def _begin_part(self, answer: Answer) -> None:
-        """From its next token on, all positions rotate otherwise."""
+        """Begin its next part: from here on all positions have another rotary table."""
         before = answer.sequence
         rest, key = answer.limit - answer.count, (answer.adapter, answer.cache_salt)
         sequence = self._sequence(before.tokens, rest, key, before.ahead)
@@ -641,35 +642,35 @@ class Engine(TokenEngine):
         if sequence in self._answers:
             slot = sequence.slot
             self._save(slot, self.scheduler.cancel(sequence, at_once=at_once))
-            if sequence.state == "ended":  # else with what is in flight
+            if sequence.state == "ended":  # else it ends when what is in flight was read
                 del self._answers[sequence]
 
     def _end_failed(self, answers: Sequence[Answer]) -> None:
-        """Those whose masks could not be made."""
+        """End answers whose masks could not be made."""
         for answer in answers:
             self._end(answer, at_once=True)
 
     def _save(self, slot: int | None, place: int | None) -> None:
-        """The states of a sequence that had that slot."""
+        """Save the states of the sequence that had this slot, if a place is given."""
         if place is not None:
             assert slot is not None
             self.queue.submit(EMPTY, 0, 0, self._copies(slot, place, back=False))
 
     def _copies(self, slot: int, place: int, *, back: bool) -> list[Copy]:
-        """What to copy to save the states of a sequence in a place, or to go back to them."""
+        """The copies that save the states of a slot in a place, or bring them back."""
         found = copies(self.states, slot, place, back=back)
         if self.steps.last_hidden is not None:
             found += self.steps.last_hidden.copies(slot, place, back=back)
         return found
 
     def _recover(self) -> None:
-        """After an interrupt in the middle of a change: nobody knows what it made, here or on the
-        GPU. All answers go on from the tokens that are known."""
+        """After an interrupt in the middle of a change, trust nothing here or on the GPU: all
+        answers go on from their known tokens."""
         self.submissions.forget()
         self._reset()
 
     def _reset(self) -> None:
-        """Nothing is in the cache, or in flight."""
+        """Begin anew with an empty cache and nothing in flight."""
         for sequence, answer in list(self._answers.items()):
             if isinstance(answer, Answer) and answer.sequence is sequence:
                 answer.mend()
@@ -677,7 +678,7 @@ class Engine(TokenEngine):
                 answer.ended |= answer.is_over or answer.error is not None
                 if not answer.ended and len(sequence.tokens) >= sequence.end:
                     self._begin_part(answer)
-            if answer.ended or answer.sequence is not sequence:  # it only had a state to be saved
+            if answer.ended or answer.sequence is not sequence:  # only a state was to be saved
                 self._answers.pop(sequence, None)
         self.scheduler.reset(self._answers)
         self._forget_rows()
@@ -687,7 +688,7 @@ class Engine(TokenEngine):
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
     ) -> Generator[NDArray[np.float64], None, None]:
-        """Computed beside what else is generated."""
+        """Computed in steps beside those of answers."""
         for ids in texts:
             self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
@@ -696,7 +697,7 @@ class Engine(TokenEngine):
     def score(
         self, ids: Sequence[int], n: int, adapter: str | None = None
     ) -> Generator[list[Logprobs], None, None]:
-        """Computed beside what else is generated. n: MAX_LOGPROBS at most."""
+        """Computed in steps beside those of answers. n: at most MAX_LOGPROBS."""
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
         yield from self.texts.score(ids, n, adapter, self)

@@ -1,4 +1,4 @@
-"""Texts that are computed for their own sake, embedded or scored, beside what is generated."""
+"""Texts that are embedded or scored, in steps beside those of answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from infer.sampling import Logprobs
 
 @dataclass(eq=False)
 class Text(ABC):
-    """One that is computed for its own sake: nothing comes after it."""
+    """A text that is embedded or scored: nothing is generated after it."""
 
     prompt: Sequence[int]
     adapter: str | None
@@ -40,25 +40,23 @@ class Text(ABC):
 
     @property
     def table_length(self) -> int:
-        """As that of an Answer."""
+        """As of an Answer."""
         return int(self.sequence.group)
 
     @abstractmethod
     def rows(self, work: Prefill) -> range:
-        """Those of a step that are read back."""
+        """The rows of a step that are read back."""
 
     @abstractmethod
     def take(self, start: int, values: NDArray[np.float32]) -> None:
-        """What was read back, [rows, values], of a step of tokens from `start` on. A text that is
-        computed anew comes from 0 on again."""
+        """Take in what was read back, [rows, values], of a step of its tokens from `start` on. If
+        the text is computed anew, it comes from 0 on again."""
 
 
 @dataclass(eq=False)
 class Embedding(Text):
-    """Hidden states are pooled; `pooled` [hidden_size] is whole once it has `ended`.
-
-    pooling: "mean" of all its tokens, or the "last" alone.
-    """
+    """A text whose hidden states are pooled: the "mean" of all tokens, or the "last" one. `pooled`
+    [hidden_size] is complete once it has `ended`."""
 
     pooling: str
     pooled: NDArray[np.float64] | None = field(default=None, init=False)
@@ -76,9 +74,9 @@ class Embedding(Text):
 
 @dataclass(eq=False)
 class Scored(Text):
-    """What comes after each of its tokens: all logits, or where `given` says which token does, the
-    log probabilities of that one and of the most probable ones, LOGPROB records as the bits of
-    floats. parts: those that nobody has taken."""
+    """A text that gives the logits after each of its tokens. Or, if `given` has the next token of
+    each, the log probabilities of that one and of the most probable ones: LOGPROB records, as the
+    bits of floats. parts: results that nobody has taken yet."""
 
     given: Sequence[int] | None
     parts: deque[NDArray[np.float32]] = field(default_factory=deque, init=False)
@@ -96,8 +94,9 @@ class Scored(Text):
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A step's part of a text, from its token `start` on. rows: of the step, that are read back of
-    `buffer`, in which each has so many `words` of 4 bytes, of which the first `width` count."""
+    """The part of a text in one step, from its token `start` on. rows: the rows of the step that
+    are read back from `buffer`. Each row there takes `words` of 4 bytes; the first `width` count.
+    """
 
     text: Text
     start: int
@@ -112,7 +111,7 @@ class TextEngine(Protocol):
     """What texts ask of the engine that computes them."""
 
     def begin(self, text: Text) -> None:
-        """Have it computed, by whoever waits."""
+        """Queue it. Whoever waits computes it."""
 
     def cancel(self, text: Text) -> None:
         """Safe at any time, in any thread, and twice."""

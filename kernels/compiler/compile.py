@@ -29,9 +29,9 @@ def lower(
     changes: Changes = NO_CHANGES,
     also: Iterable[Value] = (),
 ) -> Lowering:
-    """The kernels that make `output`, in `output_buffer`, in such a step on the device; step: the
-    buffer of its rows. changes: what lies beside weights. also: as of Graph. fuse=False gives each
-    operation kernels of its own."""
+    """The kernels that compute `output` into `output_buffer`, for a kind of step on the device.
+    step: the buffer of its rows. changes: low-rank changes beside weights. also: as of Graph.
+    fuse=False gives each operation kernels of its own."""
     graph = Graph(output, also)
     rules = InvariantTuning if kind.invariant else Tuning
     target = Target(device, kind, tuning or rules(device), fuse)

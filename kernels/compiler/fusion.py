@@ -1,7 +1,7 @@
 """Which operations share a kernel: rules that rewrite a graph, each with its condition.
 
-RULES lists them in the order in which they are tried, each on all operations from first to last.
-What a rule finds, it folds into one operation, which then stands where the last of them stood.
+RULES lists them in the order in which they are tried, each on all operations from first to last. A
+rule folds the operations that it matches into one, which takes the place of the last of them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def each(graph: Graph, kind: type[Op]) -> Iterator[Op]:
             yield value
 
 
-# What must be done, whether kernels are shared or not
+# What is always done, whether kernels are shared or not
 
 
 def add_changes(graph: Graph, changes: Changes) -> None:
-    """linear -> b a x + linear, where a change b a lies beside its weight."""
+    """linear -> b a x + linear, if a low-rank change b a lies beside its weight."""
     for linear in each(graph, Linear):
         change = changes.get(linear.weight)
         if change is None:
             continue
-        # In this order, because the later projection is the one that takes the sum in.
+        # In this order, because the later projection takes in the sum.
         low: Value
         high: Value
         if change.by_row:
@@ -60,20 +60,20 @@ def add_changes(graph: Graph, changes: Changes) -> None:
 
 
 def take_all_rows(graph: Graph, target: Target) -> None:
-    """logits_rows(x) -> x, where all rows get logits."""
+    """logits_rows(x) -> x, if all rows get logits."""
     if target.kind.logits is None or target.kind.rows == 1:
         for rows in each(graph, LogitsRows):
             graph.redirect(rows, rows.x)
 
 
 def size_tiles(graph: Graph, target: Target) -> None:
-    """Experts' tiles depend on the width of what they read."""
+    """The tiles of experts depend on the width of their input."""
     for gate_up in each(graph, ExpertGateUp):
         graph.update(gate_up.routing, hidden=gate_up.x.width)
 
 
 def quantize_inputs(graph: Graph, target: Target) -> None:
-    """x -> int8(x), for projections by weights of integers, unless x comes with it."""
+    """x -> int8(x), for projections by integer weights, unless what makes x quantises it."""
     made: dict[tuple[Value, Norm | None, str], Prepared] = {}
     for projection in each(graph, Projection):
         if not projection.int8 or projection.prepared is not None:
@@ -93,7 +93,7 @@ def quantize_inputs(graph: Graph, target: Target) -> None:
 def _prepared(
     reader: Projection, target: Target, scales: str, *, keep: bool = True, made: bool = False
 ) -> Prepared:
-    """What a projection reads of its x."""
+    """The input x in the form that a projection reads."""
     return Prepared(
         reader.x,
         reader.norm,

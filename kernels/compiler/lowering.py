@@ -1,4 +1,4 @@
-"""From the operations of a graph to dispatches: they emit kernels, then activations are placed."""
+"""From operations to dispatches: each operation emits kernels, then activations are placed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Lowering(Target):
-    """The kernels of one kind of step. `place` it in an arena."""
+    """The kernels of one kind of step, which `place` makes a plan of."""
 
     source = staticmethod(source)
 
@@ -38,7 +38,7 @@ class Lowering(Target):
         moved: Count | int = 0,
         flops: Count | int = 0,
     ) -> None:
-        """A kernel, on operands in the order of its bindings."""
+        """Add a kernel. operands: in the order of its bindings."""
         head = any(isinstance(item, Value) and self._in_head(item) for item in operands)
         if callable(grid) and self.kind.rows == 1 and not name.startswith("attention"):
             grid = grid(1, 0)
@@ -58,11 +58,11 @@ class Lowering(Target):
 
     @property
     def sizes(self) -> list[int]:
-        """What the activations need of an arena."""
+        """The sizes of the arena's buffers that the activations need."""
         return [slot.nbytes for slot in colour(self.kernels, self._nbytes)]
 
     def place(self, arena: Arena) -> DispatchPlan:
-        """Give every activation a buffer of the arena, compile, bind."""
+        """Give every activation a buffer of the arena, compile the kernels, bind the buffers."""
         arena.reserve(self.sizes)
         slots = colour(self.kernels, self._nbytes)
         found = {operand: i for i, slot in enumerate(slots) for operand in slot.operands}

@@ -17,12 +17,12 @@ from infer.models.loading.weights import WeightSpec
 
 
 class Decoder:
-    """A decoder-only transformer: norm, attention, norm, gated MLP; each with a residual. An
-    architecture reads its config, and overrides what is not as here."""
+    """A decoder-only transformer. A layer is norm, attention, norm, gated MLP, with residuals. An
+    architecture reads its config, and overrides what differs."""
 
-    # Of a layer: before attention, of what it adds, before the MLP, of what that adds.
+    # The norms of a layer: before attention, of its output, before the MLP, of its output.
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    folded_by_mlx = False  # whether its files have factors of the config in their weights
+    folded_by_mlx = False  # whether MLX's files have factors of the config in their weights
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config = config
@@ -33,7 +33,7 @@ class Decoder:
         raise NotImplementedError
 
     def weights(self) -> Iterator[WeightSpec]:
-        """Every weight, and which tensors of the checkpoint it is made of."""
+        """Every weight, and the tensors of the checkpoint that it is made of."""
         c = self.config
         yield layers.stacked(
             "embed_tokens", "model", {"embed_tokens.weight": (c.vocab_size, c.hidden_size)}
@@ -51,7 +51,7 @@ class Decoder:
             yield layers.stacked("lm_head.bias", "lm_head", {"bias": (c.vocab_size,)})
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Of attention, or of what a layer has instead."""
+        """The weights of attention, or of what a layer has instead."""
         return layers.attention_weights(self.config, f"{name}.self_attn", f"{prefix}.self_attn")
 
     def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
@@ -65,16 +65,16 @@ class Decoder:
         return layers.mlp(x, w, self.config)
 
     def active(self, name: str, rows: int) -> int:
-        """Of so many rows of a matrix, those that one token multiplies with."""
+        """How many of these rows of a matrix one token is multiplied with."""
         return rows
 
     @property
     def predictor(self) -> Decoder | None:
-        """The layer that its checkpoints may have to predict further tokens (mtp.py)."""
+        """The layer that predicts further tokens, if its checkpoints may have one (mtp.py)."""
         return None
 
     def ignorable(self, key: str) -> bool:
-        """Whether a surplus tensor of a checkpoint says nothing new."""
+        """Whether a surplus tensor of a checkpoint can be left out."""
         tied = self.config.tie_word_embeddings and key == "lm_head.weight"
         return tied or key.endswith("rotary_emb.inv_freq")
 
@@ -84,8 +84,8 @@ class Decoder:
         ropes: Sequence[Rope | None],
         cache: Sequence[Cache],
     ) -> Value:
-        """The logits [rows, vocab_size] of the step's rows that get them. ropes, cache: of each
-        layer."""
+        """The logits [rows, vocab_size], of the rows of the step that get any. ropes, cache: one
+        of each layer."""
         c = self.config
         h = self.embed(w)
         for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
@@ -97,7 +97,7 @@ class Decoder:
         return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
 
     def logits(self, h: Value, w: Weights) -> Value:
-        """What the activations behind the last layer say of the next token."""
+        """The logits, from the activations behind the last layer."""
         c = self.config
         h = layers.norm(ops.logits_rows(h), w, "norm", c)
         head = w["embed_tokens" if c.tie_word_embeddings else "lm_head"]
@@ -106,7 +106,7 @@ class Decoder:
         return ops.softcap(logits, cap) if cap else logits
 
     def layer(self, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
-        """What a layer makes of the activations h [rows, hidden_size]."""
+        """One layer, on the activations h [rows, hidden_size]."""
         c = self.config
 
         def norm(x: Value, name: str | None) -> Value:

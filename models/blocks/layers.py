@@ -20,13 +20,14 @@ from infer.models.loading.weights import Source, WeightSpec
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts: how many, how many of them work on a token, the width of each; whether
-    the weights of those that do add up to one; the width of an expert that all tokens share, or 0;
-    and for each layer whether it has experts. scale: of the weights. sigmoid: scores are sigmoids,
-    not a softmax, and epsilon is added to what they are divided by. correction: the checkpoint's
-    name of what is added to them for the choice. gated: the shared expert is, by a sigmoid. groups:
-    how many there are, and of how many of them experts are chosen. latent: the width of what
-    experts read and write, if it is not hidden_size."""
+    """A mixture of experts. count: all experts. per_token: those that work on a token. inner: the
+    width of each. normalize: the weights of a token's experts add up to one. shared_inner: the
+    width of an expert that all tokens share, or 0. layers: which layers have experts. scale: of the
+    weights. sigmoid: scores are sigmoids, not a softmax; epsilon is added to their sum when they
+    are normalised. correction: the checkpoint's name of a bias that counts for the choice alone.
+    gated: the shared expert has a sigmoid gate. groups: how many groups there are, and from how
+    many of them a token's experts are chosen. latent: the width that experts read and write, if it
+    is not hidden_size."""
 
     count: int
     per_token: int
@@ -45,8 +46,8 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Of the layers with attention. gated_attention: their result is multiplied by the sigmoid of a
-    part of the projection of queries."""
+    """The layers with attention. gated_attention: the output is multiplied by the sigmoid of a part
+    of the query projection."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -59,13 +60,13 @@ class AttentionConfig:
     gated_attention: bool = False
     attention_multiplier: float | None = None  # None: 1 / sqrt(head_dim)
     attn_logit_softcapping: float = 0.0
-    clip_qkv: float = 0.0  # queries, keys and values go no further from zero
+    clip_qkv: float = 0.0  # queries, keys and values are clipped to this distance from zero
     position_scaling: tuple[float, int] | None = None  # of queries: `Ops.position_scale`
-    sinks: bool = False  # a logit of each head beside its scores
+    sinks: bool = False  # each head has one more logit beside its scores
 
     @property
     def normed(self) -> bool:
-        """Whether queries and keys are."""
+        """Whether queries and keys are normed."""
         return self.qk_norm or self.wide_qk_norm or self.own_qk_norms
 
 
@@ -81,7 +82,7 @@ class MLPConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """rms_norm_eps is that of the norms, whatever they are."""
+    """rms_norm_eps: the epsilon of all norms, of whatever kind."""
 
     rms_norm_eps: float = 1e-6
     layer_norm: bool = False  # instead of RMS norms
@@ -101,13 +102,12 @@ _PARTS = {"attention": AttentionConfig, "mlp": MLPConfig, "norm": NormConfig, "m
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """config.json of a decoder-only transformer, with Hugging Face's field names; what one family
-    alone has is in a subclass of its own.
+    """config.json of a decoder-only transformer, with Hugging Face's field names. What only one
+    family has is in a subclass.
 
-    windows has for each layer how many positions it sees, 0 for all; rope_layers whether its
-    queries and keys are rotated; states what a layer keeps instead of keys and values, which may be
-    NOTHING, and None where it has these. What follows them is off, or 1, where a model does not say
-    otherwise.
+    For each layer, windows says how many positions it sees (0: all), rope_layers whether queries
+    and keys are rotated, and states what it keeps instead of keys and values: None if it keeps
+    these, or perhaps NOTHING. The fields after them default to off, or 1.
     """
 
     model_type: str
