@@ -74,42 +74,43 @@ def load(
 ) -> LLM:
     """Load a model onto a GPU.
 
-    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct") or its URL, one of the GGUF models there
-    ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
-    device: index or part of the name of an adapter; None takes INFER_DEVICE or the best one.
-    context: positions for prompt and answer; None takes the smaller of the model's own and 8192,
-    or less where that does not fit. dtype: "f32", "f16" or "bf16" to convert the matrices; None
-    keeps them as they are. quantize: "q8" or "q4" instead, to quantise them to 8 or 4 bits.
-    kv_dtype: "f16", "f32" or "q8" (8 bits and a scale for 32 values).
-    max_batch: answers that are generated at once, up to 64; more wait. None: 8, or 4 where the CPU
-    computes, or one where only that fits. cache_memory: bytes of keys and values of all of them,
-    which must hold one context; None: as many as that takes, and 1,024 positions for each of the
-    others. invariant: on one device an answer is the same to the last bit alone and among others,
-    whoever comes and goes, and whatever of it the cache has; slower, prefill above all.
-    speculate: "lookup" drafts tokens from what came after the same ones before, in prompt or
-    answer, and verifies many in one step, which changes nothing but the speed; "auto" where that is
-    measured to be faster; "off". "mtp": the model's own layer drafts that predicts further tokens,
-    which some checkpoints have, in every step; "auto" takes it too where there is one, and
-    otherwise nothing is read of it. draft: a smaller model with the same tokenizer, such as
-    "demo-draft", which drafts in place of that: "draft" in every step, "auto" as many tokens as is
-    measured to be fastest, or none. None: "auto" with a draft model, else "off".
-    draft_quantize: "q8" or "q4", its weights; None: dtype and quantize are for both, but where the
-    draft model's files are quantised already.
-    adapter: a LoRA adapter of the model (a folder or a hub id) that is always on: merged into the
-    weights, before `quantize` if that is given, or applied beside those that the files have
-    quantised. adapters: several by names of your own, applied beside the weights; none is on but
-    the one that a call names (`generate(..., adapter=name)`).
+    model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct") or its URL, a GGUF model there
+        ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
+    device: the index of an adapter, or part of its name. None: INFER_DEVICE, or the best one.
+    context: the most positions of a prompt and its answer. None: the model's own, but at most 8192,
+        or less if that does not fit.
+    dtype: convert the matrices to "f32", "f16" or "bf16". None: keep them as they are.
+    quantize: quantise the matrices to 8 or 4 bits instead: "q8" or "q4".
+    kv_dtype: of keys and values: "f16", "f32" or "q8" (8 bits, and a scale for 32 values).
+    max_batch: the most answers generated at once, up to 64; others wait. None: 8, or 4 on a
+        software adapter, or 1 if no more fit.
+    cache_memory: bytes for the keys and values of all answers, enough for one context. None: one
+        context, and 1,024 positions for each further answer.
+    invariant: on one device an answer is the same to the last bit, alone or among others, whoever
+        comes and goes, and whatever the cache holds. Slower, prefill above all.
+    speculate: draft tokens and verify several in one step; only the speed changes. "lookup" drafts
+        what followed the same tokens earlier in prompt or answer. "mtp" drafts with the model's own
+        layer for that, if the checkpoint has one. "draft" drafts with `draft`. "auto" uses the best
+        of these that is there, as far as it is measured to be faster. "off" drafts nothing. None:
+        "auto" with a draft model, else "off".
+    draft: a smaller model with the same tokenizer that drafts tokens, such as "demo-draft".
+    draft_quantize: "q8" or "q4", for the draft model alone. None: dtype and quantize hold for both,
+        unless the draft model's files are quantised already.
+    adapter: a LoRA adapter (a folder or a hub id) that is always on. It is merged into the weights
+        before they are quantised, or applied beside weights that the files have quantised.
+    adapters: LoRA adapters by names of your choice, applied beside the weights. Each call chooses
+        one of them, or none (`generate(..., adapter=name)`).
     revision, offline: see `infer.hub.resolve`.
-    isolate: the GPU is used in a process of its own, which is started again where it ends, by a
-    lost GPU or exhausted memory, and goes on with the answers that it had.
-    progress: whether a line on standard error shows how far it is; None: where a person sees it,
-    in a terminal or a notebook. Or a function, called with "download", bytes that came and bytes
-    of all files that were begun; with "weights", bytes read and bytes in all; and meanwhile and
-    afterwards with "kernels", how many are compiled and how many there are.
+    isolate: use the GPU in a process of its own. If that ends, by a lost GPU or exhausted memory,
+        it is started again and goes on with the answers that it had.
+    progress: whether a line on standard error shows the progress. None: in a terminal or a notebook
+        only. Or a function, called with "download", bytes that came, and bytes of all files begun;
+        with "weights", bytes read, and all bytes; meanwhile and afterwards with "kernels", how many
+        are compiled, and how many there are.
     engine: other fields of EngineOptions.
 
-    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns by an
-    InferWarning of what the model's generation_config.json asks for and is not implemented.
+    Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns with an
+    InferWarning of what generation_config.json asks for and is not implemented.
     """
     check_names(unknown, LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
     if not (engine is None or isinstance(engine, Mapping)) or not all(
@@ -178,8 +179,8 @@ def load(
 
 
 def way_to_speculate(speculate: str | None, draft: str | Path | None) -> str:
-    """How tokens are drafted, with a draft model or without. Raises RequestError for a way that
-    does not go with the other."""
+    """The way in which tokens are drafted, given whether there is a draft model. Raises
+    RequestError if the two do not go together."""
     if speculate is None:
         return "off" if draft is None else "auto"
     if draft is not None and speculate in ("off", "lookup", "mtp"):
@@ -207,8 +208,8 @@ def check_options(
     draft_quantize: str | None,
     **_: Any,
 ) -> None:
-    """What can be said of options of `load` before there is a model, for programs that load one
-    later. Raises RequestError and UnsupportedError."""
+    """Check options of `load` as far as that needs no model, for programs that load one later.
+    Raises RequestError and UnsupportedError."""
     weight_dtype(dtype, quantize)
     check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
@@ -220,7 +221,7 @@ def check_options(
 
 
 def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None:
-    """Raises UnsupportedError for a word that is none, and RequestError without a draft model."""
+    """Raises UnsupportedError for an unknown format, and RequestError without a draft model."""
     _check_choice("draft_quantize", quantize, (None, *QUANTIZED))
     if quantize is not None and draft is None:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""What a model gives: answers, pieces of them, scores."""
+"""The results of a model: answers, pieces of them, scores."""
 
 from __future__ import annotations
 

@@ -17,22 +17,24 @@ _POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where no
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine runs. Only context and kv_dtype change what it computes; in a batch the last
-    bits may differ from those of the same answer alone, unless it is invariant.
+    """How an engine runs. Only context and kv_dtype change what it computes; but unless it is
+    invariant, the last bits of an answer may depend on what runs beside it.
 
-    context: positions of a sequence at most. max_batch: sequences that are served at once; more
-    wait. cache_positions: of the KV cache, of all sequences together; None: the context, and 1,024
-    for each of them but one. kv_dtype: "f16", "f32" or "q8". prefill_chunk: rows of a prefill step
-    at most. invariant: an answer's logits and tokens are the same to the last bit whatever runs
-    beside it, however its prompt is cut, and whether it is cached: all steps have the kernels of a
-    few rows, so that prefill and single answers are slower. speculate: tokens are drafted from what
-    prompt and answer hold, and verified many in one step: wherever there are some ("lookup"), where
-    that is measured to be faster ("auto"), or only what a schema leaves no choice about, in steps
-    of kinds that are there ("off"); by the model's own layer for that, in every step ("mtp") or
-    where it is faster ("auto"); with a draft model by that, in every step ("draft") or where it is
-    faster ("auto"). fuse=False runs every op as a kernel of its own; raw=False records through
-    the public API; ahead=1 waits for every id before the next step. All three are slower, and there
-    to compare with and to work round a driver's bug.
+    context: the most positions of a sequence. max_batch: the most sequences at once; others wait.
+    cache_positions: of the KV cache, for all sequences together; None: the context, and 1,024 for
+    each further sequence. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the most rows of a prefill
+    step. invariant: an answer's logits and tokens are the same to the last bit whatever runs beside
+    it, however its prompt is cut, and whether it is cached: all steps use the kernels of few rows,
+    so that prefill and single answers are slower.
+
+    speculate: how tokens are drafted, to be verified several in one step. "off": not at all.
+    "lookup": from what prompt and answer hold, whenever they hold something. "mtp": by the model's
+    own layer, in every step. "draft": by a draft model, in every step. "auto": by the draft model,
+    the layer or lookup, the first of these that there is, where that is measured to be faster.
+
+    fuse=False runs every operation as a kernel of its own, raw=False records through the public
+    API, ahead=1 waits for every id before the next step. All three are slower; they are there to
+    compare with, and to work round a driver's bug.
     """
 
     context: int
@@ -47,7 +49,7 @@ class EngineOptions:
     speculate: str = "off"
 
     def __post_init__(self) -> None:
-        """Raises RequestError for values of other kinds, and counts out of range."""
+        """Raises RequestError for values of the wrong type, and for counts out of range."""
         for name in ("context", "prefill_chunk", "ahead", "max_batch", "cache_positions"):
             value = getattr(self, name)
             if value is None and name == "cache_positions":
@@ -73,14 +75,14 @@ class EngineOptions:
 
     @property
     def draft_rows(self) -> int:
-        """Rows of a step with drafts, at most; 0 without any."""
+        """The most rows of a step with drafts; 0 if nothing is drafted."""
         if self.speculate == "off":
             return 0
         return min(MAX_BATCH, max(DRAFT_ROWS, 2 * self.max_batch))
 
     @property
     def pages(self) -> int:
-        """Of the KV cache."""
+        """Pages of the KV cache."""
         if self.cache_positions is not None:
             return -(-self.cache_positions // PAGE)
         others = (self.max_batch - 1) * -(-min(self.context, _POSITIONS_EACH) // PAGE)
