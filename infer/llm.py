@@ -1,4 +1,4 @@
-"""A loaded model, and what it generates."""
+"""A loaded model, and the streams of text that it generates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Prompts = Chats | Sequence[Sequence[int]]
 
 
 class _Lazy:
-    """An answer that is begun when it is first asked for."""
+    """An answer that begins when it is first asked for."""
 
     def __init__(self, begin: Callable[[], TokenAnswer]) -> None:
         self._begin = begin
@@ -69,8 +69,8 @@ class _Lazy:
 
 class Stream(Iterator[Chunk]):
     """Text as it is generated. Iterate it to its end, close it, or drop it: each frees its place
-    for the next. `result` holds what has been generated so far, and in the end everything. Threads
-    may share it: each piece goes to one of them."""
+    for the next answer. `result` holds what has been generated so far, and in the end everything.
+    Threads may share a stream: each piece goes to one of them."""
 
     def __init__(
         self,
@@ -114,29 +114,29 @@ class Stream(Iterator[Chunk]):
         raise error or StopIteration
 
     def _begin(self) -> None:
-        """From here on it is generated whenever any other is."""
+        """Begin it: from here on it is generated whenever another answer is."""
         self._llm._check_open()
         self._answer()
 
     def _is_ready(self) -> bool:
-        """Whether its next piece, or its end, takes no step of the model."""
+        """Whether its next piece, or its end, is there without another step of the model."""
         return self._answer().is_ready
 
     def begin_elsewhere(self) -> TokenAnswer:
-        """As `_begin`, for the thread of event loops, which reads it."""
+        """As `_begin`, for a stream that the thread of event loops reads."""
         self._begin()
         self._is_elsewhere = True
         return self._answer()
 
     def _finish(self) -> Result:
-        """All of it, to its end."""
+        """Generate it to its end."""
         with self:
             for _ in self:
                 pass
             return self.result
 
     def close(self) -> None:
-        """End the stream. Safe at any time, in any thread, in a signal handler and in a logits
+        """End the stream. Safe at any time, in any thread, in a signal handler, in a logits
         processor, and twice. A piece that is being made meanwhile is the last one."""
         self._closed = True
         self._answer.close()
@@ -157,10 +157,10 @@ class Stream(Iterator[Chunk]):
 
 
 class LLM:
-    """A loaded model. Made by `load`; use it in `with`, or close it.
+    """A loaded model, from `load`. Use it in a `with` block, or close it.
 
     Any number of streams may be open, in any threads. As many as `max_batch` are generated
-    together, others wait. Several LLMs, and several devices, live side by side.
+    together; the others wait. Several LLMs, on one device or several, can live side by side.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What generates. Raises UnsupportedError where that is another process (isolate)."""
+        """The engine. Raises UnsupportedError if it is in another process (isolate)."""
         if not isinstance(self._engine, Engine):
             raise UnsupportedError(
                 "The engine of this LLM is in a process of its own. Load it without isolate."
@@ -191,39 +191,39 @@ class LLM:
 
     @property
     def device(self) -> Device:
-        """As `engine`."""
+        """The engine's device. Raises as `engine`."""
         return self.engine.device
 
     @property
     def gpu(self) -> AdapterInfo:
-        """What it runs on."""
+        """The adapter that it runs on."""
         return self._engine.gpu
 
     @property
     def restarts(self) -> bool:
-        """Whether the engine's process has ended, and the next one does not generate yet."""
+        """Whether the engine's process has ended, and the next one is not ready yet."""
         return self._engine.restarts
 
     @property
     def silent(self) -> float:
-        """Seconds since the engine last showed that it lives, which it does every few; 0 where it
-        is in this process."""
+        """Seconds since the engine's process last showed that it lives, which it does every few
+        seconds; 0 if the engine is in this process."""
         return self._engine.silent
 
     def watch(self, on_failure: Callable[[InferError], object]) -> None:
-        """on_failure: called, in another thread, when an engine in a process of its own is not
+        """Have on_failure called, in another thread, if an engine in a process of its own is not
         started again."""
         if isinstance(self._engine, WorkerEngine):
             self._engine.on_failure = on_failure
 
     @property
     def slots(self) -> int:
-        """Answers that are generated at once; others wait."""
+        """The most answers generated at once; others wait."""
         return self._engine.slots
 
     @property
     def context(self) -> int:
-        """Positions that a prompt and its answer may take."""
+        """The most positions of a prompt and its answer."""
         return self._engine.context
 
     @property
@@ -233,7 +233,7 @@ class LLM:
 
     @property
     def is_embedder(self) -> bool:
-        """Whether the model's files say how it embeds."""
+        """Whether the model's files say how to pool embeddings."""
         return self._embedding.is_stated
 
     # Generating
@@ -261,13 +261,15 @@ class LLM:
     def generate(
         self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
     ) -> Results:
-        """The whole answer to a prompt, or those to a list of prompts, in their order, which are
-        generated together.
+        """The whole answer to a prompt; or the answers to a list of prompts, in their order, which
+        are generated together.
 
-        prompt: text to be continued, token ids, or chat messages ({"role", "content"}), which go
-        through the model's chat template. n: samples of each prompt, which is computed once; if
-        more than one, each prompt has a list of them. Of a seed, sample i has seed + i, so that the
-        first is that of n=1; without a temperature all are the same. options: as for `stream`.
+        prompt: text to continue, token ids, or chat messages ({"role", "content"}), which go
+            through the model's chat template.
+        n: samples of each prompt, which is computed once; with more than one, each prompt has a
+            list of results. If there is a seed, sample i has seed + i, so that the first is that of
+            n=1. Without a temperature all samples are the same.
+        options: as for `stream`.
         """
         streams = (self.stream(each, **own) for each, own in samples(prompt, n, options))
         return by_prompt(together(streams), prompt, n)
@@ -295,8 +297,8 @@ class LLM:
     def chat(
         self, messages: Chat | Chats, *, n: int = 1, **options: Unpack[AnswerOptions]
     ) -> Results:
-        """The answer to chat messages, or to one user message given as text; or those to a list of
-        either, generated together. n, options: as for `generate`."""
+        """The answer to chat messages, or to one user message given as text; or the answers to a
+        list of either, generated together. n, options: as for `generate`."""
         if isinstance(messages, Sequence) and are_several(messages):
             prompts = [_messages(cast(Chat, each)) for each in messages]
             return self.generate(prompts, n=n, **options)
@@ -318,21 +320,22 @@ class LLM:
     ) -> Stream:
         """The answer piece by piece.
 
-        sampling: the fields of SamplingParams (or give `params`); what is left out comes from the
-        model's generation_config.json, else greedy. logits_processor: numpy function of (ids so
-        far, logits [vocab]) that returns the logits to choose from; slower, because the logits come
-        to the host for every token. template_args: for the chat template (enable_thinking, …).
-        adapter: the name of one of `adapters`. cache_salt: a text; what the cache keeps of prompt
-        and answer is reused by those calls alone that give the same, so that no other can tell by
-        its time what was asked.
+        sampling: fields of SamplingParams (or give `params`). What is left out comes from the
+            model's generation_config.json, else it is greedy.
+        logits_processor: a numpy function of (ids so far, logits [vocab]) that returns the logits
+            to choose from. Slower, as the logits come to the host for every token.
+        template_args: for the chat template (enable_thinking, …).
+        adapter: the name of one of `adapters`.
+        cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
+            the same one, so that nobody else can tell by the time taken what was asked.
+        tools: functions that the answer may call, in OpenAI's form, or Python functions, described
+            by their signatures and docstrings.
+        tool_choice: "none", "auto", "required", or one function, as {"type": "function",
+            "function": {"name"}}.
+        parallel_tool_calls: whether there may be several calls.
 
-        tools: functions that the answer may call, in OpenAI's form, or Python's own, which their
-        signatures and docstrings describe. tool_choice: "none", "auto", "required" or one of them,
-        as {"type": "function", "function": {"name"}}. parallel_tool_calls: whether there may be
-        several calls.
-
-        What a model thinks and calls in the answer to messages is told apart from its text. To
-        token ids it is where tools are given, perhaps an empty list.
+        In answers to messages, reasoning and calls are told apart from the text. In answers to
+        token ids, only if tools are given, perhaps an empty list.
 
         Raises RequestError at once for a prompt or a value that cannot be served.
         """
@@ -373,7 +376,7 @@ class LLM:
     def _held(
         self, params: SamplingParams, reading: Reading | None
     ) -> tuple[SamplingParams, Constraint | None]:
-        """What an answer is held to."""
+        """The constraint of an answer, if it has one."""
         held = params if reading is None else reading.held(params)
         try:
             return held, self.constraint(held)
@@ -410,7 +413,7 @@ class LLM:
         self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
     ) -> Results:
         """`generate` for event loops, which it never blocks. Answers that tasks wait for are
-        generated together; a task that is cancelled ends its own."""
+        generated together. Cancelling a task ends its answers."""
         import asyncio
 
         from infer.aio import AsyncStream, together
@@ -425,14 +428,14 @@ class LLM:
     def astream(
         self, prompt: Prompt, **options: Unpack[AnswerOptions]
     ) -> AsyncStream[Chunk, Result]:
-        """`stream` for event loops: `async for chunk in llm.astream(prompt)`. Raises RequestError
-        at once, too."""
+        """`stream` for event loops: `async for chunk in llm.astream(prompt)`. It raises
+        RequestError at once, too."""
         from infer.aio import AsyncStream
 
         return AsyncStream(self._runner, self.stream(prompt, **options), False)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """What an answer must follow. Raises RequestError for one that cannot be."""
+        """The constraint that the parameters ask for. Raises RequestError if there can be none."""
         if not params.constrained:
             return None
         with self._first:  # of many that come at once
@@ -462,8 +465,8 @@ class LLM:
         raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
 
     def decode(self, ids: int | Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, or of one; bytes that are not UTF-8 become U+FFFD. Raises
-        RequestError for what is no id of the model's."""
+        """The text of token ids, or of one id. Bytes that are not UTF-8 become U+FFFD. Raises
+        RequestError for ids that the model does not have."""
         listed = list(ids) if isinstance(ids, Iterable) else [ids]
         for i in listed:
             if not (isinstance(i, int | np.integer) and 0 <= i < self._engine.vocab_size):
@@ -480,17 +483,19 @@ class LLM:
         normalize: bool | None = None,
         adapter: str | None = None,
     ) -> NDArray[np.float32]:
-        """The embedding of a text, [hidden_size], or those of a list of texts,
-        [texts, hidden_size]: its tokens' hidden states after the last norm, pooled. Computed beside
-        what else is generated.
+        """The embedding of a text, [hidden_size], or of each of a list of texts, [texts,
+        hidden_size]: the hidden states of its tokens after the last norm, pooled. They are computed
+        in steps beside those of answers.
 
-        texts: as `generate` takes prompts. An instruction that a model wants before a text is not
-        added. pooling: the "mean" of all tokens, or the "last" one; None: what the model's files
-        say (those of sentence-transformers), else the mean. normalize: whether each has length 1;
-        None: what these files say, else true. adapter: the name of one of `adapters`.
+        texts: as the prompts of `generate`. An instruction that a model expects before a text is
+            not added.
+        pooling: the "mean" of all tokens, or the "last" one. None: what the model's files say
+            (those of sentence-transformers), else the mean.
+        normalize: scale each embedding to length 1. None: what these files say, else true.
+        adapter: the name of one of `adapters`.
 
-        Raises RequestError for what cannot be served, and UnsupportedError where the files say what
-        is not implemented, unless `pooling` is given.
+        Raises RequestError for what cannot be served, and UnsupportedError if the files ask for
+        what is not implemented, unless `pooling` is given.
         """
         self._check_open()
         self._engine.check_adapter(adapter)
@@ -528,11 +533,11 @@ class LLM:
         *,
         adapter: str | None = None,
     ) -> list[Score]:
-        """How likely each continuation is after a prompt, in their order.
+        """How likely each continuation of a prompt is, in their order.
 
-        A prompt and a continuation that are both text become tokens together, of which those after
-        the prompt's own count; spaces at the prompt's end count as the continuation's. Else the
-        continuation's tokens follow the prompt's, without special ones.
+        If prompt and continuation are both text, they are tokenised together, and the tokens after
+        those of the prompt count; spaces at the prompt's end belong to the continuation. Otherwise
+        the continuation's tokens follow the prompt's, without special tokens.
 
         Raises RequestError for what cannot be served, and for a continuation without tokens.
         """
@@ -550,8 +555,8 @@ class LLM:
     def prompt_logprobs(
         self, prompt: Prompt, n: int = 0, *, adapter: str | None = None
     ) -> list[TokenLogprob]:
-        """The log probability of each token of a prompt but the first, after those before it, and
-        of the n most probable ones in its place."""
+        """The log probability of each token of a prompt but the first, given those before it, and
+        of the n most probable tokens in its place."""
         self._check_open()
         self._engine.check_adapter(adapter)
         ids = self.encode(prompt)
@@ -560,7 +565,7 @@ class LLM:
             return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter))]
 
     def _ranked(self, ids: Sequence[int], n: int, adapter: str | None) -> Iterator[Logprobs]:
-        """Of all tokens but the first."""
+        """The log probabilities of all tokens but the first."""
         if n <= MAX_LOGPROBS:
             for part in self._engine.score(ids, n, adapter):
                 yield from part
@@ -578,7 +583,7 @@ class LLM:
     def _scored_ids(
         self, prompt: Prompt, continuation: str | Sequence[int]
     ) -> tuple[list[int], int]:
-        """The ids of both, and where the continuation begins."""
+        """The ids of prompt and continuation, and where the latter begins."""
         if isinstance(prompt, str) and isinstance(continuation, str):
             stripped = prompt.rstrip() or prompt
             ids, begin = self.encode(prompt + continuation), len(self.encode(stripped))
@@ -598,7 +603,7 @@ class LLM:
         return ids, begin
 
     def _score(self, ids: Sequence[int], begin: int, adapter: str | None) -> Score:
-        """Of ids from `begin` on."""
+        """The score of the ids from `begin` on."""
         values: list[float] = []
         is_greedy = True
         ranked = zip(ids[1:], self._ranked(ids, 1, adapter), strict=True)
@@ -675,7 +680,7 @@ class LLM:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """A call of this thread, at whose end the LLM is closed if that was asked for in it."""
+        """A call by this thread. If closing was asked for in it, the LLM is closed at its end."""
         self._check_thread()
         thread = threading.get_ident()
         try:
@@ -687,8 +692,8 @@ class LLM:
                 self.close()
 
     def _check_thread(self) -> None:
-        """Raises RequestError for a call in the middle of another of this thread, and DeviceError
-        in a process that was forked."""
+        """Raises RequestError if this thread is in the middle of another call, and DeviceError in
+        a process that was forked."""
         check_process()
         if threading.get_ident() in self._inside:
             raise RequestError(
@@ -700,14 +705,14 @@ class LLM:
     # End
 
     def stats(self) -> EngineStats:
-        """GPU memory of this model's device, the pages of its KV cache, and how many answers it
-        has."""
+        """The GPU memory of this model's device, the pages of its KV cache, and how many answers
+        run and wait."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """Free the GPU memory. A stream that is open ends: in another thread with a ClosedError at
-        its next token. Safe at any time, in any thread, and twice. In a signal handler or a logits
-        processor that came in the middle of a call, the memory is freed when that call returns."""
+        """Free the GPU memory. Open streams end; in another thread with a ClosedError at the next
+        token. Safe at any time, in any thread, and twice. If a signal handler or a logits processor
+        calls it in the middle of a call, the memory is freed when that call returns."""
         self._closing = True
         if is_forked():
             return
@@ -739,7 +744,7 @@ class LLM:
 
 
 def are_several(prompt: Any) -> bool:
-    """Whether it is a list of prompts: of texts, or of lists."""
+    """Whether it is a list of prompts, that is of texts or of lists."""
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return all(isinstance(each, str | list | tuple | np.ndarray) for each in prompt)
@@ -748,8 +753,8 @@ def are_several(prompt: Any) -> bool:
 def samples(
     prompt: Prompt | Prompts, n: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[Prompt, dict[str, Any]]]:
-    """Each prompt n times, one after another, with the options of that sample: of a seed, its own.
-    Raises RequestError for an n that is no number of samples."""
+    """Each prompt n times in a row, with the options of each sample, which has a seed of its own.
+    Raises RequestError if n is no number of samples."""
     if type(n) is not int or n < 1:
         raise RequestError(f"n must be a positive integer, not {shown(n)}.")
     params, seed = options.get("params"), options.get("seed")
@@ -765,14 +770,14 @@ def samples(
 
 
 def by_prompt(results: list[Result], prompt: Prompt | Prompts, n: int) -> Results:
-    """The results of `samples`, as who asked for them gets them."""
+    """The results of `samples`, in the form that the caller expects."""
     if n > 1 and are_several(prompt):
         return [results[i : i + n] for i in range(0, len(results), n)]
     return results if n > 1 or are_several(prompt) else results[0]
 
 
 def together(streams: Iterable[Stream]) -> list[Result]:
-    """All of them, to their ends, generated at once."""
+    """Generate all of them together, to their ends."""
     with ExitStack() as opened:
         listed = [opened.enter_context(stream) for stream in streams]
         for stream in listed:
@@ -792,7 +797,7 @@ def _messages(messages: str | Sequence[Message]) -> Sequence[Message]:
 
 
 def _params(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
-    """sampling: checked for names."""
+    """The sampling parameters of a call. sampling: whose names are checked."""
     if not (params is None or isinstance(params, SamplingParams)):
         raise RequestError(f"params must be SamplingParams, not {shown(params)}.")
     if params is not None and sampling:
@@ -834,7 +839,7 @@ def check_options(
     parallel_tool_calls: bool = True,
     **sampling: Unpack[SamplingOptions],
 ) -> None:
-    """What `stream` refuses of its options whatever the model is: before one is loaded."""
+    """Raises what `stream` would for options that no model takes, before one is loaded."""
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)
     _check_salt(cache_salt)

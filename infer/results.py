@@ -11,9 +11,9 @@ from infer.text.tools import ToolCall, ToolCallDelta
 
 @dataclass(frozen=True)
 class TopLogprob:
-    """A token that may come next, and the log probability that it does: of the model itself, before
-    any filter or penalty. text: as the token stands within a text, where it is special by its name,
-    and U+FFFD for a part of a character."""
+    """A token that may come next, and its log probability: the model's own, before any filter or
+    penalty. text: as the token stands within a text; a special token by its name; U+FFFD for a part
+    of a character."""
 
     token_id: int
     logprob: float
@@ -22,16 +22,17 @@ class TopLogprob:
 
 @dataclass(frozen=True)
 class TokenLogprob(TopLogprob):
-    """The same of the token that was chosen. top: the most probable in its place, best first."""
+    """The same of the token that was chosen. top: the most probable tokens in its place, the best
+    first."""
 
     top: tuple[TopLogprob, ...]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream, which prints as its text: what is now certain (perhaps nothing), and the
-    token that led to it (None in the last piece, when text was held back). logprob is there when
-    asked for. reasoning and tool_calls: pieces of those, in answers to chats."""
+    """A piece of a stream, which prints as its text. text: what has become certain, perhaps
+    nothing. token: the one that led to it; None in the last piece, if text had been held back.
+    logprob: there if asked for. reasoning, tool_calls: pieces of those, in answers to chats."""
 
     text: str
     token_id: int | None
@@ -48,11 +49,10 @@ class Result:
     """A whole generation, which prints as its text.
 
     token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
-    string), "tool_calls" ("stop", and it calls tools), "length" (max_tokens, or the context is
-    full) or "cancelled" (closed before its end). reasoning, tool_calls: what an answer to a chat
-    has beside its text. reasoning_tokens: those of token_ids that are reasoning. stop_string: the
-    one that ended it.
-    """
+    string), "tool_calls" (the same, of an answer with calls), "length" (max_tokens, or the context
+    is full) or "cancelled" (closed before its end). reasoning, tool_calls: the parts of an answer
+    to a chat that are not its text. reasoning_tokens: how many of token_ids are reasoning.
+    stop_string: the one that ended it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -70,8 +70,8 @@ class Result:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as one of the messages of the next chat, where what was called stands in front
-        of its results: {"role": "tool", "tool_call_id", "content"} each."""
+        """The answer as a message of the next chat. If it has calls, their results follow it: one
+        {"role": "tool", "tool_call_id", "content"} each."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -92,7 +92,7 @@ class Result:
 
     @property
     def prompt_tps(self) -> float:
-        """Prompt tokens computed per second, up to the first token that was generated."""
+        """Prompt tokens computed per second, until the first token was generated."""
         t = self.timings
         return t.prefilled_tokens / t.prefill_seconds if t.prefill_seconds else 0.0
 
@@ -104,7 +104,7 @@ class Result:
 
     @property
     def step_tokens(self) -> float:
-        """Tokens of a step after the first token: more than one where some were drafted."""
+        """Tokens per step after the first token; more than one if drafts were right."""
         steps = self.timings.decoded_tokens - self.timings.accepted_tokens
         return self.timings.decoded_tokens / steps if steps else 0.0
 
@@ -114,8 +114,8 @@ Results = Result | list[Result] | list[list[Result]]  # by what was asked for
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a continuation is. logprob: of all its tokens, the sum of token_logprobs.
-    is_greedy: whether each of them is the most probable one in its place. tokens: how many."""
+    """How likely a continuation is. logprob: of all its tokens together, the sum of token_logprobs.
+    is_greedy: whether each token is the most probable one in its place. tokens: how many."""
 
     logprob: float
     token_logprobs: list[float]

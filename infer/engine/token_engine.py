@@ -1,4 +1,4 @@
-"""What an LLM asks of an engine, whichever process that is in: token ids in, token ids out."""
+"""The interface of an engine, in this process or another: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from infer.sampling import LogitsProcessor, Logprobs, SamplingParams
 
 @dataclass(frozen=True)
 class Step:
-    """One token that was chosen, and when asked for the logits [vocab] it was chosen from, and
-    their log probabilities."""
+    """A chosen token, and if asked for the logits [vocab] that it was chosen from, and log
+    probabilities."""
 
     token: int
     logits: NDArray[np.float32] | None = None
@@ -33,8 +33,8 @@ class Step:
 
 @dataclass
 class Timings:
-    """Of one answer: seconds to the first token, and from there to the last; tokens of the prompt
-    that were computed and that the cache still had; tokens after the first."""
+    """Times and counts of one answer: seconds to the first token, and from there to the last;
+    prompt tokens that were computed, and that were cached; tokens after the first."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -47,9 +47,9 @@ class Timings:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """memory: of the device. cache: the pages of the KV cache. running and waiting: answers.
+    """memory: of the device. cache: the pages of the KV cache. running, waiting: answers.
     preemptions: how often an answer had to give its pages back. drafts: how often something was
-    drafted for an answer; drafted: tokens, and accepted: those that were right."""
+    drafted for an answer. drafted: tokens in all. accepted: those that were right."""
 
     memory: MemoryStats
     cache: PoolStats
@@ -62,10 +62,10 @@ class EngineStats:
 
 
 class TokenAnswer(Iterator[Step]):
-    """The tokens after a prompt, one by one, a stop id included. Close it to end it before.
+    """The tokens after a prompt, one by one, a stop id included. Close it to end it early.
 
     steps: those that nobody has taken. cancelled: it ends before the next step. error: what ended
-    it, until it is raised.
+    it, until that is raised.
     """
 
     engine: TokenEngine
@@ -88,15 +88,15 @@ class TokenAnswer(Iterator[Step]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next step, or its end, need not be waited for."""
+        """Whether its next step, or its end, is there without waiting."""
         return bool(self.steps) or self.error is not None or self.ended or self.cancelled
 
 
 class TokenEngine(ABC):
     """One model on one GPU. Threads may share it.
 
-    context: positions of a prompt and its answer. slots: answers that are generated at once.
-    adapter_names: those that a call can choose.
+    context: the most positions of a prompt and its answer. slots: the most answers at once.
+    adapter_names: the adapters that a call can choose.
     """
 
     config: DecoderConfig
@@ -108,16 +108,16 @@ class TokenEngine(ABC):
     @property
     @abstractmethod
     def gpu(self) -> AdapterInfo:
-        """What it runs on."""
+        """The adapter that it runs on."""
 
     @property
     def silent(self) -> float:
-        """Seconds since its process last showed that it lives, which it does every few."""
+        """Seconds since its process last showed that it lives, which it does every few seconds."""
         return 0.0
 
     @property
     def restarts(self) -> bool:
-        """Whether its process has ended, and the next one does not generate yet."""
+        """Whether its process has ended, and the next one is not ready yet."""
         return False
 
     def check_prompt(self, prompt_ids: Sequence[int], room: int = 1) -> None:
@@ -186,23 +186,23 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Until `ready`, which is asked between steps."""
+        """Wait until `ready`, which is asked between steps."""
 
     @abstractmethod
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
     ) -> Generator[NDArray[np.float64], None, None]:
-        """Of each text the hidden states after the last norm, pooled [hidden_size], in their order.
+        """The pooled hidden states [hidden_size] of each text after the last norm, in their order.
 
-        pooling: "mean" of all tokens, or the "last" alone.
+        pooling: the "mean" of all tokens, or the "last" one.
         """
 
     @abstractmethod
     def score(
         self, ids: Sequence[int], n: int, adapter: str | None = None
     ) -> Generator[list[Logprobs], None, None]:
-        """Of all tokens but the first the log probability, and the n most probable ones in their
-        place, in chunks."""
+        """In chunks, of all tokens but the first: its log probability, and the n most probable
+        tokens in its place."""
 
     @abstractmethod
     def logits(
