@@ -1,4 +1,4 @@
-"""What stands before all endpoints: API keys, and a line of the log for each request."""
+"""The layers in front of all endpoints: API keys, and a log line for each request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Lets through who has a key, and says which: what the cache keeps of a request is found by
-    those alone who have the same."""
+    """Admits requests with a valid key, and passes the key on: what is cached for a request is
+    found only by requests with the same key."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], free: Sequence[str]) -> None:
-        """free: paths that need none."""
+        """free: paths that need no key."""
         self._app, self._free = app, free
         self._keys = [key.encode() for key in api_keys]
 
@@ -46,7 +46,7 @@ class Guard:
 
 
 def _given(headers: Headers) -> bytes:
-    """The key in the header of OpenAI's and Ollama's clients, or in that of Anthropic's."""
+    """The key, from the header of OpenAI's and Ollama's clients, or from Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
@@ -54,10 +54,10 @@ def _given(headers: Headers) -> bytes:
 
 
 class AccessLog:
-    """Who asked for what, the status, and how long the response took; nothing of its content."""
+    """Logs who asked for what, the status, and the time it took; nothing of its content."""
 
     def __init__(self, app: ASGIApp, quiet: Sequence[str]) -> None:
-        """quiet: paths that are asked for all the time."""
+        """quiet: paths that are polled, and not logged."""
         self._app, self._quiet = app, quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,15 +12,15 @@ class Admission:
     """Counts answers from their request to their end. For one thread."""
 
     def __init__(self, most: int) -> None:
-        """most: answers that are generated or wait. A request that finds a place for one of its
-        answers has all of them."""
+        """most: the most answers that are generated or wait. A request with room for one of its
+        answers is admitted with all of them."""
         self.most = most
         self.count = 0
         self.draining = False  # what runs may end, and nothing begins
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
-        """As long as these answers take. Raises ApiError (429, 503)."""
+        """A block in which these answers count. Raises ApiError (429, 503)."""
         if self.draining:
             raise ApiError(503, "The server is shutting down.")
         if self.count >= self.most:

@@ -1,4 +1,4 @@
-"""The application: which endpoint is where, and what comes before all of them."""
+"""The application: the routes of all endpoints, and the layers in front of them."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def create_app(served: Served) -> Starlette:
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """For web pages of these."""
+    """The CORS layer for web pages of these origins."""
     if not origins:
         return []
     return [

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: what a request asks for, and how its answers are written."""
+"""/v1/chat/completions: from a request to a job, and how its answers are written."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read(call: Call[ChatRequest]) -> Job:
 
 
 def _messages(given: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Developers' messages are the system's, where the template has no such role."""
+    """The messages. A developer's message is the system's if the template has no such role."""
     if "developer" in template:
         return given
     other = {"role": "system"}
@@ -74,7 +74,7 @@ def _messages(given: list[dict[str, Any]], template: str) -> list[dict[str, Any]
 
 
 def reasoning_args(effort: str | None) -> dict[str, Any]:
-    """How much to think, under the names that templates know it by. None: as the model will."""
+    """How much to think, under the names that templates use. None: the model decides."""
     if effort is None:
         return {}
     thinks = effort != "none"
@@ -82,7 +82,7 @@ def reasoning_args(effort: str | None) -> dict[str, Any]:
 
 
 def template_args(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of a request. Raises ApiError (400)."""
+    """The template arguments of a request. Raises ApiError (400)."""
     args = dict(given or {})
     if reserved := _RESERVED & args.keys():
         raise ApiError(
@@ -138,7 +138,7 @@ def _delta(call: ToolCallDelta) -> ToolCall:
 
 
 def arguments_of(call: Called) -> dict[str, Any]:
-    """None where the call was cut off, as the reason of the end says."""
+    """The arguments of a call; None if it was cut off, as the finish reason says."""
     try:
         return call.parsed()
     except ValueError:

@@ -1,4 +1,4 @@
-"""OpenAI's older form of answers, that of both completions: replies of choices."""
+"""The form of answers that OpenAI's two older endpoints share: replies with choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infer.server.wire import EVENT_STREAM, KEEPALIVE, event
 
 
 class Choices(Protocol):
-    """How an endpoint writes answers, each at its index. For one request."""
+    """How an endpoint writes answers, each with its index. For one request."""
 
     prefix: str  # of ids
     whole_object: str
@@ -29,7 +29,7 @@ class Choices(Protocol):
     def whole(self, index: int, result: Result) -> msgspec.Struct: ...
 
     def begin(self, index: int) -> msgspec.Struct | None:
-        """What a stream begins with."""
+        """The first events of a stream."""
 
     def piece(self, index: int, chunk: Chunk) -> msgspec.Struct | None: ...
 
@@ -71,7 +71,7 @@ class ChoicesFormat:
         return event(error.body)
 
     def _event(self, choice: msgspec.Struct | None) -> bytes:
-        """With the answer at its index."""
+        """An event with the answer at its index."""
         if choice is None:
             return b""
         usage: Usage | msgspec.UnsetType | None = None if self._with_usage else msgspec.UNSET

@@ -1,4 +1,4 @@
-"""From an HTTP request to what it asks for, and back: what all endpoints that take JSON share."""
+"""From an HTTP request to a call and back: what all endpoints that take JSON share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Call(Generic[RequestT]):
 
     @property
     def cache_salt(self) -> str | None:
-        """Of the sender's API key, and the request's own: see `LLM.stream`."""
+        """The salt of the sender's API key and the request's own: see `LLM.stream`."""
         key: str | None = self.scope.get("state", {}).get("cache_salt")
         own: str | None = getattr(self.request, "cache_salt", None)
         return key if own is None else f"{key}/{own}"
@@ -48,12 +48,12 @@ class Call(Generic[RequestT]):
         return {"X-Infer-Warning": " ".join(text.split())[:_MOST_WARNED]}
 
     async def reply(self, value: msgspec.Struct) -> None:
-        """The whole response."""
+        """Send the whole response."""
         response = JSONResponse(value, headers=self.headers)
         await response(self.scope, _nothing, self.send)
 
     async def start(self, headers: Mapping[str, str]) -> None:
-        """Of a response that comes in parts, which are sent by `part`."""
+        """Begin a response that is sent in parts, by `part`."""
         given = Response(headers={**headers, **self.headers}).raw_headers
         own = [(name, value) for name, value in given if name != b"content-length"]
         await self.send({"type": "http.response.start", "status": 200, "headers": own})
@@ -63,7 +63,7 @@ class Call(Generic[RequestT]):
 
 
 class Endpoint(Generic[RequestT]):
-    """An ASGI application. A client that goes away ends the work for it."""
+    """An ASGI application. Its work ends when the client goes away."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Endpoint(Generic[RequestT]):
         kind: type[RequestT],
         run: Callable[[Call[RequestT]], Coroutine[Any, Any, None]],
     ) -> None:
-        """run: what responds. It may raise ApiError and InferErrors before it has begun to."""
+        """run: writes the response. Until it begins to, it may raise ApiError and InferErrors."""
         self._served, self._kind, self._run = served, kind, run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,8 +94,8 @@ async def _nothing() -> Any:
 async def _while_connected(
     receive: Receive, stopped: asyncio.Event, work: Coroutine[Any, Any, None]
 ) -> None:
-    """Do the work; raises ClientDisconnect where the client goes away before its end, and ApiError
-    (503) where the server does. The request's body has been read."""
+    """Do the work. Raises ClientDisconnect if the client goes away before its end, and ApiError
+    (503) if the server stops. The request's body has been read."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""What the server asks of an engine, whichever process that is in."""
+"""The interface of an engine to the server, in this process or another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _SHORT = 1000  # tokens, or characters of a text: to hand it to a thread takes a
 
 
 class Answer(Protocol):
-    """Begins when it is first asked for a piece. `result` holds what there is so far."""
+    """An answer, which begins when it is first asked for a piece. `result` holds what there is so
+    far."""
 
     @property
     def result(self) -> Result: ...
@@ -40,25 +41,25 @@ class Answer(Protocol):
 
 
 class EngineClient(Protocol):
-    """An engine with one model. What its methods raise are InferErrors."""
+    """An engine with one model. Its methods raise only InferErrors."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def context(self) -> int:
-        """Positions that a prompt and its answer may take."""
+        """The most positions of a prompt and its answer."""
 
     @property
     def slots(self) -> int:
-        """Answers that are generated at once; others wait."""
+        """The most answers generated at once; others wait."""
 
     @property
     def gpu(self) -> AdapterInfo: ...
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Names that `open` takes."""
+        """The names that `open` takes."""
 
     @property
     def failure(self) -> str | None:
@@ -69,7 +70,7 @@ class EngineClient(Protocol):
 
     @property
     def template(self) -> str:
-        """For chats; "" where there is none."""
+        """The chat template; "" if there is none."""
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -80,16 +81,17 @@ class EngineClient(Protocol):
 
     @property
     def is_embedder(self) -> bool:
-        """Whether the model's files say how it embeds."""
+        """Whether the model's files say how to pool embeddings."""
 
     @property
     def infill(self) -> Infill | None:
-        """How the model is asked for what stands between two texts; None where it cannot be."""
+        """How the model is asked to fill in text between two others; None if it cannot."""
 
     async def encode(
         self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
     ) -> list[int]:
-        """add_special_tokens: those that a text begins and ends with; a template writes its own."""
+        """add_special_tokens: the tokens that a text begins and ends with; chat templates write
+        their own."""
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens by their names."""
@@ -102,8 +104,8 @@ class EngineClient(Protocol):
         tools: ToolOptions | None = None,
         cache_salt: str | None = None,
     ) -> Answer:
-        """tools: of a chat, even where it has none: its answer is split into text, reasoning and
-        calls."""
+        """tools: given for chats, even if there are none: the answer is then split into text,
+        reasoning and calls."""
 
     async def embed(
         self, texts: Sequence[Sequence[int]], adapter: str | None
@@ -113,14 +115,14 @@ class EngineClient(Protocol):
     async def prompt_logprobs(
         self, ids: Sequence[int], n: int, adapter: str | None
     ) -> list[TokenLogprob]:
-        """Of all tokens but the first."""
+        """The log probabilities of all tokens but the first."""
 
     async def stats(self) -> EngineStats: ...
 
 
 class LLMClient:
-    """That of an LLM of this process, wherever its engine runs. What takes longer with longer
-    prompts is done in threads."""
+    """The engine of an LLM of this process, wherever it runs. Work that grows with the prompt is
+    done in threads."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -186,7 +188,7 @@ class LLMClient:
             raise
 
     def notice(self, error: DeviceError) -> None:
-        """A device that is lost is so for good."""
+        """Remember a lost device: it stays lost."""
         if not isinstance(error, OutOfMemoryError):
             self.failure = str(error)
 

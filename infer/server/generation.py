@@ -1,4 +1,4 @@
-"""From a request for answers to its response: what the endpoints that generate have in common."""
+"""From a request for answers to its response: what all endpoints that generate share."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from infer.text.tools import ToolOptions, check_tools
 
 @dataclass(frozen=True)
 class Answers:
-    """Those to a request, `n` to each of its prompts. model: the one that gives them, as clients
-    call it."""
+    """The answers to a request, `n` to each of its prompts. model: the name under which clients
+    know the model."""
 
     model: str
     each: Sequence[Answer]
@@ -45,8 +45,8 @@ class Answers:
 
 
 class Format(Protocol):
-    """How an API writes the answers to one request. A stream is made of bytes, of which there may
-    be none."""
+    """How an API writes the answers to one request. Streams are made of pieces of bytes, some of
+    them empty."""
 
     media_type: str  # of a stream
     keepalive: bytes  # what shows that it lives
@@ -59,21 +59,21 @@ class Format(Protocol):
         """index: of the answer."""
 
     def end(self, index: int, result: Result) -> bytes:
-        """Of one answer."""
+        """The end of one answer."""
 
     def finish(self) -> bytes:
-        """Of all of them."""
+        """The end of all answers."""
 
     def error(self, error: ApiError) -> bytes:
-        """In place of what would have come."""
+        """An error, instead of the rest."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a request asks for. param: that of the request in which the prompts stand. params: None
-    where nothing is to be generated. tools: of chats, what may be called; None: answers are plain
-    text. suffix: what comes after the answers. before: what the format needs to know of the encoded
-    prompts, for that adapter."""
+    """What a request asks for. param: the parameter that holds the prompts. params: None if nothing
+    is to be generated. tools: what an answer to a chat may call; None: answers are plain text.
+    suffix: the text after the answers. before: what the format needs to know of the encoded
+    prompts, given the adapter."""
 
     prompts: Sequence[Prompt]
     param: str
@@ -90,7 +90,7 @@ class Job:
 def generate(
     read: Callable[[Call[RequestT]], Job],
 ) -> Callable[[Call[RequestT]], Coroutine[Any, Any, None]]:
-    """What an endpoint runs. read: what a request asks for. It may raise ApiError."""
+    """The work of an endpoint. read: makes a job of a request; it may raise ApiError."""
 
     async def run(call: Call[RequestT]) -> None:
         service = call.service
@@ -142,7 +142,7 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
 
 
 async def encode(engine: EngineClient, job: Job) -> list[list[int]]:
-    """The prompts. Raises ApiError (400) for one that is too long."""
+    """The token ids of the prompts. Raises ApiError (400) for one that is too long."""
     given = job.prompts
     if job.suffix is not None:
         given = [_infill(engine, prompt, job.suffix) for prompt in given]
@@ -169,7 +169,7 @@ def check_length(engine: EngineClient, ids: Sequence[int], param: str, room: int
 
 
 def _infill(engine: EngineClient, prefix: Prompt, suffix: str) -> str:
-    """A prompt whose continuation stands between both. Raises ApiError (400)."""
+    """The prompt whose continuation stands between a prefix and a suffix. Raises ApiError (400)."""
     if engine.infill is None:
         raise ApiError(
             400,
@@ -199,7 +199,7 @@ class _Nothing:
 
 
 async def _finish(answers: Answers, stopped: asyncio.Event) -> None:
-    """All of them, to their ends."""
+    """Generate all of them to their ends."""
     async with _reading(answers.each, stopped) as inbox:
         left = len(answers.each)
         while left:
@@ -210,8 +210,8 @@ async def _finish(answers: Answers, stopped: asyncio.Event) -> None:
 
 
 async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
-    """A format's stream. After some seconds without a part of it one is sent that shows that it
-    lives, so that nothing between here and the client takes the connection for dead."""
+    """A format's stream. After some seconds without a piece, one is sent that shows that the stream
+    lives, so that no proxy takes the connection for dead."""
     left = len(answers.each)
     async with _reading(answers.each, call.service.stopped, call.service.keepalive) as inbox:
         await call.start(
@@ -241,11 +241,11 @@ async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
 
 
 class _Inbox:
-    """Which answer, and a piece of it, None at its end, or what ended it. For one task that takes
-    them."""
+    """Pieces of answers, each with the answer's index: a piece, None at its end, or what ended it.
+    For one task that takes them."""
 
     def __init__(self, seconds: float | None) -> None:
-        """seconds: that `take` waits at most; None: until there is something."""
+        """seconds: how long `take` waits at most; None: until there is something."""
         self._loop, self._seconds = asyncio.get_running_loop(), seconds
         self._items: list[tuple[int, Chunk | Exception | None]] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -257,7 +257,7 @@ class _Inbox:
         self._wake()
 
     async def take(self) -> list[tuple[int, Chunk | Exception | None]]:
-        """All that has come; nothing after so many seconds."""
+        """All that has come; nothing if it has waited too long."""
         if not self._items:
             self._waiter = self._loop.create_future()
             if self._seconds is not None:
@@ -288,8 +288,8 @@ class _Inbox:
 async def _reading(
     answers: Sequence[Answer], stopped: asyncio.Event, seconds: float | None = None
 ) -> AsyncIterator[_Inbox]:
-    """Where the pieces of all of them come, which are generated together; at the block's end they
-    end. Once `stopped` there is an error instead. seconds: as of `_Inbox`."""
+    """The inbox for the pieces of all answers, which are generated together and end with the block.
+    Once `stopped` there is an error instead. seconds: as of `_Inbox`."""
     inbox = _Inbox(seconds)
 
     async def read(index: int, answer: Answer) -> None:

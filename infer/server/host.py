@@ -1,5 +1,6 @@
-"""The models that are served: each is loaded when it is first asked for, in a process of its own,
-and where memory ends, the one that was used longest ago has to go."""
+"""The models of a server. Each is loaded in a process of its own when it is first asked for. When
+memory runs out, the model that was used longest ago is unloaded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ STALLED = 60.0  # seconds without a sign of life after which an engine counts as
 
 
 class Source(Protocol):
-    """Where a model comes from. Its methods take long."""
+    """Where a model comes from. Its methods may take long."""
 
     def find(self, progress: Progress) -> str:
         """Fetch its files. Returns the model's name."""
@@ -45,8 +46,8 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class _Entry:
-    """A model. users: requests that use it now. waiting: those that will. used: when the last of
-    them ended, or it was loaded; 0 before. expires: what unloads it, if nobody does until then."""
+    """A model. users: requests that use it now. waiting: requests that wait for it. used: when it
+    was last used or loaded; 0 before. expires: the timer that unloads it if nobody uses it."""
 
     source: Source
     name: str = ""
@@ -63,8 +64,8 @@ class _Entry:
 class Host(Served):
     """All models of a server.
 
-    keep_alive: seconds after which a model that nobody uses is unloaded; None: never. ready:
-    called once it answers. ended: called where it never will any more; `error` says why.
+    keep_alive: seconds after which an unused model is unloaded; None: never. ready: called once it
+    answers. ended: called when it can answer no more; `error` says why.
     """
 
     sources: Sequence[Source]
@@ -174,11 +175,11 @@ class Host(Served):
 
     @property
     def only(self) -> LLM | None:
-        """The model, where there are no others."""
+        """The model, if there is only one."""
         return self._entries[0].llm if len(self._entries) == 1 else None
 
     def services(self) -> list[Service]:
-        """Of the models that are loaded."""
+        """The services of the models that are loaded."""
         return [entry.service for entry in self._entries if entry.service is not None]
 
     # Use
@@ -290,7 +291,7 @@ class Host(Served):
             self._loop.call_soon_threadsafe(self._fail, error)
 
     async def _unload(self, entry: _Entry) -> None:
-        """Once nobody uses it; whoever comes meanwhile has it loaded again afterwards."""
+        """Unload a model once nobody uses it. Requests that come meanwhile have it loaded again."""
         llm, entry.service = entry.llm, None
         async with self._freed:
             await self._freed.wait_for(lambda: not entry.users)
@@ -299,7 +300,7 @@ class Host(Served):
         await self._in_thread(lambda _: llm.close())
 
     async def _in_thread(self, work: Callable[[Progress], T]) -> T:
-        """In one that does not keep the program from ending."""
+        """Run it in a thread that does not keep the program from ending."""
         future = self._loop.create_future()
 
         def progress(what: str, done: int, total: int) -> None:

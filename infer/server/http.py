@@ -1,4 +1,4 @@
-"""What a connection may take of the server, in room and in time, whatever its client does."""
+"""Limits of a connection, in memory and in time, whatever its client does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST, _RESERVED = 8192, 2 * ACCEPTED + 128
 
 
 def most_connections() -> int:
-    """As many as the limit of open files lets there be."""
+    """The most connections that the limit of open files allows."""
     if sys.platform == "win32":
         return _MOST
     import resource
@@ -35,8 +35,8 @@ def most_connections() -> int:
 
 
 class State(ServerState):
-    """What all connections of a server share. waiting: those whose next request has not come, or
-    not all of it, the longest first."""
+    """What all connections of a server share. waiting: those whose next request has not come
+    completely, the one that has waited longest first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +44,9 @@ class State(ServerState):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with limits. A client that exceeds them is told so, where it can be, and cut off.
-    Where there are too many of them, the one that has been waited for longest makes room."""
+    """uvicorn's connection, with limits. A client that exceeds them is told so if possible, and cut
+    off. If there are too many connections, the one whose request has been waited for longest is
+    closed."""
 
     most = most_connections()
 
@@ -148,8 +149,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, "This is not HTTP/1.1.")
 
     def _refuse(self, status: int, message: str) -> None:
-        """In the middle of a request, or before it. In the middle of a response nothing can be
-        said."""
+        """Refuse a request, before it or in the middle of it. In the middle of a response nothing
+        can be said."""
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()

@@ -22,7 +22,7 @@ DRAIN_SECONDS = 30  # that running answers have after a signal
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that nothing is accepted from yet. port: 0 for any. Raises RequestError."""
+    """A bound socket that accepts nothing yet. port: 0 for any. Raises RequestError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,17 +44,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(opened: socket.socket) -> str:
-    """Where clients on this machine find it."""
+    """The URL for clients on this machine."""
     host, port = opened.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal or `should_exit`; then nothing begins, and what runs may end."""
+    """Serves until a signal or `should_exit`. Then nothing begins any more, and running answers may
+    end."""
 
     def __init__(self, served: Served, ready: Callable[[], None] = lambda: None) -> None:
-        """ready: called when it listens."""
+        """ready: called once it listens."""
         config = uvicorn.Config(
             create_app(served),
             http=Connection,
@@ -87,7 +88,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """In the block, what the server says of that level and above."""
+    """In the block, the server's messages of that level and above go to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     own = logging.getLogger("infer")
@@ -102,8 +103,9 @@ def logging_to_stderr(level: str) -> Iterator[None]:
 
 
 def serve(host: Host, opened: socket.socket) -> None:
-    """Until Ctrl-C or SIGTERM, and then until running answers have ended, or DRAIN_SECONDS; a
-    second Ctrl-C ends them at once. Raises what the host fails with. For the main thread."""
+    """Serve until Ctrl-C or SIGTERM, and then until running answers have ended, at most
+    DRAIN_SECONDS; a second Ctrl-C ends them at once. Raises what the host fails with. For the main
+    thread."""
     server = Server(host)
 
     def end() -> None:

@@ -1,4 +1,4 @@
-"""What is served, to all endpoints alike: options, models by name, bodies of requests."""
+"""What all endpoints share: options, models by name, bodies of requests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from infer.server.protocol import Gpu, Health, Model, Models
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """name: of the model, for clients; None: its own. api_keys: one of which all endpoints but
-    /health ask for; none: nothing. strict: refuse parameters that are not known. cors_origins: web
-    pages of these may ask; "*": of all. queue: answers that may wait, for each that is generated.
-    max_body: bytes of a request, and a 16th of those of all that are coming. keepalive: seconds
-    without an event after which a stream shows that it lives."""
+    """name: the model's name for clients; None: its own. api_keys: all endpoints but /health ask
+    for one of these; none: no keys. strict: refuse unknown parameters. cors_origins: the origins
+    whose web pages may ask; "*": all. queue: answers that may wait, for each that is generated.
+    max_body: bytes of a request's body, and a 16th of all bodies that are being received.
+    keepalive: seconds without an event after which a stream shows that it lives."""
 
     name: str | None = None
     api_keys: Sequence[str] = ()
@@ -39,7 +39,7 @@ class ServerOptions:
 
 
 class Served(ABC):
-    """What is served. stopped: set when what is generated has to end."""
+    """The models that are served. stopped: set when all answers have to end."""
 
     options: ServerOptions
     stopped: asyncio.Event
@@ -48,12 +48,12 @@ class Served(ABC):
 
     @abstractmethod
     def services(self) -> Sequence[Service]:
-        """Of the models that are loaded."""
+        """The services of the models that are loaded."""
 
     @abstractmethod
     def using(self, model: str | None) -> AbstractAsyncContextManager[Service]:
-        """The service of a model, or of an adapter, which stays loaded in the block. None: the
-        first one. Raises ApiError (404, 503), and what loading does."""
+        """The service of a model or adapter, which stays loaded in the block. None: the first
+        model. Raises ApiError (404, 503), and what loading raises."""
 
     @abstractmethod
     def models(self) -> Models: ...
@@ -63,15 +63,16 @@ class Served(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """The event loop runs."""
+        """Called once the event loop runs."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Nothing begins any more."""
+        """Let nothing begin any more."""
 
     async def read_body(self, request: Request) -> bytes:
-        """Raises ApiError for one that is too large (413), or that comes from a web page and is not
-        said to be JSON (415): such a one browsers send for any page, without asking here first."""
+        """The body of a request. Raises ApiError if it is too large (413), or if it comes from a
+        web page and is not declared as JSON (415): browsers send such requests for any page,
+        without asking first."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and "origin" in request.headers:
             raise ApiError(415, "Send JSON, with the header Content-Type: application/json.")
@@ -111,8 +112,8 @@ class Service(Served):
         self.keepalive = self.options.keepalive
 
     def model(self, name: str | None) -> tuple[str, str | None]:
-        """The name of what answers, and the adapter that this means. None: the model. Raises
-        ApiError (404)."""
+        """The name under which it answers, and the adapter that the name means. None: the model
+        itself. Raises ApiError (404)."""
         if name is None or name == self.name:
             return self.name, None
         if name in self.engine.adapters:
