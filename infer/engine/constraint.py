@@ -1,9 +1,9 @@
-"""What the text of an answer has to be: JSON that is valid under a schema, what a regular
+"""Constraints on the text of an answer: JSON that is valid under a schema, what a regular
 expression matches, or what a grammar derives.
 
-llguidance follows an answer token by token, and says which tokens may come next; after its end,
-only those that end a turn. Its documents say what of JSON Schema, of regular expressions (those of
-Rust's regex, without looking around) and of Lark it knows; the rest is refused by its name.
+llguidance follows an answer token by token, and says which tokens may come next; at its end, only
+those that end a turn. Its documents say which parts of JSON Schema, of regular expressions (those
+of Rust's regex, without look-around) and of Lark it knows; the rest is refused by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SEVERAL = 4  # masks that threads make faster than one
 
 
 def schema_error(schema: Mapping[str, Any]) -> str | None:
-    """Why a JSON schema cannot be followed, if that is so and the library is there to say it."""
+    """Why a JSON schema cannot be followed; None if it can, or the library is missing."""
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -49,8 +49,8 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
 
 
 def _too_wide(schema: object) -> str | None:
-    """Why a schema would fail in the middle of an answer: after each property any of those that
-    follow and are not required may come, all of which are looked for at once."""
+    """Why a schema would fail in the middle of an answer. After each property, any later one may
+    come until the next required one, and all of these are looked for at once."""
     parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
@@ -71,7 +71,7 @@ def _too_wide(schema: object) -> str | None:
 
 
 def library() -> ModuleType:
-    """llguidance. Raises InferError where it is missing."""
+    """llguidance. Raises InferError if it is missing."""
     try:
         return import_module("llguidance")
     except ImportError:
@@ -82,7 +82,7 @@ def library() -> ModuleType:
 
 
 class Constraint:
-    """Of one answer."""
+    """The constraint of one answer."""
 
     def __init__(
         self,
@@ -92,17 +92,17 @@ class Constraint:
         threads: MaskThreads,
         ends: Collection[int] = (),
     ) -> None:
-        """name: of the option that asks for it. matcher: at the beginning. tokens: of its
-        tokenizer. threads: of its model. ends: the tokens that end a turn."""
+        """name: of the option that asks for it. matcher: at its beginning. tokens: those of its
+        tokenizer. threads: those of its model. ends: the tokens that end a turn."""
         self.name, self.matcher, self._beginning = name, matcher, matcher.deep_copy()
         self.mask_words, self.threads = -(-tokens // 32), threads
         self._ends = ends
         self._seen: int | None = 0  # tokens; None: not known
 
     def mask_after(self, tokens: Sequence[int], start: int) -> NDArray[np.uint32]:
-        """Which tokens may follow tokens[start:], which it allowed one by one: of token t bit
-        t % 32 of word t / 32, for all of the vocabulary at least. Raises RequestError where that
-        takes too much."""
+        """The mask after tokens[start:], each of which was allowed. Token t may follow if bit t %
+        32 of word t / 32 is set. It covers at least the vocabulary. Raises RequestError if that
+        takes too long."""
         masks: NDArray[np.uint32] = np.zeros((1, self.mask_words), np.uint32)
         (error,) = self.threads.make([Asked(self, tokens, start, 0)], masks)
         if error is not None:
@@ -116,20 +116,20 @@ class Constraint:
 
     @property
     def error(self) -> RequestError | None:
-        """Why it cannot be followed any further."""
+        """Why it cannot be followed any further; None if it can."""
         if not self.matcher.is_error():
             return None
         error, _, _ = self.matcher.get_error().partition("\n<non-verbose/>")
         return RequestError(f"{self.name} cannot be followed: {error.strip()}")
 
     def forced_after(self, tokens: Sequence[int], start: int) -> list[int]:
-        """What has to come after tokens[start:], as each of them will be the only one possible."""
+        """The tokens that must come after tokens[start:]: each will be the only one possible."""
         self.go_on(tokens, start)
         forced: list[int] = self.matcher.compute_ff_tokens()
         return forced
 
     def count_allowed(self, tokens: Sequence[int], start: int, ids: Sequence[int]) -> int:
-        """How many of the first `ids` may come after tokens[start:], one after the other, before
+        """How many of the first `ids` may come after tokens[start:], one after the other, without
         the end."""
         self.go_on(tokens, start)
         before = list(takewhile(lambda token: token not in self._ends, ids))
@@ -137,7 +137,7 @@ class Constraint:
         return count
 
     def go_on(self, tokens: Sequence[int], start: int) -> None:
-        """To after tokens[start:]."""
+        """Advance the matcher to after tokens[start:]."""
         seen, self._seen = self._seen, None  # an interrupt may come
         count = len(tokens) - start
         if seen is None or seen > count:
@@ -147,9 +147,10 @@ class Constraint:
 
 
 class Asked(NamedTuple):
-    """A mask that is asked for, and one after each of the drafted tokens, all of which are allowed.
+    """A request for a mask, and one more after each drafted token; all of these are allowed.
 
-    start: of the answer in its tokens. row: where its masks go, one after the other."""
+    start: where the answer begins in its tokens. row: of the first mask; the others follow.
+    """
 
     constraint: Constraint
     tokens: Sequence[int]
@@ -163,7 +164,7 @@ class Asked(NamedTuple):
 
 
 class MaskThreads:
-    """Those that make the masks of a model's answers."""
+    """The threads that make the masks of a model's answers."""
 
     def __init__(self, executor: LLExecutor) -> None:
         self._executor = executor
@@ -173,8 +174,8 @@ class MaskThreads:
     def making(
         self, asked: Sequence[Asked], masks: NDArray[np.uint32]
     ) -> Iterator[Future[list[RequestError | None]]]:
-        """While the body runs, and until its end at the latest, the `mask_after` of each is written
-        to its rows of masks [rows, words]. The result is what each would raise."""
+        """Write the `mask_after` of each to its rows of masks [rows, words], by a thread, while the
+        block runs and until its end at the latest. The result has what each would raise."""
         made = self._first.submit(self.make, asked, masks)
         try:
             yield made
@@ -182,7 +183,7 @@ class MaskThreads:
             wait([made])
 
     def make(self, asked: Sequence[Asked], masks: NDArray[np.uint32]) -> list[RequestError | None]:
-        """The same at once."""
+        """The same without a thread."""
         words = asked[0].constraint.mask_words
         if masks.shape[1] == words:
             self._fill(asked, masks)
@@ -214,7 +215,7 @@ class MaskThreads:
 
 
 class Constraints:
-    """Those of one model, whose tokens are told to the library once."""
+    """The constraints of one model. The library is told its tokens once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Raises InferError where the library is missing, and UnsupportedError for a tokenizer that
@@ -243,8 +244,8 @@ class Constraints:
             self._tokenizer = llguidance.LLTokenizer(description, self._size, self._ends)
 
     def of(self, params: SamplingParams) -> Constraint | None:
-        """What an answer is held to, if it is. Raises RequestError for what the library does not
-        know."""
+        """The constraint that the parameters ask for, if they do. Raises RequestError for what the
+        library does not know."""
         if params.schema is not None:
             name = "schema"
             if (error := _too_wide(params.schema)) is not None:
@@ -262,7 +263,7 @@ class Constraints:
         return self._constraint(name, self._beginning(name, source).deep_copy())
 
     def _new_beginning(self, name: str, source: str) -> LLMatcher:
-        """Of all answers that are held to the same."""
+        """The matcher at the beginning of every answer with the same constraint."""
         with foreign(f"{name} cannot be followed", RequestError):
             matcher: LLMatcher = self._matcher(
                 self._tokenizer, source, log_level=0, limits=self._limits
@@ -276,7 +277,8 @@ class Constraints:
 
 
 def _described(tokenizer: str) -> str:
-    """A tokenizer.json as the library reads it, which knows no Metaspace decoder, but its parts."""
+    """The tokenizer.json in a form that the library reads: it does not know the Metaspace decoder,
+    but its parts."""
     description = json.loads(tokenizer)
     decoder = description["decoder"]
     if decoder is None or decoder["type"] != "Metaspace":

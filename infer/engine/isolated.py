@@ -1,7 +1,7 @@
-"""An engine in a process of its own (`infer.engine.worker`), which is started again where it ends.
+"""An engine in a process of its own (`infer.engine.worker`), which is started again if it ends.
 
-A lost GPU, or memory that is exhausted inside a driver, ends a process. What is said of each answer
-here, its prompt, its tokens so far and a seed, is enough for the next process to go on with it: a
+A lost GPU, or memory exhausted inside a driver, ends a process. This side keeps of each answer its
+prompt, its tokens so far and a seed. That is enough for the next process to go on with it, as a
 token is a function of these.
 """
 
@@ -66,8 +66,8 @@ _LINES = 5  # of its standard error that are told
 
 @dataclass(eq=False)
 class WorkerAnswer(TokenAnswer):
-    """options: others of `Engine.generate`. generated: all tokens that came. deaths: of the
-    process, since the last of them came."""
+    """options: further arguments of `Engine.generate`. generated: all tokens that came. deaths: of
+    the process, since the last token came."""
 
     engine: WorkerEngine
     key: int
@@ -85,7 +85,7 @@ class WorkerAnswer(TokenAnswer):
     begun: float = field(default_factory=time.perf_counter)
 
     def message(self) -> Begin:
-        """To begin it, or to go on with it."""
+        """The message that begins it, or goes on with it."""
         options = {**self.options, "stop_ids": self.stop_ids, "generated": self.generated}
         return Begin(self.key, self.prompt, self.params, options)
 
@@ -116,8 +116,8 @@ class _Process:
     """One process of an engine, and the threads that write to it and read its standard error."""
 
     def __init__(self, order: Load) -> None:
-        """order: the first message. Raises OSError where it cannot be started, and what pickling
-        does."""
+        """order: the first message. Raises OSError if it cannot be started, and what pickling
+        raises."""
         self._outbox = SimpleQueue[bytes | None]()  # messages; None: the end
         self.send(order)
         self._process = subprocess.Popen(
@@ -142,7 +142,7 @@ class _Process:
             thread.start()
 
     def send(self, message: object) -> None:
-        """Never waits. Raises what pickling does."""
+        """Send without waiting. Raises what pickling raises."""
         self._outbox.put(packed(message))
 
     def _write(self) -> None:
@@ -169,17 +169,17 @@ class _Process:
         self._outbox.put(None)
 
     def note(self, text: str) -> None:
-        """As if it had said that on its standard error."""
+        """Treat this text as if it had come on its standard error."""
         self._lines.append(text)
 
     def receive(self) -> Any:
-        """Raises EOFError when it has ended."""
+        """The next message. Raises EOFError when the process has ended."""
         message = self._pipe.receive()
         self.heard = time.monotonic()
         return message
 
     def end(self) -> str:
-        """Wait for its end, for which it is killed if need be. Returns why it ended."""
+        """Wait for its end, and kill it if need be. Returns why it ended."""
         self.finish()
         try:
             code = self._process.wait(_CLOSE_SECONDS)
@@ -200,7 +200,7 @@ class _Process:
 
 
 def _python_path() -> list[str]:
-    """Where this process looks for modules; the current folder, which may be gone, by its name."""
+    """The folders of this process's modules; the current one by its name, as it may be gone."""
     here = ""
     with suppress(OSError):
         here = os.getcwd()
@@ -211,7 +211,7 @@ class WorkerEngine(TokenEngine):
     """Starts the process; `load` waits until it is ready."""
 
     def __init__(self, model: Path, options: Mapping[str, Any]) -> None:
-        """options: others of `load`, which holds for all processes to come."""
+        """options: further arguments of `load`; they hold for all processes to come."""
         self._order = Load(str(model), dict(options))
         self._changed = threading.Condition()
         self._answers: dict[int, WorkerAnswer] = {}
@@ -238,7 +238,7 @@ class WorkerEngine(TokenEngine):
         self._thread.start()
 
     def load(self, progress: Report) -> None:
-        """Until it is loaded. Raises what `infer.load` does, and DeviceError where the process
+        """Wait until it is loaded. Raises what `infer.load` raises, and DeviceError if the process
         ends."""
         while (report := self._next_report()) is not None:
             progress(report.what, report.done, report.total)
@@ -271,13 +271,13 @@ class WorkerEngine(TokenEngine):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process._process.pid
 
     # The process
 
     def _run(self) -> None:
-        """A process after another."""
+        """Run one process after another."""
         while True:
             try:
                 while True:
@@ -370,7 +370,7 @@ class WorkerEngine(TokenEngine):
                         self._changed.notify_all()
 
     def _begin_all(self, ready: Ready) -> None:
-        """What was asked for while there was no engine, or begun by another."""
+        """Send what was asked for while there was no engine, or begun by an earlier one."""
         with self._changed:
             if self._ready is None:
                 # The next one is to be the same, whatever else needs memory then.
@@ -516,7 +516,7 @@ class WorkerEngine(TokenEngine):
                     self._process.send(Cancel(key))
 
     def stats(self) -> EngineStats:
-        """The last ones known, where it does not answer."""
+        """The engine's statistics; the last known ones if it does not answer."""
         with self._changed:
             self._check_open()
             before = self._stats

@@ -1,4 +1,4 @@
-"""What goes between an LLM and the process of its engine: pickled, each after its length.
+"""The messages between an LLM and the process of its engine: pickled, each after its length.
 
 Both ends are this program's own, and nobody else can write into their pipes.
 """
@@ -28,14 +28,14 @@ def packed(message: object) -> bytes:
 
 
 class Pipe:
-    """Messages to one process and from it. Any thread may send, one receives."""
+    """Messages to and from one process. Any thread may send; one receives."""
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
         self._reader, self._writer = reader, writer
         self._sends = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Raises OSError where nobody reads any more."""
+        """Raises OSError if nobody reads any more."""
         self.write(packed(message))
 
     def write(self, data: bytes) -> None:
@@ -61,7 +61,7 @@ class Pipe:
 
 @dataclass(frozen=True)
 class Load:
-    """The first message. model: its files. options: others of `load`."""
+    """The first message. model: its files. options: further arguments of `load`."""
 
     model: str
     options: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Begin:
-    """An answer. options: others of `Engine.generate`."""
+    """Begins an answer. options: further arguments of `Engine.generate`."""
 
     key: int
     prompt: Sequence[int]
@@ -79,7 +79,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Call:
-    """A method of the engine that gives one part after another, without the first `skip` ones."""
+    """Calls a method of the engine that yields parts; the first `skip` of them are not wanted."""
 
     key: int
     method: str
@@ -96,14 +96,14 @@ class More:
 
 @dataclass(frozen=True)
 class Cancel:
-    """An answer or a call."""
+    """Cancels an answer or a call."""
 
     key: int
 
 
 @dataclass(frozen=True)
 class Ask:
-    """For the engine's Stats, which also show that it lives."""
+    """Asks for Stats, which also show that the engine lives."""
 
 
 # From the engine
@@ -111,7 +111,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Progress:
-    """Of loading, as `load` tells it."""
+    """The progress of loading, as `load` reports it."""
 
     what: str
     done: int
@@ -136,9 +136,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Made:
-    """All that steps have made since the last message. steps: (answer, token, log probabilities).
-    begun: (answer, tokens of its prompt that the cache had). drafts: (answer, tokens drafted so
-    far, how many of them were right). ended: (answer, why, if by an error)."""
+    """Everything that steps have made since the last message. steps: (answer, token, log
+    probabilities). begun: (answer, cached tokens of its prompt). drafts: (answer, tokens drafted so
+    far, those of them that were right). ended: (answer, the error if there was one)."""
 
     steps: Sequence[tuple[int, int, Logprobs | None]]
     begun: Sequence[tuple[int, int]]
@@ -148,7 +148,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Part:
-    """Of what a call gives."""
+    """A part that a call yields."""
 
     key: int
     value: Any

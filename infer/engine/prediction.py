@@ -1,8 +1,8 @@
-"""A draft by the model's own layer that predicts further tokens (`infer.models.blocks.mtp`).
+"""Drafts by the model's own layer that predicts further tokens (`infer.models.blocks.mtp`).
 
-Its keys and values are there wherever the model's are, as all of the model's steps compute them
-beside their own, so that nothing has to be followed. A round begins from the hidden state before
-the last token, which the step has kept that verified the round before.
+All steps of the model compute the layer's keys and values beside their own. So they exist wherever
+the model's do, and the layer is never behind. A round begins from the hidden state before the last
+token, which the step that verified the previous round has kept.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from infer.progress import size
 def with_shared(
     own: Mapping[str, GpuTensor], weights: Mapping[str, GpuTensor]
 ) -> dict[str, GpuTensor]:
-    """The weights of the layer, with what it shares with the model of these."""
+    """The weights of the layer, and those that it shares with its model."""
     shared = {name: weights[name] for name in Predictor.shared if name in weights}
     return {**own, **shared}
 
 
 class Prediction(DraftModel):
-    """The steps of that layer, and nothing else: what it has computed the model has, too."""
+    """The steps of that layer. It needs no account of its own of what is computed: the model has
+    one."""
 
     def __init__(
         self, device: Device, own: Loaded, options: EngineOptions, steps: Steps, sampler: Sampler
@@ -71,7 +72,7 @@ class Prediction(DraftModel):
     def first(
         self, sequences: int, chain: SamplerChain, kv_len: int, behind: bool
     ) -> tuple[Part, Part]:
-        """It never is."""
+        """It is never `behind`."""
         return super().first(sequences, chain, kv_len, behind=False)
 
     @property

@@ -11,7 +11,7 @@ from infer.kernels.gpu.adapters import check_process
 
 
 class Turns:
-    """One thread at a time has the turn, and none that an interrupt has thrown out of it."""
+    """One thread at a time has the turn. An interrupt that ends a turn gives it back."""
 
     def __init__(self) -> None:
         # No interrupt comes between taking a lock and the block that gives it back, but inside of
@@ -22,8 +22,8 @@ class Turns:
         self._wanted = 0  # threads that want it before the next step
 
     def wait(self, ready: Callable[[], bool], step: Callable[[], None]) -> None:
-        """Until `ready`, which is asked between steps; makes them where no other thread does.
-        Raises as `turn`."""
+        """Wait until `ready`, which is asked between steps. Makes the steps if no other thread
+        does. Raises as `turn`."""
         me = threading.get_ident()
         while not ready():
             self._check()
@@ -43,9 +43,9 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """In it, this thread has the turn, which comes before the next step of any other. Raises
-        RequestError where this thread would wait for itself, and DeviceError in a process that was
-        forked."""
+        """A block in which this thread has the turn. It gets it before the next step of any other
+        thread. Raises RequestError if this thread would wait for itself, and DeviceError in a
+        process that was forked."""
         self._check()
         me = threading.get_ident()
         try:
@@ -67,7 +67,7 @@ class Turns:
                 raise
 
     def wake(self) -> None:
-        """Have those that wait ask again whether they are `ready`. Safe in a signal handler."""
+        """Have waiting threads ask again whether they are `ready`. Safe in a signal handler."""
         if self._changed.acquire(blocking=False):  # it may be this thread that has it
             self._changed.notify_all()
             self._changed.release()

@@ -1,9 +1,9 @@
 """The process of an engine: `python -m infer.engine.worker`, which `infer.engine.isolated` starts.
 
-Messages come on its standard input and go to its standard output; it ends when the input does,
-because then the process that started it has ended, however that was. One thread generates for all
-answers, and sends what a step has made in one message. What goes wrong with the GPU ends it: who
-started it starts another, which goes on with the answers from the tokens that came.
+Messages come on its standard input and go to its standard output. It ends when the input ends,
+because then the process that started it has ended, in whatever way. One thread generates for all
+answers, and sends what a step has made in one message. An error of the GPU ends the process: its
+starter starts another, which goes on with the answers from the tokens that came.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _end(code: int, message: str = "") -> None:
-    """At once, whatever other threads are doing."""
+    """End at once, whatever other threads are doing."""
     if message:
         print(message, file=sys.stderr, flush=True)
     os._exit(code)
@@ -86,7 +86,7 @@ def _standard_streams() -> Pipe:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """What an answer is held to, or why that cannot be."""
+    """A constraint that was compiled for an answer, or why it could not be."""
 
     begin: Begin
     constraint: Constraint | InferError | None
@@ -148,7 +148,7 @@ class _Worker:
         _end(1)
 
     def _release(self, message: More | Cancel) -> None:
-        """Let a call go on, here because it may be what the other thread waits for."""
+        """Let a call go on. Done by this thread, because the other may be waiting for it."""
         key = message.key
         credit = self._credits.get(key)
         if isinstance(message, Cancel):
@@ -157,7 +157,7 @@ class _Worker:
             credit.release()
 
     def _generate(self, engine: Engine) -> None:
-        """Until the input ends."""
+        """Generate until the input ends."""
         while True:
             if self._answers and self._inbox.empty():
                 engine.wait(self._is_due)
@@ -198,7 +198,7 @@ class _Worker:
                 self._pipe.send(Stats(engine.stats()))
 
     def _compile(self, message: Begin) -> None:
-        """In a thread of its own: of large schemas it takes seconds."""
+        """Runs in a thread of its own: large schemas take seconds."""
         constraint: Constraint | InferError | None
         try:
             constraint = self._llm.constraint(message.params)
@@ -209,7 +209,7 @@ class _Worker:
     def _begin(
         self, message: Begin, constraint: Constraint | InferError | None, engine: Engine
     ) -> None:
-        """constraint: or why there is none."""
+        """constraint: that of the answer, if it has one, or why it could not be made."""
         try:
             if isinstance(constraint, InferError):
                 raise constraint
@@ -244,7 +244,7 @@ class _Worker:
             self._pipe.send(Made(steps, begun, drafts, ended))
 
     def _call(self, message: Call, credit: threading.Semaphore) -> None:
-        """In a thread of its own, so that answers are handed out meanwhile."""
+        """Runs in a thread of its own, so that answers are handed out meanwhile."""
         key, error = message.key, None
         try:
             parts = getattr(self._engine, message.method)(*message.arguments)
@@ -262,7 +262,7 @@ class _Worker:
 
 
 def _sendable(error: Exception | None) -> InferError | None:
-    """One that the other process knows."""
+    """The error, as one that the other process knows."""
     if error is None or isinstance(error, InferError):
         return error
     traceback.print_exception(error)
@@ -270,7 +270,7 @@ def _sendable(error: Exception | None) -> InferError | None:
 
 
 def _seldom(report: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-    """Of progress what a person can see: beginnings, ends, and ten times a second."""
+    """Reports progress only as often as a person can see: beginnings, ends, ten times a second."""
     next_at = 0.0
 
     def pass_on(what: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the activations of a plan lie."""
+"""The memory of a plan's activations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from infer.kernels.gpu.shader import KernelSpec
 
 @dataclass(eq=False)
 class Scratch:
-    """Memory between two kernels that is not an activation: so many bytes. is_routing: of a choice
-    of experts."""
+    """Memory between kernels that is not an activation. is_routing: it holds chosen experts."""
 
     nbytes: int
     is_routing: bool = False
@@ -25,8 +24,8 @@ Operand = Value | Scratch | Buffer
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A dispatch before its buffers are known. operands are in the order of the bindings; which
-    of them are written is in the shader."""
+    """A dispatch before its buffers are known. operands: in the order of the bindings; the shader
+    says which are written."""
 
     spec: KernelSpec
     operands: tuple[Operand, ...]
@@ -44,8 +43,8 @@ class Arena:
         self.slots: list[Buffer] = []
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """At least these slots. Plans placed earlier keep the buffers that they were bound to, so
-        the largest kind of step should come first."""
+        """Make room for at least these slots. Plans placed earlier keep their buffers, so the
+        largest kind of step should come first."""
         for index, size in enumerate(sizes):
             if index == len(self.slots):
                 self.slots.append(self.device.buffer(size, label=f"activations {index}"))
@@ -55,7 +54,7 @@ class Arena:
 
 @dataclass
 class Slot:
-    """Operands that may share a buffer, and the bytes that the largest needs."""
+    """Operands that share a buffer, and the bytes that the largest needs."""
 
     operands: list[Value | Scratch]
     nbytes: int
@@ -65,10 +64,10 @@ class Slot:
 def colour(
     kernels: Sequence[Kernel], nbytes: Callable[[Value | Scratch], int | None]
 ) -> list[Slot]:
-    """Slots for what the kernels pass on: operands that are never needed at once share one, and no
-    kernel reads and writes the same. Routings share with nothing: they say how much experts have to
-    do, and a profile runs kernels out of their order. nbytes says None for what has a buffer of its
-    own."""
+    """Slots for what kernels pass on. Operands that are never needed at the same time share a slot;
+    no kernel reads and writes the same. Routings share with nothing: they say how much work experts
+    have, and a profile runs kernels out of order. nbytes: None for an operand with its own buffer.
+    """
     last_use = {operand: i for i, kernel in enumerate(kernels) for operand in kernel.operands}
     slots: list[Slot] = []
     seen: set[Operand] = set()

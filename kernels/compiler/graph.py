@@ -20,7 +20,7 @@ _COUNTER = count()
 
 
 def stride(width: int) -> int:
-    """Values from one row of an activation to the next: kernels read eight at a time."""
+    """The distance between rows of an activation, in values: kernels read eight at a time."""
     return -(-width // 8) * 8
 
 
@@ -73,12 +73,12 @@ class Value:
 
 
 def operation(cls: Callable[P, Value]) -> Callable[P, Value]:
-    """The class of an operation as a function of any Values that gives a Value, for forwards."""
+    """An operation's class as a function from Values to a Value, for forward passes."""
     return cls
 
 
 def same_width(a: Value, b: Value) -> int:
-    """The width of both. Raises ValueError where they have two."""
+    """The width that both have. Raises ValueError if they differ."""
     if a.width != b.width:
         raise ValueError(f"rows of {a.width} and {b.width} do not fit")
     return a.width
@@ -86,7 +86,7 @@ def same_width(a: Value, b: Value) -> int:
 
 @dataclass(eq=False, repr=False)
 class Input(Value):
-    """An activation that is there already."""
+    """An activation that exists before the step."""
 
     buffer: Buffer
     columns: int
@@ -116,7 +116,7 @@ class Slice(Value):
 
 
 def source(value: Value) -> tuple[Value, int, int]:
-    """Where a value lies: its activation, that one's row stride, and its first column."""
+    """Where a value lies: in which activation, with which row stride, from which column on."""
     offset = 0
     while isinstance(value, Slice):
         offset += value.offset
@@ -125,7 +125,7 @@ def source(value: Value) -> tuple[Value, int, int]:
 
 
 def split(x: Value, *widths: int) -> tuple[Value, ...]:
-    """Columns of x side by side."""
+    """Slices of x, side by side."""
     if sum(widths) != x.width:
         raise ValueError(f"{widths} do not add up to {x.width}")
     return tuple(Slice(x, sum(widths[:i]), width) for i, width in enumerate(widths))
@@ -172,8 +172,8 @@ class Mul(_Elementwise):
 
 
 class Graph:
-    """What an output is made from, in the order in which it was traced; a copy, so that rules may
-    change it. also: what is computed besides, and leaves its result elsewhere."""
+    """Everything that an output is made from, in the order of tracing. A copy, so that rules may
+    change it. also: values that are computed besides, and leave their results elsewhere."""
 
     def __init__(self, output: Value, also: Iterable[Value] = ()) -> None:
         ends = [output, *also]
@@ -192,15 +192,15 @@ class Graph:
         return value in self._users
 
     def users(self, value: Value) -> list[Value]:
-        """Who reads it; twice, who reads it twice."""
+        """The operations that read it; one that reads it twice comes twice."""
         return self._users[value]
 
     def is_read_by(self, value: Value, user: Value) -> bool:
-        """Whether that one alone reads it, once."""
+        """Whether it is read by this operation alone, and once."""
         return self._users[value] == [user]
 
     def update(self, value: Value, **changes: Any) -> None:
-        """Set fields of it; what nobody reads any more is gone."""
+        """Set fields of an operation. What nobody reads any more is removed."""
         old = value.inputs
         for source in old:
             self._users[source].remove(value)
@@ -211,18 +211,18 @@ class Graph:
             self._drop(source)
 
     def insert(self, value: Value, before: Value) -> None:
-        """A new one, just before another."""
+        """Insert a new value just before another."""
         self.values.insert(self.values.index(before), value)
         self._users[value] = []
         self._link(value)
 
     def move(self, value: Value, before: Value) -> None:
-        """To just before another."""
+        """Move a value to just before another."""
         self.values.remove(value)
         self.values.insert(self.values.index(before), value)
 
     def replace(self, old: Value, new: Value, **changes: Any) -> None:
-        """`new`, with these fields, takes the place of `old`, which is gone."""
+        """Put `new`, with these fields, in the place of `old`, which is removed."""
         new.of_logits = new.of_logits or old.of_logits
         if new in self._users:
             self.move(new, before=old)
@@ -232,7 +232,7 @@ class Graph:
         self.redirect(old, new)
 
     def redirect(self, old: Value, new: Value) -> None:
-        """Who reads the one reads the other."""
+        """Let all that read the one value read the other."""
         for user in dict.fromkeys(user for user in self._users[old] if user is not new):
             names = [name for name, source in user.links() if source is old]
             self.update(user, **dict.fromkeys(names, new))
@@ -256,7 +256,7 @@ class Graph:
 
 
 def reachable(ends: Iterable[Value]) -> set[Value]:
-    """They, and all that they are made of."""
+    """These values, and everything that they are made from."""
     found: set[Value] = set()
     missing = [*ends]
     while missing:

@@ -1,9 +1,9 @@
-"""The rules by which a row is computed alike to the last bit, however many are in its step.
+"""Rules under which a row's result does not depend, to the last bit, on how many rows a step has.
 
-A sum of floats depends on its order. So every rule that asks how many rows there are has another
-here, which gives the same order for any number: of a product's columns, of a context's splits, of
-a state's matrix. Rows still differ in what none of them sees: how many of them a lane has, and
-what goes through workgroup memory. `StepKind.invariant` fuses the same operations for all of them.
+A sum of floats depends on its order. So each rule that asks for the number of rows is replaced
+here by one that gives the same order for any number: over a product's columns, a context's splits,
+a state's matrix. Rows may still differ in what no sum sees: how many of them a lane has, and what
+goes through workgroup memory. `StepKind.invariant` fuses the same operations for all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STAGED_ROWS = 5  # from which on x goes through workgroup memory
 
 
 class InvariantTuning(Tuning):
-    """The rules of a step whose rows do not depend on their number."""
+    """The rules of steps whose rows do not depend on their number."""
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
         own: Any = _RULES.get(rule, rule)

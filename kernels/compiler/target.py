@@ -1,4 +1,4 @@
-"""What a graph is compiled for: a device, a kind of step, and the rules for kernels' variants."""
+"""The target of compilation: a device, a kind of step, and the rules for variants of kernels."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class StepKind:
 
     @property
     def single(self) -> bool:
-        """Whether kernels may be those that only one row has."""
+        """Whether kernels for a single row may be used."""
         return self.rows == 1 and not self.invariant
 
     @property
     def span(self) -> int:
-        """Rows of one sequence, at most."""
+        """The most rows of one sequence."""
         return 1 + self.drafts if self.batch else self.rows
 
     @property
     def few(self) -> bool:
-        """Whether rows attend each on its own, their contexts split."""
+        """Whether each row attends by itself, its context split."""
         return self.vec or self.batch
 
 
@@ -60,7 +60,7 @@ class Target:
     fuse: bool
 
     def rows(self, value: Value) -> int:
-        """Rows of an activation in this kind of step, at most."""
+        """The most rows of an activation in this kind of step."""
         if value.of_logits and self.kind.logits is not None:
             return self.kind.logits
         return self.kind.rows
@@ -86,7 +86,7 @@ class Target:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that the buffer of an activation has: matmul reads and writes whole tiles."""
+    """The rows of an activation's buffer: matmul reads and writes whole tiles."""
     return rows if rows <= MAX_VEC_ROWS else -(-rows // 128) * 128
 
 

@@ -1,7 +1,8 @@
-"""What chooses variants of kernels: small rules on shapes and the adapter's limits.
+"""The choice of kernel variants: small rules on shapes and the adapter's limits.
 
-A rule is a function of `Tuning` and of what is asked for, beside the operation whose kernel it is
-for. docs/decisions.md has the measurements behind them. None changes a result beyond rounding.
+A rule is a function of `Tuning` and of a shape; it stands beside the operation whose kernel it is
+for. docs/decisions.md has the measurements behind the rules. None of them changes a result beyond
+rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def power_of_two(value: int) -> int:
 
 
 class Tuning:
-    """What rules know of a device."""
+    """The facts of a device that rules use."""
 
     def __init__(self, device: Device) -> None:
         self.limits, self.software = device.limits, device.software
@@ -35,7 +36,7 @@ class Tuning:
         self.filling = power_of_two(self.multiprocessors * _INVOCATIONS + 1) // 2
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        """The variant that a rule gives. Tests and sweeps replace this to force another."""
+        """The variant that a rule chooses. Tests and sweeps replace this to force another."""
         return rule(self, *call)
 
     def overflows(self, invocations: int) -> bool:
