@@ -1,4 +1,4 @@
-"""The last hidden states of sequences, which layers read that predict further tokens."""
+"""The last hidden states of sequences, for layers that predict further tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ RECENT = 16  # positions: more than a step that verifies drafts has rows, and th
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """Of each of some sequences, [sequence][RECENT][stride] in f32, a position at its number modulo
-    RECENT; and copies that were saved, each in a place of its own."""
+    """The hidden states of some sequences, [sequence][RECENT][stride] in f32, a position at its
+    number modulo RECENT; and saved copies, each in a place of its own."""
 
     width: int
     buffer: Buffer
@@ -29,7 +29,7 @@ class HiddenStates:
         return cls(width, kept, saved)
 
     def copies(self, sequence: int, place: int, *, back: bool) -> Sequence[Copy]:
-        """As those of layers' states."""
+        """As of a LayerState."""
         if self.saved is None:
             return ()
         nbytes = _nbytes(self.width)

@@ -1,5 +1,6 @@
-"""The keys and values of the positions so far: two buffers per layer, in pages that any sequence
-may have, and a page table."""
+"""The keys and values of the positions so far: two buffers for each layer, in pages that any
+sequence may have, and a page table.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ PAGE = 64  # positions; a multiple of every attention tile
 
 
 class KVShape(NamedTuple):
-    """KV heads of a layer, and their dimensions. latent: values are the keys themselves, so that
-    one buffer holds both."""
+    """The KV heads of a layer, and their dimensions. latent: values are the keys themselves, so
+    that one buffer holds both."""
 
     n_kv_heads: int
     head_dim: int
@@ -29,12 +30,12 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """Keys and values of one layer, [slot][kv head][head_dim], and where positions lie in them.
+    """Keys and values of one layer, [slot][kv head][head_dim], and the map from positions to slots.
 
-    dtype is one of KV_DTYPES; slots is a multiple of PAGE. paged: kernels ask the page table; else
-    they take it for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block`
-    dimensions. Of a latent cache keys and values are the same buffer. No row but its own attends to
-    a position before `first`.
+    dtype is one of KV_DTYPES; slots is a multiple of PAGE. paged: kernels look positions up in the
+    page table; else they take it for the identity. q8: all int8, then all scales, f32, of blocks of
+    `kv_block` dimensions. In a latent cache keys and values are the same buffer. Before `first`, a
+    position is attended to by its own row alone.
     """
 
     keys: Buffer
@@ -54,7 +55,7 @@ class LayerCache:
 
 
 def kv_block(head_dim: int) -> int:
-    """Dimensions that share a scale in q8: 32 where that divides a head, else 16 or 8."""
+    """How many dimensions share a scale in q8: 32 if that divides a head, else 16 or 8."""
     return math.gcd(head_dim, 32)
 
 
@@ -102,13 +103,13 @@ def kept(values: NDArray[Any], head_dim: int, dtype: str) -> NDArray[Any]:
 
 
 class KVCache:
-    """A cache of `positions` positions at most for each of `sequences` sequences; shapes: `KVShape`
-    of each layer.
+    """A cache of at most `positions` positions for each of `sequences` sequences. shapes: the
+    `KVShape` of each layer.
 
-    n_pages: of all sequences together, of which `assign` gives some to one. Without it they are
-    enough for all of them, and the page table is the identity: sequence s has pages s * n to
-    (s + 1) * n. What lies beyond the position of a row is never read, so forgetting positions takes
-    nothing but starting before them.
+    n_pages: for all sequences together; `assign` gives some of them to one. Without it there are
+    enough for all, and the page table is the identity: sequence s has pages s * n to (s + 1) * n.
+    What lies beyond the position of a row is never read, so positions are forgotten by simply
+    starting before them.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class KVCache:
         n_pages: int | None = None,
         pages: Buffer | None = None,
     ) -> None:
-        """pages: the page table of another cache, for as many positions, sequences and pages: what
-        that one is assigned this one has too."""
+        """pages: the page table of another cache for as many positions, sequences and pages. What
+        is assigned there is then assigned here, too."""
         self.device, self.pages_per_sequence = device, -(-positions // PAGE)
         entries = self.pages_per_sequence * sequences
         self.n_pages, paged = n_pages or entries, paged or n_pages is not None
@@ -155,13 +156,13 @@ class KVCache:
         self._page = device.buffer(page if n_pages else 0, label="page")  # being copied
 
     def assign(self, sequence: int, first: int, pages: Sequence[int]) -> None:
-        """Let a sequence have these pages, from its page `first` on."""
+        """Give a sequence these pages, from its page `first` on."""
         at = sequence * self.pages_per_sequence + first
         self.device.write(self.pages, np.array(pages, np.uint32), 4 * at)
 
     def copies(self, page: int, to: int, positions: int) -> list[Copy]:
-        """What to copy so that the first positions of one page are those of another, too. By way
-        of a buffer, as none may be copied into itself."""
+        """The copies after which the first positions of one page are those of another, too. They go
+        through a buffer, as none may be copied into itself."""
         found = []
         for layer in self.layers:
             heads, d = layer.n_kv_heads, layer.head_dim

@@ -1,8 +1,8 @@
 """The step buffer and the sampling buffer: what the host tells the GPU about a step's rows.
 
-Prefill writes rows from the host; in decode the sampler's last kernel writes the next step's rows
-on the GPU, and the host writes nothing; but which sequences they are of, when one comes or goes.
-step.wgsl and sampling.wgsl are the GPU's side.
+In prefill the host writes the rows. In decode the sampler's last kernel writes the next step's rows
+on the GPU; the host writes only which sequences they are of, when one comes or goes. step.wgsl and
+sampling.wgsl are the GPU's side.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def pack_prompts(
     logits_rows: Sequence[int] = (),
     leads: Sequence[int] = (),
 ) -> NDArray[np.uint8]:
-    """The bytes of a step of such rows (tokens, position, sequence, adapter) of each of up to
-    MAX_PROMPTS sequences, one behind the other. leads: so many of the first rows of each, or none,
+    """The bytes of a step with rows (tokens, position, sequence, adapter) of each of up to
+    MAX_PROMPTS sequences, one behind the other. leads: so many of the first rows of each sequence
     leave nothing but what the rows behind them read of them."""
     ends = np.cumsum([len(tokens) for tokens, *_ in chunks])
     header = np.zeros(1, HEADER)
@@ -111,8 +111,8 @@ StepRow = tuple[int, int, int, int, int]
 
 
 def pack_rows(rows: Sequence[StepRow], count: int) -> NDArray[np.uint8]:
-    """The bytes of a step of these rows, and as many more, up to `count`, as compute what the last
-    of them does and leave nothing."""
+    """The bytes of a step of these rows, and more rows up to `count`, which compute the same as the
+    last one and leave nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"] = count
     own = [(*row, 1, behind, 0, 0) for *row, behind in rows]
@@ -130,10 +130,10 @@ def pack_stopped(count: int) -> NDArray[np.uint8]:
 def pack_drafting(
     rows: Sequence[tuple[int, int, int, int, int, int, int]], count: int, behind: bool
 ) -> NDArray[np.uint8]:
-    """The bytes of a draft model's first step of a round: for each sequence its last token and,
-    where some are behind, the one before it (both tokens, the position of the last, sequence, how
-    many rows its states are behind, how many to draft, and the row that takes the first of them).
-    The first `count` rows go on; those that are none compute nothing."""
+    """The bytes of a draft model's first step of a round: for each sequence its last token and, if
+    some are behind, the one before it. rows: (the token before, the last token, its position,
+    sequence, how many rows its states are behind, how many tokens to draft, the row that takes the
+    first of them). The first `count` rows go on; those without a sequence compute nothing."""
     header = np.zeros(1, HEADER)
     header["n_rows"], header["n_logits"] = (1 + behind) * count, count
     own = np.zeros((2, count), ROW)

@@ -1,4 +1,4 @@
-"""Mixture of experts (Shazeer et al. 2017; Mixtral: Jiang et al. 2024): in place of one MLP a layer
+"""Mixture of experts (Shazeer et al. 2017; Mixtral: Jiang et al. 2024): instead of one MLP a layer
 has many, and a router that chooses some of them for each token."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from infer.models.loading.weights import Source, WeightSpec
 
 
 class MixtureOfExperts(Decoder):
-    """The layers that the config says have experts, and perhaps one more that all tokens share."""
+    """Models some of whose layers have experts, as the config says, and perhaps one more expert
+    that all tokens share."""
 
     # How a checkpoint calls the block, and the projections of an expert. If transformers 5 was told
     # to write what it has in memory, the experts of a layer are two tensors of a fused_block.
@@ -34,12 +35,12 @@ class MixtureOfExperts(Decoder):
 
     @property
     def width(self) -> int:
-        """What experts read and write."""
+        """The width that experts read and write."""
         return self.experts.latent or self.config.hidden_size
 
     @property
     def first_experts(self) -> str:
-        """The experts' first matrices."""
+        """The first matrix of each expert."""
         return "gate_up_proj" if self.config.mlp.gated else "up_proj"
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
@@ -99,7 +100,7 @@ class MixtureOfExperts(Decoder):
         return WeightSpec(name, (Source(key, (self.experts.count,)),))
 
     def active(self, name: str, rows: int) -> int:
-        """But for the experts that are not chosen."""
+        """Without the experts that are not chosen."""
         if ".experts." not in name:
             return rows
         idle = self.experts.count - self.experts.per_token
@@ -108,8 +109,8 @@ class MixtureOfExperts(Decoder):
         return rows - idle * (1 + self.config.mlp.gated) * self.experts.inner
 
     def mlp(self, x: Value, w: Weights) -> Value:
-        """The sum of what the chosen experts make of x, each times its weight, and the shared one,
-        which may be the last of their stacks (LoadPlan.joined)."""
+        """The outputs of the chosen experts, each times its weight, summed up; the shared expert's,
+        too, which may be the last of their stacks (LoadPlan.joined)."""
         if "router" not in w:
             return super().mlp(x, w)
         experts, c = self.experts, self.config
@@ -136,14 +137,14 @@ class MixtureOfExperts(Decoder):
         return y
 
     def chosen(self, x: Value, routing: Route, w: Weights) -> Value:
-        """The part of the chosen experts in that."""
+        """The part of that sum from the chosen experts."""
         c, into = self.config, w[f"experts.{self.first_experts}"]
         y = ops.expert_gate_up(x, into, routing, function=c.mlp.activation, gated=c.mlp.gated)
         return ops.expert_down(y, w["experts.down_proj"], routing)
 
 
 def predicts_further(config: DecoderConfig, key: str) -> bool:
-    """Whether a tensor is of a layer behind the others, which predicts further tokens."""
+    """Whether a tensor belongs to a layer behind the others that predicts further tokens."""
     return key.startswith(f"model.layers.{config.num_hidden_layers}.")
 
 
@@ -177,7 +178,7 @@ def read_experts(
 
 
 def read_chosen(raw: RawConfig, key: str, n_experts: int, default: int) -> int:
-    """How many experts work on a token. Raises UnsupportedError."""
+    """The number of experts that work on a token. Raises UnsupportedError."""
     chosen = raw.size(key, default)
     if chosen > n_experts:
         raise UnsupportedError(f"{raw.place}: {chosen} experts cannot be chosen of {n_experts}.")

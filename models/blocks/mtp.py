@@ -1,18 +1,19 @@
-"""Multi-token prediction (DeepSeek-AI 2024): a layer behind a model that says what comes after the
-next token.
+"""Multi-token prediction (DeepSeek-AI 2024): a layer behind a model that predicts the token after
+the next one.
 
-For the token at a position it gets the hidden state of the position before, after the model's last
-norm, and the token's embedding, each through a norm of its own, side by side through a projection;
-then there is a layer as the model has them, a norm, and the model's head, which says the token that
-comes after. To go further, what the norm gives stands for the hidden state that the model has not
-computed yet (vLLM and SGLang do so; DeepSeek's own code has no such step).
+For the token at a position it takes two inputs: the model's hidden state of the position before,
+after the last norm, and the token's embedding. Each goes through a norm of its own; side by side
+they go through a projection. Then come a layer like the model's, a norm, and the model's head,
+which predicts the token that follows. To predict further, the output of that norm stands in for
+the hidden state that the model has not computed yet (as in vLLM and SGLang; DeepSeek's own code has
+no such step).
 
-Keys and values lie where those of the token do. The first token of a sequence has no hidden state
-before it, and nothing attends to it. Published code has each of them a position earlier, which is
-the same, as rotations only tell how far apart two are.
+Keys and values lie at the position of the token. The first token of a sequence has no hidden state
+before it, and nothing attends to it. Published code has all of them a position earlier. That is the
+same, as rotations only tell how far apart two positions are.
 
-Checkpoints may hold copies of embeddings and head; the model's own are taken. Of several such
-layers, of which each goes on from the one before, the first is read.
+Checkpoints may hold copies of the embeddings and the head; the model's own are used. If there are
+several such layers, each going on from the one before, only the first is read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from infer.models.loading.weights import Source, WeightSpec
 
 @dataclass(frozen=True)
 class Names:
-    """How a checkpoint calls the parts; all but the layer's own end in .weight."""
+    """The names of the parts in a checkpoint; all but the layer's own end in .weight."""
 
     layer: str
     projection: str
@@ -49,7 +50,7 @@ class Names:
 
 
 def nextn(layer: int) -> Names:
-    """As DeepSeek-V3 has them: a layer with so many before it."""
+    """DeepSeek-V3's names: the layer has the number after the model's last."""
     own = f"model.layers.{layer}"
     return Names(own, f"{own}.eh_proj", f"{own}.enorm", f"{own}.hnorm", f"{own}.shared_head.norm")
 
@@ -64,8 +65,8 @@ QWEN = Names(
 
 
 class Predictor(Decoder):
-    """A model of that one layer, which has weights of the model that it belongs to beside its own;
-    `of` says what hidden states it reads."""
+    """A model of that one layer. Beside its own weights it uses some of the model that it belongs
+    to; `of` says which hidden states it reads."""
 
     shared = "embed_tokens", "lm_head", "lm_head.bias"
 
@@ -87,7 +88,7 @@ class Predictor(Decoder):
         self._hidden: HiddenStates | None = None
 
     def weights(self) -> Iterator[WeightSpec]:
-        """Its own: norms, e_proj and h_proj, the halves of the projection, and the layer."""
+        """Its own: norms, the halves e_proj and h_proj of the projection, and the layer."""
         for spec in self._weights():
             yield replace(spec, added=self.added) if spec.name.endswith("norm") else spec
 
@@ -110,7 +111,7 @@ class Predictor(Decoder):
         return self._model.active(name, rows)
 
     def of(self, hidden: HiddenStates) -> Self:
-        """The same that reads these."""
+        """The same layer, reading these hidden states."""
         own = type(self).__new__(type(self))
         own.__dict__ |= self.__dict__ | {"_hidden": hidden}
         return own
@@ -121,15 +122,16 @@ class Predictor(Decoder):
         return self.logits(h, w)
 
     def also(self, logits: Value) -> Iterator[Value]:
-        """What steps of its own do besides: they keep what stands for the next hidden states."""
+        """What its own steps compute besides: they keep what stands in for the next hidden
+        states."""
         assert self._hidden is not None
         yield KeepHidden(before_head(logits), self._hidden)
 
     def beside(
         self, logits: Value, of: Weights, w: Weights, rope: Rope | None, cache: Cache
     ) -> Iterator[Value]:
-        """What steps of the model do besides, so that all its positions are known here: keys and
-        values, and the last hidden states are kept. logits: the model's. of: its weights."""
+        """What the model's steps compute besides, so that the layer knows all positions: its keys
+        and values; and they keep the last hidden states. logits: the model's. of: its weights."""
         assert self._hidden is not None
         (rows,) = (value for value in reachable([logits]) if isinstance(value, LogitsRows))
         x = layers.norm(rows.x, of, "norm", self.config)
@@ -149,7 +151,7 @@ class Predictor(Decoder):
 
 
 def find_predictor(model: Decoder, tensors: Iterable[str]) -> Predictor | None:
-    """The layer, where a checkpoint of these has it."""
+    """The layer, if a checkpoint with these tensors has it."""
     found = model.predictor
     if not isinstance(found, Predictor):
         return None
