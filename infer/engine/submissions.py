@@ -202,7 +202,9 @@ class Submissions:
         of_text = None
         if wanted.rows:
             nbytes = 4 * len(wanted.rows)
-            ids = self.queue.read(step.staging.ids, nbytes, step.submission).tolist()
+            urgent = len(self.in_flight) == 1
+            read = self.queue.read(step.staging.ids, nbytes, step.submission, urgent=urgent)
+            ids = read.tolist()
         else:
             self.queue.wait(step.submission)
         if wanted.logits_of:
