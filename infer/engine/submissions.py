@@ -203,8 +203,7 @@ class Submissions:
         if wanted.rows:
             nbytes = 4 * len(wanted.rows)
             urgent = len(self.in_flight) == 1
-            read = self.queue.read(step.staging.ids, nbytes, step.submission, urgent=urgent)
-            ids = read.tolist()
+            ids = self.queue.read(step.staging.ids, nbytes, step.submission, urgent).tolist()
         else:
             self.queue.wait(step.submission)
         if wanted.logits_of:

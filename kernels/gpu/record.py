@@ -115,7 +115,7 @@ class StepQueue(Protocol):
         """Until a submission is done."""
 
     def read(
-        self, staging: Buffer, nbytes: int, submission: Any, *, urgent: bool = False
+        self, staging: Buffer, nbytes: int, submission: Any, urgent: bool = False
     ) -> NDArray[np.uint32]:
         """What a submission copied into `staging`, once it is done. urgent: the GPU has nothing to
         do until the host has read it."""
@@ -236,7 +236,7 @@ class RawQueue:
             lib.wgpuDevicePoll(self._device, False, ffi.NULL)
 
     def read(
-        self, staging: Buffer, nbytes: int, submission: int, *, urgent: bool = False
+        self, staging: Buffer, nbytes: int, submission: int, urgent: bool = False
     ) -> NDArray[np.uint32]:
         handle = staging.handle._internal
         self._status[0] = 0
@@ -303,7 +303,7 @@ class PublicQueue:
         self.device.wait()
 
     def read(
-        self, staging: Buffer, nbytes: int, submission: None, *, urgent: bool = False
+        self, staging: Buffer, nbytes: int, submission: None, urgent: bool = False
     ) -> NDArray[np.uint32]:
         with self.device.errors():
             staging.handle.map_sync(wgpu.MapMode.READ, 0, nbytes)
