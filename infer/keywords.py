@@ -47,6 +47,7 @@ class LoadOptions(TypedDict, total=False):
     speculate: str | None
     draft: str | Path | None
     draft_quantize: str | None
+    chat_template: str | Path | None
     revision: str | None
     offline: bool
     progress: bool | Progress | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,13 @@ from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
 from infer.engine.token_engine import EngineStats, TokenAnswer, TokenEngine
 from infer.foreign import shown
-from infer.kernels.errors import ClosedError, InferError, RequestError, UnsupportedError
+from infer.kernels.errors import (
+    ClosedError,
+    InferError,
+    InferWarning,
+    RequestError,
+    UnsupportedError,
+)
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.step import MAX_LOGPROBS
@@ -337,7 +344,8 @@ class LLM:
         In answers to messages, reasoning and calls are told apart from the text. In answers to
         token ids, only if tools are given, perhaps an empty list.
 
-        Raises RequestError at once for a prompt or a value that cannot be served.
+        Raises RequestError at once for a prompt or a value that cannot be served. Warns with an
+        InferWarning of what the chat template leaves out of the prompt.
         """
         self._check_open()
         check_names(sampling, AnswerOptions.__optional_keys__, LOAD_NAMES, "load()")
@@ -355,6 +363,9 @@ class LLM:
             raise RequestError("tools belong to chat messages, and the prompt is a text.")
         ids = self.encode(prompt, **template_args)
         self._engine.check_prompt(ids)
+        if is_chat:
+            for text in self.tokenizer.left_out(cast(Sequence[Message], prompt), **template_args):
+                warnings.warn(text, InferWarning, stacklevel=2)
         reading = None
         if is_chat or (tools is not None and not isinstance(prompt, str)):
             reading = Reading.of(self.tokenizer, checked, ids, template_args.get("template"))

@@ -42,6 +42,7 @@ from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import LoadPlan, plan_weights
 from infer.progress import ProgressLine
+from infer.text.chat import own_template
 from infer.text.folder_tokenizer import open_tokenizer, read_json
 from infer.text.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ def load(
     draft_quantize: str | None = None,
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    chat_template: str | Path | None = None,
     revision: str | None = None,
     offline: bool = False,
     isolate: bool = False,
@@ -100,6 +102,8 @@ def load(
         before they are quantised, or applied beside weights that the files have quantised.
     adapters: LoRA adapters by names of your choice, applied beside the weights. Each call chooses
         one of them, or none (`generate(..., adapter=name)`).
+    chat_template: the file of a chat template (Jinja), or its source, in place of all that the
+        model's files have. A text with a brace in it is a source.
     revision, offline: see `infer.hub.resolve`.
     isolate: use the GPU in a process of its own. If that ends, by a lost GPU or exhausted memory,
         it is started again and goes on with the answers that it had.
@@ -124,6 +128,7 @@ def load(
     converted = weight_dtype(dtype, quantize)
     check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+    template = None if chat_template is None else own_template(chat_template)
     with ProgressLine(False if callable(progress) else progress) as line:
         report = progress if callable(progress) else line.loading
         fetched = partial(report, "download")
@@ -152,11 +157,12 @@ def load(
             asked["adapter"] = None if one is None else one.path.absolute()
             paths = {name: found.path.absolute() for name, found in several.items()}
             asked["adapters"] = paths or None
-            return _isolated(resolved, asked, report)
+            return _isolated(resolved, asked, template, report)
         always, named = open_adapters(adapter, adapters, offline, fetched)
         gpu = choose_adapter(device)
         way = way_to_speculate(speculate, draft)
-        files = _Files.open(resolved, converted, always, named, way if draft is None else "draft")
+        drafts = way if draft is None else "draft"
+        files = _Files.open(resolved, converted, always, named, drafts, template)
         if drafted is not None:
             of = files.name, files.tokenizer
             files = replace(files, draft=open_draft(drafted, converted, draft_quantize, *of))
@@ -245,12 +251,15 @@ def _positions(cache_memory: int | None, nbytes: int) -> int | None:
 _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)
 
 
-def _isolated(resolved: ResolvedModel, options: Mapping[str, Any], progress: Progress) -> LLM:
-    """An LLM whose engine is in a process of its own."""
+def _isolated(
+    resolved: ResolvedModel, options: Mapping[str, Any], template: str | None, progress: Progress
+) -> LLM:
+    """An LLM whose engine is in a process of its own, which sees token ids alone."""
     path = resolved.path.absolute()  # whatever folder is the current one at a restart
     engine = WorkerEngine(path, options)
     try:
-        tokenizer, embedding = open_tokenizer(path), read_embedding_config(path)  # meanwhile
+        tokenizer = open_tokenizer(path, template)  # meanwhile
+        embedding = read_embedding_config(path)
         generation_config = read_json(path / "generation_config.json")
         engine.load(progress)
         defaults = sampling_defaults(generation_config, engine.vocab_size)
@@ -366,12 +375,13 @@ class _Files:
         always: Lora | None,
         named: Mapping[str, Lora],
         speculate: str = "off",
+        template: str | None = None,
     ) -> _Files:
-        """speculate: one of WAYS. Raises ModelError and TokenizerError; warns the caller of `load`
-        of what is not implemented."""
+        """speculate: one of WAYS. template: as for `open_tokenizer`. Raises ModelError and
+        TokenizerError; warns the caller of `load` of what is not implemented."""
         path = resolved.path
         model, checkpoint = open_model(path, predicts=speculate in ("mtp", "auto"))
-        tokenizer = open_tokenizer(path)
+        tokenizer = open_tokenizer(path, template)
         generation_config = read_json(path / "generation_config.json")
         defaults = sampling_defaults(generation_config, model.config.vocab_size)
         for text in notes(generation_config):

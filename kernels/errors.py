@@ -69,4 +69,5 @@ class ClosedError(InferError):
 
 
 class InferWarning(UserWarning):
-    """A model asks for something that changes its answers and is not implemented."""
+    """A model asks for something that changes its answers and is not implemented, or its chat
+    template leaves out a part of a chat."""

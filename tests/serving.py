@@ -142,6 +142,7 @@ class FakeEngine:
 
     name, context, slots, adapters = "fake", 100, 1, ("sql",)
     special_tokens: Mapping[str, str] = {}
+    templates: Mapping[str, str] = {}
     gpu = AdapterInfo(0, "a GPU", "discrete", "Vulkan", "1.2", frozenset(), {})
     model_type, template, embedding_size, is_embedder, infill = "fake", "", 4, True, None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infer.cli.client import Client
+from infer.cli.terminal import warnings_as_notes
 from infer.kernels.errors import InferError, RequestError
 
 if TYPE_CHECKING:
@@ -56,9 +57,11 @@ class Model:
         self.name = llm.name
         self.tokens: int | None = None
         self.finish_reason: str | None = None
+        self._told: set[str] = set()
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Pieces:
-        stream = self._llm.stream(list(messages), template_args=self._template_args, **params)
+        with warnings_as_notes(False, self._told):
+            stream = self._llm.stream(list(messages), template_args=self._template_args, **params)
         with stream:
             try:
                 for chunk in stream:

@@ -19,6 +19,7 @@ import infer
 from infer.cli.chat import chat
 from infer.cli.options import (
     AdapterOption,
+    ChatTemplateOption,
     Command,
     Commands,
     ContextOption,
@@ -288,6 +289,7 @@ def run(
     quantize: QuantizeOption = None,
     kv_dtype: KVDtypeOption = KVDtype.F16,
     adapter: AdapterOption = None,
+    chat_template: ChatTemplateOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     max_batch: Annotated[
@@ -352,7 +354,7 @@ def run(
     one of them failed.
     """
     with exit_codes(verbose):
-        if raw and (system is not None or template_arg):
+        if raw and (system is not None or template_arg or chat_template is not None):
             raise typer.BadParameter("it leaves no chat template to fill", param_hint="--raw")
         if logprobs is not None and not as_json and file is None:
             raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
@@ -423,6 +425,7 @@ def run(
                 draft=draft,
                 draft_quantize=draft_quantize,
                 adapter=adapter,
+                chat_template=chat_template,
                 revision=revision,
                 offline=offline,
                 progress=progress.loading,
@@ -440,12 +443,17 @@ def run(
                 if verbose:
                     note(report.load_details(llm, params, loading))
                 ask = partial(make_prompt, llm, system=system, template_args=template_args, raw=raw)
-                code = batch.run(llm, requests, answers, ask, template_args, loading, quiet=quiet)
+                with warnings_as_notes(quiet):
+                    code = batch.run(
+                        llm, requests, answers, ask, template_args, loading, quiet=quiet
+                    )
                 if code:
                     raise typer.Exit(code)
                 return
             messages = make_prompt(llm, text, system, template_args, raw=raw)
-            with llm.stream(messages, params=params, template_args=template_args) as stream:
+            with warnings_as_notes(quiet):
+                stream = llm.stream(messages, params=params, template_args=template_args)
+            with stream:
                 with progress:
                     of_kernels = partial(progress.loading, "kernels")
                     llm.engine.warm_up(stream.result.prompt_tokens, params, of_kernels)

@@ -19,6 +19,7 @@ from infer.cli.lines import Lines, PipedLines, TypedLines, history_path
 from infer.cli.options import (
     AdapterOption,
     ApiKeyOption,
+    ChatTemplateOption,
     ContextOption,
     DeviceOption,
     DraftOption,
@@ -123,6 +124,7 @@ def chat(
     draft: DraftOption = None,
     draft_quantize: DraftQuantizeOption = None,
     adapter: AdapterOption = None,
+    chat_template: ChatTemplateOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     verbose: VerboseOption = False,
@@ -149,6 +151,7 @@ def chat(
             "--draft": draft,
             "--draft-quantize": draft_quantize,
             "--adapter": adapter,
+            "--chat-template": chat_template,
             "--revision": revision,
             "--offline": offline or None,
         }
@@ -187,6 +190,7 @@ def chat(
                     draft=draft,
                     draft_quantize=draft_quantize,
                     adapter=adapter,
+                    chat_template=chat_template,
                     revision=revision,
                     offline=offline,
                     progress=progress.loading,

@@ -270,6 +270,14 @@ AdapterOption = Annotated[
         "into the weights, or applied beside those that the files have quantised.",
     ),
 ]
+ChatTemplateOption = Annotated[
+    Path | None,
+    loading_option(
+        "--chat-template",
+        metavar="FILE",
+        help="A chat template, in Jinja, in place of all that the model's files have.",
+    ),
+]
 ApiKeyOption = Annotated[
     str | None,
     server_option(

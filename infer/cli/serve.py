@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infer.cli.options import (
+    ChatTemplateOption,
     ContextOption,
     DeviceOption,
     DraftOption,
@@ -134,6 +135,7 @@ def serve(
             "names it as its model. Can be repeated.",
         ),
     ] = None,
+    chat_template: ChatTemplateOption = None,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
     max_batch: Annotated[
@@ -172,11 +174,14 @@ def serve(
         if "" in (api_key or ()):
             raise typer.BadParameter("an empty key keeps nobody out", param_hint="--api-key")
         adapters = dict(map(parse_adapter, adapter or ()))
-        of_one = (served_name, revision, adapters or None, draft, draft_quantize)
+        of_one = (
+            *(served_name, revision, adapters or None),
+            *(chat_template, draft, draft_quantize),
+        )
         if len(models) > 1 and any(given is not None for given in of_one):
             raise typer.BadParameter(
-                "--served-name, --revision, --adapter, --draft and --draft-quantize belong to one "
-                "model",
+                "--served-name, --revision, --adapter, --chat-template, --draft and "
+                "--draft-quantize belong to one model",
                 param_hint="MODEL",
             )
         with _extra():
@@ -184,6 +189,7 @@ def serve(
             from infer.server.run import listen, logging_to_stderr, url
             from infer.server.run import serve as serve_until_signal
             from infer.server.service import ServerOptions
+        from infer.text.chat import own_template
 
         load_options: dict[str, Any] = {
             "device": device,
@@ -198,6 +204,7 @@ def serve(
             "draft": draft,
             "draft_quantize": draft_quantize,
             "adapters": adapters or None,
+            "chat_template": None if chat_template is None else own_template(chat_template),
             "offline": offline,
         }
         if len(models) > 1:  # which are loaded when clients ask for them

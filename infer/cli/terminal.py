@@ -249,8 +249,10 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def warnings_as_notes(quiet: bool) -> Iterator[None]:
-    """What the library warns of in the block is noted at its end, unless quiet."""
+def warnings_as_notes(quiet: bool, told: set[str] | None = None) -> Iterator[None]:
+    """What the library warns of in the block is noted at its end, once, unless quiet. told: what
+    has been noted before, and is not again."""
+    told = set() if told is None else told
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", InferWarning)
         yield
@@ -259,8 +261,9 @@ def warnings_as_notes(quiet: bool) -> Iterator[None]:
             warnings.showwarning(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif not quiet:
-            note(f"note: {warning.message}")
+        elif not quiet and (text := str(warning.message)) not in told:
+            told.add(text)
+            note(f"note: {text}")
 
 
 class Shown(Protocol):

@@ -73,6 +73,10 @@ class EngineClient(Protocol):
         """The chat template; "" if there is none."""
 
     @property
+    def templates(self) -> Mapping[str, str]:
+        """All chat templates by name."""
+
+    @property
     def special_tokens(self) -> Mapping[str, str]:
         """Texts by name, such as `bos_token`."""
 
@@ -130,7 +134,8 @@ class LLMClient:
         self.slots, self.gpu, self.adapters = llm.slots, llm.gpu, llm.adapters
         self.failure: str | None = None
         self.model_type = llm.config.model_type
-        self.template = llm.tokenizer.templates.get("default", "")
+        self.templates = llm.tokenizer.templates
+        self.template = self.templates.get("default", "")
         self.special_tokens = llm.tokenizer.special_tokens
         self.embedding_size = llm.config.hidden_size
         self.is_embedder, self.infill = llm.is_embedder, llm.tokenizer.infill

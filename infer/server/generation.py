@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -20,7 +21,10 @@ from infer.server.endpoint import Call
 from infer.server.engine import Answer, EngineClient
 from infer.server.errors import ApiError, api_error
 from infer.server.protocol import MAX_ANSWERS, RequestT, named_in
+from infer.text.chat import choose_template, left_out
 from infer.text.tools import ToolOptions, check_tools
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
     engine, params = call.service.engine, job.params
     try:
         prompts = await encode(engine, job)
+        await _note_left_out(call, job)
         if job.before is not None:
             await job.before(engine, prompts, adapter)
         if job.params is None:
@@ -141,14 +146,38 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
         raise told from error
 
 
+async def _note_left_out(call: Call[Any], job: Job) -> None:
+    """Tell client and log of messages that the chat template leaves out of the prompt, the log once
+    of each kind."""
+    engine = call.service.engine
+    if job.tools is None or not engine.templates:  # not a chat
+        return
+    args = _template_args(job)
+    source = choose_template(engine.templates, None, with_tools="tools" in args)
+    variables = {**engine.special_tokens, **args}
+    for messages in job.prompts:
+        texts = await asyncio.to_thread(left_out, source, messages, variables)  # type: ignore[arg-type]
+        call.warnings += texts
+        for text in texts:
+            if text not in call.service.noted:
+                call.service.noted.add(text)
+                log.warning("%s: %s", call.service.name, text)
+
+
+def _template_args(job: Job) -> dict[str, Any]:
+    """What the chat template may read, functions included."""
+    args = dict(job.template_args)
+    if job.tools is not None and (offered := check_tools(**job.tools).offered):
+        args["tools"] = offered
+    return args
+
+
 async def encode(engine: EngineClient, job: Job) -> list[list[int]]:
     """The token ids of the prompts. Raises ApiError (400) for one that is too long."""
     given = job.prompts
     if job.suffix is not None:
         given = [_infill(engine, prompt, job.suffix) for prompt in given]
-    template_args = dict(job.template_args)
-    if job.tools is not None and (offered := check_tools(**job.tools).offered):
-        template_args["tools"] = offered
+    template_args = _template_args(job)
     prompts = [await engine.encode(each, template_args) for each in given]
     for ids in prompts:
         check_length(engine, ids, job.param)

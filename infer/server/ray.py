@@ -42,6 +42,7 @@ from infer.server.engine import EngineClient, LLMClient
 from infer.server.prefixes import Prefixes
 from infer.server.run import DRAIN_SECONDS
 from infer.server.service import ServerOptions, Service
+from infer.text.chat import own_template
 from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
 
@@ -73,6 +74,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     draft: str | None = None
     draft_quantize: str | None = None
     adapters: dict[str, str] | None = None
+    chat_template: str | None = None
     revision: str | None = None
     offline: bool = False
 
@@ -90,6 +92,8 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         options = msgspec.convert(dict(args), Options, strict=False)
     except msgspec.ValidationError as error:
         raise RequestError(f"These are no options of the application: {error}.") from None
+    if options.chat_template is not None:  # replicas may be where its file is not
+        options.chat_template = own_template(options.chat_template)
     check_options(**options.of_load())  # or each replica would say what is wrong
     engine = serve.deployment(
         Replica,
@@ -122,6 +126,7 @@ class Info:
     name: str
     model_type: str
     template: str
+    templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
     context: int
     slots: int

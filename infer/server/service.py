@@ -103,6 +103,7 @@ class Service(Served):
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
+    noted: set[str] = field(default_factory=set)  # what the log has been told once
 
     def __post_init__(self) -> None:
         self.name = self.options.name or self.engine.name

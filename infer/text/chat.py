@@ -1,9 +1,11 @@
 """Chat templates: the programs of a checkpoint that turn messages into the text of a prompt."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infer.foreign import foreign, reason, shown
 from infer.kernels.errors import NoChatTemplateError, RequestError, TokenizerError
@@ -12,9 +14,11 @@ from infer.text.tool_messages import (
     check_calls,
     in_words,
     with_short_ids,
-    with_text_arguments,
     with_tools,
 )
+
+if TYPE_CHECKING:  # it imports Jinja
+    from infer.text.template_forms import TemplateForms
 
 # A message's reasoning, under the names that APIs give it; templates read the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -52,6 +56,40 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
     if not all(isinstance(part, str) for item in templates.items() for part in item):
         raise TokenizerError(f"A chat template of {folder} is not text. Fetch the model again.")
     return templates
+
+
+def own_template(given: str | Path) -> str:
+    """The source of a chat template that takes the place of a model's own. given: its file, or, as
+    a text with a brace in it, the source itself.
+
+    Raises:
+        RequestError: a file that cannot be read, or that holds no chat template.
+    """
+    if isinstance(given, str) and "{" in given:
+        source, what = given, "chat_template"
+    elif isinstance(given, str | Path):
+        what = str(given)
+        try:
+            source = read_text(Path(given))
+        except (OSError, UnicodeDecodeError) as error:
+            text = (isinstance(error, OSError) and error.strerror) or str(error)
+            raise RequestError(f"The chat template {what} cannot be read: {text}.") from error
+    else:
+        raise RequestError(
+            f"chat_template must be a chat template's file or its source, not {shown(given)}."
+        )
+    from infer.text.template import reads  # Jinja
+
+    try:
+        is_chat = reads(source, "messages")
+    except TokenizerError as error:
+        raise RequestError(f"{what}: {error}") from error
+    if not is_chat:
+        raise RequestError(
+            f"{what} is no chat template: it does not read messages. Give a file in Jinja, such as "
+            "chat_template.jinja in a model's folder."
+        )
+    return source
 
 
 def choose_template(
@@ -108,42 +146,55 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
         is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
         if entries is not None and not is_list:
             raise RequestError(f"The template argument {name!r} must be a list of dictionaries.")
-    from infer.text.template import reads, render_template  # Jinja: plain prompts do without
+    from infer.text.template import render_template  # Jinja: plain prompts do without
 
-    with_calls = any(each["role"] == "tool" or "tool_calls" in each for each in checked)
-    ways = [checked]
-    if (with_calls or plain["tools"]) and not reads(source, "tools"):
+    forms, written = _written(source, checked, plain)
+    # A template is a program: it can raise anything.
+    with foreign("The chat template failed"):
+        return render_template(source, plain | {"messages": forms.fitted(written)})
+
+
+def left_out(
+    source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> list[str]:
+    """A sentence for each kind of message that a chat template leaves out of the prompt. The
+    arguments are those that `render` has taken."""
+    forms, written = _written(source, messages, variables)
+    return [
+        f"The chat template leaves {what} out of the prompt." for what in forms.left_out(written)
+    ]
+
+
+def _written(
+    source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> tuple[TemplateForms, list[Mapping[str, Any]]]:
+    """The forms of a template, and the messages with what it does not write itself: tools, calls
+    and results as text, where it reads no tools."""
+    from infer.text.template import reads
+    from infer.text.template_forms import Kind, template_forms
+
+    forms, tools = template_forms(source, variables), variables.get("tools")
+    with_calls = any(each["role"] == "tool" or "tool_calls" in each for each in messages)
+    if (with_calls or tools) and not reads(source, "tools"):
         from infer.text.tool_formats import find_format
         from infer.text.tool_grammars import example_call
 
         known = find_format(source)  # that of calls and results, but not of tools
+        written = [*messages] if known is not None else [*in_words(messages)]
+        system = forms.content(Kind("system"))
+        role = "system" if system.text or system.part else "user"
         call = example_call("hermes" if known is None else known.name)
-        checked = list(in_words(checked)) if known is None else checked
-        # Some templates know no system messages either.
-        roles = ("system", "user")
-        ways = [with_tools(checked, plain["tools"] or (), role, call) for role in roles]
-        ways += [] if known is None else [with_text_arguments(each) for each in ways]
-    elif with_calls:
-        checked = with_short_ids(checked) if "[TOOL_CALLS]" in source else checked
-        ways = [checked, with_text_arguments(checked)]
-    failed: TokenizerError | None = None
-    for messages in ways:
-        try:
-            # A template is a program: it can raise anything.
-            with foreign("The chat template failed"):
-                return render_template(source, plain | {"messages": messages})
-        except TokenizerError as error:
-            failed = failed or error
-    assert failed is not None
-    raise failed
+        return forms, [*with_tools(written, tools or (), role, call)]
+    if with_calls and "[TOOL_CALLS]" in source:
+        return forms, [*with_short_ids(messages)]
+    return forms, [*messages]
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A plain copy of `messages` as templates expect them, without keys that are None.
 
     Content is text, or a list of {"type": "text", "text"}; a message with tool calls needs none.
-    As in transformers, reasoning given under one of its names is there under the others, and the
-    arguments of calls are objects.
+    As in transformers, reasoning given under one of its names is there under the others.
 
     Raises:
         RequestError: anything else.
@@ -163,7 +214,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         if not isinstance(plain.get("role"), str):
             raise RequestError(f'{where} needs a "role", such as "user", "assistant" or "system".')
         plain = check_calls(plain, where)
-        if "content" not in plain:
+        if not ("content" in plain or "tool_calls" in plain):
             raise RequestError(f'{where} needs a "content", its text.')
         content = plain.get("content", "")
         if not isinstance(content, str) and not _is_text_parts(content):

@@ -16,10 +16,16 @@ from infer.text.tokenizer import MAX_ID, Tokenizer
 _DAMAGED = "Fetch the model again."
 
 
-def open_tokenizer(path: Path) -> Tokenizer:
-    """That of a model folder or a GGUF file. Raises TokenizerError."""
-    if not path.is_file():
-        return folder_tokenizer(path)
+def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
+    """That of a model folder or a GGUF file. template: the source of a chat template in place of
+    those of the model. Raises TokenizerError."""
+    tokenizer = folder_tokenizer(path) if not path.is_file() else _of_gguf(path)
+    if template is not None:
+        tokenizer.templates = {"default": template}
+    return tokenizer
+
+
+def _of_gguf(path: Path) -> Tokenizer:
     from infer.models.loading.formats.gguf import Gguf  # which most models do without
     from infer.text.gguf_tokenizer import gguf_tokenizer
 

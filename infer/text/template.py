@@ -54,11 +54,12 @@ _GROWING = frozenset(
 _LISTS = (list, tuple, dict, MappingView)
 
 
-def render_template(source: str, variables: dict[str, Any]) -> str:
-    """Render a template with variables of JSON types. Raises TokenizerError for one that does not
-    compile, takes too long or makes too much; else what it raises itself."""
+def render_template(source: str, variables: dict[str, Any], seconds: float | None = None) -> str:
+    """Render a template with variables of JSON types. seconds: that it may take, SECONDS at most.
+    Raises TokenizerError for one that does not compile, takes too long or makes too much; else what
+    it raises itself."""
     compiled = compile_template(source)
-    token = _budget.set(_Budget(variables))
+    token = _budget.set(_Budget(variables, min(seconds or SECONDS, SECONDS)))
     try:
         return compiled.render(variables)
     finally:
@@ -111,18 +112,19 @@ def reads(source: str, name: str) -> bool:
 class _Budget:
     """What a template may still do."""
 
-    def __init__(self, variables: dict[str, Any]) -> None:
+    def __init__(self, variables: dict[str, Any], seconds: float) -> None:
         self._known: dict[int, tuple[Any, int, int]] = {}  # lists, their sizes and depths
         self.size = SIZE + 8 * self._measure(variables)[0]
         self.left = _TOTAL * self.size
-        self._end, self._ticks = time.thread_time() + SECONDS, 0
+        self._seconds = seconds
+        self._end, self._ticks = time.thread_time() + seconds, 0
 
     def tick(self) -> None:
         """Look at the time, now and then."""
         self._ticks += 1
         if self._ticks % 16 == 0 and time.thread_time() > self._end:
             raise TokenizerError(
-                f"The chat template was stopped after {SECONDS:.0f} seconds: it does not end."
+                f"The chat template was stopped after {self._seconds:.0f} seconds: it does not end."
             )
 
     def made(self, value: Any) -> Any:

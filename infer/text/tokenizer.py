@@ -12,7 +12,7 @@ import tokenizers
 
 from infer.foreign import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
-from infer.text.chat import choose_template, render
+from infer.text.chat import choose_template, left_out, render
 from infer.text.infill import find_infill
 
 T = TypeVar("T")
@@ -200,6 +200,20 @@ class Tokenizer:
         return render(
             source, messages, variables | {"add_generation_prompt": add_generation_prompt}
         )
+
+    def left_out(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        template: str | None = None,
+        **template_args: Any,
+    ) -> list[str]:
+        """A sentence for each kind of message that the chat template leaves out of the prompt. The
+        arguments are those that `render_chat` has taken."""
+        with_tools = template_args.get("tools") is not None
+        source = choose_template(self.templates, template, with_tools=with_tools)
+        return left_out(source, messages, self.special_tokens | template_args)
 
     def encode_chat(
         self,

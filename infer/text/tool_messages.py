@@ -27,14 +27,12 @@ To call one, write:
 
 
 def check_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The message, if it has calls with content and with arguments that are objects, as
-    transformers hands them to templates: APIs have text. Raises RequestError for malformed ones."""
+    """The message, without an empty list of calls. Raises RequestError for malformed calls."""
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
     if not isinstance(calls, list):
         raise RequestError(f"{where}: tool_calls must be a list, not {shown(calls)}.")
-    checked = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -42,35 +40,30 @@ def check_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f'{where}: a call must be {{"id", "type": "function", "function": {{"name", '
                 f'"arguments"}}}}, not {shown(call)}.'
             )
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                decoded = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                decoded = None  # what a model wrote may be no JSON
-            arguments = decoded if isinstance(decoded, dict) else arguments
-        arguments = {} if arguments is None else arguments
-        function = function | {"arguments": arguments}
-        checked.append(call | {"function": function} if "function" in call else function)
-    return {"content": ""} | dict(message) | {"tool_calls": checked}
+    return dict(message)
 
 
-def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """With arguments as JSON text, which some templates want."""
+def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """A message whose calls have arguments as JSON text, or as objects, which transformers hands to
+    templates: APIs have text. What a model wrote may be no JSON object, and stays text then."""
 
-    def text(call: Mapping[str, Any]) -> dict[str, Any]:
+    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
         if "function" in call:
-            return {**call, "function": text(call["function"])}
-        arguments = call["arguments"]
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return {**call, "arguments": written}
+            return {**call, "function": changed(call["function"])}
+        arguments = call.get("arguments")
+        if arguments is None or arguments == "":
+            arguments = {}
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not as_text and isinstance(arguments, str):
+            try:
+                decoded = json.loads(arguments)
+            except (ValueError, RecursionError):
+                decoded = None
+            arguments = decoded if isinstance(decoded, dict) else arguments
+        return {**call, "arguments": arguments}
 
-    return [
-        {**each, "tool_calls": [text(call) for call in each["tool_calls"]]}
-        if "tool_calls" in each
-        else dict(each)
-        for each in messages
-    ]
+    return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -102,19 +95,21 @@ def with_tools(
     role: str,
     call: str,
 ) -> list[dict[str, Any]]:
-    """With a description of the tools in the first message, for templates that write none. role:
-    of that message. call: how one is written."""
+    """With a description of the tools, for templates that write none: in the first message, which
+    is the system's, or in the first one of the user. role: which of these. call: how one is
+    written."""
     written = [dict(each) for each in messages]
-    if tools:
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        words = _WORDS.format(tools=lines, call=call)
-        if written and written[0]["role"] in (role, "system"):
-            parts = [words, _text(written[0]["content"])]
-            if written[0]["role"] == "system":
-                parts.reverse()
-            written[0]["content"] = "\n\n".join(parts)
-        else:
-            written.insert(0, {"role": role, "content": words})
+    if not tools:
+        return written
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    words = _WORDS.format(tools=lines, call=call)
+    begin = written[:1] if role == "system" else written
+    own = next((each for each in begin if each["role"] == role), None)
+    if own is None:
+        written.insert(0, {"role": role, "content": words})
+    else:
+        parts = [words, joined(own["content"])]
+        own["content"] = "\n\n".join(reversed(parts) if role == "system" else parts)
     return written
 
 
@@ -123,23 +118,27 @@ def in_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     none."""
     results: list[str] = []
     for message in messages:
-        own = {**message, "content": _text(message["content"])}
+        text = joined(message.get("content", ""))
         if message["role"] == "tool":
-            results.append(f"<tool_response>\n{own['content']}\n</tool_response>")
+            results.append(f"<tool_response>\n{text}\n</tool_response>")
             continue
         if results:  # of several calls, in one message: roles alternate
             yield {"role": "user", "content": "\n".join(results)}
             results = []
+        if "tool_calls" not in message:
+            yield dict(message)
+            continue
+        own = with_arguments(message, as_text=False)
         calls = []
-        for call in own.pop("tool_calls", ()):
+        for call in own.pop("tool_calls"):
             function = call.get("function", call)
             known = {"name": function["name"], "arguments": function["arguments"]}
             calls.append(f"<tool_call>\n{json.dumps(known, ensure_ascii=False)}\n</tool_call>")
-        own["content"] = "\n".join(part for part in (own["content"], *calls) if part)
-        yield own
+        yield own | {"content": "\n".join(part for part in (text, *calls) if part)}
     if results:
         yield {"role": "user", "content": "\n".join(results)}
 
 
-def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a content: parts are joined by line ends, as vLLM and llama.cpp do."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

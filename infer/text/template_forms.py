@@ -1,0 +1,222 @@
+"""What a chat template shows of messages, and the form in which it reads them.
+
+A template takes a content as text, as a list of parts, or as both, and it may do so otherwise for
+one role than for another. That is found out by rendering short chats and looking for their words in
+the result, as llama.cpp does. vLLM looks for loops over contents in the syntax tree instead, which
+tells nothing of roles, nor of what becomes of a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from infer.foreign import foreign, shown
+from infer.kernels.errors import TokenizerError
+from infer.text.template import render_template
+from infer.text.tool_messages import joined, with_arguments
+
+_SECONDS = 1.0  # for each of the short chats
+_MOST_KEPT = 4096  # characters of variables under which forms are kept
+
+# Words that no template has of its own.
+_FIRST, _SECOND, _NO_TEXT = "zyxfirst", "zyxsecond", "zyxnotext"
+_KEY, _VALUE = "zyxkey", "zyxvalue"
+_USER = {"role": "user", "content": "zyxuser"}
+# The id has nine letters and digits, as Mistral's templates want.
+_RESULT = {"role": "tool", "tool_call_id": "zyxcall01", "name": "zyxtool"}
+_PARTS = [{"type": "text", "text": _FIRST, _NO_TEXT: ""}, {"type": "text", "text": _SECOND}]
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zyxtool",
+        "description": "zyxtool",
+        "parameters": {
+            "type": "object",
+            "properties": {"zyxname": {"type": "string", "description": "zyxname"}},
+            "required": ["zyxname"],
+        },
+    },
+}
+_CALL = {
+    "id": _RESULT["tool_call_id"],
+    "type": "function",
+    "function": {"name": "zyxtool", "arguments": {_KEY: _VALUE}},
+}
+
+# Ways to say that a message with calls has no content; transformers leaves it out.
+_NO_CONTENT: tuple[dict[str, Any], ...] = ({}, {"content": ""}, {"content": None})
+
+
+class Kind(NamedTuple):
+    """What a template may tell messages apart by. later: it is not the first one, and its role is
+    none of user, assistant and tool. calls: it has calls of functions."""
+
+    role: str
+    later: bool = False
+    calls: bool = False
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], index: int) -> Kind:
+        role = message["role"]
+        later = index > 0 and role not in ("user", "assistant", "tool")
+        return cls(role, later, "tool_calls" in message)
+
+
+@dataclass(frozen=True)
+class ContentForms:
+    """The forms of which a template shows all text: a text, a list of one part, a list of several.
+    failed: it raised an error instead."""
+
+    text: bool
+    part: bool
+    parts: bool
+    failed: bool
+
+    @property
+    def is_left_out(self) -> bool:
+        return not (self.text or self.part or self.failed)
+
+
+@dataclass(frozen=True)
+class CallForms:
+    """How a template reads calls. as_text: their arguments are JSON text, not objects. without: the
+    ways to give no content in which it shows the calls, the usual one first. with_content: whether
+    it shows calls of messages that have a content. failed: it raised an error instead."""
+
+    as_text: bool
+    without: Sequence[Mapping[str, Any]]
+    with_content: bool
+    failed: bool
+
+
+class TemplateForms:
+    """The forms of one template. Each is found out when it is asked for."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        self._source, self._variables = source, variables
+        self._contents: dict[Kind, ContentForms] = {}
+        self._calls: CallForms | None = None
+
+    def content(self, kind: Kind) -> ContentForms:
+        if kind not in self._contents:
+            self._contents[kind] = self._find_content(kind)
+        return self._contents[kind]
+
+    @property
+    def calls(self) -> CallForms:
+        if self._calls is None:
+            self._calls = self._find_calls()
+        return self._calls
+
+    def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages in the forms that the template reads."""
+        return [self._fitted(message, Kind.of(message, i)) for i, message in enumerate(messages)]
+
+    def left_out(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """What the template leaves out, in words."""
+        kinds = (Kind.of(message, i) for i, message in enumerate(messages))
+        has_content = (bool(message.get("content")) for message in messages)
+        for kind, full in dict.fromkeys(zip(kinds, has_content, strict=True)):
+            if full and self.content(kind).is_left_out:
+                whose = f"of the role {shown(kind.role)}"
+                if kind.calls:
+                    yield f"the text of messages {whose} that have calls"
+                else:
+                    yield f"messages {whose}{' that are not the first' * kind.later}"
+            if kind.calls and not self.calls.failed:
+                if not self.calls.without:
+                    yield "calls of functions"
+                elif full and not self.calls.with_content:
+                    yield "the calls of messages that have a text"
+
+    def _fitted(self, message: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+        own = dict(message)
+        if kind.calls:
+            calls = self.calls
+            own = with_arguments(own, as_text=calls.as_text)
+            if not joined(own.get("content") or ""):
+                given = {"content": own.pop("content")} if "content" in own else {}
+                usual = calls.without[0] if calls.without else {"content": ""}
+                return {**own, **(given if given in calls.without else usual)}
+        content, forms = own["content"], self.content(kind)
+        if isinstance(content, str) or len(content) < 2 or not forms.parts:
+            own["content"] = joined(content)
+            if forms.part and not forms.text:
+                own["content"] = [{"type": "text", "text": own["content"]}]
+        return own
+
+    def _find_content(self, kind: Kind) -> ContentForms:
+        asked = ((_FIRST, [_FIRST]), (_PARTS[:1], [_FIRST]), (_PARTS, [_FIRST, _SECOND]))
+        texts = [self._render(self._chat(kind, content)) for content, _ in asked]
+        text, part, parts = (
+            each is not None and all(word in each for word in words) and _NO_TEXT not in each
+            for each, (_, words) in zip(texts, asked, strict=True)
+        )
+        return ContentForms(text, part, parts, failed=texts[0] is None)
+
+    def _chat(self, kind: Kind, content: Any) -> list[dict[str, Any]]:
+        """A chat with a message of the kind."""
+        message = {"role": kind.role, "content": content}
+        if kind.role == "user":
+            return [message]
+        user = self._fitted(_USER, Kind("user"))
+        if kind.role == "tool":
+            called = {"role": "assistant", "tool_calls": [_CALL]}
+            called = self._fitted(called, Kind("assistant", calls=True))
+            return [user, called, message | _RESULT]
+        if kind.calls:
+            calls = {"tool_calls": [_CALL]}
+            return [user, with_arguments(message | calls, as_text=self.calls.as_text)]
+        if kind.role == "assistant" or kind.later:
+            return [user, message, user]
+        return [message, user]
+
+    def _find_calls(self) -> CallForms:
+        user = self._fitted(_USER, Kind("user"))
+        failed = True
+
+        def shows(content: Mapping[str, Any], as_text: bool) -> bool:
+            nonlocal failed
+            called = {"role": "assistant", **content, "tool_calls": [_CALL]}
+            called = with_arguments(called, as_text=as_text)
+            text = self._render([user, called, _RESULT | {"content": "zyxresult"}])
+            failed &= text is None
+            # Objects that are not written as JSON are in quotes of Python's.
+            return text is not None and _VALUE in text and f"'{_KEY}'" not in text
+
+        for as_text in (False, True):
+            if without := [each for each in _NO_CONTENT if shows(each, as_text)]:
+                contents = ({"content": _FIRST}, {"content": _PARTS[:1]})
+                with_content = any(shows(content, as_text) for content in contents)
+                return CallForms(as_text, without, with_content, False)
+        return CallForms(False, (), False, failed)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str | None:
+        """None if the template fails."""
+        try:
+            with foreign("The chat template failed"):
+                variables = {**self._variables, "messages": messages}
+                return render_template(self._source, variables, _SECONDS)
+        except TokenizerError:
+            return None
+
+
+def template_forms(source: str, variables: Mapping[str, Any]) -> TemplateForms:
+    """The forms of a template, given everything else that it may read, of JSON types."""
+    own = {
+        **variables,
+        "tools": [_TOOL] if variables.get("tools") else None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    key = json.dumps(own, sort_keys=True)
+    return _kept_forms(source, key) if len(key) <= _MOST_KEPT else TemplateForms(source, own)
+
+
+@lru_cache(maxsize=64)
+def _kept_forms(source: str, variables: str) -> TemplateForms:
+    return TemplateForms(source, json.loads(variables))
