@@ -73,7 +73,87 @@ CALLED: Messages = [
 PARTS: Messages = [
     {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": " two"}]}
 ]
+TWO: Messages = [
+    {
+        "role": role,
+        "content": [{"type": "text", "text": f"{role} one"}, {"type": "text", "text": " two"}],
+    }
+    for role in ("system", "user", "assistant")
+]
 OPEN: dict[str, Any] = {"add_generation_prompt": True}
+
+
+def in_parts(messages: Messages, *roles: str) -> Messages:
+    """With the contents of these roles, or of all, as parts."""
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]}
+        if m["role"] in roles or not roles
+        else m
+        for m in messages
+    ]
+
+
+def called(text: bool = False, **content: str | None) -> Messages:
+    """A call, whose arguments are an object or text, and whose message has this content."""
+    arguments: Any = {"city": "Köln", "days": 2}
+    arguments = json.dumps(arguments, ensure_ascii=False) if text else arguments
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    result = {"role": "tool", "content": "21 °C"}
+    return [*SHORT, {"role": "assistant", **content, "tool_calls": [call]}, result]
+
+
+# What published templates do with a message, and messages in the form that they read: the other
+# forms have to become the same text. EACH writes parts, CALLS calls, TEXT_CALLS those with text.
+FORMS: dict[str, tuple[str, Messages]] = {
+    # As those of Qwen3, Llama 3 and ChatML do.
+    "text, or nothing": ("{{ m.content if m.content is string else '' }}", LONG),
+    "trimmed text": ("{{ m.content | trim }}", LONG),
+    "added text": ("{{ '\\n' + m.content }}", LONG),
+    "text, or JSON": ("{{ m.content if m.content is string else m.content | tojson }}", LONG),
+    # SmolVLM, LLaVA 1.6, Gemma 3, Llama 3.2 Vision, MiniMax.
+    "parts": ("EACH", in_parts(LONG)),
+    "several parts": ("EACH", TWO),
+    "the first part": ("{{ m.content[0]['text'] }}", in_parts(LONG)),
+    "both": ("{% if m.content is string %}{{ m.content }}{% else %}EACH{% endif %}", LONG),
+    "both, several": ("{% if m.content is string %}{{ m.content }}{% else %}EACH{% endif %}", TWO),
+    "text of the system": (
+        "{% if m.role == 'system' %}{{ m.content | trim }}{% else %}EACH{% endif %}",
+        in_parts(LONG, "user", "assistant"),
+    ),
+    "parts of results": (
+        "{% if m.role == 'tool' %}EACH{% else %}{{ m.content }}CALLS{% endif %}",
+        in_parts(called(), "tool"),
+    ),
+    # A content beside calls that is null.
+    "content, or nothing": ("{% if m.content %}{{ m.content }}{% endif %}CALLS", called()),
+    "no key": ("{% if 'content' in m %}{{ m.content }}{% else %}CALLS{% endif %}", called()),
+    "undefined": (
+        "{% if m.content is defined %}{{ m.content }}{% else %}CALLS{% endif %}",
+        called(),
+    ),
+    "trimmed content": ("{{ m.content | trim }}CALLS", called()),
+    "added content": ("{{ '\\n' + m.content }}CALLS", called(content="")),
+    "split content": ("{{ m.content.split('</think>')[-1] }}CALLS", called(content="")),
+    # Arguments, of Hermes, Qwen3-Coder, DeepSeek-V3.
+    "written objects": ("{{ m.content }}CALLS", called(content=None)),
+    "keys of objects": (
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{% for k, v in "
+        "c.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}",
+        called(),
+    ),
+    "printed text": ("{{ m.content }}TEXT_CALLS", called(text=True)),
+    "added text of calls": (
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ ':' + c.function.arguments }}"
+        "{% endfor %}",
+        called(text=True),
+    ),
+}
+SHORTHANDS = {
+    "EACH": "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}",
+    "TEXT_CALLS": "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}",
+    "CALLS": "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}",
+}
 
 # Chats by folder: messages and arguments.
 CHATS: dict[str, list[tuple[Messages, dict[str, Any]]]] = {
@@ -251,6 +331,20 @@ def references(folder: Path) -> dict[str, Any]:
     }
 
 
+def forms() -> list[dict[str, Any]]:
+    """What transformers makes of FORMS."""
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "chatml")
+    cases = []
+    for name, (body, messages) in FORMS.items():
+        for shorthand, written in SHORTHANDS.items():
+            body = body.replace(shorthand, written)
+        template = "{{ tools }}{% for m in messages %}<{{ m.role }}>" + body + "{% endfor %}"
+        args = {"chat_template": template}
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **args)
+        cases.append({"name": name, "messages": messages, "args": args, "text": text})
+    return cases
+
+
 def main() -> None:
     """Write tokenizer.json into each folder, and expected.json beside them."""
     llama3 = special(
@@ -271,6 +365,7 @@ def main() -> None:
     for name, tokenizer in built.items():
         tokenizer.save(str(DATA / name / "tokenizer.json"), pretty=False)
     expected = {name: references(DATA / name) for name in built}
+    expected["chatml"]["forms"] = forms()
     text = json.dumps(expected, indent=1, ensure_ascii=True)
     (DATA / "expected.json").write_text(text + "\n", encoding="utf-8")
 

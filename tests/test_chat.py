@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +18,13 @@ import pytest
 
 import infer.text.template
 from infer.kernels.errors import RequestError, TokenizerError
-from infer.text.folder_tokenizer import folder_tokenizer
+from infer.text.chat import own_template
+from infer.text.folder_tokenizer import folder_tokenizer, open_tokenizer
 from infer.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data" / "text"
 EXPECTED = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
+FORMS = EXPECTED["chatml"]["forms"]
 CHATS = [(kind, case) for kind, cases in EXPECTED.items() for case in cases["chats"]]
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -44,6 +46,79 @@ def test_chats_are_those_of_transformers(kind: str, case: dict[str, Any]) -> Non
     args = arguments(case["args"])
     assert tokenizer.render_chat(case["messages"], **args) == case["text"]
     assert tokenizer.encode_chat(case["messages"], **args) == case["ids"]
+
+
+# The form that a template reads
+
+
+def variants(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """All ways in which clients write the same messages."""
+
+    def content(message: dict[str, Any], in_parts: bool, empty: dict[str, Any]) -> dict[str, Any]:
+        given = message.get("content")
+        if not given and "tool_calls" in message:
+            return empty
+        if isinstance(given, list):
+            (part,) = given
+            given = part["text"]
+        return {"content": [{"type": "text", "text": given}] if in_parts else given}
+
+    def calls(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+        if "tool_calls" not in message:
+            return {}
+        (call,) = message["tool_calls"]
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str) != as_text:
+            own = (
+                json.loads(arguments) if not as_text else json.dumps(arguments, ensure_ascii=False)
+            )
+            call = {**call, "function": {**call["function"], "arguments": own}}
+        return {"tool_calls": [call]}
+
+    for in_parts in (False, True):
+        for as_text in (False, True):
+            for empty in ({}, {"content": None}, {"content": ""}, {"content": []}):
+                yield [
+                    {"role": message["role"]}
+                    | content(message, in_parts, empty)
+                    | calls(message, as_text)
+                    for message in messages
+                ]
+
+
+@pytest.mark.parametrize("case", FORMS, ids=[case["name"] for case in FORMS])
+def test_messages_are_given_in_the_form_that_a_template_reads(case: dict[str, Any]) -> None:
+    """The prompt is that of transformers for this form, in whichever the client has written."""
+    tokenizer = folder_tokenizer(DATA / "chatml")
+    args = arguments(case["args"])
+    assert tokenizer.render_chat(case["messages"], **args) == case["text"]
+    assert tokenizer.left_out(case["messages"], **args) == []
+    if "several" not in case["name"]:
+        for messages in variants(case["messages"]):
+            assert tokenizer.render_chat(messages, **args) == case["text"]
+
+
+@pytest.mark.parametrize("content", ["{{ m.content }}", "{{ m.content[0].text }}"])
+def test_a_line_end_joins_texts_where_a_template_joins_none(
+    content: str, tokenizer: Tokenizer
+) -> None:
+    parts = [{"type": "text", "text": text} for text in ("One", " two")]
+    source = "{# #}{% for m in messages %}" + content + "{% endfor %}"
+    messages = [{"role": "user", "content": parts}]
+    assert tokenizer.render_chat(messages, template=source) == "One\n two"
+
+
+@pytest.mark.parametrize("kind", ["llama3", "chatml", "mistral", "gemma"])
+def test_a_part_is_as_its_text(kind: str) -> None:
+    tokenizer = folder_tokenizer(DATA / kind)
+    for case in EXPECTED[kind]["chats"]:
+        parts = [
+            {**each, "content": [{"type": "text", "text": each["content"]}]}
+            if isinstance(each["content"], str)
+            else each
+            for each in case["messages"]
+        ]
+        assert tokenizer.render_chat(parts, **arguments(case["args"])) == case["text"]
 
 
 # What templates meet in the environment: each must give the same text, or fail, in both.
@@ -405,12 +480,18 @@ def rendered(tokenizer: Tokenizer, source: str, messages: Any = CALLED, **variab
 
 
 def test_arguments_are_what_a_template_takes(tokenizer: Tokenizer) -> None:
-    """APIs have text, templates of transformers objects, and some of those text again."""
+    """APIs have text, templates of transformers objects, and some of those text again, which is
+    the client's own."""
     of_call = "{% set f = messages[1].tool_calls[0].function %}{{ tools }}"
     assert rendered(tokenizer, of_call + "{{ f.arguments.a }}") == "Noneé"
-    assert (
-        rendered(tokenizer, of_call + "{{ '[' + f.arguments + ']' }}") == 'None[{"a": "\\u00e9"}]'
-    )
+    added = of_call + "{{ '[' + f.arguments + ']' }}"
+    assert rendered(tokenizer, added) == 'None[{"a": "é"}]'
+    for own in ('{"a":"é", "b": 1e2}', '{"a": "\\u00e9"}', "", {"a": "é"}):
+        called = json.loads(json.dumps(CALLED))
+        called[1]["tool_calls"][0]["function"]["arguments"] = own
+        text = {"": "{}"}.get(own, own) if isinstance(own, str) else '{"a": "é"}'
+        assert rendered(tokenizer, added, called) == f"None[{text}]"
+        assert rendered(tokenizer, of_call + "{{ f.arguments }}", called) == f"None{text}"
     assert rendered(tokenizer, "{{ tools }}{{ messages[1].content }}") == "None"
     broken = json.loads(json.dumps(CALLED).replace('\\"}', ""))
     assert rendered(tokenizer, of_call + "{{ f.arguments }}", broken) == 'None{"a": "é'
@@ -440,8 +521,119 @@ def test_templates_that_know_no_tools(tokenizer: Tokenizer) -> None:
     assert rendered(tokenizer, source, system, tools=TOOLS).startswith("system: Be brief.\n\n# Too")
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + source
     assert rendered(tokenizer, strict, tools=TOOLS).startswith("user: # Tools\n")
+    skips = source.replace(
+        "{{ m.role }}", "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role }}"
+    )
+    described = rendered(tokenizer, skips, system, tools=TOOLS)
+    assert described.startswith("user: # Tools\n")
+    assert described.endswith("</tool_call>\n\nHi" + said.removeprefix("user: Hi"))
     # One that knows calls, but not the tools.
     known = source + "{{ messages[2].tool_calls }}<｜tool▁calls▁begin｜>"
     written = rendered(tokenizer, known, tools=TOOLS)
     assert "<｜tool▁call▁begin｜><name><｜tool▁sep｜><arguments as a JSON object>" in written
     assert "tool: done|" in written
+
+
+def test_calls_are_shown_where_a_content_hides_them(tokenizer: Tokenizer) -> None:
+    """As by the templates of DeepSeek-R1's distillates, which want a content that is None."""
+    source = (
+        "{{ tools }}{% for m in messages %}{% if m.content is none %}"
+        "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}|{% endfor %}"
+    )
+    for empty in ({}, {"content": None}, {"content": ""}, {"content": []}):
+        messages = [CALLED[0], {**CALLED[1], **empty}, CALLED[2]]
+        written = rendered(tokenizer, source, messages)
+        assert written == 'NoneHi|{"name": "f", "arguments": {"a": "é"}}|done|'
+
+
+# What a template leaves out
+
+
+def test_what_a_template_leaves_out_is_told(tokenizer: Tokenizer) -> None:
+    system, said = {"role": "system", "content": "a"}, {"role": "assistant", "content": "b"}
+    critic = {"role": "critic", "content": "c"}
+
+    def left_out(source: str, *messages: Any) -> list[str]:
+        source = "{# " + source + " #}{{ tools }}{% for m in messages %}" + source + "{% endfor %}"
+        told = tokenizer.left_out(messages, template=source)
+        begin, end = "The chat template leaves ", " out of the prompt."
+        assert all(text.startswith(begin) and text.endswith(end) for text in told)
+        return [text.removeprefix(begin).removesuffix(end) for text in told]
+
+    # That of Phi-3-mini of April 2024.
+    phi = (
+        "{% if m.role == 'user' %}<|user|>{{ m.content }}<|end|><|assistant|>"
+        "{% elif m.role == 'assistant' %}{{ m.content }}<|end|>{% endif %}"
+    )
+    assert left_out(phi, USER[0], said) == []
+    assert left_out(phi, system, USER[0], said) == ["messages of the role 'system'"]
+    assert left_out(phi, system | {"content": ""}, USER[0]) == []
+    assert left_out(phi, system, critic, USER[0], critic, system) == [
+        "messages of the role 'system'",
+        "messages of the role 'critic' that are not the first",
+        "messages of the role 'system' that are not the first",
+    ]
+    first = "{% if loop.first or m.role != 'system' %}{{ m.content }}{% endif %}"
+    assert left_out(first, system, *USER) == []
+    assert left_out(first, *USER, system) == [
+        "messages of the role 'system' that are not the first"
+    ]
+    # Of a message with calls.
+    call, beside = CALLED[1], CALLED[1] | {"content": "d"}
+    no_calls = "{{ m.content }}"
+    assert left_out(no_calls, *USER, call) == ["calls of functions"]
+    no_text = "{{ m.tool_calls | tojson if m.tool_calls else m.content }}"
+    assert left_out(no_text, *USER, call) == []
+    assert left_out(no_text, *USER, beside) == [
+        "the text of messages of the role 'assistant' that have calls"
+    ]
+    either = "{{ m.content if m.content else m.tool_calls | tojson }}"
+    assert left_out(either, *USER, call) == []
+    assert left_out(either, *USER, beside) == ["the calls of messages that have a text"]
+    # One that fails says so itself.
+    assert (
+        left_out("{{ raise_exception('no') if m.role == 'system' else m.content }}", system) == []
+    )
+
+
+# A template of one's own
+
+
+def test_a_template_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text("Ö{{ messages[0].content }}\n", encoding="utf-8")
+    for given in (path, str(path)):
+        source = own_template(given)
+        tokenizer = open_tokenizer(DATA / "mistral", source)
+        assert list(tokenizer.templates) == ["default"]  # no tool_use of the model's
+        assert tokenizer.render_chat(USER) == "ÖHi"
+    source = "{{ messages[0].role }}"
+    assert own_template(source) == source
+    assert open_tokenizer(DATA / "metaspace", source).render_chat(USER) == "user"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "own.jinja cannot be read: No such file or directory"),
+        (b"\xff{{ messages }}", "own.jinja cannot be read: 'utf-8' codec"),
+        (b"{% for m in messages %}", "own.jinja: The chat template does not compile: line 1"),
+        (b"{{ prompt }}", "own.jinja is no chat template: it does not read"),
+        (b'{"chat_template": "{{ messages }}"}', "own.jinja is no chat template: it is JSON"),
+        (b"{# " + b"x" * 300_000 + b" #}", "own.jinja: The chat template has 300,006 characters"),
+    ],
+    ids=range(6),
+)
+def test_a_file_that_is_no_template(data: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(RequestError, match=message):
+        own_template(path)
+
+
+def test_what_is_no_template(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"cannot be read: .*(not a regular file|directory)"):
+        own_template(tmp_path)
+    with pytest.raises(RequestError, match="a chat template's file or its source, not 3"):
+        own_template(3)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +82,15 @@ def own_template(given: str | Path) -> str:
     from infer.text.template import reads  # Jinja
 
     try:
-        is_chat = reads(source, "messages")
+        wrong = None if reads(source, "messages") else "it does not read messages"
     except TokenizerError as error:
         raise RequestError(f"{what}: {error}") from error
-    if not is_chat:
+    with suppress(ValueError, RecursionError):
+        json.loads(source)
+        wrong = "it is JSON"
+    if wrong is not None:
         raise RequestError(
-            f"{what} is no chat template: it does not read messages. Give a file in Jinja, such as "
+            f"{what} is no chat template: {wrong}. Give a file in Jinja, such as "
             "chat_template.jinja in a model's folder."
         )
     return source
