@@ -364,7 +364,24 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.items() >= given.items()
     refused("run", "demo", "-p", "x", "--quantize", "q4")
     assert (seen["dtype"], seen["quantize"]) == (None, "q4")
+    for command in (("run", "demo", "-p", "x"), ("chat", "demo")):
+        refused(*command, "--chat-template", "{own}.jinja")
+        assert seen.pop("chat_template") == Path("{own}.jinja")
     assert seen["progress"].__self__.shown is False  # standard error is no terminal
+
+
+def test_a_chat_template_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for %}")
+    for command in (("run", "demo", "-p", "x"), ("chat", "demo"), ("serve", "demo")):
+        message = refused(*command, "--chat-template", path)
+        assert message.startswith(f"error: {path}: The chat template does not compile: line 1")
+    for command, wrong in (
+        (("run", "demo", "-p", "x", "--raw"), "it leaves no chat template to fill"),
+        (("chat", "--url", "http://127.0.0.1:1"), "the server of --url has its model"),
+        (("serve", "demo", "other"), "belong to one model"),
+    ):
+        assert wrong in " ".join(refused(*command, "--chat-template", path, code=2).split())
 
 
 # Ctrl-C, pipes and encodings

@@ -76,6 +76,27 @@ def test_each_answer_is_that_of_its_prompt_alone(llm: LLM, prompts: Path) -> Non
     assert got[2]["seed"] == 5
 
 
+def test_messages_of_both_forms_by_a_template_of_ones_own(
+    llm: LLM, prompts: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "{own}.jinja"
+    template.write_text(
+        "{% for m in messages if m.role == 'user' %}{% for part in m.content %}{{ part.text }}"
+        "{% endfor %}{% endfor %}"
+    )
+    contents = (PROMPTS[0], [{"type": "text", "text": PROMPTS[0]}])
+    chats = [[{"role": "user", "content": content}] for content in contents]
+    system = {"role": "system", "content": "Be brief."}
+    write(prompts, *({"messages": [*before, *chat]} for chat in chats for before in ([], [system])))
+    result = run("--file", prompts, "-n", 1, "--chat-template", template)
+    assert result.exit_code == 0
+    got = [json.loads(line) for line in result.stdout.splitlines()]
+    count = len(llm.tokenizer.encode(PROMPTS[0], False))
+    assert [answer["prompt_tokens"] for answer in got] == [count] * 4
+    told = "note: The chat template leaves messages of the role 'system' out of the prompt.\n"
+    assert result.stderr.count(told) == 1
+
+
 def test_after_an_interrupt_the_same_command_goes_on(
     monkeypatch: pytest.MonkeyPatch, llm: LLM, prompts: Path, out: Path
 ) -> None:

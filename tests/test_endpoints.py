@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,14 +254,37 @@ def test_what_is_not_known_is_warned_of() -> None:
     assert json.loads(data)["error"]["code"] == "unknown_parameter"
 
 
+def test_what_a_chat_template_leaves_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    user = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"
+    engine.templates = {"default": user, "tool_use": "{{ tools }}{{ messages }}"}
+    system = {"role": "system", "content": "Be brief."}
+    tool = {"type": "function", "function": {"name": "f"}}
+    told = "The chat template leaves messages of the role 'system' out of the prompt."
+    with serving(fake_service(engine)) as address:
+        for more in ({}, {"stream": True}):
+            response, _ = ask(address, CHAT, {"messages": [system, *MESSAGES], **more})
+            assert (response.status, response.getheader("X-Infer-Warning")) == (200, told)
+        body = {"system": "Be brief.", "messages": MESSAGES, "max_tokens": 1}
+        assert ask(address, "/v1/messages", body)[0].getheader("X-Infer-Warning") == told
+        for messages, tools in ((MESSAGES, []), ([system, *MESSAGES], [tool])):
+            response, _ = ask(address, CHAT, {"messages": messages, "tools": tools})
+            assert (response.status, response.getheader("X-Infer-Warning")) == (200, None)
+    assert [text for text in caplog.messages if "template" in text] == [f"fake: {told}"]
+
+
 # Keys, pages and the log
 
 
-def test_options_of_the_server_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+def test_options_of_the_server_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen, templates = [], []
+    (tmp_path / "own.jinja").write_text("{{ messages }}\n")
 
     def host(sources: Any, options: ServerOptions, *rest: Any) -> None:
         seen.append(options)
+        templates.append(sources[0]._options["chat_template"])
         raise DeviceError("seen enough")
 
     # Not by its path: a test has imported the package anew.
@@ -268,7 +292,9 @@ def test_options_of_the_server_are_passed_on(monkeypatch: pytest.MonkeyPatch) ->
     flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict"
     assert invoke("serve", "demo", *flags.split(), "--served-name", "mine").exit_code == 1
     monkeypatch.setenv("INFER_API_KEY", "c d")
-    assert invoke("serve", "demo", "--port", "0", "--log-level", "debug").exit_code == 1
+    own = ("--chat-template", tmp_path / "own.jinja")
+    assert invoke("serve", "demo", "--port", "0", "--log-level", "debug", *own).exit_code == 1
+    assert templates == [None, "{{ messages }}\n"]
     assert seen == [
         ServerOptions("mine", ["a", "b"], True, ["https://example.org"]),
         ServerOptions(api_keys=["c", "d"]),

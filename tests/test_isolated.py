@@ -36,7 +36,8 @@ def here() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[LLM]:
-    with infer.load(DEMO, max_batch=4, invariant=True, isolate=True) as llm:
+    own = "{# no <think> #}{{ bos_token }}Own: {{ messages[0].content }}"
+    with infer.load(DEMO, max_batch=4, invariant=True, isolate=True, chat_template=own) as llm:
         yield llm
 
 
@@ -162,6 +163,12 @@ def test_what_is_cancelled_frees_its_pages_at_once(there: LLM) -> None:
         assert there.stats().running == 1
     wait_for(lambda: there.stats().cache.in_use == 0)
     assert there.stats().running == 0
+
+
+def test_a_chat_template_of_ones_own(there: LLM) -> None:
+    messages = [{"role": "user", "content": STORY}]
+    assert there.encode(messages) == there.encode(f"Own: {STORY}")
+    assert there.generate(messages, max_tokens=1).prompt_tokens == len(there.encode(messages))
 
 
 def test_what_needs_the_same_process(there: LLM) -> None:

@@ -588,6 +588,26 @@ def test_what_the_generation_config_asks_in_vain_is_warned_of(tmp_path: Path) ->
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
 
 
+def test_parts_are_their_text(llm: LLM) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    parts = [
+        {"role": each["role"], "content": [{"type": "text", "text": each["content"]}]}
+        for each in (system, *COUNT)
+    ]
+    assert llm.encode(parts) == llm.encode([system, *COUNT])
+    assert llm.encode(parts[1:]) == llm.encode(COUNT)
+
+
+def test_what_a_chat_template_leaves_out_is_warned_of(llm: LLM) -> None:
+    source = "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"
+    messages = [{"role": "system", "content": "Be brief."}, *COUNT]
+    with pytest.warns(infer.InferWarning, match="leaves messages of the role 'system' out") as all_:
+        llm.stream(messages, template_args={"template": source}).close()
+    assert len(all_) == 1
+    llm.stream(COUNT, template_args={"template": source}).close()
+    llm.stream(messages).close()
+
+
 # Streams
 
 

@@ -218,6 +218,8 @@ def test_options_that_there_are_not() -> None:
     for wrong in ({}, {"model": "demo", "replica": 2}, {"model": "demo", "replicas": "two"}):
         with pytest.raises(RequestError, match="no options of the application"):
             application(wrong)
+    with pytest.raises(RequestError, match=r"none\.jinja cannot be read"):
+        application({"model": DEMO, "chat_template": "none.jinja"})
     with pytest.raises(RequestError, match="there is no model to draft with"):
         application({"model": DEMO, "speculate": "draft"})
     with pytest.raises(RequestError, match="max_batch must be at most 64"):

@@ -100,6 +100,20 @@ def test_a_chat_is_that_of_the_model(address: str, llm: LLM) -> None:
     }
 
 
+def test_parts_are_their_text(address: str) -> None:
+    def count(*messages: dict[str, Any]) -> int:
+        usage = answer(address, CHAT, messages=[*messages], max_tokens=1)["usage"]
+        return int(usage["prompt_tokens"])
+
+    def in_parts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
+        return message | {"content": [{"type": "text", "text": text} for text in texts]}
+
+    system = {"role": "system", "content": "Be\nbrief."}
+    assert count(in_parts(system, "Be", "brief.")) == count(system)
+    (user,) = MESSAGES
+    assert count(in_parts(user, user["content"])) == count(user)
+
+
 def test_a_stream_has_the_pieces_of_the_answer(address: str) -> None:
     first, *pieces, last, usage = streamed(
         address, CHAT, messages=MESSAGES, stream_options={"include_usage": True}

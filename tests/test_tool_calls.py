@@ -61,7 +61,10 @@ Write <tool_call>{"name": ..., "arguments": ...}</tool_call><|end|>{% endif %}
 {{- '<tool_call>' ~ call.function.name ~ '(' ~ call.function.arguments.city ~ ')' }}
 {%- endfor %}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
-NO_TOOLS_SHOWN = "{{ bos_token }}<|user|>{% if tools %}<tool_call>{% endif %}<|assistant|>"
+NO_TOOLS_SHOWN = (
+    "{{ bos_token }}<|user|>{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}"
+    "<|assistant|>"
+)
 
 
 @pytest.fixture
@@ -464,7 +467,9 @@ def test_special_tokens_of_a_format_are_read(llm: LLM, monkeypatch: pytest.Monke
         partial(tool_formats._json, begin="<|system|>", end="<|user|>"),
         ("<|system|>", "<|user|>"),
     )
-    monkeypatch.setitem(llm.tokenizer.templates, "default", "{{ tools }}<|user|>")
+    monkeypatch.setitem(
+        llm.tokenizer.templates, "default", "{{ tools }}{{ messages[0].content }}<|user|>"
+    )
     monkeypatch.setattr(tool_formats, "FORMATS", (style,))
     answer_style.cache_clear()
     begin = tool_grammars._LAYOUTS["hermes"]

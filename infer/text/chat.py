@@ -163,7 +163,9 @@ def left_out(
 ) -> list[str]:
     """A sentence for each kind of message that a chat template leaves out of the prompt. The
     arguments are those that `render` has taken."""
-    forms, written = _written(source, messages, variables)
+    keys = ("role", "content", "tool_calls")
+    given = [{key: each[key] for key in keys if each.get(key)} for each in messages]
+    forms, written = _written(source, given, variables)
     return [
         f"The chat template leaves {what} out of the prompt." for what in forms.left_out(written)
     ]

@@ -108,7 +108,7 @@ def with_tools(
     if own is None:
         written.insert(0, {"role": role, "content": words})
     else:
-        parts = [words, joined(own["content"])]
+        parts = [words, joined(own.get("content", ""))]
         own["content"] = "\n\n".join(reversed(parts) if role == "system" else parts)
     return written
 
