@@ -174,7 +174,7 @@ def test_what_the_engine_is_asked() -> None:
         frequency_penalty=0.75,
         schema={"type": "object"},
     )
-    function = {"name": "f", "arguments": '{"a": 1}'}
+    function = {"name": "f", "arguments": {"a": 1}}
     calls = [{"id": f"call0000{i}", "type": "function", "function": function} for i in range(2)]
     assert prompt == [
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},

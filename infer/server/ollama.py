@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from datetime import UTC, datetime
 from functools import partial
@@ -228,7 +227,7 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": json.dumps(call.function.arguments),
+                        "arguments": call.function.arguments,
                     },
                 }
                 for i, call in enumerate(message.tool_calls)
