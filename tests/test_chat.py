@@ -570,8 +570,17 @@ def test_what_a_template_leaves_out_is_told(tokenizer: Tokenizer) -> None:
     assert left_out(phi, system | {"content": ""}, USER[0]) == []
     assert left_out(phi, system, critic, USER[0], critic, system) == [
         "messages of the role 'system'",
-        "messages of the role 'critic' that are not the first",
+        "messages of other roles that are not the first",
         "messages of the role 'system' that are not the first",
+    ]
+    developer = {"role": "developer", "content": "d"}
+    assert left_out(phi, developer, *USER) == ["messages of the role 'developer'"]
+    named = "{% if m.role != 'critic' %}{{ m.content }}{% endif %}"
+    assert left_out(named, critic, *USER) == ["messages of the role 'critic'"]
+    others = [{"role": f"role {i}", "content": "e"} for i in range(3000)]
+    assert left_out(phi, *others, *USER) == [
+        "messages of other roles",
+        "messages of other roles that are not the first",
     ]
     first = "{% if loop.first or m.role != 'system' %}{{ m.content }}{% endif %}"
     assert left_out(first, system, *USER) == []

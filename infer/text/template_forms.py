@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from infer.foreign import foreign, shown
+from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
 from infer.text.template import render_template
 from infer.text.tool_messages import joined, with_arguments
@@ -22,12 +22,15 @@ from infer.text.tool_messages import joined, with_arguments
 _SECONDS = 1.0  # for each of the short chats
 _MOST_KEPT = 4096  # characters of variables under which forms are kept
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
 # Words that no template has of its own.
+_OTHER = "zyxrole"
 _FIRST, _SECOND, _NO_TEXT = "zyxfirst", "zyxsecond", "zyxnotext"
 _KEY, _VALUE = "zyxkey", "zyxvalue"
 _USER = {"role": "user", "content": "zyxuser"}
 # The id has nine letters and digits, as Mistral's templates want.
-_RESULT = {"role": "tool", "tool_call_id": "zyxcall01", "name": "zyxtool"}
+_OF_RESULT = {"tool_call_id": "zyxcall01", "name": "zyxtool"}
 _PARTS = [{"type": "text", "text": _FIRST, _NO_TEXT: ""}, {"type": "text", "text": _SECOND}]
 _TOOL = {
     "type": "function",
@@ -42,7 +45,7 @@ _TOOL = {
     },
 }
 _CALL = {
-    "id": _RESULT["tool_call_id"],
+    "id": _OF_RESULT["tool_call_id"],
     "type": "function",
     "function": {"name": "zyxtool", "arguments": {_KEY: _VALUE}},
 }
@@ -52,18 +55,13 @@ _NO_CONTENT: tuple[dict[str, Any], ...] = ({}, {"content": ""}, {"content": None
 
 
 class Kind(NamedTuple):
-    """What a template may tell messages apart by. later: it is not the first one, and its role is
+    """What a template may tell messages apart by. role: one that is usual or that the template
+    names, else a stand-in for all others. later: the message is not the first one, and its role is
     none of user, assistant and tool. calls: it has calls of functions."""
 
     role: str
     later: bool = False
     calls: bool = False
-
-    @classmethod
-    def of(cls, message: Mapping[str, Any], index: int) -> Kind:
-        role = message["role"]
-        later = index > 0 and role not in ("user", "assistant", "tool")
-        return cls(role, later, "tool_calls" in message)
 
 
 @dataclass(frozen=True)
@@ -114,15 +112,15 @@ class TemplateForms:
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages in the forms that the template reads."""
-        return [self._fitted(message, Kind.of(message, i)) for i, message in enumerate(messages)]
+        return [self._fitted(message, self._kind(message, i)) for i, message in enumerate(messages)]
 
     def left_out(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """What the template leaves out, in words."""
-        kinds = (Kind.of(message, i) for i, message in enumerate(messages))
+        kinds = (self._kind(message, i) for i, message in enumerate(messages))
         has_content = (bool(message.get("content")) for message in messages)
         for kind, full in dict.fromkeys(zip(kinds, has_content, strict=True)):
             if full and self.content(kind).is_left_out:
-                whose = f"of the role {shown(kind.role)}"
+                whose = f"of the role {kind.role!r}" if kind.role != _OTHER else "of other roles"
                 if kind.calls:
                     yield f"the text of messages {whose} that have calls"
                 else:
@@ -132,6 +130,13 @@ class TemplateForms:
                     yield "calls of functions"
                 elif full and not self.calls.with_content:
                     yield "the calls of messages that have a text"
+
+    def _kind(self, message: Mapping[str, Any], index: int) -> Kind:
+        role, source = message["role"], self._source
+        if role not in _ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+            role = _OTHER
+        later = index > 0 and role not in ("user", "assistant", "tool")
+        return Kind(role, later, "tool_calls" in message)
 
     def _fitted(self, message: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
         own = dict(message)
@@ -164,26 +169,27 @@ class TemplateForms:
         if kind.role == "user":
             return [message]
         user = self._fitted(_USER, Kind("user"))
+        if kind.calls:
+            return self._chat_with_call(message, self.calls.as_text)
         if kind.role == "tool":
             called = {"role": "assistant", "tool_calls": [_CALL]}
             called = self._fitted(called, Kind("assistant", calls=True))
-            return [user, called, message | _RESULT]
-        if kind.calls:
-            calls = {"tool_calls": [_CALL]}
-            return [user, with_arguments(message | calls, as_text=self.calls.as_text)]
+            return [user, called, message | _OF_RESULT]
         if kind.role == "assistant" or kind.later:
             return [user, message, user]
         return [message, user]
 
-    def _find_calls(self) -> CallForms:
+    def _chat_with_call(self, message: Mapping[str, Any], as_text: bool) -> list[dict[str, Any]]:
         user = self._fitted(_USER, Kind("user"))
+        called = with_arguments({**message, "tool_calls": [_CALL]}, as_text=as_text)
+        return [user, called, {"role": "tool", "content": "zyxresult", **_OF_RESULT}]
+
+    def _find_calls(self) -> CallForms:
         failed = True
 
         def shows(content: Mapping[str, Any], as_text: bool) -> bool:
             nonlocal failed
-            called = {"role": "assistant", **content, "tool_calls": [_CALL]}
-            called = with_arguments(called, as_text=as_text)
-            text = self._render([user, called, _RESULT | {"content": "zyxresult"}])
+            text = self._render(self._chat_with_call({"role": "assistant", **content}, as_text))
             failed &= text is None
             # Objects that are not written as JSON are in quotes of Python's.
             return text is not None and _VALUE in text and f"'{_KEY}'" not in text
