@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache, wraps
-from math import prod
+from math import inf, prod
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -54,12 +54,12 @@ _GROWING = frozenset(
 _LISTS = (list, tuple, dict, MappingView)
 
 
-def render_template(source: str, variables: dict[str, Any], seconds: float | None = None) -> str:
+def render_template(source: str, variables: dict[str, Any], seconds: float = inf) -> str:
     """Render a template with variables of JSON types. seconds: that it may take, SECONDS at most.
     Raises TokenizerError for one that does not compile, takes too long or makes too much; else what
     it raises itself."""
     compiled = compile_template(source)
-    token = _budget.set(_Budget(variables, min(seconds or SECONDS, SECONDS)))
+    token = _budget.set(_Budget(variables, min(seconds, SECONDS)))
     try:
         return compiled.render(variables)
     finally:
