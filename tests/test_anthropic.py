@@ -191,7 +191,7 @@ def test_messages_become_those_of_the_template() -> None:
             output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}},
         )
         client.messages.count_tokens(model="fake", messages=MESSAGES, system="Be brief.")
-    call = {"name": "get_weather", "arguments": {"city": "Rome"}}
+    call = {"name": "get_weather", "arguments": '{"city":"Rome"}'}
     expected = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a\n\nb"},

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct, field
 
 from infer.results import Chunk, Result
@@ -185,7 +186,7 @@ def _messages(message: Message) -> Iterator[dict[str, Any]]:
             case ThinkingBlock():
                 own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": block.input}
+                function = {"name": block.name, "arguments": _json(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
                 yield {
@@ -228,6 +229,10 @@ def _tools(request: CountTokensRequest, warnings: list[str]) -> ToolOptions:
         options["tool_choice"] = choices.get(choice.type, choice.type)
         options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return options
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 # Responses
