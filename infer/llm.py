@@ -556,13 +556,20 @@ class LLM:
         self, prompt: Prompt, n: int = 0, *, adapter: str | None = None
     ) -> list[TokenLogprob]:
         """The log probability of each token of a prompt but the first, given those before it, and
-        of the n most probable tokens in its place."""
+        of the n most probable tokens in its place. The text in which they start has special tokens
+        by their names."""
         self._check_open()
         self._engine.check_adapter(adapter)
         ids = self.encode(prompt)
         self._engine.check_prompt(ids, room=0)
+        special = frozenset(self.tokenizer.special_names.values())
+        detokenizer = StreamingDetokenizer(self.tokenizer, [], special)
+        starts = []
+        for i in ids:
+            starts.append(detokenizer.length)
+            detokenizer.add(i)
         with self._call():
-            return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter))]
+            return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter), starts[1:])]
 
     def _ranked(self, ids: Sequence[int], n: int, adapter: str | None) -> Iterator[Logprobs]:
         """The log probabilities of all tokens but the first."""
@@ -574,11 +581,11 @@ class LLM:
         for rows in self._engine.logits(ids[:-1], adapter) if len(ids) > 1 else ():
             yield from (logprobs(row, next(given), n) for row in rows)
 
-    def _logprob(self, token: int, chosen: Logprobs) -> TokenLogprob:
+    def _logprob(self, token: int, chosen: Logprobs, start: int) -> TokenLogprob:
         own, best = chosen
-        text_of = self.tokenizer.token_text
-        top = tuple(TopLogprob(i, value, text_of(i)) for i, value in best)
-        return TokenLogprob(token, own, text_of(token), top)
+        text, raw = self.tokenizer.token_text, self.tokenizer.token_bytes
+        top = tuple(TopLogprob(i, value, text(i), raw(i)) for i, value in best)
+        return TokenLogprob(token, own, text(token), raw(token), top, start)
 
     def _scored_ids(
         self, prompt: Prompt, continuation: str | Sequence[int]
@@ -649,7 +656,8 @@ class LLM:
                     break
                 logprob = None
                 if step.logprobs is not None:
-                    logprob = self._logprob(step.token, step.logprobs)
+                    start = detokenizer.length
+                    logprob = self._logprob(step.token, step.logprobs, start)
                     assert result.logprobs is not None
                     result.logprobs.append(logprob)
                 result.token_ids.append(step.token)

@@ -186,6 +186,28 @@ def test_log_probabilities(address: str, llm: LLM) -> None:
     assert tokens == [token.text for token in expected]
 
 
+def test_log_probabilities_of_split_characters(address: str) -> None:
+    text = "a🙂é日"
+    asked: dict[str, Any] = {"messages": MESSAGES, "regex": text, "logprobs": True}
+    content = answer(address, CHAT, **asked, top_logprobs=3)["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]) == text.encode()
+    assert {type(top["bytes"]) for token in content for top in token["top_logprobs"]} == {list}
+    begins = [0, 1, 1, 1, 1, 2, 2, 3, 3, 3]  # each token is a byte
+    asked = {"prompt": STORY, "regex": text, "logprobs": 0}
+    for echo in (False, True):
+        whole = answer(address, COMPLETIONS, **asked, echo=echo)["choices"][0]
+        pieces = [
+            event["choices"][0]["logprobs"]
+            for event in streamed(address, COMPLETIONS, **asked, echo=echo)
+        ]
+        offsets = [offset for piece in pieces if piece for offset in piece["text_offset"]]
+        assert offsets == whole["logprobs"]["text_offset"]
+        assert offsets[-10:] == [whole["text"].index("a🙂") + begin for begin in begins]
+        words = zip(whole["logprobs"]["tokens"][:-10], offsets, strict=False)
+        assert all(whole["text"].startswith(word, at) for word, at in words if "|" not in word)
+    assert offsets[:2] == [0, 0]  # BOS is not in the text
+
+
 def test_the_models(address: str) -> None:
     _, data = ask(address, "/v1/models")
     (model,) = json.loads(data)["data"]

@@ -151,13 +151,10 @@ def logprobs_of(*tokens: Logprob) -> ChatLogprobs:
             TokenLogprob(
                 token.text,
                 token.logprob,
-                _bytes(token.text),
-                [TopLogprob(top.text, top.logprob, _bytes(top.text)) for top in token.top],
+                [*token.raw],
+                [TopLogprob(top.text, top.logprob, [*top.raw]) for top in token.top],
             )
             for token in tokens
         ]
     )
 
-
-def _bytes(text: str) -> list[int] | None:
-    return None if "\ufffd" in text else list(text.encode())

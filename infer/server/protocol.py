@@ -264,11 +264,11 @@ class Reply(Struct, Generic[ChoiceT], kw_only=True):
 
 
 class TopLogprob(Struct):
-    """bytes: None for a part of a character, which has no text of its own."""
+    """bytes: of a part of a character, which has no text of its own, that part."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
@@ -328,7 +328,8 @@ class ChatChunkChoice(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Of an echoed prompt's first token there is none."""
+    """Of an echoed prompt's first token there is none. text_offset: where in the text each token
+    begins, in characters; of a part of a character, where that begins."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -71,6 +71,7 @@ class Tokenizer:
         self.infill = find_infill(lambda text: backend.token_to_id(text) is not None)
         decoder = backend.decoder.__getstate__() if backend.decoder is not None else b""
         self._slow_decoder = b'"Regex"' in decoder
+        self._is_byte_level = b'"ByteLevel"' in decoder
         byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_token_ids = frozenset(
             i for i in byte_ids if i is not None and b'"ByteFallback"' in decoder
@@ -145,6 +146,18 @@ class Tokenizer:
         with, so it is what a second one adds. A special token's is its name."""
         first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
         return both[len(first) :]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What `token_text` is in UTF-8; of a part of a character, its own bytes."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        name = self._backend.id_to_token(token_id) or ""
+        if token_id in self.byte_token_ids:  # <0xE2>
+            return bytes([int(name[3:5], 16)])
+        if self._is_byte_level and all(char in _BYTES for char in name):
+            return bytes(_BYTES[char] for char in name)
+        return text.encode()
 
     @property
     def size(self) -> int:
@@ -237,6 +250,18 @@ def _limited(call: Callable[[], T], length: int) -> T:
             raise TokenizerError(
                 f"The tokenizer was given up after {seconds:,.0f} seconds: it does not end."
             ) from None
+
+
+def _byte_characters() -> dict[str, int]:
+    """The bytes by the characters that stand for them in the vocabularies of byte-level tokenizers:
+    as in GPT-2, each printable one for itself, the others for those from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    own = {chr(byte): byte for byte in printable}
+    return own | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 def _are_ids(values: Any) -> bool:
