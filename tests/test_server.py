@@ -52,6 +52,8 @@ from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
 from infer.server.generation import _Inbox
 from infer.server.host import Host
+from infer.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from infer.server.responses import ResponsesRequest
 from infer.server.run import listen
 from infer.server.run import serve as serve_until_signal
 from infer.server.service import ServerOptions, Service
@@ -286,6 +288,59 @@ def test_openais_client_parses_what_a_schema_asks_for(address: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"guided_json": {"const": 3}}, "3"),
+        ({"guided_json": '{"const": 3}'}, "3"),
+        ({"json_schema": {"const": 3}}, "3"),
+        ({"structured_outputs": {"json": {"const": 3}, "regex": None}}, "3"),
+        ({"structured_outputs": {"json_object": True}}, r"\{.*"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"guided_choice": ["a (b)", "c|d #1"]}, r"a \(b\)|c\|d #1"),
+        ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
+        ({"guided_grammar": 'start: "yes"'}, "yes"),
+        ({"structured_outputs": {"grammar": 'root ::= digit{2}\ndigit ::= [0-9]'}}, "[0-9]{2}"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"grammar": 'start: "a ::= b"'}, "a ::= b"),
+    ],
+)
+def test_structured_output_as_other_servers_ask_for_it(
+    address: str, asked: dict[str, Any], expected: str
+) -> None:
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": STORY})):
+        (choice,) = answer(address, path, **prompt, **asked, max_tokens=20)["choices"]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert re.fullmatch(expected, text, re.S)
+
+
+def test_openais_own_parameters_are_known_by_name(address: str) -> None:
+    """Each is taken or refused: none of them is one that nobody knows."""
+    types = pytest.importorskip("openai.types")
+    for kind, params in (
+        (ChatRequest, types.chat.completion_create_params.CompletionCreateParamsBase),
+        (CompletionRequest, types.completion_create_params.CompletionCreateParamsBase),
+        (ResponsesRequest, types.responses.response_create_params.ResponseCreateParamsBase),
+        (EmbeddingRequest, types.EmbeddingCreateParams),
+    ):
+        known = {*kind.__struct_encode_fields__, *kind.labels, *kind.off}
+        assert params.__annotations__.keys() <= known
+    for path, body in (
+        (CHAT, {"messages": MESSAGES, "web_search_options": {}}),
+        (CHAT, {"messages": MESSAGES, "verbosity": "low"}),
+        (CHAT, {"messages": MESSAGES, "audio": {"voice": "x", "format": "mp3"}}),
+        (CHAT, {"messages": MESSAGES, "function_call": {"name": "f"}}),
+        ("/v1/responses", {"input": STORY, "moderation": {"model": "x"}}),
+    ):
+        response, data = ask(address, path, body)
+        assert response.status == 400
+        assert json.loads(data)["error"]["param"] == [*body][1]
+    same = {"verbosity": "medium", "function_call": "auto", "prompt_cache_options": {}}
+    response, _ = ask(address, CHAT, {"messages": MESSAGES, **same})
+    assert (response.status, response.getheader("X-Infer-Warning")) == (200, None)
+
+
 def test_a_json_object(address: str) -> None:
     asked = {"messages": MESSAGES, "response_format": {"type": "json_object"}, "temperature": 1}
     ended = 0
@@ -352,7 +407,27 @@ def test_responses_are_of_openais_types(address: str) -> None:
         (CHAT, {"response_format": {"type": "json_schema"}}, 400, "response_format", "only then"),
         (CHAT, {"response_format": NOT}, 400, "response_format", "not"),
         (CHAT, {"response_format": NOT, "regex": "a"}, 400, "response_format", "regex were given"),
-        (CHAT, {"response_format": NOT, "schema": {}}, 400, "schema", "one too many"),
+        (CHAT, {"response_format": NOT, "schema": {}}, 400, "response_format", "schema were given"),
+        (CHAT, {"guided_json": '{"not": {}}'}, 400, "guided_json", "not"),
+        (CHAT, {"guided_json": "{"}, 400, "guided_json", "not valid JSON"),
+        (CHAT, {"guided_choice": []}, 400, "guided_choice", "not empty"),
+        (CHAT, {"json_schema": {}, "guided_regex": "a"}, 400, "json_schema", "regex were given"),
+        (
+            CHAT,
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            400,
+            "structured_outputs",
+            "schema and regex of structured_outputs",
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"whitespace_pattern": " "}},
+            400,
+            "structured_outputs.whitespace_pattern",
+            "unknown field",
+        ),
+        (CHAT, {"grammar": "root ::= a ("}, 400, "grammar", "cannot be followed"),
+        (CHAT, {"grammar": "a ::= " + "'" * 9000}, 400, "grammar", "8,192 characters in GBNF"),
         (CHAT, {"schema": {"not": {}}}, 400, "schema", "not"),
         (CHAT, {"regex": "(a"}, 400, "regex", "unclosed group"),
         (COMPLETIONS, {"prompt": "x", "grammar": "start: x"}, 400, "grammar", "unknown name"),
@@ -434,6 +509,7 @@ def test_all_parameters_arrive() -> None:
         )
         answer(address, COMPLETIONS, prompt="x", logprobs=3, regex="x+", **asked)
         answer(address, CHAT, messages=MESSAGES, max_completion_tokens=4)
+        answer(address, CHAT, messages=MESSAGES, max_tokens=-1, top_k=-1)
     assert engine.asked == [
         (MESSAGES, kwargs),
         ([1, 2, 3], expected, "sql"),
@@ -441,6 +517,8 @@ def test_all_parameters_arrive() -> None:
         ([1, 2, 3], replace(expected, regex="x+"), None),
         (MESSAGES, {}),
         ([1, 2, 3], SamplingParams(max_tokens=4), None),
+        (MESSAGES, {}),
+        ([1, 2, 3], SamplingParams(max_tokens=2**32 - 1, top_k=0), None),
     ]
 
 

@@ -3,6 +3,7 @@ silence: what is not implemented is refused by its name, what is not known is wa
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from infer.foreign import shown
+from infer.engine.constraint import library
+from infer.foreign import foreign, shown
 from infer.kernels.errors import RequestError
 from infer.kernels.state.step import MAX_LOGPROBS
 from infer.sampling import SamplingParams
@@ -20,6 +22,7 @@ from infer.text.tools import ToolOptions
 
 MAX_ANSWERS = 256  # of one request
 MAX_INPUTS = 2048  # texts to embed, in one request
+_MOST_GBNF = 1 << 13  # characters: to translate them takes as long as the square
 
 # Requests
 
@@ -30,7 +33,14 @@ class Request(Struct, kw_only=True):
     anyway."""
 
     labels: ClassVar[frozenset[str]] = frozenset(
-        {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+        {
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "user",
+        }
     )
     off: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -70,15 +80,24 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's. json: a schema, or its text. disable_fallback: to another library."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_fallback: bool = False
+
+
 class GenerationRequest(Request, kw_only=True):
     """What both ways of generating take. What is None is left to the model. ignore_eos, min_tokens,
-    schema, regex, grammar and cache_salt are no parameters of OpenAI's."""
+    schema, regex, grammar and cache_salt are no parameters of OpenAI's; structured_outputs and
+    those that are guided are vLLM's names of schema, regex and grammar, json_schema llama.cpp's. A
+    grammar is Lark, or GBNF as llama.cpp has it."""
 
     labels: ClassVar = Request.labels | {"prediction", "service_tier", "store"}
-    off: ClassVar = {
-        "functions": ([],),
-        "modalities": (["text"],),
-    }
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -100,14 +119,60 @@ class GenerationRequest(Request, kw_only=True):
     schema: dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options belong to stream: true.", param="stream_options")
 
+    @property
+    def constraint(self) -> tuple[str, str, Any] | None:
+        """What the answer is held to: the name in this request, "schema", "regex", "choice" or
+        "grammar", and its value. Raises ApiError (400) for two."""
+        of_vllm = self.structured_outputs or StructuredOutputs()
+        given = [
+            ("response_format", "schema", self.response_format and self.response_format.schema),
+            ("schema", "schema", self.schema),
+            ("json_schema", "schema", self.json_schema),
+            ("guided_json", "schema", self.guided_json),
+            ("structured_outputs", "schema", of_vllm.json),
+            ("structured_outputs", "schema", {"type": "object"} if of_vllm.json_object else None),
+            ("regex", "regex", self.regex),
+            ("guided_regex", "regex", self.guided_regex),
+            ("structured_outputs", "regex", of_vllm.regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("structured_outputs", "choice", of_vllm.choice),
+            ("grammar", "grammar", self.grammar),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("structured_outputs", "grammar", of_vllm.grammar),
+        ]
+        found = [each for each in given if each[2] is not None]
+        if len(found) > 1:
+            (first, one, _), (second, other, _), *_ = found
+            names = f"{first} and {second}" if first != second else f"{one} and {other} of {first}"
+            raise ApiError(
+                400, f"{names} were given: an answer can follow one.", param=first
+            )
+        return found[0] if found else None
+
 
 class ChatRequest(GenerationRequest, kw_only=True):
+    off: ClassVar = {
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -195,6 +260,7 @@ def sampling_params(
     """Raises ApiError (400) for a value that is out of range."""
     given = {name: getattr(request, name, None) for name in _SAMPLING}
     given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    given |= {"schema": None, "regex": None, "grammar": None}
     if request.min_tokens > 0 and (request.stop or not request.ignore_eos):
         raise ApiError(
             400,
@@ -203,31 +269,64 @@ def sampling_params(
             param="min_tokens",
             code="unsupported_parameter",
         )
-    if request.response_format is not None and request.response_format.schema is not None:
-        if request.schema is not None:
-            raise ApiError(400, "response_format and schema are one too many.", param="schema")
-        given["schema"] = request.response_format.schema
     if request.seed is not None:
         given["seed"] = request.seed % 2**64  # OpenAI's are signed
+    constraint = request.constraint
     try:
+        if constraint is not None:
+            given |= _constrained(*constraint[1:])
         return params_of(**given)
     except RequestError as error:
         raise ApiError(400, str(error), param=named_in(str(error), request)) from None
 
 
+def _constrained(kind: str, value: Any) -> dict[str, Any]:
+    """The option of SamplingParams that holds answers to a `GenerationRequest.constraint`. Raises
+    RequestError."""
+    if kind == "choice":
+        return {"regex": "|".join(map(re.escape, value))}
+    if kind == "schema" and isinstance(value, str):
+        with foreign("schema is not valid JSON", RequestError):
+            return {kind: json.loads(value)}
+    if kind == "grammar" and "::=" in value:
+        return {kind: _lark(value)}
+    return {kind: value}
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark, out of one in GBNF. Raises RequestError."""
+    library()
+    from llguidance import gbnf_to_lark
+
+    if gbnf_to_lark.is_lark_syntax(grammar):
+        return grammar
+    if len(grammar) > _MOST_GBNF:
+        raise RequestError(
+            f"grammar must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
+            "Write it in Lark."
+        )
+    with foreign("grammar cannot be followed", RequestError):
+        return str(gbnf_to_lark.gbnf_to_lark(grammar))
+
+
 def params_of(**given: Any) -> SamplingParams:
-    """What is None is left out. Raises RequestError for a value that is out of range."""
+    """What is None is left out; -1 is no limit, where there is one. Raises RequestError for a value
+    that is out of range."""
+    for name, unlimited in _UNLIMITED.items():
+        if given.get(name) == -1:
+            given[name] = unlimited
     return SamplingParams(**{name: each for name, each in given.items() if each is not None})
 
 
 _SAMPLING = tuple(option.name for option in fields(SamplingParams))
+_UNLIMITED = {"max_tokens": 2**32 - 1, "top_k": 0}
 
 
 def named_in(message: str, request: Request) -> str | None:
     """The parameter that an error's message is about, as the request has it."""
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
-    if name == "schema" and getattr(request, "schema", None) is None:
-        return "response_format"
+    if name in ("schema", "regex", "grammar") and isinstance(request, GenerationRequest):
+        return None if request.constraint is None else request.constraint[0]
     return name if name in (*_SAMPLING, *ToolOptions.__optional_keys__) else None
 
 

@@ -78,8 +78,14 @@ class Reasoning(Struct):
 
 
 class ResponsesRequest(Request, kw_only=True):
-    labels: ClassVar = Request.labels | {"include", "service_tier", "stream_options"}
-    off: ClassVar = {"background": (False,), "context_management": ([],), "prompt": ()}
+    # max_tool_calls: of tools that run on OpenAI's servers.
+    labels: ClassVar = Request.labels | {"max_tool_calls", "service_tier", "stream_options"}
+    off: ClassVar = {
+        "background": (False,),
+        "context_management": ([],),
+        "moderation": (),
+        "prompt": (),
+    }
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -97,6 +103,7 @@ class ResponsesRequest(Request, kw_only=True):
     store: bool = False
     previous_response_id: str | None = None
     conversation: Any = None
+    include: list[str] = field(default_factory=list)
 
 
 def read(call: Call[ResponsesRequest]) -> Job:
@@ -117,11 +124,14 @@ def read(call: Call[ResponsesRequest]) -> Job:
     text = request.text or TextConfig()
     if text.verbosity is not None:
         call.warnings.append("text.verbosity is not obeyed.")
+    logprobs = request.top_logprobs
+    if logprobs is None and "message.output_text.logprobs" in request.include:
+        logprobs = 0
     params = params_of(
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        logprobs=request.top_logprobs,
+        logprobs=logprobs,
         schema=_schema(text.format or TEXT),
     )
     return Job(
