@@ -20,6 +20,8 @@ class _AnswerOptions(SamplingOptions, total=False):
     params: SamplingParams | None
     logits_processor: LogitsProcessor | None
     template_args: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
     cache_salt: str | None
     tools: Sequence[Tool] | None
     tool_choice: ToolChoice

@@ -30,6 +30,7 @@ from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
 from infer.text.answer_reader import Pieces
+from infer.text.chat import begins_answer
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools import (
@@ -311,6 +312,8 @@ class LLM:
         params: SamplingParams | None = None,
         logits_processor: LogitsProcessor | None = None,
         template_args: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
         tools: Sequence[Tool] | None = None,
@@ -325,6 +328,10 @@ class LLM:
         logits_processor: a numpy function of (ids so far, logits [vocab]) that returns the logits
             to choose from. Slower, as the logits come to the host for every token.
         template_args: for the chat template (enable_thinking, …).
+        continue_final_message: the last of the messages is an answer that is begun and goes on. The
+            stream has what is new.
+        add_generation_prompt: whether messages end with the header of the answer. None: unless the
+            final one is continued.
         adapter: the name of one of `adapters`.
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
@@ -347,8 +354,15 @@ class LLM:
         params = _params(params, sampling)
         _check_template_args(template_args)
         template_args = dict(template_args or {})
+        begins_answer(add_generation_prompt, continue_final_message)
+        template_args |= _given(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         checked = check_tools(tools, tool_choice, parallel_tool_calls)
         is_chat = _is_chat(prompt)
+        if continue_final_message and not is_chat:
+            raise RequestError("continue_final_message belongs to chat messages.")
         if is_chat and checked.offered is not None:
             template_args["tools"] = checked.offered
         elif checked.offered is not None and isinstance(prompt, str):
@@ -813,6 +827,10 @@ def _params(params: SamplingParams | None, sampling: SamplingOptions) -> Samplin
     return params if params is not None else SamplingParams(**sampling)
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _check_processor(logits_processor: LogitsProcessor | None) -> None:
     if not (logits_processor is None or callable(logits_processor)):
         raise RequestError(
@@ -840,6 +858,8 @@ def check_options(
     params: SamplingParams | None = None,
     logits_processor: LogitsProcessor | None = None,
     template_args: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
     adapter: str | None = None,
     cache_salt: str | None = None,
     tools: Sequence[Tool] | None = None,
@@ -848,6 +868,7 @@ def check_options(
     **sampling: Unpack[SamplingOptions],
 ) -> None:
     """Raises what `stream` would for options that no model takes, before one is loaded."""
+    begins_answer(add_generation_prompt, continue_final_message)
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)
     _check_salt(cache_salt)

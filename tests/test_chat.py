@@ -372,6 +372,29 @@ def test_malformed_arguments(args: dict[str, Any], tokenizer: Tokenizer) -> None
         tokenizer.render_chat(USER, **args)
 
 
+CALLED = {"function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("final", "args", "message"),
+    [
+        ({"content": "Hel"}, {"add_generation_prompt": True}, "give one of them"),
+        ({"content": "Hel"}, {"continue_final_message": "content"}, "must be true or false"),
+        ({"content": "Hel"}, {"template": "{{ messages[0].content }}"}, "leaves out a part"),
+        ({"content": "Hel"}, {"template": "{{ messages[1].content[2:] }}"}, "leaves out a part"),
+        ({"content": []}, {}, "has no text"),
+        ({"content": "Hel", "tool_calls": [CALLED]}, {}, "has calls"),
+    ],
+)
+def test_what_cannot_be_continued(
+    final: dict[str, Any], args: dict[str, Any], message: str, tokenizer: Tokenizer
+) -> None:
+    """None of it by transformers, but for the calls, which it leaves out."""
+    with pytest.raises(RequestError, match=message):
+        chat = [*USER, {"role": "assistant"} | final]
+        tokenizer.encode_chat(chat, **{"continue_final_message": True} | args)
+
+
 @pytest.mark.parametrize("template", [3, ["a"], b"{{ 1 }}", {"default": "a"}])
 def test_what_is_no_name_of_a_template(template: Any, tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="template must be the name or the source"):

@@ -55,6 +55,11 @@ def test_a_chat(client: Any, llm: LLM) -> None:
     assert last.eval_count == reply.eval_count
 
 
+def test_an_answer_that_is_begun_goes_on(client: Any) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Your cat"}]
+    assert client.chat("demo", begun).message.content == ANSWER.removeprefix("Your cat")
+
+
 def test_a_prompt(client: Any, llm: LLM) -> None:
     prompt = MESSAGES[0]["content"]
     assert client.generate("demo", prompt).response == ANSWER

@@ -247,6 +247,22 @@ def test_a_developer_where_the_template_has_none(address: str) -> None:
     assert each[0]["usage"]["prompt_tokens"] == each[1]["usage"]["prompt_tokens"]
 
 
+def test_an_answer_that_is_begun_goes_on(address: str, llm: LLM) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Your cat is"}]
+    asked: dict[str, Any] = {"messages": begun, "continue_final_message": True}
+    whole = answer(address, CHAT, **asked, add_generation_prompt=False)  # as vLLM wants it
+    assert whole["choices"][0]["message"]["content"] == ANSWER.removeprefix("Your cat is")
+    pieces = streamed(address, CHAT, **asked)
+    text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
+    assert text == ANSWER.removeprefix("Your cat is")
+    tokens = answer(address, "/tokenize", **asked)["tokens"]
+    assert tokens == llm.encode(begun, continue_final_message=True)
+    assert whole["usage"]["prompt_tokens"] == len(tokens)
+    bare = answer(address, CHAT, messages=MESSAGES, add_generation_prompt=False, max_tokens=1)
+    count = len(llm.encode(MESSAGES, add_generation_prompt=False))
+    assert bare["usage"]["prompt_tokens"] == count
+
+
 def test_openais_client(address: str) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client:
@@ -301,7 +317,7 @@ def test_openais_client_parses_what_a_schema_asks_for(address: str) -> None:
         ({"guided_choice": ["a (b)", "c|d #1"]}, r"a \(b\)|c\|d #1"),
         ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
         ({"guided_grammar": 'start: "yes"'}, "yes"),
-        ({"structured_outputs": {"grammar": 'root ::= digit{2}\ndigit ::= [0-9]'}}, "[0-9]{2}"),
+        ({"structured_outputs": {"grammar": "root ::= digit{2}\ndigit ::= [0-9]"}}, "[0-9]{2}"),
         ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
         ({"grammar": 'start: "a ::= b"'}, "a ::= b"),
     ],
@@ -431,6 +447,13 @@ def test_responses_are_of_openais_types(address: str) -> None:
         (CHAT, {"schema": {"not": {}}}, 400, "schema", "not"),
         (CHAT, {"regex": "(a"}, 400, "regex", "unclosed group"),
         (COMPLETIONS, {"prompt": "x", "grammar": "start: x"}, 400, "grammar", "unknown name"),
+        (
+            CHAT,
+            {"add_generation_prompt": True, "continue_final_message": True},
+            400,
+            "add_generation_prompt",
+            "give one of them",
+        ),
         (CHAT, {"functions": [{"name": "f"}]}, 400, "functions", "not supported"),
         (CHAT, {"chat_template_kwargs": {"template": ""}}, 400, "chat_template_kwargs", "template"),
         (CHAT, {"model": "gpt-4"}, 404, "model", "There are: demo"),

@@ -145,12 +145,6 @@ def _read_chat(
     messages = [{"role": "system", "content": system}] if system else []
     for message in request.messages:
         messages += _messages(message)
-    if messages and messages[-1]["role"] == "assistant":
-        raise ApiError(
-            400,
-            "The last message is the assistant's, and this server does not continue one (prefill). "
-            "End with a message of the user.",
-        )
     thinking = request.thinking
     if thinking is not None and thinking.budget_tokens is not None:
         call.warnings.append("thinking.budget_tokens is not obeyed.")
@@ -158,6 +152,8 @@ def _read_chat(
     if thinking is not None and thinking.type != "disabled":
         effort = (request.output_config or OutputConfig()).effort or "medium"
     args = reasoning_args("high" if effort in ("xhigh", "max") else effort)
+    if messages and messages[-1]["role"] == "assistant":  # it is begun, and goes on
+        args["continue_final_message"] = True
     return messages, _tools(request, call.warnings), args
 
 

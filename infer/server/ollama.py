@@ -134,6 +134,9 @@ def _read_chat(call: Call[ChatRequest]) -> Job:
     tools: ToolOptions = {"tools": request.tools}
     params = _params(call, request)
     messages = _messages(request.messages)
+    last = messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:  # it is begun, and goes on
+        args["continue_final_message"] = True
     return Job([messages], "messages", params, format, args, tools, stream=request.stream)
 
 

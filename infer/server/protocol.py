@@ -156,9 +156,7 @@ class GenerationRequest(Request, kw_only=True):
         if len(found) > 1:
             (first, one, _), (second, other, _), *_ = found
             names = f"{first} and {second}" if first != second else f"{one} and {other} of {first}"
-            raise ApiError(
-                400, f"{names} were given: an answer can follow one.", param=first
-            )
+            raise ApiError(400, f"{names} were given: an answer can follow one.", param=first)
         return found[0] if found else None
 
 
@@ -178,6 +176,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"
@@ -206,7 +206,8 @@ class TokenizeRequest(Request, kw_only=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -327,7 +328,8 @@ def named_in(message: str, request: Request) -> str | None:
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
     if name in ("schema", "regex", "grammar") and isinstance(request, GenerationRequest):
         return None if request.constraint is None else request.constraint[0]
-    return name if name in (*_SAMPLING, *ToolOptions.__optional_keys__) else None
+    known = *_SAMPLING, *ToolOptions.__optional_keys__, *request.__struct_fields__
+    return name if name in known else None
 
 
 # Responses

@@ -26,8 +26,7 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
         assert request.prompt is not None  # as above
         ids = await engine.encode(request.prompt, {}, request.add_special_tokens)
     else:
-        own = template_args(request.chat_template_kwargs)
-        own["add_generation_prompt"] = request.add_generation_prompt
+        own = template_args(request)
         if (offered := check_tools(request.tools).offered) is not None:
             own["tools"] = offered
         ids = await engine.encode(request.messages, own)

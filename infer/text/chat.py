@@ -86,20 +86,47 @@ def choose_template(
     return templates[template]
 
 
-def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def begins_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether a prompt ends with the header of an answer. Raises RequestError if the final message
+    is to be continued, too."""
+    given = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    for name, value in given.items():
+        if not (value is None or isinstance(value, bool)):
+            raise RequestError(f"{name} must be true or false, not {shown(value)}.")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "add_generation_prompt begins an answer, and continue_final_message goes on with one: "
+            "give one of them."
+        )
+    return not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+
+def render(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    continues: bool = False,
+) -> str:
     """Render a chat template.
 
     Args:
         source: the template.
         messages: {"role", "content"} each, oldest first; see `check_messages`.
         variables: everything else that the template may read, made of JSON types.
+        continues: end after the text of the final message, as transformers does.
 
     Raises:
-        RequestError: messages or variables that no template can take.
+        RequestError: messages or variables that no template can take, and a final message that
+            cannot be continued.
         TokenizerError: the template does not compile, takes too long, makes too much, or raised;
             the message is the template's own.
     """
     checked = check_messages(messages)
+    final = _marked(checked[-1]) if continues else ""
     if "messages" in variables:
         raise RequestError("The messages are the prompt, and no template argument.")
     plain = _plain(dict(variables), "A template argument")
@@ -131,11 +158,41 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
         try:
             # A template is a program: it can raise anything.
             with foreign("The chat template failed"):
-                return render_template(source, plain | {"messages": messages})
+                text = render_template(source, plain | {"messages": messages})
+            return _until_mark(text, final) if continues else text
         except TokenizerError as error:
             failed = failed or error
     assert failed is not None
     raise failed
+
+
+_MARK = "END_OF_FINAL_MESSAGE "  # whose space shows whether a template trims messages
+
+
+def _marked(message: dict[str, Any]) -> str:
+    """The text of a message, to which a mark is appended. Raises RequestError for one that cannot
+    be continued."""
+    if "tool_calls" in message:
+        raise RequestError("The final message has calls: only a message of text can be continued.")
+    holder, key = message, "content"
+    if isinstance(message["content"], list):
+        if not message["content"]:
+            raise RequestError("The final message has no text to be continued.")
+        holder, key = message["content"][-1], "text"
+    text: str = holder[key]
+    holder[key] = text + _MARK
+    return text
+
+
+def _until_mark(rendered: str, final: str) -> str:
+    """What is before the mark. Raises RequestError if not all of the final message is."""
+    before, mark, after = rendered.rpartition(_MARK.strip())
+    if not mark or final.strip() not in before:
+        raise RequestError(
+            "The chat template leaves out a part of the final message, which therefore cannot be "
+            "continued."
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import tokenizers
 
 from infer.foreign import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
-from infer.text.chat import choose_template, render
+from infer.text.chat import begins_answer, choose_template, render
 from infer.text.infill import find_infill
 
 T = TypeVar("T")
@@ -191,7 +191,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         /,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         template: str | None = None,
         **template_args: Any,
     ) -> str:
@@ -199,7 +200,10 @@ class Tokenizer:
 
         Args:
             messages: {"role", "content"} each, oldest first.
-            add_generation_prompt: end with the header of the answer.
+            add_generation_prompt: end with the header of the answer; None: unless the final message
+                is continued.
+            continue_final_message: end after the text of the final message, an answer that is begun
+                and goes on.
             template: a template's name, or the source of one.
             template_args: what the template may read, such as `tools` or `enable_thinking`.
 
@@ -209,17 +213,17 @@ class Tokenizer:
         """
         with_tools = template_args.get("tools") is not None
         source = choose_template(self.templates, template, with_tools=with_tools)
-        variables = self.special_tokens | template_args
-        return render(
-            source, messages, variables | {"add_generation_prompt": add_generation_prompt}
-        )
+        begins = begins_answer(add_generation_prompt, continue_final_message)
+        variables = self.special_tokens | template_args | {"add_generation_prompt": begins}
+        return render(source, messages, variables, continues=bool(continue_final_message))
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         /,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         template: str | None = None,
         **template_args: Any,
     ) -> list[int]:
@@ -230,6 +234,7 @@ class Tokenizer:
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             template=template,
             **template_args,
         )
