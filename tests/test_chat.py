@@ -390,8 +390,8 @@ def test_what_cannot_be_continued(
     final: dict[str, Any], args: dict[str, Any], message: str, tokenizer: Tokenizer
 ) -> None:
     """None of it by transformers, but for the calls, which it leaves out."""
+    chat = [*USER, {"role": "assistant"} | final]
     with pytest.raises(RequestError, match=message):
-        chat = [*USER, {"role": "assistant"} | final]
         tokenizer.encode_chat(chat, **{"continue_final_message": True} | args)
 
 
