@@ -44,7 +44,7 @@ class Call(Generic[RequestT]):
     def headers(self) -> dict[str, str]:
         if not self.warnings:
             return {}
-        text = " ".join(self.warnings).encode("ascii", "backslashreplace").decode()
+        text = " ".join(dict.fromkeys(self.warnings)).encode("ascii", "backslashreplace").decode()
         return {"X-Infer-Warning": " ".join(text.split())[:_MOST_WARNED]}
 
     async def reply(self, value: msgspec.Struct) -> None:

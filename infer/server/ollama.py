@@ -25,6 +25,7 @@ from infer.server.generation import Answers, Job, generate
 from infer.server.protocol import Request, TokenLogprob, params_of
 from infer.server.service import Served
 from infer.text.answer import answer_style
+from infer.text.chat import not_text
 from infer.text.tools import ToolOptions
 
 VERSION = "0.12.11"  # of Ollama, whose API this is; clients ask for a least one
@@ -88,9 +89,10 @@ class ChatRequest(AnswerRequest, kw_only=True):
 class GenerateRequest(AnswerRequest, kw_only=True):
     """raw: the prompt is no message of a user, but text to be continued."""
 
-    off: ClassVar = {"context": ([],), "images": ([],), "template": ("",)}
+    off: ClassVar = {"context": ([],), "template": ("",)}
 
     prompt: str = ""
+    images: list[str] = []
     suffix: str = ""
     system: str = ""
     raw: bool = False
@@ -142,6 +144,8 @@ def _read_chat(call: Call[ChatRequest]) -> Job:
 
 def _read_prompt(call: Call[GenerateRequest]) -> Job:
     request = call.request
+    if request.images:
+        raise ApiError(400, not_text("image"))
     prompt: Prompt = request.prompt
     chats = not (request.raw or request.suffix) and bool(call.service.engine.template)
     if chats:
@@ -220,7 +224,7 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
     results = 0
     for message in given:
         if message.images:
-            raise ApiError(400, "Messages with images are not supported: only text is.")
+            raise ApiError(400, not_text("image"))
         own: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             own["reasoning_content"] = message.thinking

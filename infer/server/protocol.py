@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
+import msgspec.inspect
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from infer.engine.constraint import library
@@ -171,7 +173,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "web_search_options": (),
     }
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -204,7 +206,7 @@ class TokenizeRequest(Request, kw_only=True):
     """Of a text, or of a chat as its template writes it."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -218,6 +220,7 @@ class DetokenizeRequest(Request, kw_only=True):
 
 
 RequestT = TypeVar("RequestT", bound=Request)
+StructT = TypeVar("StructT", bound=Struct)
 
 
 def parse(body: bytes, kind: type[RequestT], *, strict: bool) -> tuple[RequestT, list[str]]:
@@ -245,14 +248,39 @@ def parse(body: bytes, kind: type[RequestT], *, strict: bool) -> tuple[RequestT,
                 code="unsupported_parameter",
             )
         del given[name]
+    return convert(given, kind), warnings
+
+
+def convert(value: dict[str, Any], kind: type[StructT]) -> StructT:
+    """A struct out of JSON, where what is null counts as left out. Raises ApiError (400)."""
     try:
-        request = msgspec.convert(given, kind, str_keys=True)
+        return msgspec.convert(_without_nulls(value, _type_info(kind)), kind, str_keys=True)
     except msgspec.ValidationError as error:
         text = str(error)
         names = re.findall(r"\$\.(\w+)", text) + re.findall(r"field `(\w+)`", text)
         param = ".".join(names) or None
         raise ApiError(400, f"The request is malformed: {text}.", param=param) from None
-    return request, warnings
+
+
+_type_info = lru_cache(msgspec.inspect.type_info)
+
+
+def _without_nulls(value: Any, kind: msgspec.inspect.Type) -> Any:
+    """A value without what is null in structs; schemas, arguments and messages that are no structs
+    keep it."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        for each in kind.types:
+            value = _without_nulls(value, each)
+    elif isinstance(kind, msgspec.inspect.ListType) and isinstance(value, list):
+        return [_without_nulls(each, kind.item_type) for each in value]
+    elif isinstance(kind, msgspec.inspect.StructType) and isinstance(value, dict):
+        types = {field.encode_name: field.type for field in kind.fields}
+        return {
+            name: _without_nulls(each, types[name]) if name in types else each
+            for name, each in value.items()
+            if each is not None
+        }
+    return value
 
 
 def sampling_params(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from infer.server.chat import template_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
+from infer.server.generation import without_billing
 from infer.server.protocol import (
     DetokenizeRequest,
     Text,
@@ -29,7 +30,7 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
         own = template_args(request)
         if (offered := check_tools(request.tools).offered) is not None:
             own["tools"] = offered
-        ids = await engine.encode(request.messages, own)
+        ids = await engine.encode(without_billing(request.messages), own)
     texts = None
     if request.return_token_strs:
         known = {i: await engine.decode([i]) for i in dict.fromkeys(ids)}

@@ -224,6 +224,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             raise RequestError(f'{where} needs a "content", its text.')
         content = plain.get("content", "")
         if not isinstance(content, str) and not _is_text_parts(content):
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict) and part.get("type") not in (None, "text"):
+                    raise RequestError(not_text(part["type"]))
             raise RequestError(
                 f'The "content" of message {index} must be text or a list of '
                 '{"type": "text", "text": ...}: only text is supported.'
@@ -233,6 +236,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             plain = {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
         checked.append(plain)
     return checked
+
+
+def not_text(kind: object) -> str:
+    """What is said of content of another type, by all APIs."""
+    return f"Content of the type {shown(kind)} is not supported: only text is."
 
 
 def _is_text_parts(content: Any) -> bool:
