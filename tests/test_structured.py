@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -580,7 +581,7 @@ def test_as_many_optional_properties_as_are_taken(llm: LLM, indent: int | str | 
 
 def circular(*steps: str) -> dict[str, Any]:
     """An object whose property's references go this way."""
-    refs = zip(steps, steps[1:], strict=False)
+    refs = pairwise(steps)
     definitions = {each: {"allOf": [{"$ref": f"#/$defs/{other}"}]} for each, other in refs}
     properties = {"a": {"$ref": f"#/$defs/{steps[0]}"}}
     return {"properties": properties, "required": ["a"], "$defs": definitions}

@@ -49,12 +49,12 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         return LLMatcher.validate_grammar(grammar).strip() or _unusable(schema)
 
 
-def _unusable(schema: Mapping[str, Any]) -> str | None:
+def _unusable(schema: object) -> str | None:
     """Why a schema would fail in the middle of an answer."""
     return _too_wide(schema) or _circular(schema)
 
 
-def _circular(schema: Mapping[str, Any]) -> str | None:
+def _circular(schema: object) -> str | None:
     """A reference that leads to itself, with nothing between that describes a value."""
     done = set[str]()  # those that do not
 
@@ -79,7 +79,7 @@ def _circular(schema: Mapping[str, Any]) -> str | None:
     return None if found is None else f"$ref {shown(found)} leads to itself, and to no value."
 
 
-def _target(schema: Mapping[str, Any], ref: str) -> Any:
+def _target(schema: object, ref: str) -> Any:
     """What a reference into the schema stands for; None for another one."""
     part: Any = schema
     if not ref.startswith("#/") and ref != "#":

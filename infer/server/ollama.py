@@ -92,7 +92,7 @@ class GenerateRequest(AnswerRequest, kw_only=True):
     off: ClassVar = {"context": ([],), "template": ("",)}
 
     prompt: str = ""
-    images: list[str] = []
+    images: list[str] = msgspec.field(default_factory=list)
     suffix: str = ""
     system: str = ""
     raw: bool = False
