@@ -40,8 +40,9 @@ from infer.text.tools import (
     check_tools,
 )
 
-if TYPE_CHECKING:  # it imports asyncio
-    from infer.aio import AsyncStream, Runner
+if TYPE_CHECKING:
+    from infer.aio import AsyncStream, Runner  # which imports asyncio
+    from infer.models.loading.plan import Summary
 
 Message = Mapping[str, Any]
 Chat = str | Sequence[Message]
@@ -171,8 +172,10 @@ class LLM:
         tokenizer: Tokenizer,
         defaults: Mapping[str, Any],
         embedding: EmbeddingConfig,
+        summary: Summary,
     ) -> None:
         self.name, self.tokenizer, self.defaults = name, tokenizer, defaults
+        self.summary = summary
         self._engine, self._embedding = engine, embedding
         self.config = engine.config
         self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does

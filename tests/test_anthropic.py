@@ -97,6 +97,16 @@ def test_an_answer_that_is_begun_goes_on(client: Any, llm: LLM) -> None:
     assert count == len(llm.encode(chat, continue_final_message=True))
 
 
+def test_the_models(client: Any) -> None:
+    page = client.models.list()
+    (model,) = page.data
+    assert (page.has_more, page.first_id, page.last_id) == (False, "demo", "demo")
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert model.lifecycle == "active"
+    assert model.created_at.timestamp() == model.model_extra["created"]
+    assert client.models.retrieve("demo") == model
+
+
 def test_errors_are_of_its_types(client: Any, address: str) -> None:
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 50, "messages": MESSAGES}
     with pytest.raises(anthropic.NotFoundError, match="There is no model") as found:

@@ -544,6 +544,7 @@ def test_answers_are_as_the_document_says(address: str) -> None:
         "/api/chat": {"messages": MESSAGES, "stream": False},
         "/api/generate": {"prompt": "a", "stream": False, "options": {"num_predict": 2}},
         "/api/embed": {"input": ["a"]},
+        "/api/embeddings": {"prompt": "a"},
         "/api/show": {"model": "demo"},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},

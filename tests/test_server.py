@@ -214,7 +214,8 @@ def test_the_models(address: str) -> None:
     _, data = ask(address, "/v1/models")
     (model,) = json.loads(data)["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 1024)
-    assert json.loads(ask(address, "/v1/models/demo")[1]) == model
+    for path in ("/v1/models/demo", "/v1/models/demo:latest", "/models/demo"):
+        assert json.loads(ask(address, path)[1]) == model
     assert ask(address, "/v1/models/other")[0].status == 404
     assert model["gpu"]["name"] == choose_adapter().name
     response, data = ask(address, "/health")
@@ -261,6 +262,20 @@ def test_an_answer_that_is_begun_goes_on(address: str, llm: LLM) -> None:
     bare = answer(address, CHAT, messages=MESSAGES, add_generation_prompt=False, max_tokens=1)
     count = len(llm.encode(MESSAGES, add_generation_prompt=False))
     assert bare["usage"]["prompt_tokens"] == count
+
+
+def test_paths_without_a_version_and_names_with_a_tag(address: str) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=address, api_key="any", max_retries=0) as client:
+        name = "demo:latest"
+        chat = client.chat.completions.create(model=name, messages=MESSAGES)
+        assert (chat.choices[0].message.content, chat.model) == (ANSWER, "demo")
+        assert client.completions.create(model=name, prompt=STORY, max_tokens=1).choices
+        assert client.responses.create(model=name, input=MESSAGES).output_text == ANSWER
+        assert client.embeddings.create(model=name, input=STORY).data
+        assert [model.id for model in client.models.list()] == ["demo"]
+        with pytest.raises(openai.NotFoundError, match="There is no model 'demo:7b'"):
+            client.completions.create(model="demo:7b", prompt=STORY)
 
 
 def test_openais_client(address: str) -> None:
@@ -732,7 +747,7 @@ class FakeModel:
     tokenizer = SimpleNamespace(templates={}, special_tokens={}, infill=None)
     config = SimpleNamespace(model_type="fake", hidden_size=4)
     context, slots, restarts, silent = 100, 1, False, 0.0
-    gpu = FakeEngine.gpu
+    gpu, summary = FakeEngine.gpu, FakeEngine.summary
     room: list[FakeModel] = []  # noqa: RUF012
     most = 1
 
@@ -850,6 +865,29 @@ def test_a_model_that_nobody_uses_is_unloaded(fakes: list[FakeModel]) -> None:
             wait_for(lambda: fakes[0].loads == loads and FakeModel.room == [])  # noqa: B023
             answer(address, COMPLETIONS, prompt="x")
         assert status(address)[0] == 200
+
+
+@pytest.mark.parametrize("zero", [0, "0", "0s", 0.0])
+def test_a_model_is_unloaded_by_those_who_ask(fakes: list[FakeModel], zero: Any) -> None:
+    a, b, _ = fakes
+    FakeModel.most = 2
+    with serving(Host([a, b], ServerOptions())) as address:
+        done = answer(address, "/api/generate", model="a:latest", keep_alive=zero)
+        assert (done["response"], done["done"], done["done_reason"]) == ("", True, "unload")
+        assert a.loads == 0
+        for model in ("a", "b"):
+            told = answer(address, "/api/generate", model=model, keep_alive="5m")
+            assert told["done_reason"] == "load"
+        assert FakeModel.room == [a, b]
+        done = answer(address, "/api/chat", model="a", keep_alive=zero)
+        assert (done["message"]["content"], done["done_reason"]) == ("", "unload")
+        wait_for(lambda: FakeModel.room == [b])
+        asked = {"prompt": "x", "raw": True, "stream": False, "keep_alive": zero}
+        assert answer(address, "/api/generate", model="b", **asked)["done_reason"] == "stop"
+        wait_for(lambda: FakeModel.room == [])
+        answer(address, "/api/generate", model="b", **asked | {"keep_alive": -1})
+        assert ask(address, "/api/generate", {"model": "d", "keep_alive": 0})[0].status == 404
+    assert (a.loads, b.loads) == (1, 2)
 
 
 def test_the_server_answers_while_it_loads(

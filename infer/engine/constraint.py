@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # Between the parts of JSON, as people write it. Unbounded, some models write nothing else.
 WHITESPACE = r" |\n[ \t]{0,20}"
 MOST_OPTIONAL = 512  # properties of an object
+_MOST_GBNF = 1 << 13  # characters: to translate them takes as long as the square of that
 _KNOWN = 64  # grammars that are kept: making one takes milliseconds, a copy of it none
 _SEVERAL = 4  # masks that threads make faster than one
 
@@ -130,6 +131,23 @@ def library() -> ModuleType:
             "Answers by a schema, a regex or a grammar need the package llguidance. Install it: "
             "pip install 'infer-wgpu[structured]', or in a checkout pip install '.[structured]'."
         ) from None
+
+
+def lark_of(grammar: str) -> str:
+    """A grammar in Lark, out of one in GBNF, as llama.cpp has it; another as it is. Raises
+    RequestError, and InferError if the library is missing."""
+    library()
+    from llguidance import gbnf_to_lark
+
+    if gbnf_to_lark.is_lark_syntax(grammar):
+        return grammar
+    if len(grammar) > _MOST_GBNF:
+        raise RequestError(
+            f"grammar must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
+            "Write it in Lark."
+        )
+    with foreign("grammar cannot be followed", RequestError):
+        return str(gbnf_to_lark.gbnf_to_lark(grammar))
 
 
 class Constraint:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -27,6 +28,7 @@ _MOST_WARNED = 1000  # characters of a header
 class Call(Generic[RequestT]):
     """A request that is served. warnings: what its sender should know."""
 
+    served: Served
     service: Service
     request: RequestT
     scope: Scope
@@ -70,9 +72,12 @@ class Endpoint(Generic[RequestT]):
         served: Served,
         kind: type[RequestT],
         run: Callable[[Call[RequestT]], Coroutine[Any, Any, None]],
+        without_model: Callable[[Served, RequestT], Coroutine[Any, Any, Struct | None]] | None,
     ) -> None:
-        """run: writes the response. Until it begins to, it may raise ApiError and InferErrors."""
+        """run: writes the response. Until it begins to, it may raise ApiError and InferErrors.
+        without_model: the response to requests for which no model is to be loaded."""
         self._served, self._kind, self._run = served, kind, run
+        self._without_model = without_model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         served = self._served
@@ -80,8 +85,13 @@ class Endpoint(Generic[RequestT]):
         request, warnings = parse(body, self._kind, strict=served.options.strict)
 
         async def work() -> None:
+            if self._without_model is not None:
+                whole = await self._without_model(served, request)
+                if whole is not None:
+                    await JSONResponse(whole)(scope, _nothing, send)
+                    return
             async with served.using(request.model) as service:
-                await self._run(Call(service, request, scope, send, warnings))
+                await self._run(Call(served, service, request, scope, send, warnings))
 
         with suppress(ClientDisconnect):
             await _while_connected(receive, served.stopped, work())

@@ -1,11 +1,12 @@
-"""Ollama's /api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/ps, /api/version."""
+"""Ollama's API: /api/chat, /api/generate, /api/embed, /api/show, and what lists the models."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
-from datetime import UTC, datetime
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from infer.server.endpoint import Call
 from infer.server.engine import EngineClient
 from infer.server.errors import ApiError, ollama_body
 from infer.server.generation import Answers, Job, generate
-from infer.server.protocol import Request, TokenLogprob, params_of
+from infer.server.protocol import Request, TokenLogprob, params_of, rfc3339
 from infer.server.service import Served
 from infer.text.answer import answer_style
 from infer.text.chat import not_text
@@ -52,13 +53,16 @@ class Message(Struct, kw_only=True, omit_defaults=True):
 
 
 class ModelRequest(Request, kw_only=True):
-    """A name may end with a tag; that of who says none is "latest"."""
+    """keep_alive: 0 unloads the model after the answer. What else it says is the server's to
+    decide."""
 
-    labels: ClassVar = Request.labels | {"keep_alive", "truncate", "verbose"}
+    labels: ClassVar = Request.labels | {"truncate", "verbose"}
 
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            self.model = self.model.removesuffix(":latest")
+    keep_alive: float | str | None = None
+
+    @property
+    def unloads(self) -> bool:
+        return bool(re.fullmatch(r"0+(\.0+)?(ns|us|µs|ms|s|m|h)?", str(self.keep_alive)))
 
 
 class ShowRequest(ModelRequest, kw_only=True):
@@ -66,7 +70,6 @@ class ShowRequest(ModelRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         self.model = self.model or self.name
-        super().__post_init__()
 
 
 class AnswerRequest(ModelRequest, kw_only=True):
@@ -107,26 +110,54 @@ class EmbedRequest(ModelRequest, kw_only=True):
     dimensions: int | None = None
 
 
+class OldEmbedRequest(ModelRequest, kw_only=True):
+    labels: ClassVar = ModelRequest.labels | {"options"}
+
+    prompt: str = ""
+
+
 async def chat(call: Call[ChatRequest]) -> None:
     if call.request.messages:
-        await generate(_read_chat)(call)
+        await _leaving(generate(_read_chat), call)
     else:
-        await _loaded(call, Message(role="assistant", content=""), UNSET)
+        name, _ = call.service.model(call.request.model)
+        await call.reply(_nothing(call.request, name, "load"))
 
 
 async def complete(call: Call[GenerateRequest]) -> None:
     if call.request.prompt:
-        await generate(_read_prompt)(call)
+        await _leaving(generate(_read_prompt), call)
     else:
-        await _loaded(call, UNSET, "")
+        name, _ = call.service.model(call.request.model)
+        await call.reply(_nothing(call.request, name, "load"))
 
 
-async def _loaded(call: Call[Any], message: Message | UnsetType, response: str | UnsetType) -> None:
-    """To a request without a prompt, which Ollama loads the model for."""
-    name, _ = call.service.model(call.request.model)
-    reply = Reply(model=name, created_at=_now(), message=message, response=response, done=True)
-    reply.done_reason = "load"
-    await call.reply(reply)
+async def unload(served: Served, request: ChatRequest | GenerateRequest) -> Reply | None:
+    """The answer to a request that is for unloading the model alone, which need not be loaded."""
+    asks = request.messages if isinstance(request, ChatRequest) else request.prompt
+    if asks or not request.unloads:
+        return None
+    return _nothing(request, await served.unload(request.model), "unload")
+
+
+def _nothing(request: ChatRequest | GenerateRequest, model: str, reason: str) -> Reply:
+    """To a request without a prompt, which Ollama loads or unloads the model for."""
+    reply = Reply(model=model, created_at=_now(), done=True, done_reason=reason)
+    if isinstance(request, ChatRequest):
+        reply.message = Message(role="assistant", content="")
+    else:
+        reply.response = ""
+    return reply
+
+
+async def _leaving(run: Callable[[Call[Any]], Coroutine[Any, Any, None]], call: Call[Any]) -> None:
+    """Run it, after which the model is unloaded if the request says so."""
+    if call.request.unloads:
+        try:
+            await call.served.unload(call.request.model)
+        except ApiError as error:
+            call.warnings.append(error.message)
+    await run(call)
 
 
 def _read_chat(call: Call[ChatRequest]) -> Job:
@@ -340,12 +371,8 @@ def _line(value: object) -> bytes:
     return msgspec.json.encode(value) + b"\n"
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
 def _now() -> str:
-    return _time(time.time())
+    return rfc3339(time.time())
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -360,7 +387,23 @@ class EmbedReply(Struct, kw_only=True):
     prompt_eval_count: int
 
 
+class OldEmbedReply(Struct):
+    embedding: list[float]
+
+
+async def embed_one(call: Call[OldEmbedRequest]) -> None:
+    async def run(call: Call[OldEmbedRequest]) -> None:
+        (vector,), _ = await vectors_of(call, [call.request.prompt], None)
+        await call.reply(OldEmbedReply(vector.tolist()))
+
+    await _leaving(run, call)
+
+
 async def embed(call: Call[EmbedRequest]) -> None:
+    await _leaving(_embed, call)
+
+
+async def _embed(call: Call[EmbedRequest]) -> None:
     request, begun = call.request, time.perf_counter()
     inputs: list[Prompt] = [request.input] if isinstance(request.input, str) else [*request.input]
     vectors, tokens = await vectors_of(call, inputs, request.dimensions)
@@ -375,7 +418,7 @@ async def embed(call: Call[EmbedRequest]) -> None:
 
 
 class Details(Struct):
-    """family: the model_type. What is empty is not known here."""
+    """family: the model_type. What is empty is not known, as of a model that is not loaded."""
 
     family: str = ""
     families: list[str] = []
@@ -440,7 +483,7 @@ async def _listed(name: str, created: int, engine: EngineClient | None) -> Liste
     return Listed(
         name=name,
         model=name,
-        modified_at=_time(created),
+        modified_at=rfc3339(created),
         size=0 if engine is None else (await engine.stats()).memory.allocated,
         digest=hashlib.sha256(name.encode()).hexdigest(),
         details=_details(engine),
@@ -448,7 +491,19 @@ async def _listed(name: str, created: int, engine: EngineClient | None) -> Liste
 
 
 def _details(engine: EngineClient | None) -> Details:
-    return Details() if engine is None else Details(engine.model_type, [engine.model_type])
+    if engine is None:
+        return Details()
+    kind, summary = engine.model_type, engine.summary
+    count = _in_letters(summary.parameters)
+    return Details(kind, [kind], summary.format, "", count, summary.type)
+
+
+def _in_letters(count: int) -> str:
+    """A number of parameters as Ollama writes it: 8.0B is 8B, 268098176 is 268.10M."""
+    for letter, unit, digits in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
+        if count >= unit:
+            return f"{count / unit:.{digits if count % unit else 0}f}{letter}"
+    return str(count)
 
 
 async def show(call: Call[ShowRequest]) -> None:
@@ -460,10 +515,11 @@ async def show(call: Call[ShowRequest]) -> None:
         "embedding": engine.is_embedder,
         "insert": engine.infill is not None,
         "thinking": bool(engine.template) and answer_style(engine.template).thinks,
-        "tools": "tools" in engine.template,
+        "tools": bool(engine.template),  # described in a message where the template knows none
     }
     info = {
         "general.architecture": engine.model_type,
+        "general.parameter_count": engine.summary.parameters,
         f"{engine.model_type}.context_length": engine.context,
         f"{engine.model_type}.embedding_length": engine.embedding_size,
     }
@@ -473,6 +529,6 @@ async def show(call: Call[ShowRequest]) -> None:
             details=_details(engine),
             model_info=info,
             capabilities=[name for name, can in able.items() if can],
-            modified_at=_time(service.created),
+            modified_at=rfc3339(service.created),
         )
     )

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -14,7 +15,7 @@ import msgspec
 import msgspec.inspect
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from infer.engine.constraint import library
+from infer.engine.constraint import lark_of
 from infer.foreign import foreign, shown
 from infer.kernels.errors import RequestError
 from infer.kernels.state.step import MAX_LOGPROBS
@@ -24,7 +25,6 @@ from infer.text.tools import ToolOptions
 
 MAX_ANSWERS = 256  # of one request
 MAX_INPUTS = 2048  # texts to embed, in one request
-_MOST_GBNF = 1 << 13  # characters: to translate them takes as long as the square
 
 # Requests
 
@@ -318,24 +318,8 @@ def _constrained(kind: str, value: Any) -> dict[str, Any]:
         with foreign("schema is not valid JSON", RequestError):
             return {kind: json.loads(value)}
     if kind == "grammar" and "::=" in value:
-        return {kind: _lark(value)}
+        return {kind: lark_of(value)}
     return {kind: value}
-
-
-def _lark(grammar: str) -> str:
-    """A grammar in Lark, out of one in GBNF. Raises RequestError."""
-    library()
-    from llguidance import gbnf_to_lark
-
-    if gbnf_to_lark.is_lark_syntax(grammar):
-        return grammar
-    if len(grammar) > _MOST_GBNF:
-        raise RequestError(
-            f"grammar must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
-            "Write it in Lark."
-        )
-    with foreign("grammar cannot be followed", RequestError):
-        return str(gbnf_to_lark.gbnf_to_lark(grammar))
 
 
 def params_of(**given: Any) -> SamplingParams:
@@ -518,16 +502,29 @@ class Gpu(Struct):
 
 
 class Model(Struct, kw_only=True):
-    """context: positions for a prompt and its answer, and gpu: what computes it, where the model is
-    loaded. parent: of an adapter, the model."""
+    """As clients of OpenAI's and Anthropic's know it. context: positions for a prompt and its
+    answer, and gpu: what computes it, where the model is loaded. parent: of an adapter, the
+    model."""
 
     id: str
     object: str = "model"
+    type: str = "model"
+    display_name: str = ""
     created: int
+    created_at: str = ""
+    lifecycle: str = "active"
     owned_by: str = "infer"
     parent: str | None = None
     context: int | UnsetType = msgspec.field(name="max_model_len", default=UNSET)
     gpu: Gpu | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        self.display_name, self.created_at = self.id, rfc3339(self.created)
+
+
+def rfc3339(seconds: float) -> str:
+    """A time since the epoch, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 class Version(Struct):
@@ -549,5 +546,14 @@ class Health(Struct, omit_defaults=True):
 
 
 class Models(Struct):
+    """All of them: there is no next page."""
+
     data: list[Model]
     object: str = "list"
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.data:
+            self.first_id, self.last_id = self.data[0].id, self.data[-1].id
