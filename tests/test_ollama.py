@@ -73,6 +73,8 @@ def test_a_prompt(client: Any, llm: LLM) -> None:
     assert cut.done_reason == "length"
     tokens = llm.generate(STORY, max_tokens=3, logprobs=0).logprobs or []
     assert [each.token for each in cut.logprobs] == [token.text for token in tokens]
+    unlimited = {"num_predict": -2, "top_k": -1}
+    assert client.generate("demo", prompt, options=unlimited).response == ANSWER
     assert client.generate("demo", "A number?", format={"enum": [3]}).response == "3"
     loaded = client.generate("demo")
     assert (loaded.response, loaded.done_reason) == ("", "load")

@@ -92,6 +92,8 @@ def test_a_chat_is_that_of_the_model(address: str, llm: LLM) -> None:
         }
     ]
     prompt, made = len(llm.encode(MESSAGES)), expected.completion_tokens
+    unlimited = {"max_tokens": -1, "top_k": -1}
+    assert answer(address, CHAT, messages=MESSAGES, **unlimited)["choices"] == whole["choices"]
     usage = answer(address, CHAT, messages=MESSAGES)["usage"]
     assert usage == {
         "prompt_tokens": prompt,

@@ -228,9 +228,8 @@ def _params(call: Call[Any], request: AnswerRequest) -> SamplingParams:
     options = {own: given[name] for name, own in _SAMPLING.items() if name in given}
     if isinstance(options.get("seed"), int):
         options["seed"] %= 2**64
-    limit = given.get("num_predict", -1)
-    if limit not in (-1, -2):  # as long as it takes, or as there is room
-        options["max_tokens"] = limit
+    if (limit := given.get("num_predict")) is not None:
+        options["max_tokens"] = -1 if limit == -2 else limit  # as long as there is room
     if request.format == "json":
         options["schema"] = {"type": "object"}
     elif isinstance(request.format, dict):
