@@ -60,6 +60,7 @@ class Tokenizer:
         own = () if eos_token_id is None else (eos_token_id,)
         self.eos_token_ids = frozenset((*eos_token_ids, *own))
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._skipped = frozenset(i for i, token in added.items() if token.special)
         self.special_names = {added[i].content: i for i in self._skipped}
         self._named: dict[tuple[str, ...], frozenset[int]] = {}
@@ -149,15 +150,13 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What `token_text` is in UTF-8; of a part of a character, its own bytes."""
-        text = self.token_text(token_id)
-        if "\ufffd" not in text:
-            return text.encode()
         name = self._backend.id_to_token(token_id) or ""
         if token_id in self.byte_token_ids:  # <0xE2>
             return bytes([int(name[3:5], 16)])
-        if self._is_byte_level and all(char in _BYTES for char in name):
+        is_bytes = self._is_byte_level and token_id not in self._added
+        if is_bytes and all(char in _BYTES for char in name):
             return bytes(_BYTES[char] for char in name)
-        return text.encode()
+        return self.token_text(token_id).encode()
 
     @property
     def size(self) -> int:
