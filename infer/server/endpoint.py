@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic
 
-import msgspec
 from msgspec import Struct
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -42,21 +41,14 @@ class Call(Generic[RequestT]):
         own: str | None = getattr(self.request, "cache_salt", None)
         return key if own is None else f"{key}/{own}"
 
-    @property
-    def headers(self) -> dict[str, str]:
-        if not self.warnings:
-            return {}
-        text = " ".join(dict.fromkeys(self.warnings)).encode("ascii", "backslashreplace").decode()
-        return {"X-Infer-Warning": " ".join(text.split())[:_MOST_WARNED]}
-
-    async def reply(self, value: msgspec.Struct) -> None:
+    async def reply(self, value: Struct) -> None:
         """Send the whole response."""
-        response = JSONResponse(value, headers=self.headers)
+        response = JSONResponse(value, headers=_headers(self.warnings))
         await response(self.scope, _nothing, self.send)
 
     async def start(self, headers: Mapping[str, str]) -> None:
         """Begin a response that is sent in parts, by `part`."""
-        given = Response(headers={**headers, **self.headers}).raw_headers
+        given = Response(headers={**headers, **_headers(self.warnings)}).raw_headers
         own = [(name, value) for name, value in given if name != b"content-length"]
         await self.send({"type": "http.response.start", "status": 200, "headers": own})
 
@@ -88,13 +80,21 @@ class Endpoint(Generic[RequestT]):
             if self._without_model is not None:
                 whole = await self._without_model(served, request)
                 if whole is not None:
-                    await JSONResponse(whole)(scope, _nothing, send)
+                    response = JSONResponse(whole, headers=_headers(warnings))
+                    await response(scope, _nothing, send)
                     return
             async with served.using(request.model) as service:
                 await self._run(Call(served, service, request, scope, send, warnings))
 
         with suppress(ClientDisconnect):
             await _while_connected(receive, served.stopped, work())
+
+
+def _headers(warnings: Sequence[str]) -> dict[str, str]:
+    if not warnings:
+        return {}
+    text = " ".join(dict.fromkeys(warnings)).encode("ascii", "backslashreplace").decode()
+    return {"X-Infer-Warning": " ".join(text.split())[:_MOST_WARNED]}
 
 
 async def _nothing() -> Any:
