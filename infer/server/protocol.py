@@ -65,21 +65,30 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """schema: as llama.cpp has it, also of a json_object."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
 
     @property
-    def schema(self) -> dict[str, Any] | None:
+    def held_to(self) -> dict[str, Any] | None:
         """What an answer has to be valid under. Raises ApiError (400) where that is not said."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        named, given = self.json_schema, self.schema
+        wrong = named is not None and (self.type != "json_schema" or given is not None)
+        if named is not None:
+            given = named.schema
+        if (
+            wrong
+            or (self.type == "json_schema" and given is None)
+            or (self.type == "text" and given)
+        ):
             raise ApiError(
                 400,
                 "response_format has json_schema if its type is json_schema, and only then.",
                 param="response_format",
             )
-        if self.json_schema is not None:
-            return self.json_schema.schema
-        return {"type": "object"} if self.type == "json_object" else None
+        return {"type": "object"} if given is None and self.type == "json_object" else given
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
@@ -139,7 +148,7 @@ class GenerationRequest(Request, kw_only=True):
         "grammar", and its value. Raises ApiError (400) for two."""
         of_vllm = self.structured_outputs or StructuredOutputs()
         given = [
-            ("response_format", "schema", self.response_format and self.response_format.schema),
+            ("response_format", "schema", self.response_format and self.response_format.held_to),
             ("schema", "schema", self.schema),
             ("json_schema", "schema", self.json_schema),
             ("guided_json", "schema", self.guided_json),
