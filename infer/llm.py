@@ -467,7 +467,7 @@ class LLM:
         return Runner(self._engine, self._call)
 
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
-        """The token ids of a prompt, as `generate` takes it. template_args: of chat messages, as for
+        """The token ids of a prompt, as `generate` takes it. template_args: of a chat, as for
         `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, tools, …"""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
