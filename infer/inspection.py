@@ -6,7 +6,6 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 
 from infer.engine.options import EngineOptions
@@ -154,7 +153,7 @@ def inspect_model(
         architecture=opened.config.model_type,
         part_of=checkpoint.part_of,
         license=_license(found.path),
-        parameters=sum(prod(weight.shape) for weight in plan.weights if weight.parts),
+        parameters=plan.summary.parameters,
         dtypes=sorted({w.stored.dtype for w in plan.weights if len(w.shape) > 1}),
         widened=[weight.stored for weight in plan.weights].count(WIDENED),
         format=checkpoint.format,

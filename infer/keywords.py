@@ -20,6 +20,8 @@ class _AnswerOptions(SamplingOptions, total=False):
     params: SamplingParams | None
     logits_processor: LogitsProcessor | None
     template_args: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
     cache_salt: str | None
     tools: Sequence[Tool] | None
     tool_choice: ToolChoice
@@ -77,6 +79,7 @@ _ELSEWHERE = {
     "enable_thinking": "template_args",
     "functions": "tools",
     "generation_config": "params",
+    "guided_choice": "regex",
     "guided_grammar": "grammar",
     "guided_json": "schema",
     "guided_regex": "regex",
@@ -107,6 +110,7 @@ _ELSEWHERE = {
     "speculative_config": "draft",
     "speculative_model": "draft",
     "stop_strings": "stop",
+    "structured_outputs": "schema",
     "temp": "temperature",
     "top_logprobs": "logprobs",
     "top_n": "top_k",

@@ -37,6 +37,7 @@ from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
 from infer.text.answer_reader import Pieces
+from infer.text.chat import begins_answer
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools import (
@@ -46,8 +47,9 @@ from infer.text.tools import (
     check_tools,
 )
 
-if TYPE_CHECKING:  # it imports asyncio
-    from infer.aio import AsyncStream, Runner
+if TYPE_CHECKING:
+    from infer.aio import AsyncStream, Runner  # which imports asyncio
+    from infer.models.loading.plan import Summary
 
 Message = Mapping[str, Any]
 Chat = str | Sequence[Message]
@@ -177,8 +179,10 @@ class LLM:
         tokenizer: Tokenizer,
         defaults: Mapping[str, Any],
         embedding: EmbeddingConfig,
+        summary: Summary,
     ) -> None:
         self.name, self.tokenizer, self.defaults = name, tokenizer, defaults
+        self.summary = summary
         self._engine, self._embedding = engine, embedding
         self.config = engine.config
         self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
@@ -318,6 +322,8 @@ class LLM:
         params: SamplingParams | None = None,
         logits_processor: LogitsProcessor | None = None,
         template_args: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
         tools: Sequence[Tool] | None = None,
@@ -332,6 +338,10 @@ class LLM:
         logits_processor: a numpy function of (ids so far, logits [vocab]) that returns the logits
             to choose from. Slower, as the logits come to the host for every token.
         template_args: for the chat template (enable_thinking, …).
+        continue_final_message: the last of the messages is an answer that is begun and goes on. The
+            stream has what is new.
+        add_generation_prompt: whether messages end with the header of the answer. None: unless the
+            final one is continued.
         adapter: the name of one of `adapters`.
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
@@ -355,8 +365,15 @@ class LLM:
         params = _params(params, sampling)
         _check_template_args(template_args)
         template_args = dict(template_args or {})
+        begins_answer(add_generation_prompt, continue_final_message)
+        template_args |= _given(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         checked = check_tools(tools, tool_choice, parallel_tool_calls)
         is_chat = _is_chat(prompt)
+        if continue_final_message and not is_chat:
+            raise RequestError("continue_final_message belongs to chat messages.")
         if is_chat and checked.offered is not None:
             template_args["tools"] = checked.offered
         elif checked.offered is not None and isinstance(prompt, str):
@@ -461,7 +478,8 @@ class LLM:
         return Runner(self._engine, self._call)
 
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
-        """The token ids of a prompt, as `generate` takes it."""
+        """The token ids of a prompt, as `generate` takes it. template_args: of a chat, as for
+        `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, tools, …"""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         several = isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
@@ -567,13 +585,20 @@ class LLM:
         self, prompt: Prompt, n: int = 0, *, adapter: str | None = None
     ) -> list[TokenLogprob]:
         """The log probability of each token of a prompt but the first, given those before it, and
-        of the n most probable tokens in its place."""
+        of the n most probable tokens in its place. The text in which they start has special tokens
+        by their names."""
         self._check_open()
         self._engine.check_adapter(adapter)
         ids = self.encode(prompt)
         self._engine.check_prompt(ids, room=0)
+        special = frozenset(self.tokenizer.special_names.values())
+        detokenizer = StreamingDetokenizer(self.tokenizer, [], special)
+        starts = []
+        for i in ids:
+            starts.append(detokenizer.length)
+            detokenizer.add(i)
         with self._call():
-            return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter))]
+            return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter), starts[1:])]
 
     def _ranked(self, ids: Sequence[int], n: int, adapter: str | None) -> Iterator[Logprobs]:
         """The log probabilities of all tokens but the first."""
@@ -585,11 +610,11 @@ class LLM:
         for rows in self._engine.logits(ids[:-1], adapter) if len(ids) > 1 else ():
             yield from (logprobs(row, next(given), n) for row in rows)
 
-    def _logprob(self, token: int, chosen: Logprobs) -> TokenLogprob:
+    def _logprob(self, token: int, chosen: Logprobs, start: int) -> TokenLogprob:
         own, best = chosen
-        text_of = self.tokenizer.token_text
-        top = tuple(TopLogprob(i, value, text_of(i)) for i, value in best)
-        return TokenLogprob(token, own, text_of(token), top)
+        text, raw = self.tokenizer.token_text, self.tokenizer.token_bytes
+        top = tuple(TopLogprob(i, value, text(i), raw(i)) for i, value in best)
+        return TokenLogprob(token, own, text(token), raw(token), top, start)
 
     def _scored_ids(
         self, prompt: Prompt, continuation: str | Sequence[int]
@@ -660,7 +685,8 @@ class LLM:
                     break
                 logprob = None
                 if step.logprobs is not None:
-                    logprob = self._logprob(step.token, step.logprobs)
+                    start = detokenizer.length
+                    logprob = self._logprob(step.token, step.logprobs, start)
                     assert result.logprobs is not None
                     result.logprobs.append(logprob)
                 result.token_ids.append(step.token)
@@ -816,6 +842,10 @@ def _params(params: SamplingParams | None, sampling: SamplingOptions) -> Samplin
     return params if params is not None else SamplingParams(**sampling)
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _check_processor(logits_processor: LogitsProcessor | None) -> None:
     if not (logits_processor is None or callable(logits_processor)):
         raise RequestError(
@@ -843,6 +873,8 @@ def check_options(
     params: SamplingParams | None = None,
     logits_processor: LogitsProcessor | None = None,
     template_args: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
     adapter: str | None = None,
     cache_salt: str | None = None,
     tools: Sequence[Tool] | None = None,
@@ -851,6 +883,7 @@ def check_options(
     **sampling: Unpack[SamplingOptions],
 ) -> None:
     """Raises what `stream` would for options that no model takes, before one is loaded."""
+    begins_answer(add_generation_prompt, continue_final_message)
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)
     _check_salt(cache_salt)

@@ -265,7 +265,7 @@ def _isolated(
         defaults = sampling_defaults(generation_config, engine.vocab_size)
         for text in notes(generation_config):
             warnings.warn(text, InferWarning, stacklevel=3)
-        return LLM(resolved.name, engine, tokenizer, defaults, embedding)
+        return LLM(resolved.name, engine, tokenizer, defaults, embedding, engine.summary)
     except BaseException:
         engine.close()
         raise
@@ -434,7 +434,8 @@ class _Files:
                 raise
         ((engine, compiled),) = started
         compiled.result()
-        return LLM(self.name, engine, self.tokenizer, self.defaults, self.embedding)
+        summary = self.plan.summary
+        return LLM(self.name, engine, self.tokenizer, self.defaults, self.embedding, summary)
 
 
 class _Thread:

@@ -13,19 +13,22 @@ from infer.text.tools import ToolCall, ToolCallDelta
 class TopLogprob:
     """A token that may come next, and its log probability: the model's own, before any filter or
     penalty. text: as the token stands within a text; a special token by its name; U+FFFD for a part
-    of a character."""
+    of a character. raw: the same as bytes of UTF-8; of a part of a character, that part."""
 
     token_id: int
     logprob: float
     text: str
+    raw: bytes
 
 
 @dataclass(frozen=True)
 class TokenLogprob(TopLogprob):
     """The same of the token that was chosen. top: the most probable tokens in its place, the best
-    first."""
+    first. start: how many characters of the text stand before it; of a part of a character, before
+    that character."""
 
     top: tuple[TopLogprob, ...]
+    start: int
 
 
 @dataclass(frozen=True)

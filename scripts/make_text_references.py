@@ -80,7 +80,16 @@ TWO: Messages = [
     }
     for role in ("system", "user", "assistant")
 ]
+BEGUN: Messages = [*SHORT, {"role": "assistant", "content": " It is warm, and "}]
+BEGUN_PARTS: Messages = [
+    *PARTS,
+    {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "Three"}, {"type": "text", "text": " and "}],
+    },
+]
 OPEN: dict[str, Any] = {"add_generation_prompt": True}
+GOES_ON: dict[str, Any] = {"continue_final_message": True}
 
 
 def in_parts(messages: Messages, *roles: str) -> Messages:
@@ -162,6 +171,7 @@ CHATS: dict[str, list[tuple[Messages, dict[str, Any]]]] = {
         (LONG, {"add_generation_prompt": False, "date_string": "26 Jul 2024"}),
         (CALLED, OPEN | {"date_string": "26 Jul 2024", "tools": [WEATHER]}),
         (SHORT, OPEN | {"date_string": "today", "bos_token": "<|eom_id|>"}),
+        (BEGUN, GOES_ON | {"date_string": "26 Jul 2024"}),
     ],
     "chatml": [
         (SHORT, OPEN),
@@ -169,6 +179,8 @@ CHATS: dict[str, list[tuple[Messages, dict[str, Any]]]] = {
         (LONG, OPEN | {"enable_thinking": True}),
         (THOUGHT, {"add_generation_prompt": False}),
         (CALLED, OPEN | {"tools": [WEATHER, WEATHER]}),
+        (BEGUN, GOES_ON),
+        ([*SHORT, THOUGHT[-1] | {"content": ""}], GOES_ON | {"add_generation_prompt": False}),
     ],
     "mistral": [
         (SHORT, OPEN),
@@ -176,6 +188,8 @@ CHATS: dict[str, list[tuple[Messages, dict[str, Any]]]] = {
         (SHORT, OPEN | {"tools": [WEATHER]}),
         (SHORT, OPEN | {"chat_template": "tool_use"}),
         (SHORT, OPEN | {"chat_template": "{{ messages[0].content }}{{ unk_token }}"}),
+        (BEGUN, GOES_ON),
+        (BEGUN, GOES_ON | {"tools": [WEATHER]}),
     ],
     "gemma": [
         (SHORT, OPEN),
@@ -190,6 +204,8 @@ CHATS: dict[str, list[tuple[Messages, dict[str, Any]]]] = {
             },
         ),
         (SHORT, OPEN | {"chat_template": "{{ boi_token }}"}),
+        (BEGUN, GOES_ON),
+        (BEGUN_PARTS, GOES_ON),
     ],
 }
 

@@ -21,6 +21,7 @@ from infer.engine.token_engine import EngineStats
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import MemoryStats
 from infer.llm import Prompt
+from infer.models.loading.plan import Summary
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.text.tools import ToolCallDelta, ToolOptions, add_deltas
@@ -145,6 +146,7 @@ class FakeEngine:
     templates: Mapping[str, str] = {}
     gpu = AdapterInfo(0, "a GPU", "discrete", "Vulkan", "1.2", frozenset(), {})
     model_type, template, embedding_size, is_embedder, infill = "fake", "", 4, True, None
+    summary = Summary(1_500_000_000, "gguf", "Q4_K")
 
     def __init__(self, *, waits: bool = False) -> None:
         self.failure: str | None = None

@@ -30,6 +30,9 @@ TOOL = {
 }
 
 
+USED = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+
+
 @pytest.fixture(scope="module")
 def address(llm: LLM) -> Iterator[str]:
     with serving(Service(LLMClient(llm), ServerOptions(api_keys=["secret"]))) as address:
@@ -85,6 +88,25 @@ def test_a_message_is_streamed(client: Any) -> None:
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
+def test_an_answer_that_is_begun_goes_on(client: Any, llm: LLM) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "Your cat"}]}]
+    message = client.messages.create(model="demo", max_tokens=50, messages=begun)
+    assert message.content[0].text == ANSWER.removeprefix("Your cat")
+    count = client.messages.count_tokens(model="demo", messages=begun).input_tokens
+    chat = [*MESSAGES, {"role": "assistant", "content": "Your cat"}]
+    assert count == len(llm.encode(chat, continue_final_message=True))
+
+
+def test_the_models(client: Any) -> None:
+    page = client.models.list()
+    (model,) = page.data
+    assert (page.has_more, page.first_id, page.last_id) == (False, "demo", "demo")
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert model.lifecycle == "active"
+    assert model.created_at.timestamp() == model.model_extra["created"]
+    assert client.models.retrieve("demo") == model
+
+
 def test_errors_are_of_its_types(client: Any, address: str) -> None:
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 50, "messages": MESSAGES}
     with pytest.raises(anthropic.NotFoundError, match="There is no model") as found:
@@ -96,7 +118,7 @@ def test_errors_are_of_its_types(client: Any, address: str) -> None:
         {"messages": []},
         {"max_tokens": 0},
         {"temperature": -1},
-        {"messages": [*MESSAGES, {"role": "assistant", "content": "Your"}]},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": [USED]}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"mcp_servers": [{"url": "x"}]},
     ):

@@ -447,6 +447,29 @@ def test_malformed_arguments(args: dict[str, Any], tokenizer: Tokenizer) -> None
         tokenizer.render_chat(USER, **args)
 
 
+CALLED = {"function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("final", "args", "message"),
+    [
+        ({"content": "Hel"}, {"add_generation_prompt": True}, "give one of them"),
+        ({"content": "Hel"}, {"continue_final_message": "content"}, "must be true or false"),
+        ({"content": "Hel"}, {"template": "{{ messages[0].content }}"}, "leaves out a part"),
+        ({"content": "Hel"}, {"template": "{{ messages[1].content[2:] }}"}, "leaves out a part"),
+        ({"content": []}, {}, "has no text"),
+        ({"content": "Hel", "tool_calls": [CALLED]}, {}, "has calls"),
+    ],
+)
+def test_what_cannot_be_continued(
+    final: dict[str, Any], args: dict[str, Any], message: str, tokenizer: Tokenizer
+) -> None:
+    """None of it by transformers, but for the calls, which it leaves out."""
+    chat = [*USER, {"role": "assistant"} | final]
+    with pytest.raises(RequestError, match=message):
+        tokenizer.encode_chat(chat, **{"continue_final_message": True} | args)
+
+
 @pytest.mark.parametrize("template", [3, ["a"], b"{{ 1 }}", {"default": "a"}])
 def test_what_is_no_name_of_a_template(template: Any, tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="template must be the name or the source"):
@@ -587,6 +610,12 @@ def test_what_a_template_leaves_out_is_told(tokenizer: Tokenizer) -> None:
     assert left_out(first, *USER, system) == [
         "messages of the role 'system' that are not the first"
     ]
+    # What `render_chat` keeps from the template.
+    going_on = "{{ m.content if m.role != 'system' or continue_final_message is defined }}"
+    going_on = "{% for m in messages %}" + going_on + "{% endfor %}"
+    chat = [system, *USER, said]
+    assert tokenizer.render_chat(chat, template=going_on, continue_final_message=True) == "Hib"
+    assert len(tokenizer.left_out(chat, template=going_on, continue_final_message=True)) == 1
     # Of a message with calls.
     call, beside = CALLED[1], CALLED[1] | {"content": "d"}
     no_calls = "{{ m.content }}"

@@ -118,6 +118,202 @@ def test_tokens_of_texts_and_chats(address: str, llm: LLM) -> None:
     assert "|>" in answer(address, "/detokenize", tokens=chat)["prompt"]
 
 
+# What all APIs have in common
+
+MESSAGES_PATH, RESPONSES = "/v1/messages", "/v1/responses"
+ANTHROPIC = {"max_tokens": 9}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        (CHAT, {"messages": [user({"type": "image_url", "image_url": {}})]}, "image_url"),
+        ("/tokenize", {"messages": [user({"type": "input_audio"})]}, "input_audio"),
+        (MESSAGES_PATH, {"messages": [user({"type": "document"})]}, "document"),
+        (MESSAGES_PATH, {"messages": [user({"type": "image"}), *MESSAGES]}, "image"),
+        (MESSAGES_PATH, {"messages": MESSAGES, "system": [{"type": "image"}]}, "image"),
+        (
+            f"{MESSAGES_PATH}/count_tokens",
+            {"messages": [user({"type": "server_tool_use", "id": "s", "name": "x"})]},
+            "server_tool_use",
+        ),
+        (
+            MESSAGES_PATH,
+            {
+                "messages": [
+                    user(
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "tool_reference", "tool_name": "f"}],
+                        }
+                    )
+                ]
+            },
+            "tool_reference",
+        ),
+        (RESPONSES, {"input": [user({"type": "input_file"})]}, "input_file"),
+        (RESPONSES, {"input": [*MESSAGES, {"type": "shell_call_output"}]}, "shell_call_output"),
+        (RESPONSES, {"input": [{"type": "compaction"}, *MESSAGES]}, "compaction"),
+        ("/api/chat", {"messages": [{**MESSAGES[0], "images": ["aGk="]}]}, "image"),
+        ("/api/generate", {"prompt": "a", "images": ["aGk="]}, "image"),
+    ],
+)
+def test_content_that_is_no_text(address: str, path: str, body: dict[str, Any], kind: str) -> None:
+    if path == MESSAGES_PATH:
+        body = ANTHROPIC | body
+    response, data = ask(address, path, body)
+    error = json.loads(data)["error"]
+    message = error if path.startswith("/api/") else error["message"]
+    assert response.status == 400
+    assert message == f"Content of the type '{kind}' is not supported: only text is."
+
+
+def test_what_servers_of_others_did_in_old_turns_is_left_out() -> None:
+    engine = FakeEngine()
+    found = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference"}]}
+    searched = [{"type": "server_tool_use"}, {"type": "web_search_tool_result"}]
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": [*searched, {"type": "text", "text": "a"}, *searched]},
+        user(found),
+        *MESSAGES,
+    ]
+    with serving(fake_service(engine)) as address:
+        response, _ = ask(address, MESSAGES_PATH, {**ANTHROPIC, "messages": messages})
+        assert response.status == 200
+        assert (response.getheader("X-Infer-Warning") or "").split(". ") == [
+            "Content of the type 'server_tool_use' was left out",
+            "Content of the type 'web_search_tool_result' was left out",
+            "Content of the type 'tool_reference' was left out.",
+        ]
+    assert engine.asked[0][0] == [
+        *MESSAGES,
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "tool_call_id": "c", "content": ""},
+        *MESSAGES,
+    ]
+
+
+def test_what_is_null_is_absent(address: str) -> None:
+    """At every depth, but in schemas."""
+    function = {"name": "f", "description": None, "parameters": None, "strict": None}
+    schema = {"enum": [None]}
+    form = {"name": "x", "schema": schema, "strict": None}
+    text = {"type": "text", "text": "a", "cache_control": None}
+    used = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": None}}
+    result = {"type": "tool_result", "tool_use_id": "c", "is_error": None, "content": None}
+    ollama = {"role": "user", "content": "a", "images": None, "tool_calls": None, "thinking": None}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (
+            CHAT,
+            {
+                "messages": [{**MESSAGES[0], "name": None}],
+                "tools": [{"type": "function", "function": function}],
+                "response_format": {"type": "json_schema", "json_schema": form},
+                "stream": None,
+                "structured_outputs": {"json_object": None},
+            },
+        ),
+        (
+            MESSAGES_PATH,
+            {
+                **ANTHROPIC,
+                "messages": [
+                    user(text),
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "a", "signature": None},
+                            used,
+                        ],
+                    },
+                    user(result),
+                ],
+                "system": [text],
+                "tools": [{"name": "f", "description": None, "input_schema": {}, "type": None}],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": None},
+                "output_config": {"format": {"type": "json_schema", "schema": schema}},
+            },
+        ),
+        (
+            RESPONSES,
+            {
+                "input": [{"role": "user", "content": "a", "summary": None, "type": None}],
+                "tools": [{"type": "function", **function}],
+                "text": {"format": {"type": "json_schema", "schema": schema, "strict": None}},
+                "include": None,
+            },
+        ),
+        ("/api/chat", {"messages": [ollama], "format": schema, "stream": False, "tools": None}),
+        ("/api/generate", {"prompt": "a", "system": None, "images": None, "suffix": None}),
+    ]
+    for path, body in bodies:
+        response, data = ask(address, path, body)
+        assert response.status == 200, data
+        if "generate" not in path:
+            assert b"null" in data  # the only answer that is valid
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch="
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (f"{BILLING}36ee5;", ""),
+        (f"{BILLING}36ee5;\n\nBe brief.", "Be brief."),
+        (f"{BILLING}36ee5; Be brief; a=b; or not.\nBe kind.", "Be brief; a=b; or not.\nBe kind."),
+        (f"Be brief.\n{BILLING.upper()}0;\nBe kind.", "Be brief.\nBe kind."),
+        (f"Be brief, not {BILLING}0;", f"Be brief, not {BILLING}0;"),
+        ("X-Anthropic-Billing-Header: what is that?", "X-Anthropic-Billing-Header: what is that?"),
+    ],
+)
+def test_the_fields_of_a_line_for_bills_are_no_prompt(given: str, left: str) -> None:
+    engine = FakeEngine()
+    asked = {"role": "user", "content": given}  # which is another's own text
+    system = {"role": "system", "content": given}
+    parts = {"role": "system", "content": [{"type": "text", "text": given}]}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [system, asked]}),
+        (CHAT, {"messages": [parts, asked]}),
+        ("/tokenize", {"messages": [system, asked]}),
+        (MESSAGES_PATH, {**ANTHROPIC, "system": given, "messages": [asked]}),
+        (MESSAGES_PATH, {**ANTHROPIC, "system": parts["content"], "messages": [asked]}),
+        (f"{MESSAGES_PATH}/count_tokens", {"system": given, "messages": [asked]}),
+        (RESPONSES, {"instructions": given, "input": given}),
+        (RESPONSES, {"input": [system, asked]}),
+        ("/api/chat", {"messages": [system, asked]}),
+    ]
+    with serving(fake_service(engine)) as address:
+        for path, body in bodies:
+            assert ask(address, path, body)[0].status == 200
+    prompts = [prompt for prompt, *_ in engine.asked if isinstance(prompt[0], dict)]
+    assert prompts.pop(1) == [{**parts, "content": [{"type": "text", "text": left}]}, asked]
+    expected = [{"role": "system", "content": left}, asked] if left else [asked]
+    assert prompts == [expected] * (len(bodies) - 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": []}),
+        ("/tokenize", {"messages": []}),
+        (MESSAGES_PATH, {**ANTHROPIC, "messages": [], "system": "Be brief."}),
+        (f"{MESSAGES_PATH}/count_tokens", {"messages": []}),
+        (RESPONSES, {"input": []}),
+        (RESPONSES, {"input": [], "instructions": ""}),
+    ],
+)
+def test_nothing_to_answer(address: str, path: str, body: dict[str, Any]) -> None:
+    response, data = ask(address, path, body)
+    assert response.status == 400, data
+
+
 # Completions
 
 
@@ -265,8 +461,10 @@ def test_what_a_chat_template_leaves_out_is_told(caplog: pytest.LogCaptureFixtur
         for more in ({}, {"stream": True}):
             response, _ = ask(address, CHAT, {"messages": [system, *MESSAGES], **more})
             assert (response.status, response.getheader("X-Infer-Warning")) == (200, told)
-        body = {"system": "Be brief.", "messages": MESSAGES, "max_tokens": 1}
-        assert ask(address, "/v1/messages", body)[0].getheader("X-Infer-Warning") == told
+        # The prompt does not have the line of bills in the first place.
+        for text, noted in (("Be brief.", told), (BILLING + "1;", None)):
+            body = {"system": text, "messages": MESSAGES, "max_tokens": 1}
+            assert ask(address, "/v1/messages", body)[0].getheader("X-Infer-Warning") == noted
         for messages, tools in ((MESSAGES, []), ([system, *MESSAGES], [tool])):
             response, _ = ask(address, CHAT, {"messages": messages, "tools": tools})
             assert (response.status, response.getheader("X-Infer-Warning")) == (200, None)
@@ -374,6 +572,7 @@ def test_answers_are_as_the_document_says(address: str) -> None:
         "/api/chat": {"messages": MESSAGES, "stream": False},
         "/api/generate": {"prompt": "a", "stream": False, "options": {"num_predict": 2}},
         "/api/embed": {"input": ["a"]},
+        "/api/embeddings": {"prompt": "a"},
         "/api/show": {"model": "demo"},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},

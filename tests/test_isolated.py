@@ -74,6 +74,7 @@ def test_answers_are_the_same(here: LLM, there: LLM) -> None:
     assert np.array_equal(there.embed([STORY, "The cat"]), here.embed([STORY, "The cat"]))
     assert there.score(STORY, [", there"]) == here.score(STORY, [", there"])
     assert (there.context, there.slots, there.config) == (here.context, here.slots, here.config)
+    assert there.summary == here.summary
     assert there.stats().memory.allocated > 0
 
 

@@ -493,6 +493,18 @@ def test_what_is_cached_is_found_by_those_with_its_salt(llm: LLM) -> None:
     assert [reused(salt) for salt in salts] == [0, 0, 0, whole, whole, whole, 0]
 
 
+def test_an_answer_that_is_begun_goes_on(llm: LLM) -> None:
+    text = llm.chat(COUNT).text
+    assert len(text) > 4
+    chat = [*COUNT, {"role": "assistant", "content": text[:4]}]
+    begun = [*llm.encode(COUNT), *llm.encode(text[:4])[1:]]  # without BOS
+    assert llm.encode(chat, continue_final_message=True) == begun
+    assert llm.chat(chat, continue_final_message=True).text == text[4:]
+    assert llm.chat(chat, continue_final_message=False).prompt_tokens > len(begun)
+    bare = llm.chat(COUNT, add_generation_prompt=False)
+    assert bare.prompt_tokens == len(llm.encode(COUNT, add_generation_prompt=False))
+
+
 @pytest.mark.parametrize("n", [0, -1, True, 2.0, "2", None])
 def test_numbers_of_samples_that_cannot_be(llm: LLM, n: Any) -> None:
     for generate in (llm.generate, llm.chat):
@@ -1107,6 +1119,7 @@ def test_what_quantising_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
         ({"logit_bias": {2048: 1.0}}, "from 0 to 2047, not 2048"),
         ({"params": infer.SamplingParams(), "seed": 1}, "not both"),
         ({"logits_processor": 3}, "logits_processor must be a function of .*, not 3"),
+        ({"continue_final_message": True}, "belongs to chat messages"),
     ],
 )
 def test_options_that_cannot_be_served(llm: LLM, options: dict[str, Any], message: str) -> None:
@@ -1125,6 +1138,8 @@ def test_options_that_cannot_be_served(llm: LLM, options: dict[str, Any], messag
         ({"template_args": [("a", 1)]}, "template_args must be a dictionary"),
         ({"cache_salt": 7}, "cache_salt must be a text"),
         ({"template_args": {1: "a"}}, "template_args must be a dictionary"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt must be true or false, not 1"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "give one of them"),
     ],
 )
 def test_wrong_options_are_said_before_a_model_is_loaded(

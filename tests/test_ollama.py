@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from serving import ANSWER, CALLS, JSON, MESSAGES, STORY, Scripted, ask, fake_se
 
 import infer
 from infer import LLM
+from infer.inspection import inspect_model
 from infer.results import Chunk
 from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
@@ -55,6 +57,11 @@ def test_a_chat(client: Any, llm: LLM) -> None:
     assert last.eval_count == reply.eval_count
 
 
+def test_an_answer_that_is_begun_goes_on(client: Any) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Your cat"}]
+    assert client.chat("demo", begun).message.content == ANSWER.removeprefix("Your cat")
+
+
 def test_a_prompt(client: Any, llm: LLM) -> None:
     prompt = MESSAGES[0]["content"]
     assert client.generate("demo", prompt).response == ANSWER
@@ -66,6 +73,8 @@ def test_a_prompt(client: Any, llm: LLM) -> None:
     assert cut.done_reason == "length"
     tokens = llm.generate(STORY, max_tokens=3, logprobs=0).logprobs or []
     assert [each.token for each in cut.logprobs] == [token.text for token in tokens]
+    unlimited = {"num_predict": -2, "top_k": -1}
+    assert client.generate("demo", prompt, options=unlimited).response == ANSWER
     assert client.generate("demo", "A number?", format={"enum": [3]}).response == "3"
     loaded = client.generate("demo")
     assert (loaded.response, loaded.done_reason) == ("", "load")
@@ -79,17 +88,58 @@ def test_embeddings(client: Any, llm: LLM) -> None:
     np.testing.assert_allclose(client.embed("demo", "A cat").embeddings, made.embeddings[:1])
 
 
-def test_the_models(client: Any) -> None:
+def test_an_embedding_as_it_was_asked_for_before(client: Any, llm: LLM) -> None:
+    made = client.embeddings("demo", "A cat", options={"num_ctx": 512})
+    np.testing.assert_allclose(made.embedding, llm.embed("A cat"), atol=1e-5)
+
+
+def test_the_models(client: Any, llm: LLM) -> None:
     (listed,) = client.list().models
     assert listed.model == "demo"
     assert listed.size > 1e6
     (running,) = client.ps().models
     assert running.context_length == 1024
-    shown = client.show("demo")
-    assert shown.capabilities == ["completion"]
+    shown = client.show("demo:latest")
+    assert shown.capabilities == ["completion", "tools"]
     kind = shown.modelinfo["general.architecture"]
+    count = inspect_model("demo").parameters
+    assert shown.modelinfo["general.parameter_count"] == count
+    for each in (listed, running, shown):
+        assert each.details.model_dump() == {
+            "parent_model": "",
+            "format": "safetensors",
+            "family": kind,
+            "families": [kind],
+            "parameter_size": f"{count / 1e6:.2f}M",
+            "quantization_level": llm.summary.type,
+        }
+    assert llm.summary.type in ("F32", "F16", "BF16")
     assert shown.modelinfo[f"{kind}.context_length"] == 1024
     assert "messages" in shown.template
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (8_000_000_000, "8B"),
+        (7_615_616_512, "7.6B"),
+        (268_098_176, "268.10M"),
+        (3_000_000, "3M"),
+        (999_499, "999K"),
+        (512, "512"),
+    ],
+)
+def test_numbers_of_parameters(count: int, text: str) -> None:
+    engine = Scripted()
+    engine.summary = replace(engine.summary, parameters=count)
+    with serving(fake_service(engine)) as address, ollama.Client(address) as client:
+        assert client.show("fake").details.parameter_size == text
+
+
+def test_a_model_that_is_never_unloaded(client: Any) -> None:
+    with pytest.raises(ollama.ResponseError, match="never unloads its model"):
+        client.generate("demo", keep_alive=0)
+    assert client.chat("demo", MESSAGES, keep_alive=0).message.content == ANSWER
 
 
 def test_errors(client: Any) -> None:

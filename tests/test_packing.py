@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from infer.models.loading.formats.gguf_blocks import GgufBlocks
 from infer.models.loading.formats.grouped import Scheme, unpack
 from infer.models.loading.formats.packed import read_rows
 from infer.models.loading.packing import stored_schemes
-from infer.models.loading.plan import plan_weights
+from infer.models.loading.plan import Summary, plan_weights
 from infer.models.loading.tensors import TensorInfo
 from infer.models.loading.weights import Source, WeightSpec
 
@@ -823,6 +824,35 @@ def save(tensors: dict[str, Array], file: Path) -> None:
     header = raw[8 : 8 + size].replace(b'"U8"', b'"F8_E4M3"')
     header = header.rstrip() + b" " * (-len(header.rstrip()) % 8)
     file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+
+
+def test_what_weights_are(tmp_path: Path) -> None:
+    """As /api/show tells it."""
+    file = tmp_path / "m.gguf"
+    converted(file, "llama", kind=Kind.Q4_0)
+    quantized, _, _ = QUANTIZED_MODELS["fp8"]
+    config = json.loads((LLAMA / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | quantized))
+    tensors: dict[str, Array] = {}
+    for key, info in Checkpoint.open(LLAMA).tensors.items():
+        packs = key.endswith("proj.weight")
+        value = read_rows(info)
+        parts = e4m3_packed(value) if packs else {"weight": value}
+        tensors |= {key.replace("weight", kind): part for kind, part in parts.items()}
+    save(tensors, tmp_path / "model.safetensors")
+    found = {
+        (path, dtype): plan_weights(model.weights(), checkpoint, dtype, model.ignorable).summary
+        for path, dtype in ((LLAMA, None), (LLAMA, "q4"), (file, None), (tmp_path, None))
+        for model, checkpoint in [open_model(path)]
+    }
+    count = inspect_model(str(LLAMA)).parameters
+    assert count == sum(prod(info.shape) for info in Checkpoint.open(LLAMA).tensors.values())
+    assert [*found.values()] == [
+        Summary(count, "safetensors", "BF16"),
+        Summary(count, "safetensors", "Q4"),
+        Summary(count, "gguf", "Q4_0"),
+        Summary(count, "safetensors", "FP8"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_items_become_messages_of_the_template() -> None:
         ({"conversation": "conv_1"}, "Send the whole input"),
         ({"background": True}, "not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "Send the item"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "Only text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text"),
         ({"input": []}, "empty"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "needs a schema"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "not among the tools"),

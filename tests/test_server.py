@@ -52,6 +52,8 @@ from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
 from infer.server.generation import _Inbox
 from infer.server.host import Host
+from infer.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from infer.server.responses import ResponsesRequest
 from infer.server.run import listen
 from infer.server.run import serve as serve_until_signal
 from infer.server.service import ServerOptions, Service
@@ -90,6 +92,8 @@ def test_a_chat_is_that_of_the_model(address: str, llm: LLM) -> None:
         }
     ]
     prompt, made = len(llm.encode(MESSAGES)), expected.completion_tokens
+    unlimited = {"max_tokens": -1, "top_k": -1}
+    assert answer(address, CHAT, messages=MESSAGES, **unlimited)["choices"] == whole["choices"]
     usage = answer(address, CHAT, messages=MESSAGES)["usage"]
     assert usage == {
         "prompt_tokens": prompt,
@@ -200,11 +204,34 @@ def test_log_probabilities(address: str, llm: LLM) -> None:
     assert tokens == [token.text for token in expected]
 
 
+def test_log_probabilities_of_split_characters(address: str) -> None:
+    text = "a🙂é日"
+    asked: dict[str, Any] = {"messages": MESSAGES, "regex": text, "logprobs": True}
+    content = answer(address, CHAT, **asked, top_logprobs=3)["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]) == text.encode()
+    assert {type(top["bytes"]) for token in content for top in token["top_logprobs"]} == {list}
+    begins = [0, 1, 1, 1, 1, 2, 2, 3, 3, 3]  # each token is a byte
+    asked = {"prompt": STORY, "regex": text, "logprobs": 0}
+    for echo in (False, True):
+        whole = answer(address, COMPLETIONS, **asked, echo=echo)["choices"][0]
+        pieces = [
+            event["choices"][0]["logprobs"]
+            for event in streamed(address, COMPLETIONS, **asked, echo=echo)
+        ]
+        offsets = [offset for piece in pieces if piece for offset in piece["text_offset"]]
+        assert offsets == whole["logprobs"]["text_offset"]
+        assert offsets[-10:] == [whole["text"].index("a🙂") + begin for begin in begins]
+        words = zip(whole["logprobs"]["tokens"][:-10], offsets, strict=False)
+        assert all(whole["text"].startswith(word, at) for word, at in words if "|" not in word)
+    assert offsets[:2] == [0, 0]  # BOS is not in the text
+
+
 def test_the_models(address: str) -> None:
     _, data = ask(address, "/v1/models")
     (model,) = json.loads(data)["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("demo", "model", 1024)
-    assert json.loads(ask(address, "/v1/models/demo")[1]) == model
+    for path in ("/v1/models/demo", "/v1/models/demo:latest", "/models/demo"):
+        assert json.loads(ask(address, path)[1]) == model
     assert ask(address, "/v1/models/other")[0].status == 404
     assert model["gpu"]["name"] == choose_adapter().name
     response, data = ask(address, "/health")
@@ -235,6 +262,36 @@ def test_a_developer_where_the_template_has_none(address: str) -> None:
     ]
     assert each[0]["choices"] == each[1]["choices"]
     assert each[0]["usage"]["prompt_tokens"] == each[1]["usage"]["prompt_tokens"]
+
+
+def test_an_answer_that_is_begun_goes_on(address: str, llm: LLM) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Your cat is"}]
+    asked: dict[str, Any] = {"messages": begun, "continue_final_message": True}
+    whole = answer(address, CHAT, **asked, add_generation_prompt=False)  # as vLLM wants it
+    assert whole["choices"][0]["message"]["content"] == ANSWER.removeprefix("Your cat is")
+    pieces = streamed(address, CHAT, **asked)
+    text = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
+    assert text == ANSWER.removeprefix("Your cat is")
+    tokens = answer(address, "/tokenize", **asked)["tokens"]
+    assert tokens == llm.encode(begun, continue_final_message=True)
+    assert whole["usage"]["prompt_tokens"] == len(tokens)
+    bare = answer(address, CHAT, messages=MESSAGES, add_generation_prompt=False, max_tokens=1)
+    count = len(llm.encode(MESSAGES, add_generation_prompt=False))
+    assert bare["usage"]["prompt_tokens"] == count
+
+
+def test_paths_without_a_version_and_names_with_a_tag(address: str) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=address, api_key="any", max_retries=0) as client:
+        name = "demo:latest"
+        chat = client.chat.completions.create(model=name, messages=MESSAGES)
+        assert (chat.choices[0].message.content, chat.model) == (ANSWER, "demo")
+        assert client.completions.create(model=name, prompt=STORY, max_tokens=1).choices
+        assert client.responses.create(model=name, input=MESSAGES).output_text == ANSWER
+        assert client.embeddings.create(model=name, input=STORY).data
+        assert [model.id for model in client.models.list()] == ["demo"]
+        with pytest.raises(openai.NotFoundError, match="There is no model 'demo:7b'"):
+            client.completions.create(model="demo:7b", prompt=STORY)
 
 
 def test_openais_client(address: str) -> None:
@@ -276,6 +333,61 @@ def test_openais_client_parses_what_a_schema_asks_for(address: str) -> None:
         assert re.fullmatch(
             "[0-9]{3}", client.chat.completions.create(**options).choices[0].message.content
         )
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"guided_json": {"const": 3}}, "3"),
+        ({"guided_json": '{"const": 3}'}, "3"),
+        ({"json_schema": {"const": 3}}, "3"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 3}}}, "3"),
+        ({"response_format": {"type": "json_schema", "schema": {"const": 3}}}, "3"),
+        ({"structured_outputs": {"json": {"const": 3}, "regex": None}}, "3"),
+        ({"structured_outputs": {"json_object": True}}, r"\{.*"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"guided_choice": ["a (b)", "c|d #1"]}, r"a \(b\)|c\|d #1"),
+        ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
+        ({"guided_grammar": 'start: "yes"'}, "yes"),
+        ({"structured_outputs": {"grammar": "root ::= digit{2}\ndigit ::= [0-9]"}}, "[0-9]{2}"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"grammar": 'start: "a ::= b"'}, "a ::= b"),
+    ],
+)
+def test_structured_output_as_other_servers_ask_for_it(
+    address: str, asked: dict[str, Any], expected: str
+) -> None:
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": STORY})):
+        (choice,) = answer(address, path, **prompt, **asked, max_tokens=20)["choices"]
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert re.fullmatch(expected, text, re.S)
+
+
+def test_openais_own_parameters_are_known_by_name(address: str) -> None:
+    """Each is taken or refused: none of them is one that nobody knows."""
+    types = pytest.importorskip("openai.types")
+    for kind, params in (
+        (ChatRequest, types.chat.completion_create_params.CompletionCreateParamsBase),
+        (CompletionRequest, types.completion_create_params.CompletionCreateParamsBase),
+        (ResponsesRequest, types.responses.response_create_params.ResponseCreateParamsBase),
+        (EmbeddingRequest, types.EmbeddingCreateParams),
+    ):
+        known = {*kind.__struct_encode_fields__, *kind.labels, *kind.off}
+        assert params.__annotations__.keys() <= known
+    for path, body in (
+        (CHAT, {"messages": MESSAGES, "web_search_options": {}}),
+        (CHAT, {"messages": MESSAGES, "verbosity": "low"}),
+        (CHAT, {"messages": MESSAGES, "audio": {"voice": "x", "format": "mp3"}}),
+        (CHAT, {"messages": MESSAGES, "function_call": {"name": "f"}}),
+        ("/v1/responses", {"input": STORY, "moderation": {"model": "x"}}),
+    ):
+        response, data = ask(address, path, body)
+        assert response.status == 400
+        assert json.loads(data)["error"]["param"] == [*body][1]
+    same = {"verbosity": "medium", "function_call": "auto", "prompt_cache_options": {}}
+    response, _ = ask(address, CHAT, {"messages": MESSAGES, **same})
+    assert (response.status, response.getheader("X-Infer-Warning")) == (200, None)
 
 
 def test_a_json_object(address: str) -> None:
@@ -320,7 +432,7 @@ def test_responses_are_of_openais_types(address: str) -> None:
         (CHAT, b"[]", 400, None, "a JSON object"),
         (CHAT, {}, 400, "messages", "missing required field"),
         (CHAT, {"messages": "x"}, 400, "messages", "Expected `array`"),
-        (CHAT, {"messages": []}, 400, "messages", "empty"),
+        (CHAT, {"messages": []}, 400, "messages", "length >= 1"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", 'needs a "content"'),
         (CHAT, {"temperature": "hot"}, 400, "temperature", "Expected `float"),
         (CHAT, {"temperature": -1}, 400, "temperature", "from 0 (greedy) to 100"),
@@ -342,12 +454,40 @@ def test_responses_are_of_openais_types(address: str) -> None:
         ),
         (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format", "'xml'"),
         (CHAT, {"response_format": {"type": "json_schema"}}, 400, "response_format", "only then"),
+        (CHAT, {"response_format": NOT | {"schema": {}}}, 400, "response_format", "only then"),
         (CHAT, {"response_format": NOT}, 400, "response_format", "not"),
         (CHAT, {"response_format": NOT, "regex": "a"}, 400, "response_format", "regex were given"),
-        (CHAT, {"response_format": NOT, "schema": {}}, 400, "schema", "one too many"),
+        (CHAT, {"response_format": NOT, "schema": {}}, 400, "response_format", "schema were given"),
+        (CHAT, {"guided_json": '{"not": {}}'}, 400, "guided_json", "not"),
+        (CHAT, {"guided_json": "{"}, 400, "guided_json", "not valid JSON"),
+        (CHAT, {"guided_choice": []}, 400, "guided_choice", "not empty"),
+        (CHAT, {"json_schema": {}, "guided_regex": "a"}, 400, "json_schema", "regex were given"),
+        (
+            CHAT,
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            400,
+            "structured_outputs",
+            "schema and regex of structured_outputs",
+        ),
+        (
+            CHAT,
+            {"structured_outputs": {"whitespace_pattern": " "}},
+            400,
+            "structured_outputs.whitespace_pattern",
+            "unknown field",
+        ),
+        (CHAT, {"grammar": "root ::= a ("}, 400, "grammar", "cannot be followed"),
+        (CHAT, {"grammar": "a ::= " + "'" * 9000}, 400, "grammar", "8,192 characters in GBNF"),
         (CHAT, {"schema": {"not": {}}}, 400, "schema", "not"),
         (CHAT, {"regex": "(a"}, 400, "regex", "unclosed group"),
         (COMPLETIONS, {"prompt": "x", "grammar": "start: x"}, 400, "grammar", "unknown name"),
+        (
+            CHAT,
+            {"add_generation_prompt": True, "continue_final_message": True},
+            400,
+            "add_generation_prompt",
+            "give one of them",
+        ),
         (CHAT, {"functions": [{"name": "f"}]}, 400, "functions", "not supported"),
         (CHAT, {"chat_template_kwargs": {"template": ""}}, 400, "chat_template_kwargs", "template"),
         (CHAT, {"model": "gpt-4"}, 404, "model", "There are: demo"),
@@ -426,6 +566,7 @@ def test_all_parameters_arrive() -> None:
         )
         answer(address, COMPLETIONS, prompt="x", logprobs=3, regex="x+", **asked)
         answer(address, CHAT, messages=MESSAGES, max_completion_tokens=4)
+        answer(address, CHAT, messages=MESSAGES, max_tokens=-1, top_k=-1)
     assert engine.asked == [
         (MESSAGES, kwargs),
         ([1, 2, 3], expected, "sql"),
@@ -433,6 +574,8 @@ def test_all_parameters_arrive() -> None:
         ([1, 2, 3], replace(expected, regex="x+"), None),
         (MESSAGES, {}),
         ([1, 2, 3], SamplingParams(max_tokens=4), None),
+        (MESSAGES, {}),
+        ([1, 2, 3], SamplingParams(max_tokens=2**32 - 1, top_k=0), None),
     ]
 
 
@@ -623,7 +766,7 @@ class FakeModel:
     tokenizer = SimpleNamespace(templates={}, special_tokens={}, infill=None)
     config = SimpleNamespace(model_type="fake", hidden_size=4)
     context, slots, restarts, silent = 100, 1, False, 0.0
-    gpu = FakeEngine.gpu
+    gpu, summary = FakeEngine.gpu, FakeEngine.summary
     room: list[FakeModel] = []  # noqa: RUF012
     most = 1
 
@@ -741,6 +884,29 @@ def test_a_model_that_nobody_uses_is_unloaded(fakes: list[FakeModel]) -> None:
             wait_for(lambda: fakes[0].loads == loads and FakeModel.room == [])  # noqa: B023
             answer(address, COMPLETIONS, prompt="x")
         assert status(address)[0] == 200
+
+
+@pytest.mark.parametrize("zero", [0, "0", "0s", 0.0])
+def test_a_model_is_unloaded_by_those_who_ask(fakes: list[FakeModel], zero: Any) -> None:
+    a, b, _ = fakes
+    FakeModel.most = 2
+    with serving(Host([a, b], ServerOptions())) as address:
+        done = answer(address, "/api/generate", model="a:latest", keep_alive=zero)
+        assert (done["response"], done["done"], done["done_reason"]) == ("", True, "unload")
+        assert a.loads == 0
+        for model in ("a", "b"):
+            told = answer(address, "/api/generate", model=model, keep_alive="5m")
+            assert told["done_reason"] == "load"
+        assert FakeModel.room == [a, b]
+        done = answer(address, "/api/chat", model="a", keep_alive=zero)
+        assert (done["message"]["content"], done["done_reason"]) == ("", "unload")
+        wait_for(lambda: FakeModel.room == [b])
+        asked = {"prompt": "x", "raw": True, "stream": False, "keep_alive": zero}
+        assert answer(address, "/api/generate", model="b", **asked)["done_reason"] == "stop"
+        wait_for(lambda: FakeModel.room == [])
+        answer(address, "/api/generate", model="b", **asked | {"keep_alive": -1})
+        assert ask(address, "/api/generate", {"model": "d", "keep_alive": 0})[0].status == 404
+    assert (a.loads, b.loads) == (1, 2)
 
 
 def test_the_server_answers_while_it_loads(

@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ import infer.engine.scheduler
 from infer import LLM, InferError, RequestError
 from infer.cli.app import app
 from infer.engine.answers import Answer
-from infer.engine.constraint import MOST_OPTIONAL, Constraint, Constraints, MaskThreads
+from infer.engine.constraint import (
+    MOST_OPTIONAL,
+    Constraint,
+    Constraints,
+    MaskThreads,
+    schema_error,
+)
 from infer.engine.engine import Engine
 from infer.engine.speculation import Speculation
 from infer.engine.token_engine import Step
@@ -572,6 +579,14 @@ def test_as_many_optional_properties_as_are_taken(llm: LLM, indent: int | str | 
         assert constraint.allowed_after(ids[:n], 0, llm.engine.vocab_size)[ids[n]]
 
 
+def circular(*steps: str) -> dict[str, Any]:
+    """An object whose property's references go this way."""
+    refs = pairwise(steps)
+    definitions = {each: {"allOf": [{"$ref": f"#/$defs/{other}"}]} for each, other in refs}
+    properties = {"a": {"$ref": f"#/$defs/{steps[0]}"}}
+    return {"properties": properties, "required": ["a"], "$defs": definitions}
+
+
 NESTED = json.loads('{"items": ' * 400 + "{}" + "}" * 400)
 
 
@@ -588,6 +603,8 @@ NESTED = json.loads('{"items": ' * 400 + "{}" + "}" * 400)
         ({"schema": {"const": float("nan")}}, "schema must be what JSON can say"),
         ({"schema": {"enum": ["x" * 300_000]}}, "at most 65,536 characters, not 300,"),
         ({"schema": {"items": wide(513)}}, "has 513 properties that are not required, and at most"),
+        ({"schema": {"$ref": "#"}}, "'#' leads to itself"),
+        ({"schema": circular("x", "y", "x")}, "'#/.defs/.' leads to itself"),
         ({"schema": NESTED}, "schema cannot be followed: recursion limit"),
         ({"regex": "(a"}, "(?s)regex cannot be followed: .*unclosed group"),
         ({"regex": "(?=a)b"}, "look-around"),
@@ -601,6 +618,15 @@ NESTED = json.loads('{"items": ' * 400 + "{}" + "}" * 400)
 def test_what_nothing_can_be_held_to(llm: LLM, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.stream("Hello", **options)
+
+
+@pytest.mark.demo
+def test_references_that_lead_to_a_value(llm: LLM) -> None:
+    """Through themselves, too."""
+    tree = {"properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]}
+    for schema in (tree, circular("x", "y", "z") | {"$defs": {"x": {"const": 3}}}):
+        assert llm.constraint(SamplingParams(schema=schema)) is not None
+        assert schema_error(schema) is None
 
 
 @pytest.mark.demo

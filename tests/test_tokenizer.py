@@ -328,6 +328,22 @@ def test_stream_of_text_shows_whole_characters_at_once(kind: str) -> None:
             assert len(shown) >= len(full) - len(tokenizer.decode(prompt)) - 1
 
 
+@pytest.mark.parametrize("kind", ["llama3", "chatml", "gemma"])
+def test_bytes_and_beginnings_of_tokens(kind: str) -> None:
+    """Of parts of characters, too: byte-level and by byte tokens."""
+    tokenizer = folder_tokenizer(DATA / kind)
+    text = "Größe, 日本 🙂 👩‍👩‍👧 — naïve. \ufffd"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    raw = [tokenizer.token_bytes(i) for i in ids]
+    assert b"".join(raw) == text.encode()
+    assert any(REPLACEMENT in each.decode(errors="replace") for each in raw)
+    detokenizer = StreamingDetokenizer(tokenizer, [])
+    for n, token_id in enumerate(ids):
+        before = b"".join(raw[:n])  # of which the last character may be cut
+        assert detokenizer.length == len(before.decode(errors="ignore"))
+        detokenizer.add(token_id)
+
+
 def test_first_space_of_the_output_is_kept() -> None:
     tokenizer = folder_tokenizer(DATA / "mistral")
     the = tokenizer.encode("the", add_special_tokens=False)

@@ -17,11 +17,12 @@ from importlib import import_module
 from itertools import takewhile
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.foreign import foreign
+from infer.foreign import foreign, shown
 from infer.kernels.errors import InferError, RequestError, UnsupportedError
 from infer.sampling import SamplingParams
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Between the parts of JSON, as people write it. Unbounded, some models write nothing else.
 WHITESPACE = r" |\n[ \t]{0,20}"
 MOST_OPTIONAL = 512  # properties of an object
+_MOST_GBNF = 1 << 13  # characters: to translate them takes as long as the square of that
 _KNOWN = 64  # grammars that are kept: making one takes milliseconds, a copy of it none
 _SEVERAL = 4  # masks that threads make faster than one
 
@@ -45,28 +47,78 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         return None
     with foreign("schema cannot be followed", RequestError):
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return LLMatcher.validate_grammar(grammar).strip() or _too_wide(schema)
+        return LLMatcher.validate_grammar(grammar).strip() or _unusable(schema)
 
 
-def _too_wide(schema: object) -> str | None:
-    """Why a schema would fail in the middle of an answer. After each property, any later one may
-    come until the next required one, and all of these are looked for at once."""
+def _unusable(schema: object) -> str | None:
+    """Why a schema would fail in the middle of an answer."""
+    return _too_wide(schema) or _circular(schema)
+
+
+def _circular(schema: object) -> str | None:
+    """A reference that leads to itself, with nothing between that describes a value."""
+    done = set[str]()  # those that do not
+
+    def leads_to(ref: str, above: frozenset[str]) -> bool:
+        if ref in above:
+            return True
+        if ref in done:
+            return False
+        parts: list[Any] = [_target(schema, ref)]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Mapping):
+                parts += part["allOf"] if isinstance(part.get("allOf"), list) else ()
+                own = part.get("$ref")
+                if isinstance(own, str) and leads_to(own, above | {ref}):
+                    return True
+        done.add(ref)
+        return False
+
+    refs = (part["$ref"] for part in _parts(schema) if isinstance(part.get("$ref"), str))
+    found = next((ref for ref in refs if leads_to(ref, frozenset())), None)
+    return None if found is None else f"$ref {shown(found)} leads to itself, and to no value."
+
+
+def _target(schema: object, ref: str) -> Any:
+    """What a reference into the schema stands for; None for another one."""
+    part: Any = schema
+    if not ref.startswith("#/") and ref != "#":
+        return None
+    for name in unquote(ref).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and name.isdecimal():
+            part = part[int(name)] if int(name) < len(part) else None
+        else:
+            part = part.get(name) if isinstance(part, Mapping) else None
+    return part
+
+
+def _parts(schema: object) -> Iterator[Mapping[str, Any]]:
+    """All objects in a schema."""
     parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping):
-            names, required = part.get("properties"), part.get("required")
-            if isinstance(names, Mapping):
-                known = required if isinstance(required, list) else ()
-                count = len(names.keys() - {name for name in known if isinstance(name, str)})
-                if count > MOST_OPTIONAL:
-                    return (
-                        f"an object has {count:,} properties that are not required, and at most "
-                        f"{MOST_OPTIONAL} can be followed. Require some, or nest them in objects."
-                    )
+            yield part
             parts += part.values()
         elif isinstance(part, list):
             parts += part
+
+
+def _too_wide(schema: object) -> str | None:
+    """After each property, any later one may come until the next required one, and all of these are
+    looked for at once."""
+    for part in _parts(schema):
+        names, required = part.get("properties"), part.get("required")
+        if isinstance(names, Mapping):
+            known = required if isinstance(required, list) else ()
+            count = len(names.keys() - {name for name in known if isinstance(name, str)})
+            if count > MOST_OPTIONAL:
+                return (
+                    f"an object has {count:,} properties that are not required, and at most "
+                    f"{MOST_OPTIONAL} can be followed. Require some, or nest them in objects."
+                )
     return None
 
 
@@ -79,6 +131,23 @@ def library() -> ModuleType:
             "Answers by a schema, a regex or a grammar need the package llguidance. Install it: "
             "pip install 'infer-wgpu[structured]', or in a checkout pip install '.[structured]'."
         ) from None
+
+
+def lark_of(grammar: str) -> str:
+    """A grammar in Lark, out of one in GBNF, as llama.cpp has it; another as it is. Raises
+    RequestError, and InferError if the library is missing."""
+    library()
+    from llguidance import gbnf_to_lark
+
+    if gbnf_to_lark.is_lark_syntax(grammar):
+        return grammar
+    if len(grammar) > _MOST_GBNF:
+        raise RequestError(
+            f"grammar must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
+            "Write it in Lark."
+        )
+    with foreign("grammar cannot be followed", RequestError):
+        return str(gbnf_to_lark.gbnf_to_lark(grammar))
 
 
 class Constraint:
@@ -248,9 +317,9 @@ class Constraints:
         library does not know."""
         if params.schema is not None:
             name = "schema"
-            if (error := _too_wide(params.schema)) is not None:
-                raise RequestError(f"schema cannot be followed: {error}")
             with foreign("schema cannot be followed", RequestError):  # nested too deeply
+                if (error := _unusable(params.schema)) is not None:
+                    raise RequestError(f"schema cannot be followed: {error}")
                 source = self._matcher.grammar_from_json_schema(
                     json.dumps(params.schema), {"whitespace_pattern": WHITESPACE}
                 )

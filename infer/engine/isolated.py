@@ -248,6 +248,7 @@ class WorkerEngine(TokenEngine):
             raise ClosedError("The model was closed while it was loaded.")
         ready, options = self._ready, self._ready.options
         self.config, self.adapter_names = ready.config, ready.adapter_names
+        self.summary = ready.summary
         self.context, self.slots = options.context, options.max_batch
         self.vocab_size = ready.config.vocab_size
 

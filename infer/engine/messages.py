@@ -17,6 +17,7 @@ from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.models.blocks.layers import DecoderConfig
+from infer.models.loading.plan import Summary
 from infer.sampling import Logprobs, SamplingParams
 
 _LENGTH = struct.Struct("<Q")
@@ -125,6 +126,7 @@ class Ready:
     options: EngineOptions
     adapter_names: tuple[str, ...]
     stats: EngineStats
+    summary: Summary
 
 
 @dataclass(frozen=True)

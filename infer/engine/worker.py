@@ -115,7 +115,7 @@ class _Worker:
         engine = llm.engine
         gpu = replace(engine.gpu, handle=None)
         names, stats = engine.adapter_names, engine.stats()
-        self._pipe.send(Ready(gpu, engine.config, engine.options, names, stats))
+        self._pipe.send(Ready(gpu, engine.config, engine.options, names, stats, llm.summary))
         self._generate(engine)
         llm.close()
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct, field
 
+from infer.foreign import shown
 from infer.results import Chunk, Result
 from infer.server.chat import arguments_of, reasoning_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError, anthropic_body
 from infer.server.generation import Answers, Job, encode
-from infer.server.protocol import Request, params_of
+from infer.server.protocol import Request, convert, params_of
 from infer.server.wire import EVENT_STREAM, event
+from infer.text.chat import not_text
 from infer.text.tools import ToolChoice as ToolChoiceOption
 from infer.text.tools import ToolOptions
 
@@ -46,16 +48,21 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
 
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | list[dict[str, Any]] = ""
     is_error: bool = False
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+_KINDS = {str(kind.__struct_config__.tag): kind for kind in get_args(Block)}
+# What Anthropic's server did, or would have done with tools of which all are offered here anyway.
+_HARMLESS = re.compile(r"server_tool_use|mcp_tool_use|tool_reference|\w+_tool_result")
 
 
 class Message(Struct):
+    """content: a text, or blocks."""
+
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[dict[str, Any]]
 
 
 class Tool(Struct):
@@ -93,8 +100,8 @@ class CountTokensRequest(Request, kw_only=True):
     labels: ClassVar = Request.labels | {"cache_control", "service_tier", "speed", "inference_geo"}
     off: ClassVar = {"container": (), "mcp_servers": ([],)}
 
-    messages: list[Message]
-    system: str | list[TextBlock] = ""
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[dict[str, Any]] = ""
     tools: list[Tool] = field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -141,16 +148,12 @@ def _read_chat(
 ) -> tuple[list[dict[str, Any]], ToolOptions, dict[str, Any]]:
     """Messages, what they may call, and the arguments of the template."""
     request: CountTokensRequest = call.request
-    system = _system(request.system)
+    reader = _Reader(call.warnings)
+    system = reader.text(request.system)
     messages = [{"role": "system", "content": system}] if system else []
     for message in request.messages:
-        messages += _messages(message)
-    if messages and messages[-1]["role"] == "assistant":
-        raise ApiError(
-            400,
-            "The last message is the assistant's, and this server does not continue one (prefill). "
-            "End with a message of the user.",
-        )
+        reader.is_old = message is not request.messages[-1]
+        messages += reader.messages(message)
     thinking = request.thinking
     if thinking is not None and thinking.budget_tokens is not None:
         call.warnings.append("thinking.budget_tokens is not obeyed.")
@@ -158,55 +161,71 @@ def _read_chat(
     if thinking is not None and thinking.type != "disabled":
         effort = (request.output_config or OutputConfig()).effort or "medium"
     args = reasoning_args("high" if effort in ("xhigh", "max") else effort)
+    if messages and messages[-1]["role"] == "assistant":  # it is begun, and goes on
+        args["continue_final_message"] = True
     return messages, _tools(request, call.warnings), args
 
 
-# Of one client, with another value in each request: it would spoil the cache of all that follows.
-_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+class _Reader:
+    """Messages in OpenAI's form, in which results of tools are messages. is_old: whether others
+    follow. Raises ApiError (400) for blocks that are not understood."""
 
+    def __init__(self, warnings: list[str]) -> None:
+        self._warnings = warnings
+        self.is_old = False
 
-def _system(given: str | list[TextBlock]) -> str:
-    blocks = [given] if isinstance(given, str) else [block.text for block in given]
-    return "\n\n".join(filter(None, (_BILLING.sub("", block) for block in blocks)))
+    def messages(self, message: Message) -> Iterator[dict[str, Any]]:
+        role = "assistant" if message.role == "assistant" else "user"  # in the middle of a chat
+        if isinstance(message.content, str):
+            yield {"role": role, "content": message.content}
+            return
+        own: dict[str, Any] = {"role": role}
+        texts = []
+        calls = []
+        for block in self._blocks(message.content):
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock():
+                    own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
+                case ToolUseBlock():
+                    function = {"name": block.name, "arguments": _json(block.input)}
+                    calls.append({"id": block.id, "type": "function", "function": function})
+                case ToolResultBlock():
+                    text = self.text(block.content)
+                    yield {
+                        "role": "tool",
+                        "tool_call_id": block.tool_use_id,
+                        "content": f"Error: {text}" if block.is_error else text,
+                    }
+        if calls:
+            own["tool_calls"] = calls
+        if texts or not calls:
+            own["content"] = "\n\n".join(texts)
+        only_results = not texts and message.content and role == "user"
+        if not only_results:
+            yield own
 
+    def text(self, content: str | list[dict[str, Any]]) -> str:
+        """What a text, or blocks of text, say."""
+        if isinstance(content, str):
+            return content
+        texts = []
+        for block in self._blocks(content):
+            if not isinstance(block, TextBlock):
+                raise ApiError(400, not_text(block.__struct_config__.tag))
+            texts.append(block.text)
+        return "\n\n".join(filter(None, texts))
 
-def _messages(message: Message) -> Iterator[dict[str, Any]]:
-    """In OpenAI's form, in which results of tools are messages."""
-    role = "assistant" if message.role == "assistant" else "user"  # in the middle of a chat
-    if isinstance(message.content, str):
-        yield {"role": role, "content": message.content}
-        return
-    own: dict[str, Any] = {"role": role}
-    texts = []
-    calls = []
-    for block in message.content:
-        match block:
-            case TextBlock():
-                texts.append(block.text)
-            case ThinkingBlock():
-                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
-            case ToolUseBlock():
-                function = {"name": block.name, "arguments": _json(block.input)}
-                calls.append({"id": block.id, "type": "function", "function": function})
-            case ToolResultBlock():
-                yield {
-                    "role": "tool",
-                    "tool_call_id": block.tool_use_id,
-                    "content": _result(block),
-                }
-    if calls:
-        own["tool_calls"] = calls
-    if texts or not calls:
-        own["content"] = "\n\n".join(texts)
-    only_results = not texts and message.content and role == "user"
-    if not only_results:
-        yield own
-
-
-def _result(block: ToolResultBlock) -> str:
-    parts = block.content
-    text = parts if isinstance(parts, str) else "\n\n".join(part.text for part in parts)
-    return f"Error: {text}" if block.is_error else text
+    def _blocks(self, given: list[dict[str, Any]]) -> Iterator[Block]:
+        for block in given:
+            name = block.get("type")
+            if isinstance(name, str) and name in _KINDS:
+                yield convert(block, _KINDS[name])
+            elif self.is_old and _HARMLESS.fullmatch(str(name)):
+                self._warnings.append(f"Content of the type {shown(name)} was left out.")
+            else:
+                raise ApiError(400, not_text(name))
 
 
 def _tools(request: CountTokensRequest, warnings: list[str]) -> ToolOptions:

@@ -52,7 +52,7 @@ from infer.server.protocol import (
     Tokens,
     Version,
 )
-from infer.server.service import Served, not_found
+from infer.server.service import Served, find
 from infer.server.wire import JSONResponse
 from infer.versions import commit, versions
 
@@ -79,11 +79,8 @@ def create_app(served: Served) -> Starlette:
         return JSONResponse(served.models())
 
     async def model(request: Request) -> Response:
-        name, listed = request.path_params["name"], served.models().data
-        for each in listed:
-            if each.id == name:
-                return JSONResponse(each)
-        raise not_found(name, [each.id for each in listed])
+        listed = {each.id: each for each in served.models().data}
+        return JSONResponse(listed[find(request.path_params["name"], [*listed])])
 
     async def tags(request: Request) -> Response:
         return JSONResponse(await ollama.tags(served))
@@ -110,8 +107,10 @@ def create_app(served: Served) -> Starlette:
         gives: Any,
         run: Callable[[Call[RequestT]], Coroutine[Any, Any, None]],
         stream: str | None = None,
+        without_model: Callable[[Served, RequestT], Coroutine[Any, Any, Any]] | None = None,
     ) -> Operation:
-        return Operation("POST", path, summary, Endpoint(served, takes, run), gives, takes, stream)
+        endpoint = Endpoint(served, takes, run, without_model)
+        return Operation("POST", path, summary, endpoint, gives, takes, stream)
 
     events, lines = "text/event-stream", "application/x-ndjson"
     operations = [
@@ -170,6 +169,7 @@ def create_app(served: Served) -> Starlette:
             ollama.Reply,
             ollama.chat,
             lines,
+            ollama.unload,
         ),
         post(
             "/api/generate",
@@ -178,6 +178,7 @@ def create_app(served: Served) -> Starlette:
             ollama.Reply,
             ollama.complete,
             lines,
+            ollama.unload,
         ),
         post(
             "/api/embed",
@@ -185,6 +186,13 @@ def create_app(served: Served) -> Starlette:
             ollama.EmbedRequest,
             ollama.EmbedReply,
             ollama.embed,
+        ),
+        post(
+            "/api/embeddings",
+            "Embed a text, as Ollama did before.",
+            ollama.OldEmbedRequest,
+            ollama.OldEmbedReply,
+            ollama.embed_one,
         ),
         post(
             "/api/show",
@@ -218,7 +226,11 @@ def create_app(served: Served) -> Starlette:
     return Starlette(
         routes=[
             Route("/", page),
-            *(Route(op.path, op.endpoint, methods=[op.method]) for op in operations),
+            *(
+                Route(path, op.endpoint, methods=[op.method])
+                for op in operations
+                for path in (op.path, *_without_version(op.path))
+            ),
             Route(_SCHEMA, schema),
             Route(_DOCS, docs),
         ],
@@ -231,6 +243,12 @@ def create_app(served: Served) -> Starlette:
             (ApiError, InferError, HTTPException, ClientDisconnect, Exception), respond
         ),
     )
+
+
+def _without_version(path: str) -> list[str]:
+    """The other path of an endpoint of OpenAI's, for clients whose base URL has no /v1."""
+    is_openais = path.startswith("/v1/") and not path.startswith("/v1/messages")
+    return [path.removeprefix("/v1")] if is_openais else []
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

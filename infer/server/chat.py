@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from infer.server.protocol import (
     Delta,
     FunctionCall,
     Message,
+    TokenizeRequest,
     TokenLogprob,
     ToolCall,
     TopLogprob,
@@ -58,7 +58,7 @@ def read(call: Call[ChatRequest]) -> Job:
         "messages",
         params,
         partial(ChoicesFormat, ChatChoices(), request.stream_options),
-        reasoning_args(request.reasoning_effort) | template_args(request.chat_template_kwargs),
+        reasoning_args(request.reasoning_effort) | template_args(request),
         tools,
         n=request.n,
         stream=request.stream,
@@ -81,9 +81,9 @@ def reasoning_args(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
-def template_args(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def template_args(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """The template arguments of a request. Raises ApiError (400)."""
-    args = dict(given or {})
+    args = dict(request.chat_template_kwargs or {})
     if reserved := _RESERVED & args.keys():
         raise ApiError(
             400,
@@ -91,6 +91,9 @@ def template_args(given: Mapping[str, Any] | None) -> dict[str, Any]:
             param="chat_template_kwargs",
             code="unsupported_parameter",
         )
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if (value := getattr(request, name)) is not None:
+            args[name] = value
     return args
 
 
@@ -151,13 +154,9 @@ def logprobs_of(*tokens: Logprob) -> ChatLogprobs:
             TokenLogprob(
                 token.text,
                 token.logprob,
-                _bytes(token.text),
-                [TopLogprob(top.text, top.logprob, _bytes(top.text)) for top in token.top],
+                [*token.raw],
+                [TopLogprob(top.text, top.logprob, [*top.raw]) for top in token.top],
             )
             for token in tokens
         ]
     )
-
-
-def _bytes(text: str) -> list[int] | None:
-    return None if "\ufffd" in text else list(text.encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -77,25 +76,25 @@ class CompletionChoices:
         self._top, self._n = logprobs, n
         self.prompts: list[Prompt] = []  # to be echoed
         self._echoes: list[tuple[str, CompletionLogprobs | None]] = []  # of each
-        self._offsets = defaultdict[int, int](int)  # characters of each answer's tokens so far
 
     async def read_prompts(
         self, engine: EngineClient, encoded: list[list[int]], adapter: str | None
     ) -> None:
         """What is echoed."""
         for prompt, ids in zip(self.prompts, encoded, strict=True):
-            text = prompt if isinstance(prompt, str) else await engine.decode(ids)
+            decoded = await engine.decode(ids)
+            text = prompt if isinstance(prompt, str) else decoded
             logprobs = None
             if self._top is not None:
                 first = await engine.decode(ids[:1])  # which comes after nothing
-                self._offsets[-1] = len(first)
-                rest = self._logprobs(-1, await engine.prompt_logprobs(ids, self._top, adapter))
+                added = max(len(decoded) - len(text), 0)  # in front, such as BOS
+                rest = _logprobs(await engine.prompt_logprobs(ids, self._top, adapter), -added)
                 logprobs = _joined(CompletionLogprobs([first], [None], [None], [0]), rest)
             self._echoes.append((text, logprobs))
 
     def whole(self, index: int, result: Result) -> CompletionChoice:
         text, echoed = self._echo(index)
-        logprobs = None if result.logprobs is None else self._logprobs(index, result.logprobs)
+        logprobs = None if result.logprobs is None else _logprobs(result.logprobs, len(text))
         if echoed is not None:
             logprobs = echoed if logprobs is None else _joined(echoed, logprobs)
         return CompletionChoice(index, text + result.text, logprobs, result.finish_reason)
@@ -106,7 +105,9 @@ class CompletionChoices:
     def piece(self, index: int, chunk: Chunk) -> CompletionChoice | None:
         if not chunk.text and chunk.logprob is None:
             return None
-        logprobs = None if chunk.logprob is None else self._logprobs(index, [chunk.logprob])
+        logprobs = None
+        if chunk.logprob is not None:
+            logprobs = _logprobs([chunk.logprob], len(self._echo(index)[0]))
         return CompletionChoice(index, chunk.text, logprobs)
 
     def end(self, index: int, result: Result) -> CompletionChoice:
@@ -114,25 +115,21 @@ class CompletionChoices:
 
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
         """What an answer begins with."""
-        if not self._echoes:
-            return "", None
-        text, logprobs = self._echoes[index // self._n]
-        if logprobs is not None:
-            self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
-        return text, logprobs
+        return self._echoes[index // self._n] if self._echoes else ("", None)
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        written = CompletionLogprobs([], [], [], [])
-        for token in tokens:
-            best: dict[str, float] = {}
-            for each in (*token.top, token):  # of tokens that read alike, the best
-                best.setdefault(each.text, each.logprob)
-            written.tokens.append(token.text)
-            written.token_logprobs.append(token.logprob)
-            written.top_logprobs.append(best)
-            written.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(token.text)
-        return written
+
+def _logprobs(tokens: Sequence[TokenLogprob], before: int) -> CompletionLogprobs:
+    """before: characters in front of the text in which the tokens start."""
+    written = CompletionLogprobs([], [], [], [])
+    for token in tokens:
+        best: dict[str, float] = {}
+        for each in (*token.top, token):  # of tokens that read alike, the best
+            best.setdefault(each.text, each.logprob)
+        written.tokens.append(token.text)
+        written.token_logprobs.append(token.logprob)
+        written.top_logprobs.append(best)
+        written.text_offset.append(max(before + token.start, 0))
+    return written
 
 
 def _joined(a: CompletionLogprobs, b: CompletionLogprobs) -> CompletionLogprobs:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic
 
-import msgspec
+from msgspec import Struct
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -27,6 +27,7 @@ _MOST_WARNED = 1000  # characters of a header
 class Call(Generic[RequestT]):
     """A request that is served. warnings: what its sender should know."""
 
+    served: Served
     service: Service
     request: RequestT
     scope: Scope
@@ -40,21 +41,14 @@ class Call(Generic[RequestT]):
         own: str | None = getattr(self.request, "cache_salt", None)
         return key if own is None else f"{key}/{own}"
 
-    @property
-    def headers(self) -> dict[str, str]:
-        if not self.warnings:
-            return {}
-        text = " ".join(self.warnings).encode("ascii", "backslashreplace").decode()
-        return {"X-Infer-Warning": " ".join(text.split())[:_MOST_WARNED]}
-
-    async def reply(self, value: msgspec.Struct) -> None:
+    async def reply(self, value: Struct) -> None:
         """Send the whole response."""
-        response = JSONResponse(value, headers=self.headers)
+        response = JSONResponse(value, headers=_headers(self.warnings))
         await response(self.scope, _nothing, self.send)
 
     async def start(self, headers: Mapping[str, str]) -> None:
         """Begin a response that is sent in parts, by `part`."""
-        given = Response(headers={**headers, **self.headers}).raw_headers
+        given = Response(headers={**headers, **_headers(self.warnings)}).raw_headers
         own = [(name, value) for name, value in given if name != b"content-length"]
         await self.send({"type": "http.response.start", "status": 200, "headers": own})
 
@@ -70,9 +64,12 @@ class Endpoint(Generic[RequestT]):
         served: Served,
         kind: type[RequestT],
         run: Callable[[Call[RequestT]], Coroutine[Any, Any, None]],
+        without_model: Callable[[Served, RequestT], Coroutine[Any, Any, Struct | None]] | None,
     ) -> None:
-        """run: writes the response. Until it begins to, it may raise ApiError and InferErrors."""
+        """run: writes the response. Until it begins to, it may raise ApiError and InferErrors.
+        without_model: the response to requests for which no model is to be loaded."""
         self._served, self._kind, self._run = served, kind, run
+        self._without_model = without_model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         served = self._served
@@ -80,11 +77,24 @@ class Endpoint(Generic[RequestT]):
         request, warnings = parse(body, self._kind, strict=served.options.strict)
 
         async def work() -> None:
+            if self._without_model is not None:
+                whole = await self._without_model(served, request)
+                if whole is not None:
+                    response = JSONResponse(whole, headers=_headers(warnings))
+                    await response(scope, _nothing, send)
+                    return
             async with served.using(request.model) as service:
-                await self._run(Call(service, request, scope, send, warnings))
+                await self._run(Call(served, service, request, scope, send, warnings))
 
         with suppress(ClientDisconnect):
             await _while_connected(receive, served.stopped, work())
+
+
+def _headers(warnings: Sequence[str]) -> dict[str, str]:
+    if not warnings:
+        return {}
+    text = " ".join(dict.fromkeys(warnings)).encode("ascii", "backslashreplace").decode()
+    return {"X-Infer-Warning": " ".join(text.split())[:_MOST_WARNED]}
 
 
 async def _nothing() -> Any:

@@ -16,6 +16,7 @@ from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.llm import LLM, Prompt
+from infer.models.loading.plan import Summary
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.text.infill import Infill
@@ -67,6 +68,10 @@ class EngineClient(Protocol):
 
     @property
     def model_type(self) -> str: ...
+
+    @property
+    def summary(self) -> Summary:
+        """What its weights are."""
 
     @property
     def template(self) -> str:
@@ -133,7 +138,7 @@ class LLMClient:
         self.name, self.context = llm.name, llm.context
         self.slots, self.gpu, self.adapters = llm.slots, llm.gpu, llm.adapters
         self.failure: str | None = None
-        self.model_type = llm.config.model_type
+        self.model_type, self.summary = llm.config.model_type, llm.summary
         self.templates = llm.tokenizer.templates
         self.template = self.templates.get("default", "")
         self.special_tokens = llm.tokenizer.special_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -155,7 +156,7 @@ async def _note_left_out(call: Call[Any], job: Job) -> None:
     args = _template_args(job)
     source = choose_template(engine.templates, None, with_tools="tools" in args)
     variables = {**engine.special_tokens, **args}
-    for messages in job.prompts:
+    for messages in map(without_billing, job.prompts):
         texts = await asyncio.to_thread(left_out, source, messages, variables)  # type: ignore[arg-type]
         call.warnings += texts
         for text in texts:
@@ -174,7 +175,7 @@ def _template_args(job: Job) -> dict[str, Any]:
 
 async def encode(engine: EngineClient, job: Job) -> list[list[int]]:
     """The token ids of the prompts. Raises ApiError (400) for one that is too long."""
-    given = job.prompts
+    given: Sequence[Prompt] = [without_billing(prompt) for prompt in job.prompts]
     if job.suffix is not None:
         given = [_infill(engine, prompt, job.suffix) for prompt in given]
     template_args = _template_args(job)
@@ -182,6 +183,38 @@ async def encode(engine: EngineClient, job: Job) -> list[list[int]]:
     for ids in prompts:
         check_length(engine, ids, job.param)
     return prompts
+
+
+# Of Claude Code, with other values in each request: it would spoil the cache of all that follows.
+_BILLING = re.compile(
+    r"^[ \t]*x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*;)+[ \t]*\n?", re.I | re.M
+)
+
+
+def without_billing(prompt: Prompt) -> Prompt:
+    """A chat without the fields of such lines in system messages; what else is there stays."""
+    if not prompt or not isinstance(prompt[0], Mapping):
+        return prompt
+    messages: list[Any] = []
+    for message in prompt:
+        if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):
+            content = _unbilled(message.get("content"))
+            if content == "" != message["content"]:
+                continue
+            message = {**message, "content": content}
+        messages.append(message)
+    return messages
+
+
+def _unbilled(content: Any) -> Any:
+    match content:
+        case str() if _BILLING.search(content):
+            return _BILLING.sub("", content).lstrip("\n")
+        case list():
+            return [_unbilled(part) for part in content]
+        case {"text": str(text)}:
+            return {**content, "text": _unbilled(text)}
+    return content
 
 
 def check_length(engine: EngineClient, ids: Sequence[int], param: str, room: int = 1) -> None:

@@ -27,7 +27,7 @@ from infer.server.engine import LLMClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.protocol import Health, Model, Models
-from infer.server.service import Served, ServerOptions, Service, not_found
+from infer.server.service import Served, ServerOptions, Service, find
 
 T = TypeVar("T")
 
@@ -47,7 +47,8 @@ class Source(Protocol):
 @dataclass(eq=False)
 class _Entry:
     """A model. users: requests that use it now. waiting: requests that wait for it. used: when it
-    was last used or loaded; 0 before. expires: the timer that unloads it if nobody uses it."""
+    was last used or loaded; 0 before. leaves: whether it is unloaded as soon as nobody uses it.
+    expires: the timer that does so later."""
 
     source: Source
     name: str = ""
@@ -57,6 +58,7 @@ class _Entry:
     users: int = 0
     waiting: int = 0
     used: float = 0.0
+    leaves: bool = False
     expires: asyncio.TimerHandle | None = None
 
 
@@ -208,6 +210,7 @@ class Host(Served):
         finally:
             self._waiting -= 1
         entry.users += 1
+        entry.leaves = False  # who comes last decides
         try:
             yield service
         finally:
@@ -221,10 +224,8 @@ class Host(Served):
             raise ApiError(503, "The server is shutting down.")
         if model is None or len(self._entries) == 1:  # whose service knows its adapters
             return self._entries[0]
-        for entry in self._entries:
-            if entry.name == model:
-                return entry
-        raise not_found(model, [entry.name for entry in self._entries])
+        name = find(model, [entry.name for entry in self._entries])
+        return next(entry for entry in self._entries if entry.name == name)
 
     def _idle(self, entry: _Entry) -> None:
         async def tell() -> None:
@@ -234,10 +235,22 @@ class Host(Served):
         self._do(tell())
         if entry.expires is not None:
             entry.expires.cancel()
-        if self.keep_alive is not None and entry.service is not None:
-            entry.expires = self._loop.call_later(
-                self.keep_alive, lambda: self._do(self._expire(entry))
-            )
+        if entry.service is None:
+            return
+        seconds = 0.0 if entry.leaves else self.keep_alive
+        if seconds is not None:
+            entry.expires = self._loop.call_later(seconds, lambda: self._do(self._expire(entry)))
+
+    async def unload(self, model: str | None) -> str:
+        await self._found.wait()
+        entry = self._entry(model)
+        if entry.service is None:
+            return entry.name
+        name, _ = entry.service.model(model)
+        entry.leaves = True
+        if not entry.users:
+            self._idle(entry)
+        return name
 
     async def _expire(self, entry: _Entry) -> None:
         async with self._loads:

@@ -1,10 +1,11 @@
-"""Ollama's /api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/ps, /api/version."""
+"""Ollama's API: /api/chat, /api/generate, /api/embed, /api/show, and what lists the models."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 import time
-from datetime import UTC, datetime
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,9 +22,10 @@ from infer.server.endpoint import Call
 from infer.server.engine import EngineClient
 from infer.server.errors import ApiError, ollama_body
 from infer.server.generation import Answers, Job, generate
-from infer.server.protocol import Request, TokenLogprob, params_of
+from infer.server.protocol import Request, TokenLogprob, params_of, rfc3339
 from infer.server.service import Served
 from infer.text.answer import answer_style
+from infer.text.chat import not_text
 from infer.text.tools import ToolOptions
 
 VERSION = "0.12.11"  # of Ollama, whose API this is; clients ask for a least one
@@ -50,13 +52,16 @@ class Message(Struct, kw_only=True, omit_defaults=True):
 
 
 class ModelRequest(Request, kw_only=True):
-    """A name may end with a tag; that of who says none is "latest"."""
+    """keep_alive: 0 unloads the model after the answer. What else it says is the server's to
+    decide."""
 
-    labels: ClassVar = Request.labels | {"keep_alive", "truncate", "verbose"}
+    labels: ClassVar = Request.labels | {"truncate", "verbose"}
 
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            self.model = self.model.removesuffix(":latest")
+    keep_alive: float | str | None = None
+
+    @property
+    def unloads(self) -> bool:
+        return bool(re.fullmatch(r"0+(\.0+)?(ns|us|µs|ms|s|m|h)?", str(self.keep_alive)))
 
 
 class ShowRequest(ModelRequest, kw_only=True):
@@ -64,7 +69,6 @@ class ShowRequest(ModelRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         self.model = self.model or self.name
-        super().__post_init__()
 
 
 class AnswerRequest(ModelRequest, kw_only=True):
@@ -87,9 +91,10 @@ class ChatRequest(AnswerRequest, kw_only=True):
 class GenerateRequest(AnswerRequest, kw_only=True):
     """raw: the prompt is no message of a user, but text to be continued."""
 
-    off: ClassVar = {"context": ([],), "images": ([],), "template": ("",)}
+    off: ClassVar = {"context": ([],), "template": ("",)}
 
     prompt: str = ""
+    images: list[str] = msgspec.field(default_factory=list)
     suffix: str = ""
     system: str = ""
     raw: bool = False
@@ -104,26 +109,54 @@ class EmbedRequest(ModelRequest, kw_only=True):
     dimensions: int | None = None
 
 
+class OldEmbedRequest(ModelRequest, kw_only=True):
+    labels: ClassVar = ModelRequest.labels | {"options"}
+
+    prompt: str = ""
+
+
 async def chat(call: Call[ChatRequest]) -> None:
     if call.request.messages:
-        await generate(_read_chat)(call)
+        await _leaving(generate(_read_chat), call)
     else:
-        await _loaded(call, Message(role="assistant", content=""), UNSET)
+        name, _ = call.service.model(call.request.model)
+        await call.reply(_nothing(call.request, name, "load"))
 
 
 async def complete(call: Call[GenerateRequest]) -> None:
     if call.request.prompt:
-        await generate(_read_prompt)(call)
+        await _leaving(generate(_read_prompt), call)
     else:
-        await _loaded(call, UNSET, "")
+        name, _ = call.service.model(call.request.model)
+        await call.reply(_nothing(call.request, name, "load"))
 
 
-async def _loaded(call: Call[Any], message: Message | UnsetType, response: str | UnsetType) -> None:
-    """To a request without a prompt, which Ollama loads the model for."""
-    name, _ = call.service.model(call.request.model)
-    reply = Reply(model=name, created_at=_now(), message=message, response=response, done=True)
-    reply.done_reason = "load"
-    await call.reply(reply)
+async def unload(served: Served, request: ChatRequest | GenerateRequest) -> Reply | None:
+    """The answer to a request that is for unloading the model alone, which need not be loaded."""
+    asks = request.messages if isinstance(request, ChatRequest) else request.prompt
+    if asks or not request.unloads:
+        return None
+    return _nothing(request, await served.unload(request.model), "unload")
+
+
+def _nothing(request: ChatRequest | GenerateRequest, model: str, reason: str) -> Reply:
+    """To a request without a prompt, which Ollama loads or unloads the model for."""
+    reply = Reply(model=model, created_at=_now(), done=True, done_reason=reason)
+    if isinstance(request, ChatRequest):
+        reply.message = Message(role="assistant", content="")
+    else:
+        reply.response = ""
+    return reply
+
+
+async def _leaving(run: Callable[[Call[Any]], Coroutine[Any, Any, None]], call: Call[Any]) -> None:
+    """Run it, after which the model is unloaded if the request says so."""
+    if call.request.unloads:
+        try:
+            await call.served.unload(call.request.model)
+        except ApiError as error:
+            call.warnings.append(error.message)
+    await run(call)
 
 
 def _read_chat(call: Call[ChatRequest]) -> Job:
@@ -133,11 +166,16 @@ def _read_chat(call: Call[ChatRequest]) -> Job:
     tools: ToolOptions = {"tools": request.tools}
     params = _params(call, request)
     messages = _messages(request.messages)
+    last = messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:  # it is begun, and goes on
+        args["continue_final_message"] = True
     return Job([messages], "messages", params, format, args, tools, stream=request.stream)
 
 
 def _read_prompt(call: Call[GenerateRequest]) -> Job:
     request = call.request
+    if request.images:
+        raise ApiError(400, not_text("image"))
     prompt: Prompt = request.prompt
     chats = not (request.raw or request.suffix) and bool(call.service.engine.template)
     if chats:
@@ -189,9 +227,8 @@ def _params(call: Call[Any], request: AnswerRequest) -> SamplingParams:
     options = {own: given[name] for name, own in _SAMPLING.items() if name in given}
     if isinstance(options.get("seed"), int):
         options["seed"] %= 2**64
-    limit = given.get("num_predict", -1)
-    if limit not in (-1, -2):  # as long as it takes, or as there is room
-        options["max_tokens"] = limit
+    if (limit := given.get("num_predict")) is not None:
+        options["max_tokens"] = -1 if limit == -2 else limit  # as long as there is room
     if request.format == "json":
         options["schema"] = {"type": "object"}
     elif isinstance(request.format, dict):
@@ -216,7 +253,7 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
     results = 0
     for message in given:
         if message.images:
-            raise ApiError(400, "Messages with images are not supported: only text is.")
+            raise ApiError(400, not_text("image"))
         own: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             own["reasoning_content"] = message.thinking
@@ -332,12 +369,8 @@ def _line(value: object) -> bytes:
     return msgspec.json.encode(value) + b"\n"
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
 def _now() -> str:
-    return _time(time.time())
+    return rfc3339(time.time())
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -352,7 +385,23 @@ class EmbedReply(Struct, kw_only=True):
     prompt_eval_count: int
 
 
+class OldEmbedReply(Struct):
+    embedding: list[float]
+
+
+async def embed_one(call: Call[OldEmbedRequest]) -> None:
+    async def run(call: Call[OldEmbedRequest]) -> None:
+        (vector,), _ = await vectors_of(call, [call.request.prompt], None)
+        await call.reply(OldEmbedReply(vector.tolist()))
+
+    await _leaving(run, call)
+
+
 async def embed(call: Call[EmbedRequest]) -> None:
+    await _leaving(_embed, call)
+
+
+async def _embed(call: Call[EmbedRequest]) -> None:
     request, begun = call.request, time.perf_counter()
     inputs: list[Prompt] = [request.input] if isinstance(request.input, str) else [*request.input]
     vectors, tokens = await vectors_of(call, inputs, request.dimensions)
@@ -367,7 +416,7 @@ async def embed(call: Call[EmbedRequest]) -> None:
 
 
 class Details(Struct):
-    """family: the model_type. What is empty is not known here."""
+    """family: the model_type. What is empty is not known, as of a model that is not loaded."""
 
     family: str = ""
     families: list[str] = []
@@ -432,7 +481,7 @@ async def _listed(name: str, created: int, engine: EngineClient | None) -> Liste
     return Listed(
         name=name,
         model=name,
-        modified_at=_time(created),
+        modified_at=rfc3339(created),
         size=0 if engine is None else (await engine.stats()).memory.allocated,
         digest=hashlib.sha256(name.encode()).hexdigest(),
         details=_details(engine),
@@ -440,7 +489,19 @@ async def _listed(name: str, created: int, engine: EngineClient | None) -> Liste
 
 
 def _details(engine: EngineClient | None) -> Details:
-    return Details() if engine is None else Details(engine.model_type, [engine.model_type])
+    if engine is None:
+        return Details()
+    kind, summary = engine.model_type, engine.summary
+    count = _in_letters(summary.parameters)
+    return Details(kind, [kind], summary.format, "", count, summary.type)
+
+
+def _in_letters(count: int) -> str:
+    """A number of parameters as Ollama writes it: 8.0B is 8B, 268098176 is 268.10M."""
+    for letter, unit, digits in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
+        if count >= unit:
+            return f"{count / unit:.{digits if count % unit else 0}f}{letter}"
+    return str(count)
 
 
 async def show(call: Call[ShowRequest]) -> None:
@@ -452,10 +513,11 @@ async def show(call: Call[ShowRequest]) -> None:
         "embedding": engine.is_embedder,
         "insert": engine.infill is not None,
         "thinking": bool(engine.template) and answer_style(engine.template).thinks,
-        "tools": "tools" in engine.template,
+        "tools": bool(engine.template),  # described in a message where the template knows none
     }
     info = {
         "general.architecture": engine.model_type,
+        "general.parameter_count": engine.summary.parameters,
         f"{engine.model_type}.context_length": engine.context,
         f"{engine.model_type}.embedding_length": engine.embedding_size,
     }
@@ -465,6 +527,6 @@ async def show(call: Call[ShowRequest]) -> None:
             details=_details(engine),
             model_info=info,
             capabilities=[name for name, can in able.items() if can],
-            modified_at=_time(service.created),
+            modified_at=rfc3339(service.created),
         )
     )

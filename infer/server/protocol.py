@@ -3,15 +3,20 @@ silence: what is not implemented is refused by its name, what is not known is wa
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
+import msgspec.inspect
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from infer.foreign import shown
+from infer.engine.constraint import lark_of
+from infer.foreign import foreign, shown
 from infer.kernels.errors import RequestError
 from infer.kernels.state.step import MAX_LOGPROBS
 from infer.sampling import SamplingParams
@@ -30,7 +35,14 @@ class Request(Struct, kw_only=True):
     anyway."""
 
     labels: ClassVar[frozenset[str]] = frozenset(
-        {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+        {
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "user",
+        }
     )
     off: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -53,32 +65,50 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """schema: as llama.cpp has it, also of a json_object."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
 
     @property
-    def schema(self) -> dict[str, Any] | None:
+    def held_to(self) -> dict[str, Any] | None:
         """What an answer has to be valid under. Raises ApiError (400) where that is not said."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        named, given = self.json_schema, self.schema
+        wrong = named is not None and (self.type != "json_schema" or given is not None)
+        if named is not None:
+            given = named.schema
+        if (
+            wrong
+            or (self.type == "json_schema" and given is None)
+            or (self.type == "text" and given)
+        ):
             raise ApiError(
                 400,
                 "response_format has json_schema if its type is json_schema, and only then.",
                 param="response_format",
             )
-        if self.json_schema is not None:
-            return self.json_schema.schema
-        return {"type": "object"} if self.type == "json_object" else None
+        return {"type": "object"} if given is None and self.type == "json_object" else given
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's. json: a schema, or its text. disable_fallback: to another library."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_fallback: bool = False
 
 
 class GenerationRequest(Request, kw_only=True):
     """What both ways of generating take. What is None is left to the model. ignore_eos, min_tokens,
-    schema, regex, grammar and cache_salt are no parameters of OpenAI's."""
+    schema, regex, grammar and cache_salt are no parameters of OpenAI's; structured_outputs and
+    those that are guided are vLLM's names of schema, regex and grammar, json_schema llama.cpp's. A
+    grammar is Lark, or GBNF as llama.cpp has it."""
 
     labels: ClassVar = Request.labels | {"prediction", "service_tier", "store"}
-    off: ClassVar = {
-        "functions": ([],),
-        "modalities": (["text"],),
-    }
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -100,19 +130,65 @@ class GenerationRequest(Request, kw_only=True):
     schema: dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options belong to stream: true.", param="stream_options")
 
+    @property
+    def constraint(self) -> tuple[str, str, Any] | None:
+        """What the answer is held to: the name in this request, "schema", "regex", "choice" or
+        "grammar", and its value. Raises ApiError (400) for two."""
+        of_vllm = self.structured_outputs or StructuredOutputs()
+        given = [
+            ("response_format", "schema", self.response_format and self.response_format.held_to),
+            ("schema", "schema", self.schema),
+            ("json_schema", "schema", self.json_schema),
+            ("guided_json", "schema", self.guided_json),
+            ("structured_outputs", "schema", of_vllm.json),
+            ("structured_outputs", "schema", {"type": "object"} if of_vllm.json_object else None),
+            ("regex", "regex", self.regex),
+            ("guided_regex", "regex", self.guided_regex),
+            ("structured_outputs", "regex", of_vllm.regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("structured_outputs", "choice", of_vllm.choice),
+            ("grammar", "grammar", self.grammar),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("structured_outputs", "grammar", of_vllm.grammar),
+        ]
+        found = [each for each in given if each[2] is not None]
+        if len(found) > 1:
+            (first, one, _), (second, other, _), *_ = found
+            names = f"{first} and {second}" if first != second else f"{one} and {other} of {first}"
+            raise ApiError(400, f"{names} were given: an answer can follow one.", param=first)
+        return found[0] if found else None
+
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    messages: list[dict[str, Any]]
+    off: ClassVar = {
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] = "auto"
@@ -139,9 +215,10 @@ class TokenizeRequest(Request, kw_only=True):
     """Of a text, or of a chat as its template writes it."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool = False
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -152,6 +229,7 @@ class DetokenizeRequest(Request, kw_only=True):
 
 
 RequestT = TypeVar("RequestT", bound=Request)
+StructT = TypeVar("StructT", bound=Struct)
 
 
 def parse(body: bytes, kind: type[RequestT], *, strict: bool) -> tuple[RequestT, list[str]]:
@@ -179,14 +257,39 @@ def parse(body: bytes, kind: type[RequestT], *, strict: bool) -> tuple[RequestT,
                 code="unsupported_parameter",
             )
         del given[name]
+    return convert(given, kind), warnings
+
+
+def convert(value: dict[str, Any], kind: type[StructT]) -> StructT:
+    """A struct out of JSON, where what is null counts as left out. Raises ApiError (400)."""
     try:
-        request = msgspec.convert(given, kind, str_keys=True)
+        return msgspec.convert(_without_nulls(value, _type_info(kind)), kind, str_keys=True)
     except msgspec.ValidationError as error:
         text = str(error)
         names = re.findall(r"\$\.(\w+)", text) + re.findall(r"field `(\w+)`", text)
         param = ".".join(names) or None
         raise ApiError(400, f"The request is malformed: {text}.", param=param) from None
-    return request, warnings
+
+
+_type_info = lru_cache(msgspec.inspect.type_info)
+
+
+def _without_nulls(value: Any, kind: msgspec.inspect.Type) -> Any:
+    """A value without what is null in structs; schemas, arguments and messages that are no structs
+    keep it."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        for each in kind.types:
+            value = _without_nulls(value, each)
+    elif isinstance(kind, msgspec.inspect.ListType) and isinstance(value, list):
+        return [_without_nulls(each, kind.item_type) for each in value]
+    elif isinstance(kind, msgspec.inspect.StructType) and isinstance(value, dict):
+        types = {field.encode_name: field.type for field in kind.fields}
+        return {
+            name: _without_nulls(each, types[name]) if name in types else each
+            for name, each in value.items()
+            if each is not None
+        }
+    return value
 
 
 def sampling_params(
@@ -195,6 +298,7 @@ def sampling_params(
     """Raises ApiError (400) for a value that is out of range."""
     given = {name: getattr(request, name, None) for name in _SAMPLING}
     given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    given |= {"schema": None, "regex": None, "grammar": None}
     if request.min_tokens > 0 and (request.stop or not request.ignore_eos):
         raise ApiError(
             400,
@@ -203,32 +307,50 @@ def sampling_params(
             param="min_tokens",
             code="unsupported_parameter",
         )
-    if request.response_format is not None and request.response_format.schema is not None:
-        if request.schema is not None:
-            raise ApiError(400, "response_format and schema are one too many.", param="schema")
-        given["schema"] = request.response_format.schema
     if request.seed is not None:
         given["seed"] = request.seed % 2**64  # OpenAI's are signed
+    constraint = request.constraint
     try:
+        if constraint is not None:
+            given |= _constrained(*constraint[1:])
         return params_of(**given)
     except RequestError as error:
         raise ApiError(400, str(error), param=named_in(str(error), request)) from None
 
 
+def _constrained(kind: str, value: Any) -> dict[str, Any]:
+    """The option of SamplingParams that holds answers to a `GenerationRequest.constraint`. Raises
+    RequestError."""
+    if kind == "choice":
+        return {"regex": "|".join(map(re.escape, value))}
+    if kind == "schema" and isinstance(value, str):
+        with foreign("schema is not valid JSON", RequestError):
+            return {kind: json.loads(value)}
+    if kind == "grammar" and "::=" in value:
+        return {kind: lark_of(value)}
+    return {kind: value}
+
+
 def params_of(**given: Any) -> SamplingParams:
-    """What is None is left out. Raises RequestError for a value that is out of range."""
+    """What is None is left out; -1 is no limit, where there is one. Raises RequestError for a value
+    that is out of range."""
+    for name, unlimited in _UNLIMITED.items():
+        if given.get(name) == -1:
+            given[name] = unlimited
     return SamplingParams(**{name: each for name, each in given.items() if each is not None})
 
 
 _SAMPLING = tuple(option.name for option in fields(SamplingParams))
+_UNLIMITED = {"max_tokens": 2**32 - 1, "top_k": 0}
 
 
 def named_in(message: str, request: Request) -> str | None:
     """The parameter that an error's message is about, as the request has it."""
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
-    if name == "schema" and getattr(request, "schema", None) is None:
-        return "response_format"
-    return name if name in (*_SAMPLING, *ToolOptions.__optional_keys__) else None
+    if name in ("schema", "regex", "grammar") and isinstance(request, GenerationRequest):
+        return None if request.constraint is None else request.constraint[0]
+    known = *_SAMPLING, *ToolOptions.__optional_keys__, *request.__struct_fields__
+    return name if name in known else None
 
 
 # Responses
@@ -264,11 +386,11 @@ class Reply(Struct, Generic[ChoiceT], kw_only=True):
 
 
 class TopLogprob(Struct):
-    """bytes: None for a part of a character, which has no text of its own."""
+    """bytes: of a part of a character, which has no text of its own, that part."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
@@ -328,7 +450,8 @@ class ChatChunkChoice(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Of an echoed prompt's first token there is none."""
+    """Of an echoed prompt's first token there is none. text_offset: where in the text each token
+    begins, in characters; of a part of a character, where that begins."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -388,16 +511,29 @@ class Gpu(Struct):
 
 
 class Model(Struct, kw_only=True):
-    """context: positions for a prompt and its answer, and gpu: what computes it, where the model is
-    loaded. parent: of an adapter, the model."""
+    """As clients of OpenAI's and Anthropic's know it. context: positions for a prompt and its
+    answer, and gpu: what computes it, where the model is loaded. parent: of an adapter, the
+    model."""
 
     id: str
     object: str = "model"
+    type: str = "model"
+    display_name: str = ""
     created: int
+    created_at: str = ""
+    lifecycle: str = "active"
     owned_by: str = "infer"
     parent: str | None = None
     context: int | UnsetType = msgspec.field(name="max_model_len", default=UNSET)
     gpu: Gpu | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        self.display_name, self.created_at = self.id, rfc3339(self.created)
+
+
+def rfc3339(seconds: float) -> str:
+    """A time since the epoch, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 class Version(Struct):
@@ -419,5 +555,14 @@ class Health(Struct, omit_defaults=True):
 
 
 class Models(Struct):
+    """All of them: there is no next page."""
+
     data: list[Model]
     object: str = "list"
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.data:
+            self.first_id, self.last_id = self.data[0].id, self.data[-1].id

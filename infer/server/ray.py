@@ -35,6 +35,7 @@ from infer.kernels.errors import DeviceError, InferError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, list_adapters
 from infer.llm import Prompt
 from infer.loading import check_options, load
+from infer.models.loading.plan import Summary
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
 from infer.server.app import create_app
@@ -125,6 +126,7 @@ class Info:
 
     name: str
     model_type: str
+    summary: Summary
     template: str
     templates: Mapping[str, str]
     special_tokens: Mapping[str, str]

@@ -20,6 +20,7 @@ from infer.server.generation import Answers, Job
 from infer.server.protocol import Request, params_of
 from infer.server.protocol import TokenLogprob as WrittenLogprob
 from infer.server.wire import EVENT_STREAM, KEEPALIVE, event
+from infer.text.chat import not_text
 from infer.text.tools import ToolChoice, ToolOptions
 
 # Requests
@@ -78,8 +79,14 @@ class Reasoning(Struct):
 
 
 class ResponsesRequest(Request, kw_only=True):
-    labels: ClassVar = Request.labels | {"include", "service_tier", "stream_options"}
-    off: ClassVar = {"background": (False,), "context_management": ([],), "prompt": ()}
+    # max_tool_calls: of tools that run on OpenAI's servers.
+    labels: ClassVar = Request.labels | {"max_tool_calls", "service_tier", "stream_options"}
+    off: ClassVar = {
+        "background": (False,),
+        "context_management": ([],),
+        "moderation": (),
+        "prompt": (),
+    }
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -97,6 +104,7 @@ class ResponsesRequest(Request, kw_only=True):
     store: bool = False
     previous_response_id: str | None = None
     conversation: Any = None
+    include: list[str] = field(default_factory=list)
 
 
 def read(call: Call[ResponsesRequest]) -> Job:
@@ -117,11 +125,14 @@ def read(call: Call[ResponsesRequest]) -> Job:
     text = request.text or TextConfig()
     if text.verbosity is not None:
         call.warnings.append("text.verbosity is not obeyed.")
+    logprobs = request.top_logprobs
+    if logprobs is None and "message.output_text.logprobs" in request.include:
+        logprobs = 0
     params = params_of(
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        logprobs=request.top_logprobs,
+        logprobs=logprobs,
         schema=_schema(text.format or TEXT),
     )
     return Job(
@@ -175,7 +186,9 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
     items = request.input
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
-    for item in items:
+    asked = (i for i, item in enumerate(items) if item.type == "message")
+    last = max((i for i in asked if items[i].role != "assistant"), default=-1)
+    for index, item in enumerate(items):
         match item.type:
             case "message" if item.role in ("system", "developer") and not messages:
                 system.append(_text(item.content))
@@ -202,8 +215,10 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
                     "item.",
                     param="input",
                 )
-            case _:
-                warnings.append(f"An item of the type {shown(item.type)} was left out.")
+            case kind if kind != "compaction" and index < last:  # of an old turn
+                warnings.append(f"Content of the type {shown(kind)} was left out.")
+            case kind:
+                raise ApiError(400, not_text(kind), param="input")
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
     return messages
@@ -224,7 +239,7 @@ def _text(content: str | Sequence[Part] | None) -> str:
         return content or ""
     for part in content:
         if part.text is None and part.refusal is None:
-            raise ApiError(400, f"Only text is supported, not {shown(part.type)}.", param="input")
+            raise ApiError(400, not_text(part.type), param="input")
     return "\n\n".join(part.text or part.refusal or "" for part in content)
 
 

@@ -55,6 +55,15 @@ class Served(ABC):
         """The service of a model or adapter, which stays loaded in the block. None: the first
         model. Raises ApiError (404, 503), and what loading raises."""
 
+    async def unload(self, model: str | None) -> str:
+        """Unload a model once nobody uses it. Returns its name. Raises ApiError (400, 404)."""
+        raise ApiError(
+            400,
+            "keep_alive cannot be 0 here: this server never unloads its model.",
+            param="keep_alive",
+            code="unsupported_parameter",
+        )
+
     @abstractmethod
     def models(self) -> Models: ...
 
@@ -115,11 +124,10 @@ class Service(Served):
     def model(self, name: str | None) -> tuple[str, str | None]:
         """The name under which it answers, and the adapter that the name means. None: the model
         itself. Raises ApiError (404)."""
-        if name is None or name == self.name:
+        if name is None:
             return self.name, None
-        if name in self.engine.adapters:
-            return name, name
-        raise not_found(name, (self.name, *self.engine.adapters))
+        found = find(name, (self.name, *self.engine.adapters))
+        return found, None if found == self.name else found
 
     def models(self) -> Models:
         gpu = self.engine.gpu
@@ -150,6 +158,15 @@ class Service(Served):
 
     def drain(self) -> None:
         self.admission.draining = True
+
+
+def find(name: str, known: Sequence[str]) -> str:
+    """The one of these names that a client means: as Ollama has it, who says no tag says "latest".
+    Raises ApiError (404)."""
+    for each in known:
+        if name.removesuffix(":latest") == each.removesuffix(":latest"):
+            return each
+    raise not_found(name, known)
 
 
 def not_found(name: str, known: Sequence[str]) -> ApiError:

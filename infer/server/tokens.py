@@ -5,6 +5,7 @@ from __future__ import annotations
 from infer.server.chat import template_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
+from infer.server.generation import without_billing
 from infer.server.protocol import (
     DetokenizeRequest,
     Text,
@@ -26,11 +27,10 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
         assert request.prompt is not None  # as above
         ids = await engine.encode(request.prompt, {}, request.add_special_tokens)
     else:
-        own = template_args(request.chat_template_kwargs)
-        own["add_generation_prompt"] = request.add_generation_prompt
+        own = template_args(request)
         if (offered := check_tools(request.tools).offered) is not None:
             own["tools"] = offered
-        ids = await engine.encode(request.messages, own)
+        ids = await engine.encode(without_billing(request.messages), own)
     texts = None
     if request.return_token_strs:
         known = {i: await engine.decode([i]) for i in dict.fromkeys(ids)}

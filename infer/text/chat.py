@@ -128,20 +128,47 @@ def choose_template(
     return templates[template]
 
 
-def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+def begins_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether a prompt ends with the header of an answer. Raises RequestError if the final message
+    is to be continued, too."""
+    given = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    for name, value in given.items():
+        if not (value is None or isinstance(value, bool)):
+            raise RequestError(f"{name} must be true or false, not {shown(value)}.")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "add_generation_prompt begins an answer, and continue_final_message goes on with one: "
+            "give one of them."
+        )
+    return not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+
+def render(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    continues: bool = False,
+) -> str:
     """Render a chat template.
 
     Args:
         source: the template.
         messages: {"role", "content"} each, oldest first; see `check_messages`.
         variables: everything else that the template may read, made of JSON types.
+        continues: end after the text of the final message, as transformers does.
 
     Raises:
-        RequestError: messages or variables that no template can take.
+        RequestError: messages or variables that no template can take, and a final message that
+            cannot be continued.
         TokenizerError: the template does not compile, takes too long, makes too much, or raised;
             the message is the template's own.
     """
     checked = check_messages(messages)
+    final = _marked(checked[-1]) if continues else ""
     if "messages" in variables:
         raise RequestError("The messages are the prompt, and no template argument.")
     plain = _plain(dict(variables), "A template argument")
@@ -155,7 +182,8 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
     forms, written = _written(source, checked, plain)
     # A template is a program: it can raise anything.
     with foreign("The chat template failed"):
-        return render_template(source, plain | {"messages": forms.fitted(written)})
+        text = render_template(source, plain | {"messages": forms.fitted(written)})
+    return _until_mark(text, final) if continues else text
 
 
 def left_out(
@@ -165,7 +193,9 @@ def left_out(
     arguments are those that `render` has taken."""
     keys = ("role", "content", "tool_calls")
     given = [{key: each[key] for key in keys if each.get(key)} for each in messages]
-    forms, written = _written(source, given, variables)
+    # No variable of templates: `render_chat` obeys it.
+    read = {key: value for key, value in variables.items() if key != "continue_final_message"}
+    forms, written = _written(source, given, read)
     return [
         f"The chat template leaves {what} out of the prompt." for what in forms.left_out(written)
     ]
@@ -196,6 +226,35 @@ def _written(
     return forms, [*messages]
 
 
+_MARK = "END_OF_FINAL_MESSAGE "  # whose space shows whether a template trims messages
+
+
+def _marked(message: dict[str, Any]) -> str:
+    """The text of a message, to which a mark is appended. Raises RequestError for one that cannot
+    be continued."""
+    if "tool_calls" in message:
+        raise RequestError("The final message has calls: only a message of text can be continued.")
+    holder, key = message, "content"
+    if isinstance(message["content"], list):
+        if not message["content"]:
+            raise RequestError("The final message has no text to be continued.")
+        holder, key = message["content"][-1], "text"
+    text: str = holder[key]
+    holder[key] = text + _MARK
+    return text
+
+
+def _until_mark(rendered: str, final: str) -> str:
+    """What is before the mark. Raises RequestError if not all of the final message is."""
+    before, mark, after = rendered.rpartition(_MARK.strip())
+    if not mark or final.strip() not in before:
+        raise RequestError(
+            "The chat template leaves out a part of the final message, which therefore cannot be "
+            "continued."
+        )
+    return before if after.startswith(" ") else before.rstrip()
+
+
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A plain copy of `messages` as templates expect them, without keys that are None.
 
@@ -224,6 +283,9 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             raise RequestError(f'{where} needs a "content", its text.')
         content = plain.get("content", "")
         if not isinstance(content, str) and not _is_text_parts(content):
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict) and part.get("type") not in (None, "text"):
+                    raise RequestError(not_text(part["type"]))
             raise RequestError(
                 f'The "content" of message {index} must be text or a list of '
                 '{"type": "text", "text": ...}: only text is supported.'
@@ -233,6 +295,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             plain = {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
         checked.append(plain)
     return checked
+
+
+def not_text(kind: object) -> str:
+    """What is said of content of another type, by all APIs."""
+    return f"Content of the type {shown(kind)} is not supported: only text is."
 
 
 def _is_text_parts(content: Any) -> bool:

@@ -44,6 +44,8 @@ class StreamingDetokenizer:
             # Without text before it, the output would be decoded as if it were the first.
             self._window = [i for i in prompt_ids if self._is_shown(i)]
         self._sent = 0  # characters of the window's text that are out
+        self._out = 0  # characters that are out in all
+        self._run = b""  # of byte tokens, held back
         # Needed until the first piece: the output may complete the prompt's last character.
         self._prompt_text: str | None = self._decode(self._window)
 
@@ -53,12 +55,19 @@ class StreamingDetokenizer:
             return ""
         self._window.append(token_id)
         if token_id in self._tokenizer.byte_token_ids:
+            self._run += self._tokenizer.token_bytes(token_id)
             return ""
+        self._run = b""
         text = self._decode(self._window)
         piece = self._send(text, len(text) - text.endswith("\ufffd"))
         if len(self._window) >= 2 * CONTEXT and self._prompt_text is None:
             self._shorten(len(text) - self._sent)
         return piece
+
+    @property
+    def length(self) -> int:
+        """Characters of the text so far, without a last one of which only a part is there."""
+        return self._out + len(self._run.decode(errors="ignore"))
 
     def finish(self) -> str:
         """The text held back, once no more ids come."""
@@ -79,6 +88,7 @@ class StreamingDetokenizer:
             if end > self._sent:
                 self._prompt_text = None
         piece = text[self._sent : end]
+        self._out += len(piece)
         self._sent = max(self._sent, end)
         return piece
 

@@ -12,7 +12,7 @@ import tokenizers
 
 from infer.foreign import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
-from infer.text.chat import choose_template, left_out, render
+from infer.text.chat import begins_answer, choose_template, left_out, render
 from infer.text.infill import find_infill
 
 T = TypeVar("T")
@@ -60,6 +60,7 @@ class Tokenizer:
         own = () if eos_token_id is None else (eos_token_id,)
         self.eos_token_ids = frozenset((*eos_token_ids, *own))
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._skipped = frozenset(i for i, token in added.items() if token.special)
         self.special_names = {added[i].content: i for i in self._skipped}
         self._named: dict[tuple[str, ...], frozenset[int]] = {}
@@ -71,6 +72,7 @@ class Tokenizer:
         self.infill = find_infill(lambda text: backend.token_to_id(text) is not None)
         decoder = backend.decoder.__getstate__() if backend.decoder is not None else b""
         self._slow_decoder = b'"Regex"' in decoder
+        self._is_byte_level = b'"ByteLevel"' in decoder
         byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_token_ids = frozenset(
             i for i in byte_ids if i is not None and b'"ByteFallback"' in decoder
@@ -146,6 +148,16 @@ class Tokenizer:
         first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
         return both[len(first) :]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What `token_text` is in UTF-8; of a part of a character, its own bytes."""
+        name = self._backend.id_to_token(token_id) or ""
+        if token_id in self.byte_token_ids:  # <0xE2>
+            return bytes([int(name[3:5], 16)])
+        is_bytes = self._is_byte_level and token_id not in self._added
+        if is_bytes and all(char in _BYTES for char in name):
+            return bytes(_BYTES[char] for char in name)
+        return self.token_text(token_id).encode()
+
     @property
     def size(self) -> int:
         """One more than the largest id."""
@@ -178,7 +190,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         /,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         template: str | None = None,
         **template_args: Any,
     ) -> str:
@@ -186,7 +199,10 @@ class Tokenizer:
 
         Args:
             messages: {"role", "content"} each, oldest first.
-            add_generation_prompt: end with the header of the answer.
+            add_generation_prompt: end with the header of the answer; None: unless the final message
+                is continued.
+            continue_final_message: end after the text of the final message, an answer that is begun
+                and goes on.
             template: a template's name, or the source of one.
             template_args: what the template may read, such as `tools` or `enable_thinking`.
 
@@ -196,10 +212,9 @@ class Tokenizer:
         """
         with_tools = template_args.get("tools") is not None
         source = choose_template(self.templates, template, with_tools=with_tools)
-        variables = self.special_tokens | template_args
-        return render(
-            source, messages, variables | {"add_generation_prompt": add_generation_prompt}
-        )
+        begins = begins_answer(add_generation_prompt, continue_final_message)
+        variables = self.special_tokens | template_args | {"add_generation_prompt": begins}
+        return render(source, messages, variables, continues=bool(continue_final_message))
 
     def left_out(
         self,
@@ -220,7 +235,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         /,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         template: str | None = None,
         **template_args: Any,
     ) -> list[int]:
@@ -231,6 +247,7 @@ class Tokenizer:
         text = self.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             template=template,
             **template_args,
         )
@@ -251,6 +268,18 @@ def _limited(call: Callable[[], T], length: int) -> T:
             raise TokenizerError(
                 f"The tokenizer was given up after {seconds:,.0f} seconds: it does not end."
             ) from None
+
+
+def _byte_characters() -> dict[str, int]:
+    """The bytes by the characters that stand for them in the vocabularies of byte-level tokenizers:
+    as in GPT-2, each printable one for itself, the others for those from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    own = {chr(byte): byte for byte in printable}
+    return own | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
 
 
 def _are_ids(values: Any) -> bool:

@@ -3,8 +3,10 @@ headers alone; what counts memory, allocates and reads goes by it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Device
@@ -73,11 +75,39 @@ class PlannedWeight:
 
 
 @dataclass(frozen=True)
+class Summary:
+    """What a model's weights are. parameters: without those that are shared. format: of the files,
+    "gguf" or "safetensors". type: of most parameters, such as "BF16", "Q4_K", "GPTQ", or "Q4" where
+    they are quantised while they are loaded."""
+
+    parameters: int
+    format: str
+    type: str
+
+
+@dataclass(frozen=True)
 class LoadPlan:
-    """The weights of a model, in their order. part_of: as of Checkpoint."""
+    """The weights of a model, in their order. part_of, format: as of Checkpoint."""
 
     weights: tuple[PlannedWeight, ...]
     part_of: str | None = None
+    format: str | None = None
+
+    @property
+    def summary(self) -> Summary:
+        types = Counter[str]()
+        for weight in self.weights:
+            if weight.parts:
+                types[self._type(weight)] += prod(weight.shape)
+        most = max(types, key=types.__getitem__, default="")
+        files = "gguf" if self.format == "gguf" else "safetensors"
+        return Summary(types.total(), files, most.upper())
+
+    def _type(self, weight: PlannedWeight) -> str:
+        tensor = weight.parts[0].tensor
+        if not isinstance(tensor, Packed):
+            return weight.stored.dtype
+        return tensor.tensors[0].dtype if self.format == "gguf" else self.format or ""
 
     def joined(self, apart: Container[str] = ()) -> LoadPlan:
         """With the expert that all tokens share as the last of its layer's, or as several where it
@@ -165,7 +195,7 @@ def plan_weights(
         added = 0.0 if checkpoint.whole_norms else spec.added
         parts = tuple(_part(source, checkpoint, added) for source in sources)
         weights.append(PlannedWeight(spec, spec.shape, stored(spec, parts, dtype), parts))
-    return LoadPlan(tuple(weights), checkpoint.part_of)
+    return LoadPlan(tuple(weights), checkpoint.part_of, checkpoint.format)
 
 
 def _found(spec: WeightSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
