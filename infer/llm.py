@@ -656,12 +656,14 @@ class LLM:
             thinking = parser is not None and parser.is_thinking
             pieces = Pieces(text) if parser is None else parser.add(text)
             if parser is not None and token is None:
-                pieces += parser.finish()
+                pieces += parser.finish(cut=result.finish_reason == "length")
             thinking |= parser is not None and parser.is_thinking
             result.text += pieces.text
             result.reasoning += pieces.reasoning
             result.reasoning_tokens += thinking and token is not None
             add_deltas(result.tool_calls, pieces.tool_calls)
+            if parser is not None and parser.unfinished is not None:
+                del result.tool_calls[parser.unfinished :]
             return Chunk(pieces.text, token, logprob, pieces.reasoning, tuple(pieces.tool_calls))
 
         result.logprobs = None if params.logprobs is None else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,11 +12,14 @@ from infer.engine.constraint import WHITESPACE, schema_error
 from infer.kernels.errors import RequestError
 from infer.sampling import SamplingParams
 from infer.text.answer import PROMPT_END, AnswerParser, AnswerStyle, answer_style
+from infer.text.argument_grammars import escaped
 from infer.text.chat import choose_template
 from infer.text.tokenizer import Tokenizer
 from infer.text.tool_grammars import answer_grammar
 from infer.text.tools import Tools
 
+# Where other parts of a schema may name properties.
+_MORE_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 _MOST = 1 << 16  # characters of the schema of a function's arguments
 
 
@@ -82,6 +84,7 @@ class Reading:
             special_tokens=self.special_tokens,
             loose={*self.special_tokens.values()} - self.keep - self.ends,
             schema_of=_schema_of,
+            error_of=lambda schema: _error(json.dumps(schema)),
             content=_content(params),
         )
         if grammar is None:
@@ -101,8 +104,7 @@ def _content(params: SamplingParams) -> str | None:
             raise RequestError(f"schema cannot be followed: {error}")
         return f"%json {json.dumps(_spaced(cast(Mapping[str, Any], params.schema)))}"
     if params.regex is not None:
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", params.regex, flags=re.S)
-        return f"/{escaped}/".replace("\n", "\\n")
+        return f"/{escaped(params.regex)}/"
     return None
 
 
@@ -110,7 +112,7 @@ def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a function's arguments are held to: to any object, if it is not strict and its schema
     cannot be followed."""
     schema = function["parameters"]
-    if "properties" in schema:  # models make up others
+    if "properties" in schema and not schema.keys() & _MORE_PROPERTIES:  # models make up others
         schema = {"additionalProperties": False} | schema
     text = json.dumps(schema)
     error = _error(text) if len(text) <= _MOST else f"more than {_MOST:,} characters."

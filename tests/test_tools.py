@@ -15,7 +15,16 @@ import pytest
 
 from infer.text.answer import AnswerParser, AnswerStyle, answer_style
 from infer.text.answer_reader import Pieces
-from infer.text.tool_formats import FORMATS, ToolFormat, find_format
+from infer.text.tool_formats import (
+    DSML_TAGS,
+    FORMATS,
+    GLM_TAGS,
+    MINIMAX_TAGS,
+    QWEN_TAGS,
+    Tags,
+    ToolFormat,
+    find_format,
+)
 from infer.text.tool_grammars import answer_grammar, example_call
 from infer.text.tools import ToolCall, add_deltas, check_tools
 
@@ -379,6 +388,16 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+def cut_off(case: Case, pieces: list[str]) -> tuple[Pieces, list[ToolCall]]:
+    """The same of an answer that a limit ends, of whose calls those stay that are whole."""
+    parser = AnswerParser(answer_style(case.sign), FUNCTIONS, thinking=case.thinking)
+    whole, calls = Pieces(), list[ToolCall]()
+    for told in (*map(parser.add, pieces), parser.finish(cut=True)):
+        whole += told
+        add_deltas(calls, told.tool_calls)
+    return whole, calls if parser.unfinished is None else calls[: parser.unfinished]
+
+
 def summary(parsed: tuple[Pieces, list[ToolCall]]) -> tuple[Any, ...]:
     whole, calls = parsed
     return whole.text, whole.reasoning, [(call.name, call.arguments) for call in calls]
@@ -413,6 +432,37 @@ def test_cuts_change_nothing(name: str) -> None:
         assert summary(parse(case, cut(text, places))) == expected
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_that_is_cut_shows_no_markup(name: str) -> None:
+    """Wherever it is cut: what is text and reasoning begins as it does in the whole answer, and
+    there are the calls that are whole."""
+    case = CASES[name]
+    for end in range(len(case.answer)):
+        text = case.answer[:end]
+        whole, calls = cut_off(case, [text])
+        assert case.text.startswith(whole.text.rstrip()), text
+        assert case.reasoning.startswith(whole.reasoning), text
+        told = [(call.name, json.loads(call.arguments)) for call in calls]
+        assert told == case.calls[: len(told)], text
+        assert summary(cut_off(case, list(text))) == summary((whole, calls))
+    assert summary(cut_off(case, [case.answer]))[2] == summary(parse(case, [case.answer]))[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a <", "a <tool_", "a <tool_call>", 'a <tool_call>\n{"name": "no', "<thi", "<think>a</thi"],
+)
+def test_a_beginning_of_a_marker_that_a_model_ends_is_text(text: str) -> None:
+    told, calls = parse(Case("<think> <tool_call>", text), list(text))
+    assert (told.text or f"<think>{told.reasoning}", calls) == (text, [])
+
+
+def test_a_thought_that_is_cut_may_hold_a_call() -> None:
+    case = Case("<think> <tool_call>", f"<think>Say {hermes(PARIS)} or</thi")
+    whole, calls = cut_off(case, [case.answer])
+    assert (whole.text, whole.reasoning, calls) == ("", f"Say {hermes(PARIS)} or", [])
+
+
 TYPED: dict[str, dict[str, Any]] = {
     "get_weather": FUNCTIONS["get_weather"],
     "set": {
@@ -426,7 +476,10 @@ TYPED: dict[str, dict[str, Any]] = {
     "now": FUNCTIONS["now"],
 }
 ENDS = ['"', "}", "]", ")", '<|"|>', "<escape>", "</think>", "<|end|>", "</parameter>", "1"]
-ENDS += ["</｜DSML｜parameter>", "</arg_value>"]
+ENDS += [
+    f"{tags.value_end}\n{tags.call_end}"
+    for tags in (QWEN_TAGS, MINIMAX_TAGS, DSML_TAGS, GLM_TAGS)
+]
 
 
 def walk(grammar: str, draw: random.Random, ends: list[str]) -> str | None:

@@ -78,9 +78,15 @@ class AnswerParser:
         self._reader.add(text)
         return self._go_on()
 
-    def finish(self) -> Pieces:
-        """What was held back."""
-        self._reader.end()
+    @property
+    def unfinished(self) -> int | None:
+        """The index of the call that is not whole, of an answer that was cut."""
+        return self._reader.unfinished if self._reader.is_cut else None
+
+    def finish(self, *, cut: bool = False) -> Pieces:
+        """What was held back. cut: the answer was ended by a limit and not by the model. Then what
+        has begun to be a call or a marker is not text."""
+        self._reader.end(cut=cut)
         return self._go_on()
 
     def _go_on(self) -> Pieces:
