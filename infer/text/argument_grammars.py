@@ -182,6 +182,8 @@ class Arguments:
         for way in ways:
             try:
                 patterns = patterns_of(way)
+                if len(patterns) > 1 and (error := self._error_of(_texts(patterns))) is not None:
+                    raise SchemaError(error)
             except SchemaError as error:
                 self._unheld(str(error))
                 patterns = []
@@ -341,27 +343,25 @@ class Arguments:
         """What is between the brackets of a list."""
         if "enum" in way:
             self._unheld("enum or const of a list")
-        first = [self._gemma(quote, each) for each in way.get("prefixItems", ())]
         items = way.get("items", True)
-        least, most = way.get("minItems", 0), way.get("maxItems")
-        if items is False:
-            most = len(first) if most is None else min(most, len(first))
+        item = "" if items is False else self._gemma(quote, items)
+        first = [self._gemma(quote, each) for each in way.get("prefixItems", ())]
+        if item and not first:
+            first = [item]
+        count, least, most = len(first), way.get("minItems", 0), way.get("maxItems")
+        if not item:
+            most = count if most is None else min(count, most)
         if most is not None and least > most:
             self._unheld(f"minItems {least} of at most {most} items")
-        count = len(first)
-        tail = ""  # behind the items before
+            least = most
+        tail = ""  # behind the first
         if most is None or most > count:
-            item = self._gemma(quote, items)
-            before = max(count, 1)
-            bounds = f"{max(0, least - before)},{'' if most is None else most - before}"
+            bounds = f"{max(0, least - count)},{'' if most is None else most - count}"
             tail = f'("," {item}){{{bounds}}}'
-            if not first:
-                return f"({item} {tail})" + ("" if least else "?")
         for index in reversed(range(count if most is None else min(count, most))):
             comma = '"," ' if index else ""
-            tail = self._lark.rule(
-                f"({comma}{first[index]} {tail})" + ("?" if index >= least else "")
-            )
+            maybe = "?" if index >= least else ""
+            tail = self._lark.rule(f"({comma}{first[index]} {tail}){maybe}")
         return tail or '""'
 
     def _gemma_entries(self, quote: str, way: Way, *, nested: bool) -> str:
@@ -377,6 +377,11 @@ class Arguments:
         if others is not False:
             other = self._lark.rule(f'{self._other_name(named)} ":" {self._gemma(quote, others)}')
         return self._separated(entries, ",", other)
+
+
+def _texts(patterns: Iterable[str]) -> dict[str, Any]:
+    """A schema of texts that match all of these, which shows whether there are any."""
+    return {"type": "string", "allOf": [{"pattern": f"^(?:{each})$"} for each in patterns]}
 
 
 def _is_xml_name(tags: Tags, name: str) -> bool:

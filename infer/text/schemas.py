@@ -6,13 +6,17 @@ grammar that it is held to both ask here which JSON types it may have, and what 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
 KINDS = ("string", "number", "boolean", "null", "array", "object")  # a number may be an integer
+
+_TYPES = (*KINDS, "integer")
 
 SPACE = " \t\r\n"
 # What is read as a value of this type where it may be text, too, with SPACE around it, as regular
@@ -61,9 +65,13 @@ def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
     references are looked up. Raises SchemaError for what cannot be followed.
     """
     try:
-        return _ways(schema, root, ())
+        found = _ways(schema, root, ())
     except RecursionError:
         raise SchemaError("it is nested too deeply") from None
+    for way in found:
+        if "enum" in way:
+            way["enum"] = [each for each in way["enum"] if _fits(each, way)]
+    return [way for way in found if way.get("enum") != []]
 
 
 def loose_ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
@@ -218,14 +226,15 @@ def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
     """What the schema says itself."""
     declared = schema.get("type", KINDS)
+    types = [declared] if isinstance(declared, str) else declared
+    if not isinstance(types, list | tuple) or not all(each in _TYPES for each in types):
+        raise SchemaError(f"type {declared!r} is none of JSON")
     values = [schema["const"]] if "const" in schema else None
     if "enum" in schema:
         listed = _list(schema, "enum")
         values = [each for each in listed if values is None or _same(each, values[0])]
     found = []
-    for kind in [declared] if isinstance(declared, str) else declared:
-        if kind not in (*KINDS, "integer"):
-            raise SchemaError(f"type {kind!r} is none of JSON")
+    for kind in types:
         way: Way = {"type": kind}
         for key in _OWN.get(kind, ()):
             if key in schema:
@@ -243,21 +252,41 @@ def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
 def _check(key: str, value: object) -> None:
     """That the value of a keyword is what the others here count on."""
     kinds: tuple[type, ...] = (bool, Mapping, list)  # schemas
-    if key in (*_LARGER, *_SMALLER, "multipleOf"):
+    if key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         kinds = (int, float)
+    elif key == "multipleOf":
+        kinds = (int, float) if isinstance(value, int | float) and 0 < value < math.inf else ()
+    elif key in (*_LARGER, *_SMALLER):
+        kinds = (int,)
     elif key in ("pattern", "format"):
         kinds = (str,)
     elif key in ("properties", "patternProperties"):
         kinds = (Mapping,)
     elif key in ("required", "prefixItems"):
         kinds = (list,)
-    if not isinstance(value, kinds):
+    names = value if key == "required" and isinstance(value, list) else ()
+    if not isinstance(value, kinds) or not all(isinstance(each, str) for each in names):
         raise SchemaError(f"{key} must not be {value!r}")
 
 
 def _same(one: object, other: object) -> bool:
     """Whether two values are the same in JSON, where 1 is 1.0 and not true."""
     return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def _fits(value: Any, way: Way) -> bool:
+    """Whether a text or a number is within the bounds of a way, but for `pattern` and `format`."""
+    if way["type"] == "string":
+        return bool(way.get("minLength", 0) <= len(value) <= way.get("maxLength", len(value)))
+    if way["type"] in ("integer", "number"):
+        return (
+            way.get("minimum", value) <= value <= way.get("maximum", value)
+            and way.get("exclusiveMinimum", -math.inf) < value
+            and value < way.get("exclusiveMaximum", math.inf)
+            and math.isfinite(value)
+            and all(Fraction(value) % Fraction(each) == 0 for each in way.get("multipleOf", ()))
+        )
+    return True
 
 
 def _is_of(value: object, kind: str) -> bool:
