@@ -347,6 +347,96 @@ def test_a_call_by_all_formats_is_the_same(address: str, engine: ForcedEngine) -
     assert (item["name"], json.loads(item["arguments"])) == ("f", given)
 
 
+def told_by(address: str, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    _, data = ask(address, path, {"stream": True, **body})
+    return [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+
+
+@pytest.mark.usefixtures("with_template")
+def test_a_call_that_a_limit_cuts(llm: LLM, address: str, engine: ForcedEngine) -> None:
+    """A call that is whole is given, of one that is not there is nothing in what is whole; a stream
+    has its beginning. The reason is the limit."""
+    tools = [WEATHER, NOW]
+    named = [{"type": "function", **each["function"]} for each in tools]
+    theirs = [{"name": each["name"], "input_schema": each.get("parameters", {})} for each in named]
+    for each in theirs:
+        each["input_schema"] = {"type": "object"} | each["input_schema"]
+    whole_and_more = f"One.{CALL_NOW}\n{CALL}"
+    for text, cut_in in (
+        (f"One.{CALL_NOW}", "</tool"),
+        (whole_and_more, '<tool_call>\\n{"name": "get_w'),
+        (whole_and_more, '"city": "O'),
+    ):
+        end = text.rindex(cut_in.replace("\\n", "\n")) + len(cut_in.replace("\\n", "\n"))
+        engine.text = text
+        limit = len(llm.encode(text[:end], add_special_tokens=False))
+        has_begun = "city" in cut_in  # in a stream
+        # OpenAI's chat
+        asked: dict[str, Any] = {"messages": USER, "tools": tools, "max_tokens": limit}
+        (choice,) = answer(address, CHAT, **asked)["choices"]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"]) == ("length", "One.")
+        (call,) = message["tool_calls"]
+        assert (call["function"]["name"], call["function"]["arguments"]) == ("now", "{}")
+        parts = [part["choices"][0] for part in streamed(address, CHAT, **asked)]
+        assert parts[-1]["finish_reason"] == "length"
+        assert "".join(part["delta"].get("content") or "" for part in parts) == "One."
+        deltas = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        names = [delta["function"]["name"] for delta in deltas if delta.get("id")]
+        assert names == ["now", "get_weather"][: 1 + has_begun]
+        # Responses
+        asked = {"input": USER, "tools": named, "max_output_tokens": limit}
+        response = answer(address, "/v1/responses", **asked)
+        said, called = response["output"]
+        assert (response["status"], said["content"][0]["text"]) == ("incomplete", "One.")
+        assert (called["name"], called["status"]) == ("now", "completed")
+        events = told_by(address, "/v1/responses", **asked)
+        done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+        told = [(item.get("name"), item["status"]) for item in done]
+        expected = [(None, "completed"), ("now", "completed"), ("get_weather", "incomplete")]
+        assert told == expected[: 2 + has_begun]
+        ends = [each for each in events if each["type"].endswith("arguments.done")]
+        assert [each["name"] for each in ends] == ["now"]
+        assert events[-1]["type"] == "response.incomplete"
+        # Anthropic's
+        asked = {"messages": USER, "tools": theirs, "max_tokens": limit}
+        message = answer(address, "/v1/messages", **asked)
+        kinds = [
+            (block["type"], block.get("text", block.get("name"))) for block in message["content"]
+        ]
+        assert (message["stop_reason"], kinds) == (
+            "max_tokens",
+            [("text", "One."), ("tool_use", "now")],
+        )
+        events = told_by(address, "/v1/messages", **asked)
+        begun = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+        assert [block.get("name") for block in begun] == [None, "now", "get_weather"][
+            : 2 + has_begun
+        ]
+        texts = [each["delta"].get("text", "") for each in events if "delta" in each]
+        assert "".join(texts) == "One."
+        # Ollama's, which streams calls when they are whole
+        asked = {"messages": USER, "tools": tools, "options": {"num_predict": limit}}
+        reply = answer(address, "/api/chat", **asked, stream=False)
+        (call,) = reply["message"]["tool_calls"]
+        assert (reply["done_reason"], reply["message"]["content"]) == ("length", "One.")
+        assert call["function"]["name"] == "now"
+        _, data = ask(address, "/api/chat", asked)
+        lines = [json.loads(line) for line in data.splitlines()]
+        assert "".join(line["message"]["content"] for line in lines) == "One."
+        calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
+        assert [call["function"]["name"] for call in calls] == ["now"]
+        # Python
+        with saying(llm, text):
+            stream = llm.stream(USER, tools=tools, max_tokens=limit)
+            pieces = [delta for chunk in stream for delta in chunk.tool_calls]
+        result = stream.result
+        assert (result.finish_reason, result.text) == ("length", "One.")
+        assert [(call.name, call.parsed()) for call in result.tool_calls] == [("now", {})]
+        assert [piece.name for piece in pieces if piece.id] == names
+
+
 # In process, where the model chooses what the grammar leaves it
 
 

@@ -40,23 +40,23 @@ _SCALARS = {  # as JSON has them
 class Rules(Protocol):
     """A grammar that is being written."""
 
-    rules: list[str]
-
     def rule(self, body: str) -> str:
         """The name of a new rule."""
 
+    def recursive(self, write: Callable[[str], str]) -> str:
+        """The same for one that may hold itself: `write` is told its name."""
+
     def terminal(self, body: str) -> str:
         """The name of a regular expression."""
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """The name of a rule of what is valid under a schema."""
 
     def sequence(self, text: str) -> str:
         """Exactly this text."""
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
         """What a terminal matches, and this end behind it."""
-
-
-def json_value(lark: Rules, schema: Mapping[str, Any]) -> str:
-    return lark.rule(f"%json {json.dumps(schema)}")
 
 
 def escaped(pattern: str) -> str:
@@ -167,7 +167,7 @@ class Arguments:
             own = {} if kinds is None else {"type": sorted(kinds)}
         if "x-guidance" in self._root:
             own["x-guidance"] = self._root["x-guidance"]
-        return json_value(self._lark, own)
+        return self._lark.json(own)
 
     def _text(self, ways: Iterable[Way], without: str, apart: Iterable[str] = ()) -> str:
         """What matches a text that is valid in one of these ways. without: a regular expression
@@ -236,7 +236,7 @@ class Arguments:
         more, may_end = "", True  # what comes after the beginning of the next parameter's tag
         if others is not False:
             name = self._other_name(named)
-            more = self._recursive(lambda own: self._xml_parameter(tags, name, "", others, own))
+            more = lark.recursive(lambda own: self._xml_parameter(tags, name, "", others, own))
         for name, schema, needed in reversed(named):
             key = lark.sequence(name)
             written = self._xml_parameter(tags, key, name, schema, more, may_end)
@@ -302,13 +302,6 @@ class Arguments:
             self._unheld(f"{key} of what may also be text")
         return f"/{escaped(_SCALARS[way['type']])}/"
 
-    def _recursive(self, write: Callable[[str], str]) -> str:
-        """A rule that may hold itself, whose name it is told."""
-        at, name = len(self._lark.rules), f"r{len(self._lark.rules)}"
-        self._lark.rules.append(name)
-        self._lark.rules[at] = f"{name}: {write(name)}"
-        return name
-
     def _gemma(self, quote: str, schema: object) -> str:
         """A value, which may hold others like it."""
         known = json.dumps(schema, sort_keys=True)
@@ -318,7 +311,7 @@ class Arguments:
                 self._known[known] = name
                 return self._gemma_value(quote, schema)
 
-            self._recursive(write)
+            self._lark.recursive(write)
         return self._known[known]
 
     def _gemma_value(self, quote: str, schema: object) -> str:

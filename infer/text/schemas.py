@@ -30,6 +30,7 @@ READ_AS = {
 BEGINS_AS = {"array": "[", "object": "{"}
 
 _MOST_WAYS = 256
+_NOTES = ("title", "description", "default", "examples", "$comment")
 # What part of a schema says of each type. Two parts that say it of one value are put together.
 _LARGER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
 _SMALLER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
@@ -146,7 +147,7 @@ def kind_of(value: object) -> str:
 
 
 def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with what it refers to in its own `$defs`."""
+    """The schema with what it refers to in its own `$defs`, without what is only told of it."""
     names: dict[str, str] = {}
     found: dict[str, Any] = {}
 
@@ -165,9 +166,9 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
                 copied[key] = f"#/$defs/{names[value]}"
             elif key in ("properties", "patternProperties") and isinstance(value, Mapping):
                 copied[key] = {name: moved(each) for name, each in value.items()}
-            elif key in ("const", "enum", "default", "examples"):
+            elif key in ("const", "enum"):
                 copied[key] = value
-            elif key not in ("$defs", "definitions"):
+            elif key not in ("$defs", "definitions", *_NOTES):
                 copied[key] = moved(value)
         return copied
 

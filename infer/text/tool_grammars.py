@@ -14,7 +14,7 @@ from typing import Any
 
 from infer.kernels.errors import RequestError
 from infer.text.answer import AnswerStyle
-from infer.text.argument_grammars import Arguments, json_value
+from infer.text.argument_grammars import Arguments
 from infer.text.schemas import SchemaError
 from infer.text.tool_formats import (
     DSML_TAGS,
@@ -227,7 +227,7 @@ def _arguments(
     """What a function's arguments are held to, as a format writes them. Raises RequestError if the
     function is strict and its schema cannot be followed there."""
     if layout.arguments == "json":
-        return json_value(lark, schema)
+        return lark.json(schema)
     arguments = Arguments(lark, schema, error_of, strict=bool(function.get("strict")))
     try:
         if layout.tags is not None:
@@ -255,7 +255,7 @@ class _Lark:
             "INDEX: /[0-9]{1,3}/",
             f"text: {'(TEXT loose)* TEXT' if loose else 'TEXT'}",
         ]
-        self._terminals: dict[str, str] = {}
+        self._known: dict[str, str] = {}  # names of rules by what they are
         self._loose = ""
         if loose:
             self._loose = "(TEXT loose)* "
@@ -267,6 +267,13 @@ class _Lark:
     def rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def recursive(self, write: Callable[[str], str]) -> str:
+        """The same for one that may hold itself: `write` is told its name."""
+        at = len(self.rules)
+        name = self.rule("")
+        self.rules[at] = f"{name}: {write(name)}"
         return name
 
     def parts(self, text: str) -> list[str]:
@@ -317,12 +324,19 @@ class _Lark:
             return f"({self.sequence(begin)} {self.text_until(end)} SPACE?)?"
         return ""
 
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """The name of a rule of what is valid under a schema, the same for the same."""
+        body = f"%json {json.dumps(schema)}"
+        if body not in self._known:
+            self._known[body] = self.rule(body)
+        return self._known[body]
+
     def terminal(self, body: str) -> str:
         """The name of a regular expression, the same for the same."""
-        if body not in self._terminals:
-            self._terminals[body] = f"T{len(self._terminals)}"
-            self.rules.append(f"{self._terminals[body]}: {body}")
-        return self._terminals[body]
+        if body not in self._known:
+            self._known[body] = f"T{len(self.rules)}"
+            self.rules.append(f"{self._known[body]}: {body}")
+        return self._known[body]
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
         """A text as the terminal says, and this end. The terminal says where that begins. loose:
