@@ -55,7 +55,13 @@ class Reading:
 
     def parser(self) -> AnswerParser:
         most = None if self.tools.parallel else 1
-        return AnswerParser(self.style, self.tools.functions, most=most, thinking=self.thinking)
+        return AnswerParser(
+            self.style,
+            self.tools.functions,
+            most=most,
+            thinking=self.thinking,
+            tokens=self.special_tokens.keys(),
+        )
 
     @property
     def is_strict(self) -> bool:

@@ -464,6 +464,17 @@ def test_a_beginning_of_a_marker_that_a_model_ends_is_text(text: str) -> None:
     assert (told.text or f"<think>{told.reasoning}", calls) == (text, [])
 
 
+def test_what_no_limit_can_cut_is_text() -> None:
+    """A marker that is one token has no beginning. What is no call is not held for one."""
+    style = answer_style("<think> <tool_call>")
+    for text in ("a <", "a <tool_", "<thi"):
+        parser = AnswerParser(style, FUNCTIONS, tokens=("<tool_call>", "<think>", "</think>"))
+        assert (parser.add(text) + parser.finish(cut=True)).text == text
+    for sign, text in ((LLAMA, '{"name": "Bob and'), (PYTHONIC, "[Bob")):
+        parser = AnswerParser(answer_style(sign), FUNCTIONS)
+        assert parser.add(text).text == text
+
+
 def test_a_thought_that_is_cut_may_hold_a_call() -> None:
     case = Case("<think> <tool_call>", f"<think>Say {hermes(PARIS)} or</thi")
     whole, calls = cut_off(case, [case.answer])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,12 +60,14 @@ class AnswerParser:
         *,
         most: int | None = None,
         thinking: bool = False,
+        tokens: Collection[str] = (),
     ) -> None:
-        """most: calls, after which the answer is done. thinking: the prompt has begun the
-        thought."""
+        """most: calls, after which the answer is done. thinking: the prompt has begun the thought.
+        tokens: markers that are one token, which no limit cuts."""
         self._style, self._thinking = style, thinking
         self._with_tools = functions is not None
-        self._reader = Reader(functions or {}, most, short_ids=style.tools.short_ids)
+        short_ids = style.tools.short_ids
+        self._reader = Reader(functions or {}, most, short_ids=short_ids, tokens=tokens)
         self.is_done = False
         self._steps: Steps[None] | None = self._read()
         self._go_on()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -71,7 +71,8 @@ class Reader:
     """Text that arrives, of which parsers take the beginning.
 
     functions: the JSON schema of each function's arguments. most: calls that are read. short_ids:
-    ids of calls are nine letters and digits, as Mistral's templates want them.
+    ids of calls are nine letters and digits, as Mistral's templates want them. tokens: markers that
+    are one token, which no limit cuts.
     """
 
     def __init__(
@@ -80,13 +81,14 @@ class Reader:
         most: int | None = None,
         *,
         short_ids: bool = False,
+        tokens: Collection[str] = (),
     ) -> None:
         self.functions, self.most = functions, most
         self.calls = 0
         self.is_thinking = False
         self.pieces = Pieces()
         self.unfinished: int | None = None  # the call that has begun and is not whole
-        self._short_ids = short_ids
+        self._short_ids, self._tokens = short_ids, tokens
         self._left = ""  # what is not taken yet
         self._ended = self._cut = False
         self._attempt: str | None = None  # what was taken for a call that has no name yet
@@ -161,7 +163,8 @@ class Reader:
                 return marker
             held = 0
             if self._cut or not self._ended:
-                held = max(overlap(self._left, marker) for marker in markers)
+                may_end = (each for each in markers if not (self._cut and each in self._tokens))
+                held = max((overlap(self._left, each) for each in may_end), default=0)
             write(self._take(len(self._left) - held))
             if self._ended:
                 self._left = ""
@@ -232,8 +235,8 @@ class Reader:
             text = self._left.lstrip()
             if text.startswith(starts):
                 return True
-            begun = any(start.startswith(text) for start in starts)
-            if begun and self._cut:
+            begun = [start for start in starts if start.startswith(text)]
+            if self._cut and any(start not in self._tokens for start in begun):
                 self._left = ""
             if self._ended or not begun:
                 return False

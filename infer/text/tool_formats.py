@@ -69,6 +69,8 @@ def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
         key = yield from reader.json_string()
         yield from reader.expect(":")
         if key in _NAMES and name is None:
+            if bare and not (yield from reader.sees(*map(json.dumps, reader.functions))):
+                raise MalformedError
             name = yield from reader.json_string()
             if not _is_name(name) or (bare and name not in reader.functions):
                 raise MalformedError
@@ -442,6 +444,8 @@ def _python_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None
     if bare and not listed:
         raise MalformedError
     while True:
+        if bare and not (yield from reader.sees(*reader.functions)):
+            raise MalformedError
         name = yield from reader.word()
         if not _is_name(name) or (bare and name not in reader.functions):
             raise MalformedError
