@@ -14,12 +14,11 @@ from infer.sampling import SamplingParams
 from infer.text.answer import PROMPT_END, AnswerParser, AnswerStyle, answer_style
 from infer.text.argument_grammars import escaped
 from infer.text.chat import choose_template
+from infer.text.schemas import loose_argument_ways
 from infer.text.tokenizer import Tokenizer
 from infer.text.tool_grammars import answer_grammar
 from infer.text.tools import Tools
 
-# Where other parts of a schema may name properties.
-_MORE_PROPERTIES = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 _MOST = 1 << 16  # characters of the schema of a function's arguments
 
 
@@ -118,7 +117,8 @@ def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a function's arguments are held to: to any object, if it is not strict and its schema
     cannot be followed."""
     schema = function["parameters"]
-    if "properties" in schema and not schema.keys() & _MORE_PROPERTIES:  # models make up others
+    named = {name for way in loose_argument_ways(schema) for name in way.get("properties", ())}
+    if "properties" in schema and named <= schema["properties"].keys():  # models make up others
         schema = {"additionalProperties": False} | schema
     text = json.dumps(schema)
     error = _error(text) if len(text) <= _MOST else f"more than {_MOST:,} characters."

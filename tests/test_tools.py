@@ -396,7 +396,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 def cut_off(case: Case, pieces: list[str]) -> tuple[Pieces, list[ToolCall]]:
-    """The same of an answer that a limit ends, of whose calls those stay that are whole."""
+    """What an answer is that a limit ends, and those of its calls that are whole."""
     parser = AnswerParser(answer_style(case.sign), FUNCTIONS, thinking=case.thinking)
     whole, calls = Pieces(), list[ToolCall]()
     for told in (*map(parser.add, pieces), parser.finish(cut=True)):
@@ -924,6 +924,10 @@ def test_arguments_that_no_schema_names(format: ToolFormat) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, **parts}
     assert accepts(grammar_of(format, schema), written(format, {"b": "2"}))
     assert not accepts(grammar_of(format, schema), written(format, {"a": "1"}))
+    either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}, **either}
+    for given, is_valid in (({"a": 1}, True), ({"b": 1}, True), ({}, False), ({"c": 1}, False)):
+        assert accepts(grammar_of(format, schema), written(format, given)) == is_valid
 
 
 def test_formats_of_texts_are_those_of_jsonschema() -> None:

@@ -44,7 +44,7 @@ class Rules(Protocol):
         """The name of a new rule."""
 
     def recursive(self, write: Callable[[str], str]) -> str:
-        """The same for one that may hold itself: `write` is told its name."""
+        """The name of a new rule that may hold itself: `write` is told the name."""
 
     def terminal(self, body: str) -> str:
         """The name of a regular expression."""
@@ -110,7 +110,7 @@ class Arguments:
         return ways
 
     def _unheld(self, what: str) -> None:
-        """A part of the schema that cannot be followed."""
+        """Note a part of the schema that cannot be followed. Raises SchemaError if strict."""
         if self._strict:
             raise SchemaError(what)
 
@@ -170,8 +170,8 @@ class Arguments:
         return self._lark.json(own)
 
     def _text(self, ways: Iterable[Way], without: str, apart: Iterable[str] = ()) -> str:
-        """What matches a text that is valid in one of these ways. without: a regular expression
-        that is not found in it. apart: the types that it does not look like."""
+        """The body of a terminal of texts that are valid in one of these ways. without: a regular
+        expression that is found in none of them. apart: the types that none of them looks like."""
         shape = [f"/{ANY}/", f"~{self._begins_with(f'{ANY}(?:{without})')}"]
         for kind in sorted(apart):
             if kind in BEGINS_AS:
@@ -191,8 +191,8 @@ class Arguments:
         return " | ".join(f"({each})" for each in found)
 
     def _begins_with(self, pattern: str) -> str:
-        """What begins with what a regular expression matches. Behind it are any bytes, and not any
-        text: then llguidance sees at once that nothing can follow what must not match."""
+        """A terminal of all that begins with a match of a regular expression. The rest may be any
+        bytes, not only text: so llguidance sees at once where the complement can match no more."""
         nothing = self._lark.terminal(f"/{NOTHING}/")
         anything = self._lark.terminal(f"~{nothing}")
         return self._lark.terminal(f"/{escaped(pattern)}/ {anything}")
@@ -202,8 +202,8 @@ class Arguments:
     def _separated(
         self, entries: Sequence[tuple[str, bool]], separator: str, other: str = ""
     ) -> str:
-        """Those that are needed, and any of the others, in this order but those first; then any
-        number of `other`."""
+        """Entries, each a rule and whether it has to come: all that have to, then any of the
+        others, both in this order, then any number of `other`."""
         between = self._lark.sequence(separator)
         more = f"({between} {other})*" if other else ""
         needed = [name for name, is_needed in entries if is_needed]
@@ -295,7 +295,8 @@ class Arguments:
         return parameter(values)
 
     def _scalar(self, way: Way) -> str:
-        """What matches a value beside others that are text, all of which are one lexeme."""
+        """The body of a terminal of one type's values, where others are text. All must be one
+        lexeme: of several, llguidance goes on with the longest alone."""
         if "enum" in way:
             return f"/{escaped('|'.join(exactly(json.dumps(each)) for each in way['enum']))}/"
         for key in way.keys() - {"type"}:
@@ -333,7 +334,7 @@ class Arguments:
         return self._any_of(written)
 
     def _gemma_items(self, quote: str, way: Way) -> str:
-        """What is between the brackets of a list."""
+        """The items of a list, with commas between them."""
         if "enum" in way:
             self._unheld("enum or const of a list")
         items = way.get("items", True)

@@ -122,7 +122,7 @@ class Argument:
         )
 
     def of(self, kinds: frozenset[str]) -> Argument:
-        """The same where it is known to be of these types."""
+        """How it is read where it is known to have one of these types."""
         known = self.kinds & kinds or kinds
         return Argument(known, known - {"string"})
 
@@ -147,7 +147,7 @@ def kind_of(value: object) -> str:
 
 
 def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with what it refers to in its own `$defs`, without what is only told of it."""
+    """A copy of a schema that has all it refers to in its own `$defs`, without its descriptions."""
     names: dict[str, str] = {}
     found: dict[str, Any] = {}
 

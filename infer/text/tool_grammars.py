@@ -270,7 +270,7 @@ class _Lark:
         return name
 
     def recursive(self, write: Callable[[str], str]) -> str:
-        """The same for one that may hold itself: `write` is told its name."""
+        """The name of a new rule that may hold itself: `write` is told the name."""
         at = len(self.rules)
         name = self.rule("")
         self.rules[at] = f"{name}: {write(name)}"
@@ -325,22 +325,22 @@ class _Lark:
         return ""
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule of what is valid under a schema, the same for the same."""
+        """The name of a rule of what is valid under a schema. Equal schemas share a rule."""
         body = f"%json {json.dumps(schema)}"
         if body not in self._known:
             self._known[body] = self.rule(body)
         return self._known[body]
 
     def terminal(self, body: str) -> str:
-        """The name of a regular expression, the same for the same."""
+        """The name of a regular expression. Equal ones share a name."""
         if body not in self._known:
             self._known[body] = f"T{len(self.rules)}"
             self.rules.append(f"{self._known[body]}: {body}")
         return self._known[body]
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
-        """A text as the terminal says, and this end. The terminal says where that begins. loose:
-        whether the special tokens that may stand anywhere in a text may be in it."""
+        """What a terminal matches, which must not hold what looks like the end, and this end behind
+        it. loose: whether special tokens may be in it that may stand anywhere in a text."""
         first, *rest = self.parts(end)
         held = f"({text} loose)* " if loose and self._loose else ""
         if first in self._specials:
