@@ -283,7 +283,7 @@ def _screen(host: Host, address: str) -> str:
     if (llm := host.only) is not None:
         memory = llm.stats().memory
         rows["memory"] = f"{size(memory.allocated)} on {llm.gpu.name}"
-        rows["slots"] = f"{llm.slots} answers at once, of {llm.context:,} positions at most"
+        rows["slots"] = f"{llm.slots} answers at once, each of {llm.context:,} positions at most"
         chat = llm.tokenizer.has_chat_template
     else:
         rows["loaded"] = "each when it is first asked for"
