@@ -74,7 +74,7 @@ class _Growing:
             )
         return OutOfMemoryError(
             f"A KV cache of {self.pages * PAGE:,} positions in all, for {options.max_batch} "
-            f"answers at once with a context of {options.context:,} positions each, needs "
+            f"answers at once, each with a context of up to {options.context:,} positions, needs "
             f"{needed}, which is {pages * PAGE:,} positions in all. Ask for fewer answers at once, "
             "a smaller context (--context) or less memory for the cache."
         )

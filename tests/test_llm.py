@@ -1376,7 +1376,7 @@ def test_keys_that_no_binding_holds(llm: LLM) -> None:
         count.fitting(replace(options, context=int(asked[1]) + 1))
     # Of several answers, what they share and what each may have are told apart.
     said = (
-        r"cache of 384 positions in all, for 3 .* of 128 positions each, .* is 256 positions in all"
+        r"cache of 384 positions in all, for 3 .* up to 128 positions, .* is 256 positions in all"
     )
     with pytest.raises(infer.OutOfMemoryError, match=said):
         count.fitting(replace(options, max_batch=3, context=2 * PAGE, cache_positions=6 * PAGE))

@@ -665,7 +665,7 @@ def _of_positions(cached: Array, at: slice) -> Array:
 
 
 _ALL = _SHAPES + _LATENT
-_LONG = _Shape(1, 2, 32, 60_007)  # loops of attention_tiled end too early here on Mesa's software adapter
+_LONG = _Shape(1, 2, 32, 60_007)  # where Mesa's software adapter would end attention_tiled's loops
 _ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...], tuple[_Shape, ...]]] = {
     "attention_scores": (_scores, (3,), _ALL),
     "softmax": (_softmax, (3,), _SHAPES),
