@@ -142,8 +142,8 @@ def test_one_that_goes_away_in_its_request(caplog: pytest.LogCaptureFixture) -> 
     with serving(service) as address:
         with connected(address) as client:
             client.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
-            wait_for(lambda: service.arriving == 1)
-        wait_for(lambda: service.arriving == 0)
+            wait_for(lambda: service.bodies.nbytes == 1)
+        wait_for(lambda: service.bodies.nbytes == 0)
     assert not caplog.records
 
 
@@ -155,13 +155,13 @@ def test_many_large_requests_at_once() -> None:
             client = socket.create_connection(urlsplit(address).netloc.split(":"), timeout=60)
             client.sendall(HEAD + b"Content-Length: 1000\r\n\r\n" + b" " * 999)
             clients.append(client)
-            wait_for(lambda sent=number + 1: service.arriving == 999 * sent)
+            wait_for(lambda sent=number + 1: service.bodies.nbytes == 999 * sent)
         response, data = ask(address, COMPLETIONS, b" " * 50)
         assert response.status == 503
         assert b"Too many large requests" in data
         for client in clients:
             client.close()
-        wait_for(lambda: service.arriving == 0)
+        wait_for(lambda: service.bodies.nbytes == 0)
         assert ask(address, COMPLETIONS, {"prompt": "x"})[0].status == 200
 
 

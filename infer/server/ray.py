@@ -305,9 +305,14 @@ class RayEngine(Info):
         return found
 
     async def encode(
-        self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        template_args: Mapping[str, Any],
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
-        ids: list[int] = await self._call("encode", prompt, dict(template_args), add_special_tokens)
+        given = prompt, dict(template_args), add_special_tokens, most
+        ids: list[int] = await self._call("encode", *given)
         return ids
 
     async def decode(self, ids: Sequence[int]) -> str:

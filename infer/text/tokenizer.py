@@ -2,8 +2,9 @@
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from operator import index
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from infer.foreign import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.text.chat import begins_answer, choose_template, render
 from infer.text.infill import find_infill
+from infer.text.pieces import encode_pieces
 
 T = TypeVar("T")
 
@@ -69,6 +71,7 @@ class Tokenizer:
         )
         if _growth(backend.decoder) > _MOST_GROWTH:
             raise TokenizerError("The tokenizer's decoder makes too much of each token.")
+        self._is_bpe = isinstance(backend.model, tokenizers.models.BPE)
         self.infill = find_infill(lambda text: backend.token_to_id(text) is not None)
         decoder = backend.decoder.__getstate__() if backend.decoder is not None else b""
         self._slow_decoder = b'"Regex"' in decoder
@@ -95,28 +98,31 @@ class Tokenizer:
             RequestError: not text, or text with halves of surrogate pairs.
             TokenizerError: the tokenizer fails, takes too long or makes too much of it.
         """
+        return [*chain.from_iterable(self.encode_pieces(text, add_special_tokens))]
+
+    def encode_pieces(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """As `encode`, of a long text a piece at a time, when it is asked for. Pieces may be empty."""
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be text, not {type(text).__name__}.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"The prompt is not valid Unicode: {error}.") from error
+        pieces = encode_pieces(partial(self._encoding, add_special_tokens), text, self._is_bpe)
+        first = next(pieces)
+        doubled = add_special_tokens and first[:2] == [self.bos_token_id] * 2
+        yield first[1:] if doubled else first
+        yield from pieces
+
+    def _encoding(self, add_special_tokens: bool, text: str) -> tokenizers.Encoding:
         if len(text) * self._growth > _MOST_CHARACTERS:
             raise TokenizerError(
                 f"The tokenizer may make {self._growth:,} times as much of a text before it splits "
                 f"it: the {len(text):,} characters of this one are too many for that."
             )
-
-        def encode() -> list[int]:
-            # Unlike `encode`, this lets other threads run.
-            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = encoding.ids
-            return ids
-
-        ids = _limited(encode, len(text))
-        if add_special_tokens and ids[:2] == [self.bos_token_id] * 2:
-            return ids[1:]
-        return ids
+        # Unlike `encode`, this lets other threads run.
+        encode = partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens)
+        return _limited(encode, len(text))[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD.
