@@ -461,14 +461,21 @@ def test_options_of_the_server_are_passed_on(monkeypatch: pytest.MonkeyPatch) ->
 
     # Not by its path: a test has imported the package anew.
     monkeypatch.setattr(import_module("infer.server.host"), "Host", host)
-    flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict"
+    flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict "
+    flags += "--allowed-host example.org"
     assert invoke("serve", "demo", *flags.split(), "--served-name", "mine").exit_code == 1
     monkeypatch.setenv("INFER_API_KEY", "c d")
     assert invoke("serve", "demo", "--port", "0", "--log-level", "debug").exit_code == 1
+    hosts = ["example.org", "127.0.0.1"]
     assert seen == [
-        ServerOptions("mine", ["a", "b"], True, ["https://example.org"]),
-        ServerOptions(api_keys=["c", "d"]),
+        ServerOptions("mine", ["a", "b"], True, ["https://example.org"], allowed_hosts=hosts),
+        ServerOptions(api_keys=["c", "d"], allowed_hosts=["127.0.0.1"]),
     ]
+    monkeypatch.delenv("INFER_API_KEY")
+    for more, own in (([], None), (["--allowed-host", "example.org"], ["example.org"])):
+        assert invoke("serve", "demo", "--port", "0", "--host", "0.0.0.0", *more).exit_code == 1
+        assert seen.pop() == ServerOptions(allowed_hosts=own)
+    assert invoke("serve", "demo", "--allowed-host", "https://example.org").exit_code == 2
     assert invoke("serve", "demo", "--log-level", "chatty").exit_code == 2
 
 

@@ -4,6 +4,7 @@ others are served meanwhile. Limits of time are made so short that they pass at 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -12,7 +13,19 @@ from itertools import cycle
 from urllib.parse import urlsplit
 
 import pytest
-from serving import COMPLETIONS, FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
+from serving import (
+    CHAT,
+    COMPLETIONS,
+    JSON,
+    FakeAnswer,
+    FakeEngine,
+    ask,
+    connect,
+    events,
+    fake_service,
+    serving,
+    wait_for,
+)
 
 from infer.results import Chunk
 from infer.server.http import HEAD_BYTES, Connection, most_connections
@@ -106,12 +119,113 @@ def test_an_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatc
         b"GET /health HTTP/1.1\r\n" + b"X-Many: x\r\n" * (HEAD_BYTES // 11 + 1),
         b"GET /" + b"x" * HEAD_BYTES,
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X-After: x\r\n" * HEAD_BYTES,
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * HEAD_BYTES + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: x\r\n" * 6000 + b"\r\n",
+        b"GET /?" + b"x" * HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        HEAD
+        + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+        + b"X-After: x\r\n" * 6000
+        + b"\r\n"
+        + REQUEST,
     ],
 )
-def test_a_head_without_end(address: str, sent: bytes) -> None:
+def test_a_head_that_is_too_large(address: str, sent: bytes) -> None:
+    """Whether it has an end, and comes at once, or not."""
     with connected(address) as client:
         client.sendall(sent)
         assert status(told(client)) == 431
+
+
+def test_a_head_that_is_just_small_enough(address: str) -> None:
+    sent = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    with connected(address) as client:
+        client.sendall(sent + b"X-Long: " + b"x" * (HEAD_BYTES - 100) + b"\r\n\r\n")
+        assert told(client).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_chunks_are_for_those_who_know_them(version: bytes) -> None:
+    """RFC 9112, 6.1 and 6.3: a stream to HTTP/1.0 ends with its connection."""
+    head = HEAD.replace(b"HTTP/1.1", b"HTTP/" + version) + b"Connection: close\r\n"
+    with serving(fake_service(FakeEngine())) as address:
+        for stream in (True, False):
+            body = json.dumps({"prompt": "x", "stream": stream}).encode()
+            with connected(address) as client:
+                client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                got, _, data = told(client).partition(b"\r\n\r\n")
+            assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"\r\nconnection: close" in got
+            chunked = stream and version == b"1.1"
+            assert (b"transfer-encoding" in got) == chunked
+            if not stream:
+                assert b"content-length: %d" % len(data) in got
+                assert json.loads(data)["choices"][0]["text"] == "ab"
+            elif not chunked:
+                assert "".join(e["choices"][0]["text"] for e in events(data)) == "ab"
+
+
+# Its own name
+
+
+def asked_as(address: str, *hosts: str, version: str = "1.1") -> bytes:
+    sent = f"GET /health HTTP/{version}\r\nConnection: close\r\n"
+    sent += "".join(f"Host: {host}\r\n" for host in hosts) + "\r\n"
+    with connected(address) as client:
+        client.sendall(sent.encode())
+        return told(client)
+
+
+OWN = [
+    *("localhost", "LocalHost.:80", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3:1", "[::1]:8000"),
+    *("[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "0.0.0.0:8000", "a.localhost", "192.168.1.7:8000"),
+    *("host.docker.internal:8000", "box.local:8000", socket.gethostname().upper() + ":8000"),
+    *("example.org", "Example.ORG.:443"),
+]
+FOREIGN = [
+    *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
+    *("sub.example.org", "example.org.evil", "local", "notlocal", "8.8.8.8", "[2606:4700::1]", ""),
+]
+
+
+def test_names_of_the_server() -> None:
+    """A page of the web can have its own name mean this machine. As Ollama answers since
+    CVE-2024-28224 (`allowedHostsMiddleware`)."""
+    options = {"allowed_hosts": ["example.ORG"], "cors_origins": ["*"], "api_keys": ["secret"]}
+    with serving(fake_service(FakeEngine(), **options)) as address:
+        for host in OWN:
+            assert asked_as(address, host).startswith(b"HTTP/1.1 200 "), host
+        for host in FOREIGN:
+            data = asked_as(address, host)
+            assert status(data) == 403, host
+            assert f"--allowed-host {host.removesuffix(':8000')}".encode() in data
+        for path in ("/", "/v1/models", CHAT, "/openapi.json"):
+            told_so, data = ask(address, path, headers={"Host": "evil.example"})
+            assert (told_so.status, b"not called 'evil.example'" in data) == (403, True)
+        forbidden = ask(address, "/v1/messages", {}, {"Host": "evil.example"})[1]
+        assert json.loads(forbidden)["error"]["type"] == "permission_error"
+
+
+def test_one_name_is_given() -> None:
+    """RFC 9112, 3.2."""
+    wrong = ["a b", "a@b", "::1", "localhost:x", "localhost:80:80", "[::1", "http://localhost", "$x"]
+    for options in ({}, {"allowed_hosts": ["example.org"]}):
+        with serving(fake_service(FakeEngine(), **options)) as address:
+            for hosts in ((), ("localhost", "localhost"), *((each,) for each in wrong)):
+                assert status(asked_as(address, *hosts)) == 400, hosts
+            assert asked_as(address, version="1.0").startswith(b"HTTP/1.1 200 ")
+    for options in ({}, {"allowed_hosts": ["*"]}):  # {}: where others may connect
+        with serving(fake_service(FakeEngine(), **options)) as address:
+            assert asked_as(address, "evil.example").startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_is_compressed(address: str) -> None:
+    body = gzip.compress(BODY)
+    for coding in ("gzip", "GZIP", "br", "identity, zstd"):
+        response, data = ask(address, COMPLETIONS, body, JSON | {"Content-Encoding": coding})
+        assert response.status == 415
+        assert f"Content-Encoding: {coding.lower()}".encode() in data
+    for coding in ("identity", ""):
+        assert ask(address, COMPLETIONS, BODY, JSON | {"Content-Encoding": coding})[0].status == 200
 
 
 def test_what_is_no_http(address: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +283,7 @@ def test_who_waits_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "most", 2)
 
     def ask_again(client: socket.socket) -> None:
-        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         data = b""
         while not data.endswith(b"}"):
             data += client.recv(1 << 16)

@@ -27,7 +27,8 @@ class ServerOptions:
     for one of these; none: no keys. strict: refuse unknown parameters. cors_origins: the origins
     whose web pages may ask; "*": all. queue: answers that may wait, for each that is generated.
     max_body: bytes of a request's body, and a 16th of all that are received or in work.
-    keepalive: seconds without an event after which a stream shows that it lives."""
+    keepalive: seconds without an event after which a stream shows that it lives. allowed_hosts:
+    names by which clients may call the server, beside those of this machine; None, or "*": any."""
 
     name: str | None = None
     api_keys: Sequence[str] = ()
@@ -36,6 +37,7 @@ class ServerOptions:
     queue: int = 4
     max_body: int = 16 << 20
     keepalive: float = 5.0
+    allowed_hosts: Sequence[str] | None = None
 
 
 class Served(ABC):

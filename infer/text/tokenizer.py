@@ -101,13 +101,18 @@ class Tokenizer:
         return [*chain.from_iterable(self.encode_pieces(text, add_special_tokens))]
 
     def encode_pieces(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
-        """As `encode`, of a long text a piece at a time, when it is asked for. Pieces may be empty."""
+        """As `encode`, of a long text a piece at a time, when it is asked for. Some are empty."""
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be text, not {type(text).__name__}.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"The prompt is not valid Unicode: {error}.") from error
+        if len(text) * self._growth > _MOST_CHARACTERS:
+            raise TokenizerError(
+                f"The tokenizer may make {self._growth:,} times as much of a text before it splits "
+                f"it: the {len(text):,} characters of this one are too many for that."
+            )
         pieces = encode_pieces(partial(self._encoding, add_special_tokens), text, self._is_bpe)
         first = next(pieces)
         doubled = add_special_tokens and first[:2] == [self.bos_token_id] * 2
@@ -115,11 +120,6 @@ class Tokenizer:
         yield from pieces
 
     def _encoding(self, add_special_tokens: bool, text: str) -> tokenizers.Encoding:
-        if len(text) * self._growth > _MOST_CHARACTERS:
-            raise TokenizerError(
-                f"The tokenizer may make {self._growth:,} times as much of a text before it splits "
-                f"it: the {len(text):,} characters of this one are too many for that."
-            )
         # Unlike `encode`, this lets other threads run.
         encode = partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens)
         return _limited(encode, len(text))[0]
