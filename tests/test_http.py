@@ -7,9 +7,11 @@ import asyncio
 import gzip
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -27,7 +29,9 @@ from serving import (
     wait_for,
 )
 
+from infer.llm import Prompt
 from infer.results import Chunk
+from infer.server.admission import LARGE
 from infer.server.http import HEAD_BYTES, Connection, most_connections
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
@@ -277,6 +281,94 @@ def test_many_large_requests_at_once() -> None:
             client.close()
         wait_for(lambda: service.bodies.nbytes == 0)
         assert ask(address, COMPLETIONS, {"prompt": "x"})[0].status == 200
+
+
+class Slow(FakeEngine):
+    """Long prompts are encoded when it is let go on."""
+
+    encodes = 0
+
+    async def encode(self, prompt: Prompt, *given: Any, **more: Any) -> list[int]:
+        self.asked.append((prompt,))
+        self.encodes += 1
+        try:
+            while len(prompt) > 1 and not self.go_on.is_set():
+                await asyncio.sleep(0.01)
+        finally:
+            self.encodes -= 1
+        return [1, 2, 3]
+
+
+def test_large_requests_take_turns() -> None:
+    engine = Slow(waits=True)
+    service = fake_service(engine)
+    with serving(service) as address:
+        body = json.dumps({"prompt": "x" * LARGE}).encode()
+        clients = []
+        for number in range(1, 5):
+            clients.append(connect(address))
+            clients[-1].request("POST", COMPLETIONS, body, JSON)
+            wait_for(lambda number=number: service.bodies.nbytes == number * len(body))
+            wait_for(lambda number=number: engine.encodes == min(number, 2))
+        small = json.loads(ask(address, "/tokenize", {"prompt": "x"})[1])
+        assert small["count"] == 3
+        assert ask(address, "/health")[0].status == 200
+        clients.pop().close()  # its turn never comes
+        wait_for(lambda: service.bodies.nbytes == 3 * len(body))
+        engine.go_on.set()
+        for client in clients:
+            assert client.getresponse().status == 200
+            client.close()
+        wait_for(lambda: service.bodies.nbytes == 0)
+        assert [len(prompt) for (prompt, *_) in engine.asked].count(LARGE) == 3
+
+
+def test_large_requests_leave_room_for_small_ones() -> None:
+    engine = Slow(waits=True)
+    service = fake_service(engine, max_body=LARGE + 100)
+    with serving(service) as address:
+        body = json.dumps({"prompt": "x" * (LARGE + 50)}).encode()
+        clients = []
+        for number in range(1, 13):
+            clients.append(connect(address))
+            clients[-1].request("POST", "/tokenize", body, JSON)
+            wait_for(lambda number=number: service.bodies.nbytes == number * len(body))
+        response, data = ask(address, "/tokenize", body)
+        assert (response.status, response.getheader("retry-after")) == (503, "1")
+        assert b"Too many large requests" in data
+        assert ask(address, "/tokenize", {"prompt": "x"})[0].status == 200
+        engine.go_on.set()
+        for client in clients:
+            assert client.getresponse().status == 200
+            client.close()
+        assert ask(address, "/tokenize", body)[0].status == 200
+
+
+def test_one_that_drains_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """To those who connect then, too, until the last answer has ended."""
+    engine = FakeEngine(waits=True)
+    service = fake_service(engine)
+    with ExitStack() as running:
+        address = running.enter_context(serving(service))
+        connection = connect(address)
+        connection.request("POST", COMPLETIONS, BODY, JSON)
+        wait_for(lambda: len(engine.asked) == 2)
+        ending = threading.Thread(target=running.close)
+        ending.start()
+        wait_for(lambda: service.admission.draining)
+        for _ in range(3):
+            response, data = ask(address, "/health")
+            assert (response.status, json.loads(data)["status"]) == (503, "draining")
+            assert ask(address, "/metrics")[0].status == 200
+            response, data = ask(address, COMPLETIONS, BODY)
+            assert (response.status, b"shutting down" in data) == (503, True)
+        engine.go_on.set()
+        assert connection.getresponse().status == 200
+        connection.close()
+        ending.join(timeout=60)
+        assert not ending.is_alive()
+        with pytest.raises(ConnectionError):
+            ask(address, "/health")
 
 
 def test_who_waits_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
