@@ -557,8 +557,8 @@ def forget_peak() -> int:
 def test_the_largest_requests(
     llm: LLM, lengths: list[int], monkeypatch: pytest.MonkeyPatch, context: int
 ) -> None:
-    """Six of 15 MB at once, whose clients do not wait, as one text and as 100,000 messages. Whole in
-    the library one such text takes 2.7 GB."""
+    """Six of 15 MB at once, whose clients do not wait, as 100,000 messages and as one text, which
+    takes 2.7 GB if the library is given it whole."""
     service = Service(LLMClient(llm), ServerOptions())
     monkeypatch.setattr(service.engine, "context", context)
     text = ("one two three " * 1_100_000)[:15_000_000]
@@ -582,9 +582,10 @@ def test_the_largest_requests(
             # Those of a context, and a window more, of each that was begun.
             assert sum(lengths) < 6 * (8 * context + 4 * PIECE)
             assert peak_of_memory() - before < 800 << 20
-        before = forget_peak()
-        assert answer(address, "/tokenize", prompt=text)["count"] > 3_000_000
-        assert peak_of_memory() - before < 1 << 30
+        if context == 1024:
+            before = forget_peak()
+            assert answer(address, "/tokenize", prompt=text)["count"] > 3_000_000
+            assert peak_of_memory() - before < 1 << 30
 
 
 # Keys, pages and the log

@@ -211,7 +211,16 @@ def test_names_of_the_server() -> None:
 
 def test_one_name_is_given() -> None:
     """RFC 9112, 3.2."""
-    wrong = ["a b", "a@b", "::1", "localhost:x", "localhost:80:80", "[::1", "http://localhost", "$x"]
+    wrong = [
+        "a b",
+        "a@b",
+        "::1",
+        "localhost:x",
+        "localhost:80:80",
+        "[::1",
+        "http://localhost",
+        "$x",
+    ]
     for options in ({}, {"allowed_hosts": ["example.org"]}):
         with serving(fake_service(FakeEngine(), **options)) as address:
             for hosts in ((), ("localhost", "localhost"), *((each,) for each in wrong)):
@@ -228,6 +237,11 @@ def test_a_body_that_is_compressed(address: str) -> None:
         response, data = ask(address, COMPLETIONS, body, JSON | {"Content-Encoding": coding})
         assert response.status == 415
         assert f"Content-Encoding: {coding.lower()}".encode() in data
+    chunks = b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+    with connected(address) as client:
+        head = HEAD + b"Connection: close\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
+        client.sendall(head + chunks)
+        assert status(told(client)) == 501  # RFC 9112, 6.1
     for coding in ("identity", ""):
         assert ask(address, COMPLETIONS, BODY, JSON | {"Content-Encoding": coding})[0].status == 200
 

@@ -307,7 +307,18 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 def mixed_text(rng: random.Random, length: int) -> str:
     """Words, runs of one character, and what tokenizers treat as special."""
-    kinds = ["abcdefghij   .\n", "a", " ", "ab", " \n", "0123", "日本語", "🙂é\u0301", "'s't A", "\u0301"]
+    kinds = [
+        "abcdefghij   .\n",
+        "a",
+        " ",
+        "ab",
+        " \n",
+        "0123",
+        "日本語",
+        "🙂é\u0301",
+        "'s't A",
+        "\u0301",
+    ]
     names = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "[MASK]", " the"]
     text = ""
     while len(text) < length:

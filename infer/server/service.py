@@ -95,6 +95,11 @@ class Served(ABC):
                 "supported: send it as it is.",
                 headers={"Accept-Encoding": "identity"},
             )
+        transfer = request.headers.get("transfer-encoding", "chunked").strip().lower()
+        if transfer != "chunked":
+            raise ApiError(
+                501, f"The transfer coding {shown(transfer)} is not supported: chunked is."
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self.bodies.most:
             raise too_large(self.bodies.most)
