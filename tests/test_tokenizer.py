@@ -271,7 +271,7 @@ def test_a_long_text_is_within_the_limits() -> None:
     assert tokenizer.decode(part * 20_000) == line * 20_000
 
 
-def words_bpe(pattern: str | None) -> Backend:
+def words_bpe(pattern: str | None, unknown: str | None = "?") -> Backend:
     """BPE of many overlapping tokens, within words or over the whole text."""
     rng = random.Random(1)
     vocab = {c: i for i, c in enumerate("?abcdefghij .\n0123")}
@@ -281,7 +281,7 @@ def words_bpe(pattern: str | None) -> Backend:
         if len("".join(pair)) < 9 and "".join(pair) not in vocab:
             vocab["".join(pair)] = len(vocab)
             merges.append(pair)
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="?"))
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token=unknown))
     if pattern is not None:
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     return backend
@@ -301,6 +301,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "demo": lambda: folder_tokenizer(DEMO_FOLDER)._backend,
     "bpe": lambda: words_bpe(None),
     "bpe of words": lambda: words_bpe(r"\d{1,3}|\s*\n+|\s+(?!\S)|\s+|[^\s\d]+"),
+    "bpe that drops characters": lambda: words_bpe(r"\s+|\S+", None),
     "unigram": unigram,
 }
 

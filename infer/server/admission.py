@@ -39,9 +39,10 @@ class Admission:
             self.count -= answers
 
 
-LARGE = 1 << 18  # bytes of a body that is not made token ids at once
-_TURNS = 2  # large ones that are in work at the same time
-_MOST, _MOST_LARGE = 16, 12  # bytes of all, in the largest that one may be, with large ones or not
+LARGE = 1 << 18  # bytes of a body, beyond which it takes turns
+_TURNS = 2  # large bodies that are in work at the same time
+# How many of the largest size all bodies together may reach. A large one is refused before that.
+_MOST, _MOST_LARGE = 16, 12
 
 
 class Bodies:

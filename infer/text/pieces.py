@@ -26,12 +26,13 @@ _Token = tuple[int, int, bool]  # its id, its place in the text, whether it begi
 
 
 def encode_pieces(
-    encode: Callable[[str], Encoding], text: str, is_bpe: bool
+    encode: Callable[[str], Encoding], text: str, in_words: bool
 ) -> Iterator[list[int]]:
     """The ids of a text. Each piece has at least two, but for the last one, and some are empty:
     then nothing is known yet, and it goes on.
 
-    encode: what the library makes of a text, with its places.
+    encode: what the library makes of a text, with its places. in_words: whether it is BPE, and all
+    its places are right.
     """
     if len(text) <= PIECE:
         yield encode(text).ids
@@ -48,7 +49,7 @@ def encode_pieces(
         if start > first:
             place = tokens[start][1]
             after = _tokens(encode(text[place:following]), place)
-            joint = _joint(tokens, max(start, first + 2), after, is_bpe)
+            joint = _joint(tokens, max(start, first + 2), after, in_words)
         if joint is None:
             end = min(2 * end - begin, len(text))
             tokens = _tokens(encode(text[begin:end]), begin)
@@ -72,7 +73,7 @@ def _tokens(encoding: Encoding, begin: int) -> list[_Token]:
 
 
 def _joint(
-    tokens: Sequence[_Token], first: int, after: Sequence[_Token], is_bpe: bool
+    tokens: Sequence[_Token], first: int, after: Sequence[_Token], in_words: bool
 ) -> tuple[int, int] | None:
     """The first token, from that one on, around which a window and the one after it agree: its
     index in both."""
@@ -81,7 +82,7 @@ def _joint(
     }  # several tokens may be of one character
     for i in range(first, len(tokens) - _AFTER):
         j = index.get(tokens[i][1]) if tokens[i][1] > tokens[i - 1][1] else None
-        if j is not None and (is_bpe or tokens[i][2]):
+        if j is not None and (in_words or tokens[i][2]):
             before = min(i, j, _BEFORE)
             if tokens[i - before : i + _AFTER] == after[j - before : j + _AFTER]:
                 return i, j

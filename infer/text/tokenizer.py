@@ -71,12 +71,12 @@ class Tokenizer:
         )
         if _growth(backend.decoder) > _MOST_GROWTH:
             raise TokenizerError("The tokenizer's decoder makes too much of each token.")
-        self._is_bpe = isinstance(backend.model, tokenizers.models.BPE)
         self.infill = find_infill(lambda text: backend.token_to_id(text) is not None)
         decoder = backend.decoder.__getstate__() if backend.decoder is not None else b""
         self._slow_decoder = b'"Regex"' in decoder
         self._is_byte_level = b'"ByteLevel"' in decoder
-        byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        byte_ids = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._joins_in_words = _joins_in_words(backend, None not in byte_ids)
         self.byte_token_ids = frozenset(
             i for i in byte_ids if i is not None and b'"ByteFallback"' in decoder
         )
@@ -113,11 +113,14 @@ class Tokenizer:
                 f"The tokenizer may make {self._growth:,} times as much of a text before it splits "
                 f"it: the {len(text):,} characters of this one are too many for that."
             )
-        pieces = encode_pieces(partial(self._encoding, add_special_tokens), text, self._is_bpe)
-        first = next(pieces)
-        doubled = add_special_tokens and first[:2] == [self.bos_token_id] * 2
-        yield first[1:] if doubled else first
-        yield from pieces
+        pieces = encode_pieces(
+            partial(self._encoding, add_special_tokens), text, self._joins_in_words
+        )
+        begins = add_special_tokens
+        for piece in pieces:
+            doubled = begins and piece[:2] == [self.bos_token_id] * 2
+            yield piece[1:] if doubled else piece
+            begins = begins and not piece
 
     def _encoding(self, add_special_tokens: bool, text: str) -> tokenizers.Encoding:
         # Unlike `encode`, this lets other threads run.
@@ -248,6 +251,18 @@ class Tokenizer:
     def _token_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _joins_in_words(backend: tokenizers.Tokenizer, has_bytes: bool) -> bool:
+    """Whether pieces of a text may be joined within a word: if it is BPE and leaves no character
+    out, behind which the library gives wrong places. has_bytes: whether each byte has a token."""
+    model = backend.model
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    if model.unk_token is not None or (model.byte_fallback and has_bytes):
+        return True
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    return all(backend.token_to_id(letter) is not None for letter in alphabet)
 
 
 def _limited(call: Callable[[], T], length: int) -> T:
