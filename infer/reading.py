@@ -24,8 +24,8 @@ _MOST = 1 << 16  # characters of the schema of a function's arguments
 
 @dataclass(frozen=True)
 class Reading:
-    """thinking: the prompt has begun the thought. may_think: the answer may begin one. keep:
-    special tokens that the text needs."""
+    """thinking: the prompt has begun the thought. may_think: the answer may begin one. keep: the
+    tokens in markers of the style, which the text needs."""
 
     style: AnswerStyle
     tools: Tools
@@ -33,6 +33,7 @@ class Reading:
     may_think: bool
     keep: frozenset[int]
     special_tokens: Mapping[str, int]
+    text_tokens: Mapping[str, int]
     ends: frozenset[int]
 
     @classmethod
@@ -49,8 +50,16 @@ class Reading:
         thinking = style.begins_thinking(end)
         may_think = style.thinks and not end.rstrip().endswith(style.thought[1])
         keep = tokenizer.named_in(style.markers(with_tools=with_tools))
-        names, ends = tokenizer.special_names, tokenizer.eos_token_ids
-        return cls(style, tools, thinking, may_think, keep, names, ends)
+        return cls(
+            style,
+            tools,
+            thinking,
+            may_think,
+            keep,
+            tokenizer.special_names,
+            tokenizer.added_text_ids,
+            tokenizer.eos_token_ids,
+        )
 
     def parser(self) -> AnswerParser:
         most = None if self.tools.parallel else 1
@@ -86,7 +95,8 @@ class Reading:
             self.tools,
             thinking=self.thinking,
             may_think=self.may_think,
-            special_tokens=self.special_tokens,
+            special_tokens=self._kept(self.special_tokens),
+            text_tokens=self._kept(self.text_tokens),
             loose={*self.special_tokens.values()} - self.keep - self.ends,
             schema_of=_schema_of,
             error_of=lambda schema: _error(json.dumps(schema)),
@@ -100,6 +110,9 @@ class Reading:
             if params.constrained or self.is_strict:
                 raise RequestError(f"tools are too many to hold calls to: {error}") from error
             return params
+
+    def _kept(self, ids: Mapping[str, int]) -> Mapping[str, int]:
+        return {name: i for name, i in ids.items() if i in self.keep}
 
 
 def _content(params: SamplingParams) -> str | None:

@@ -19,6 +19,7 @@ import jsonschema
 import numpy as np
 import pytest
 from engines import answer
+from families import demo_tokenizer
 from marks import others_full
 from numpy.typing import NDArray
 from reference_models import load as reference
@@ -702,6 +703,74 @@ def test_texts_keep_their_own_tokens(kind: str) -> None:
     stored = json.loads((TEXTS / "expected.json").read_text(encoding="utf-8"))
     texts = [case["text"] for case in stored[kind]["encode"]]
     assert_texts_keep_their_tokens(folder_tokenizer(TEXTS / kind), texts)
+
+
+def take(constraint: Constraint | None, tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, each of which has to be allowed; then the answer may end."""
+    assert constraint is not None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for i, token in enumerate(ids):
+        assert constraint.allowed_after(ids[:i], 0, tokenizer.size)[token], (text, i)
+        assert constraint.forced_after(ids[:i], 0)[:1] in ([], [token]), (text, i)
+    assert constraint.allowed_after(ids, 0, tokenizer.size)[[*tokenizer.eos_token_ids]].all()
+    return ids
+
+
+WORDS = {"type": "array", "items": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        ({"regex": "<b>.*</b>"}, "<b>so</b>"),
+        ({"regex": "[<>/a-z_]*"}, "a<tool_call><think></think>"),
+        ({"schema": WORDS}, '["<tool_call>", "a <b> c", "\\n</think>"]'),
+        ({"schema": {"enum": ["<tool_call>", "<think>", "</think>"]}}, '"</think>"'),
+        ({"schema": {"const": {"<b>": "<think>"}}}, '{"<b>":"<think>"}'),
+        # In a grammar a name is the token, and a text is text.
+        (
+            {"grammar": 'start: <think> /[a-z ]*/ "<b>" </think> "x" // <b>\n'},
+            "<think>so <b></think>x",
+        ),
+        (
+            {"grammar": "start: /(.|\\n)*/ </think> %json " + json.dumps(WORDS)},
+            'a<b></think>["<b>"]',
+        ),
+        ({"grammar": 'start: "<think>" /<b>+/ "<tool_call>"'}, "<think><b>>><tool_call>"),
+    ],
+)
+def test_added_tokens_that_are_text(held: dict[str, Any], text: str) -> None:
+    """llguidance takes those of the form <...> for special, whatever their flag is."""
+    names = ("<tool_call>", "<b>", "</b>", "<think>", "</think>")
+    tokenizer = demo_tokenizer({"<end>": True} | dict.fromkeys(names, False), ["<end>"])
+    constraint = Constraints(tokenizer, tokenizer.size).of(SamplingParams(**held))
+    ids = take(constraint, tokenizer, text)
+    assert {tokenizer.added_text_ids[name] for name in names if name in text} <= {*ids}
+
+
+def test_names_of_special_tokens_in_texts_are_text() -> None:
+    """Written in other tokens, as are characters that the tokenizer would normalize."""
+    for kind in ("llama3", "chatml", "mistral", "gemma"):
+        tokenizer = folder_tokenizer(TEXTS / kind)
+        constraints = Constraints(tokenizer, tokenizer.size)
+        for text in (*tokenizer.special_names, "e\u0301"):
+            constraint = constraints.of(SamplingParams(schema={"enum": [f"a {text} b"]}))
+            assert constraint is not None
+            ids: list[int] = []
+            while forced := constraint.forced_after(ids, 0):
+                ids += forced
+            assert not {*ids} & {*tokenizer.special_names.values()}
+            assert json.loads(tokenizer.decode(ids)) == f"a {text} b"
+
+
+def test_a_token_that_ends_a_turn_is_no_text() -> None:
+    """Even if it is not special, as in some GGUF files."""
+    tokenizer = demo_tokenizer({"<pad>": True, "[end]": False}, ["[end]"])
+    (end,) = tokenizer.eos_token_ids
+    constraint = Constraints(tokenizer, tokenizer.size).of(SamplingParams(schema=WORDS))
+    assert constraint is not None
+    ids = tokenizer.encode('["a', add_special_tokens=False)
+    assert not constraint.allowed_after(ids, 0, tokenizer.size)[end]
 
 
 def test_a_tokenizer_without_an_end() -> None:

@@ -19,6 +19,7 @@ from infer import LLM, RequestError, sampling
 pytest.importorskip("openai")
 
 import openai
+from families import FAMILIES, Family
 from serving import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
 
 from infer.cli.app import generate as write_answer
@@ -570,3 +571,125 @@ def test_special_tokens_of_a_format_are_read(llm: LLM, monkeypatch: pytest.Monke
     assert [call.parsed() for call in result.tool_calls] == [{}]
     names = llm.tokenizer.special_names
     assert {*result.token_ids} >= {names["<|system|>"], names["<|user|>"]}
+
+
+# Families of models: their tokens and templates, an agent's request, and what their models answer
+
+
+READ = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "lines": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["path"],
+}
+SEARCH = {
+    "type": "object",
+    "properties": {
+        "query": {"type": "string"},
+        "filter": {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["file", "folder"]},
+                "depth": {"type": "integer"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+            },
+            "required": ["kind", "depth", "tags"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["query", "filter"],
+}
+RATE = {
+    "type": "object",
+    "properties": {
+        "stars": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2},
+        "of": {
+            "type": "object",
+            "properties": {"kind": {"enum": ["file", "folder"]}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["stars", "of"],
+}
+
+
+def agents_tools(**options: Any) -> list[dict[str, Any]]:
+    described = {"read_file": READ, "search": SEARCH, "rate": RATE}
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema, **options}}
+        for name, schema in described.items()
+    ]
+
+
+HISTORY = [
+    {"role": "system", "content": "You work on files."},
+    {"role": "user", "content": "What is in a.py?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "functions.read_file:0",
+                "type": "function",
+                "function": {"name": "read_file", "arguments": '{"path": "a.py", "lines": [1, 2]}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "functions.read_file:0", "content": "import <b>"},
+    {"role": "user", "content": "Look for more."},
+]
+
+
+@contextmanager
+def playing(llm: LLM, family: Family) -> Iterator[None]:
+    """The model has the tokens and the template of this family."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "tokenizer", family.tokenizer())
+        patch.setattr(llm, "_constraints", None)
+        yield
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_agents_request_to_each_family(llm: LLM, name: str) -> None:
+    """Forced, free and strict, streamed, after a thought: the model's own answer is one that it may
+    give, token by token, and is read."""
+    family = FAMILIES[name]
+    query = f"how {' and '.join(['<i>', *family.plain.split()[:2]])} work"
+    arguments = {"query": query, "filter": {"kind": "file", "depth": 2, "tags": ["a", "<b>"]}}
+    calls = [("search", arguments), ("rate", {"stars": [2, 1], "of": {"kind": "folder"}})]
+    calls = calls[: 1 if family.single else 2]
+    thought = "Hm. ".join(family.thought) if any(family.thought) else ""
+    said = "" if family.single or family.begins is None else "I look."
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (thought, {"tool_choice": "required"}),
+        (thought, {"tool_choice": {"type": "function", "function": {"name": "search"}}}),
+        (thought + said, {}),
+        (thought + said, {"strict": True}),
+    ]
+    with playing(llm, family):
+        for before, options in ways:
+            tools = agents_tools(strict=options.pop("strict", False))
+            named = isinstance(options.get("tool_choice"), dict)
+            expected = calls[:1] if named else calls
+            with saying(llm, before + family.write(expected)):
+                args = dict(family.template_args)
+                stream = llm.stream(HISTORY, tools=tools, template_args=args, **options)
+                text = "".join(map(str, stream))
+            found = [(call.name, call.parsed()) for call in stream.result.tool_calls]
+            assert found == expected
+            assert text.strip() == (said if before.endswith("look.") else "")
+            assert (stream.result.reasoning or "").strip() == ("Hm." if thought else "")
+            assert stream.result.finish_reason == "tool_calls"
+        wrong = [("search", arguments | {"filter": {"kind": "file", "depth": "x", "tags": []}})]
+        with saying(llm, thought + family.write(wrong)):
+            if family.single:  # held where a call is forced
+                options = {"tool_choice": "required"}
+            with pytest.raises(RequestError, match="not allowed"):
+                llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args, **options)
+        answer = f"See {query}.".replace(family.begins or "", "")
+        with saying(llm, thought + answer.join(family.content)):
+            result = llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args)
+        assert (result.text, result.tool_calls) == (answer, [])

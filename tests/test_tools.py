@@ -546,6 +546,7 @@ def test_what_a_grammar_allows_is_read(format: ToolFormat, choice: str) -> None:
             thinking=thinking,
             may_think=False,
             special_tokens={},
+            text_tokens={},
             loose=(),
             schema_of=lambda function: {"additionalProperties": False} | function["parameters"],
         )

@@ -40,6 +40,7 @@ class Tokenizer:
         eos_token_ids: every id that ends a turn.
         byte_token_ids: ids of the tokens <0x00> to <0xFF>, if the decoder joins them into UTF-8.
         special_names: the ids of all special tokens by their own texts.
+        added_text_ids: the ids of added tokens that are not special, but text, by that text.
         templates: the sources of the chat templates by name.
         infill: how the model fills in the middle, None where its vocabulary has no tokens for that.
     """
@@ -65,6 +66,7 @@ class Tokenizer:
         self._added = frozenset(added)
         self._skipped = frozenset(i for i, token in added.items() if token.special)
         self.special_names = {added[i].content: i for i in self._skipped}
+        self.added_text_ids = {each.content: i for i, each in added.items() if not each.special}
         self._named: dict[tuple[str, ...], frozenset[int]] = {}
         self._growth = prod(
             map(_growth, (backend.normalizer, backend.pre_tokenizer, backend.post_processor))
@@ -183,9 +185,9 @@ class Tokenizer:
         return known and token_id not in self._skipped
 
     def named_in(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Special tokens that stand in these texts, of which there are few."""
+        """Added tokens that stand in these texts, of which there are few."""
         if texts not in self._named:
-            names = self.special_names.items()
+            names = (self.special_names | self.added_text_ids).items()
             self._named[texts] = frozenset(i for name, i in names if any(name in t for t in texts))
         return self._named[texts]
 

@@ -655,7 +655,12 @@ FORMATS = (
         partial(_xml, tags=SEED_TAGS),
         (SEED_TAGS.section, SEED_TAGS.section_end),
     ),
-    ToolFormat("qwen3_coder", ("<function=", "<parameter="), partial(_xml, tags=QWEN_TAGS)),
+    ToolFormat(
+        "qwen3_coder",
+        ("<function=", "<parameter="),
+        partial(_xml, tags=QWEN_TAGS),
+        (QWEN_TAGS.section, QWEN_TAGS.section_end),
+    ),
     _mistral_format("mistral", "[TOOL_CALLS]", "[ARGS]"),
     _mistral_format("mistral_list", "[TOOL_CALLS]"),
     _json_format("command", "<|START_ACTION|>", "<|END_ACTION|>"),

@@ -159,6 +159,7 @@ def answer_grammar(
     thinking: bool,
     may_think: bool,
     special_tokens: Mapping[str, int],
+    text_tokens: Mapping[str, int],
     loose: Collection[int],
     schema_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     error_of: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
@@ -167,12 +168,13 @@ def answer_grammar(
     """The grammar of an answer; None where it may be any text, or is `content` and nothing else.
 
     thinking: the prompt has begun the thought. may_think: the answer may begin one.
-    special_tokens: ids by name; loose: those that may stand anywhere in a text. schema_of: what a
-    function's arguments are held to. error_of: why a schema cannot be followed. content: in Lark,
-    what an answer has to be that is no call.
+    special_tokens, text_tokens: the ids of markers that are tokens, by name; the latter are text as
+    well. loose: special tokens that may stand anywhere in a text. schema_of: what a function's
+    arguments are held to. error_of: why a schema cannot be followed. content: in Lark, what an
+    answer has to be that is no call.
     """
     layout = _LAYOUTS[style.tools.name]
-    lark = _Lark(special_tokens, loose)
+    lark = _Lark(special_tokens, text_tokens, loose)
     thought = lark.thought(style, thinking, may_think)
     final = lark.sequence("<|channel|>final<|message|>") if layout.single else ""
     if tools.offered is None:
@@ -205,9 +207,9 @@ def answer_grammar(
         return lark.written(f"{thought} ({all_calls} | {final} {content})")
     if not layout.begin or style.tools.name == "pythonic":
         first = "\\[" if layout.begin else "{"
-        lark.rules.append(f"OTHER: /([^{first}](.|\\n)*)?/")
+        lark.rules.append(f"OTHER: /\\s*[^{first}\\s](.|\\n)*/")
         tag = lark.sequence("<|python_tag|>")
-        return lark.written(f"{thought} ({tag}? {all_calls} | OTHER text)")
+        return lark.written(f"{thought} (SPACE? {tag}? {all_calls} | (OTHER {lark.more_text})?)")
     # What comes before a call ends with its marker.
     marker, rest = lark.split_marker(layout.begin)
     inner = f"{rest} {call} {more} {end}"
@@ -243,11 +245,22 @@ def _arguments(
 
 
 class _Lark:
-    """Rules of a grammar. special_tokens: ids by name, which are no text."""
+    """Rules of a grammar.
 
-    def __init__(self, special_tokens: Mapping[str, int], loose: Collection[int]) -> None:
+    Markers that are tokens are written by their ids, whether they are text or not: where several
+    may come, the library would force what their texts begin with alike, in other tokens.
+    """
+
+    def __init__(
+        self,
+        special_tokens: Mapping[str, int],
+        text_tokens: Mapping[str, int],
+        loose: Collection[int],
+    ) -> None:
+        """Arguments as for `answer_grammar`."""
         self._specials = special_tokens
-        names = sorted(special_tokens, key=len, reverse=True)
+        self._ids = {**special_tokens, **text_tokens}
+        names = sorted(self._ids, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.rules = [
             "TEXT: /(.|\\n)*/",
@@ -256,9 +269,9 @@ class _Lark:
             f"text: {'(TEXT loose)* TEXT' if loose else 'TEXT'}",
         ]
         self._known: dict[str, str] = {}  # names of rules by what they are
-        self._loose = ""
+        self._loose = self.more_text = ""
         if loose:
-            self._loose = "(TEXT loose)* "
+            self._loose, self.more_text = "(TEXT loose)* ", "(loose TEXT)*"
             self.rules.append(f"loose: <[{_ranges(loose)}]>")
 
     def written(self, start: str) -> str:
@@ -277,7 +290,7 @@ class _Lark:
         return name
 
     def parts(self, text: str) -> list[str]:
-        """A text as special tokens, and the texts between."""
+        """A text as the markers in it that are tokens, and the texts between."""
         found, at = [], 0
         for match in self._names.finditer(text):
             found += [text[at : match.start()], match[0]]
@@ -288,8 +301,8 @@ class _Lark:
         """Exactly this text."""
         written = []
         for part in self.parts(text):
-            if part in self._specials:
-                written.append(f"<[{self._specials[part]}]>")
+            if part in self._ids:
+                written.append(f"<[{self._ids[part]}]>")
             else:
                 pieces = (json.dumps(each, ensure_ascii=False) for each in part.split(_INDEX))
                 written.append(" INDEX ".join(pieces))
@@ -298,7 +311,7 @@ class _Lark:
     def split_marker(self, text: str) -> tuple[str, str]:
         """What of a text shows where it begins, and the sequence of the rest."""
         first, *rest = self.parts(text)
-        if first in self._specials:
+        if first in self._ids:
             return first, self.sequence("".join(rest))
         marker = first.rstrip("\n[") or first
         return marker, self.sequence(text[len(marker) :])
@@ -321,7 +334,7 @@ class _Lark:
         if thinking:
             return f"{self.text_until(end)} SPACE?"
         if may_think:
-            return f"({self.sequence(begin)} {self.text_until(end)} SPACE?)?"
+            return f"(SPACE? {self.sequence(begin)} {self.text_until(end)} SPACE?)?"
         return ""
 
     def json(self, schema: Mapping[str, Any]) -> str:
