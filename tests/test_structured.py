@@ -44,10 +44,12 @@ from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.state.kv_cache import PAGE
+from infer.reading import Reading
 from infer.sampling import SamplingParams
 from infer.text.detokenizer import StreamingDetokenizer
 from infer.text.folder_tokenizer import folder_tokenizer
 from infer.text.tokenizer import Tokenizer
+from infer.text.tools import check_tools
 
 STEPS = 12
 NOT = '{"not": {}}'
@@ -586,6 +588,69 @@ def circular(*steps: str) -> dict[str, Any]:
     definitions = {each: {"allOf": [{"$ref": f"#/$defs/{other}"}]} for each, other in refs}
     properties = {"a": {"$ref": f"#/$defs/{steps[0]}"}}
     return {"properties": properties, "required": ["a"], "$defs": definitions}
+
+
+BIG = 2**53 + 1  # which float64 does not have
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"enum": [1, BIG]}, "enum 9,007,199,254,740,993 would be rounded"),
+        ({"const": {"a": [-BIG]}}, "const -9,007,199,254,740,993"),
+        ({"const": -(2**63)}, "const -9,223,372,036,854,775,808"),  # ends the process
+        ({"type": "integer", "enum": [-1e19]}, "enum -1"),  # so does this
+        ({"type": "integer", "const": 10**400}, "a number of more than 40 digits"),
+        ({"type": "integer", "minimum": BIG}, "minimum 9,007,199,254,740,993"),
+        ({"type": "integer", "maximum": -BIG}, "maximum -9,007,199,254,740,993"),
+        ({"type": "number", "maximum": 2**63 - 1}, "maximum 9,223,372,036,854,775,807"),
+        ({"type": "integer", "minimum": -1e300, "maximum": -1e300}, "minimum a number of more"),
+        ({"exclusiveMinimum": BIG - 1, "type": "integer"}, "exclusiveMinimum 9,007"),
+        ({"exclusiveMaximum": 2**63 - 1, "type": "integer"}, "exclusiveMaximum 9,223"),
+        ({"type": "integer", "multipleOf": BIG}, "multipleOf 9007199254740993"),
+        ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf 1000003"),  # takes minutes
+        ({"properties": {"const": {"items": {"const": BIG}}}}, "const 9,007"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"enum": [BIG]}}}, "enum 9,007"),
+    ],
+)
+def test_numbers_that_cannot_be_held(schema: dict[str, Any], message: str) -> None:
+    """Are refused by name, wherever a schema comes in."""
+    tokenizer = folder_tokenizer(TEXTS / "llama3")
+    constraints = Constraints(tokenizer, tokenizer.size)
+    with pytest.raises(RequestError, match=f"schema cannot be followed: .*{re.escape(message)}"):
+        constraints.of(SamplingParams(schema=schema))
+    grammar = f'start: "a" %json {json.dumps(schema)}'
+    with pytest.raises(RequestError, match=f"grammar cannot be followed: .*{re.escape(message)}"):
+        constraints.of(SamplingParams(grammar=grammar))
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"x": schema}}}
+    tools = check_tools([{"type": "function", "function": function}], "required")
+    reading = Reading.of(tokenizer, tools, [], None)
+    with pytest.raises(RequestError, match=f"parameters of f .*{re.escape(message)}"):
+        reading.held(SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "wrong"),
+    [
+        ({"enum": [BIG - 1, -BIG + 1]}, BIG - 1, BIG),
+        ({"const": 2**60}, 2**60, 2**60 + 1),
+        ({"type": "integer", "minimum": BIG - 1}, BIG - 1, BIG - 2),
+        ({"type": "integer", "maximum": 2**63 - 1}, 2**63 - 1, 2**63),
+        ({"type": "integer", "exclusiveMaximum": BIG - 2}, BIG - 3, BIG - 2),
+        ({"type": "integer", "multipleOf": 86_400}, 172_800, 172_801),
+        ({"properties": {"enum": {"default": BIG}}, "type": "object"}, {"enum": 1}, None),
+    ],
+)
+def test_numbers_that_are_held(schema: dict[str, Any], valid: Any, wrong: Any) -> None:
+    tokenizer = folder_tokenizer(TEXTS / "llama3")
+    constraints = Constraints(tokenizer, tokenizer.size)
+    for value in (valid, wrong):
+        constraint = constraints.of(SamplingParams(schema=schema))
+        assert constraint is not None
+        ids = tokenizer.encode(json.dumps(value), add_special_tokens=False)
+        taken = constraint.count_allowed((), 0, ids) == len(ids)
+        whole = taken and constraint.allowed_after(ids, 0, tokenizer.size)[[1, 2, 3]].all()
+        assert bool(whole) == (error_of(schema, json.dumps(value)) is None) == (value is valid)
 
 
 NESTED = json.loads('{"items": ' * 400 + "{}" + "}" * 400)

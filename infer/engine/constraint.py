@@ -12,7 +12,8 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from decimal import Decimal
 from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
@@ -47,13 +48,15 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
     except ImportError:
         return None
     with foreign("schema cannot be followed", RequestError):
+        if (error := _unusable(schema)) is not None:  # first: some of it would end the process
+            return error
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return LLMatcher.validate_grammar(grammar).strip() or _unusable(schema)
+        return LLMatcher.validate_grammar(grammar).strip() or None
 
 
 def _unusable(schema: object) -> str | None:
-    """Why a schema would fail in the middle of an answer."""
-    return _too_wide(schema) or _circular(schema)
+    """Why a schema would fail in the middle of an answer, or not hold it."""
+    return _too_wide(schema) or _circular(schema) or _number_error(schema)
 
 
 def _circular(schema: object) -> str | None:
@@ -121,6 +124,86 @@ def _too_wide(schema: object) -> str | None:
                     f"{MOST_OPTIONAL} can be followed. Require some, or nest them in objects."
                 )
     return None
+
+
+def _number_error(schema: object) -> str | None:
+    """Which number of a schema the library would make another one of, as it counts in float64 and
+    int64 (where the least integer ends the process), or would count with for minutes."""
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, Mapping):
+            continue
+        for key, value in part.items():
+            if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+                parts += value.values()
+            elif key in ("const", "enum"):
+                for number in _numbers(value):
+                    if abs(number) >= _INT64 or _is_rounded(number):
+                        return _beyond(key, number)
+            elif key in _BOUNDS:
+                for number in _numbers(value):
+                    if not _is_held(key, number, part.get("type")):
+                        return _beyond(key, number)
+            elif key == "multipleOf":
+                for number in _numbers(value):
+                    if len(Decimal(str(number)).normalize().as_tuple().digits) > 5:
+                        return f"multipleOf {number}: at most 5 digits before zeros can be followed"
+            elif key not in ("default", "examples"):
+                parts.append(value)
+    return None
+
+
+_SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_FLOAT64, _INT64 = 1 << 53, 1 << 63  # up to which all integers are held
+
+
+def _numbers(value: object) -> Iterator[int | float]:
+    """Those in a value of JSON."""
+    parts: list[Any] = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+        elif isinstance(part, int | float) and not isinstance(part, bool):
+            yield part
+
+
+def _is_rounded(number: int | float) -> bool:
+    """Whether float64 does not have it."""
+    return isinstance(number, int) and (abs(number) >= 1 << 1023 or float(number) != number)
+
+
+def _is_held(bound: str, number: int | float, kind: object) -> bool:
+    """Whether an answer is held to a bound of numbers of this type."""
+    if number <= -_INT64:
+        return False
+    if bound == "maximum" and kind == "integer" and number >= _INT64 - 1:
+        return True  # as no greater integers are written
+    if bound.startswith("exclusive") and isinstance(number, int):
+        return abs(number) < _FLOAT64  # the next one has to be held
+    return not _is_rounded(number)
+
+
+def _beyond(key: str, number: int | float) -> str:
+    digits = f"{number:,}" if abs(number) < 10**40 else "a number of more than 40 digits"
+    return (
+        f"{key} {digits} would be rounded: integers beyond 2^53 are not held exactly. Leave it out, "
+        "or make it a string."
+    )
+
+
+def _schemas_in(grammar: str) -> Iterator[object]:
+    """The JSON schemas in a grammar."""
+    for found in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError, RecursionError):  # which the library says better
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+            yield schema
 
 
 def library() -> ModuleType:
@@ -328,6 +411,9 @@ class Constraints:
             name, source = "regex", self._matcher.grammar_from_regex(params.regex)
         elif params.grammar is not None:
             name = "grammar"
+            for schema in _schemas_in(params.grammar):
+                if (error := _unusable(schema)) is not None:
+                    raise RequestError(f"grammar cannot be followed: {error}")
             source = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
         else:
             return None
