@@ -129,7 +129,7 @@ def _content(params: SamplingParams) -> str | None:
 def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a function's arguments are held to: to any object, if it is not strict and its schema
     cannot be followed."""
-    schema = function["parameters"]
+    schema = {"type": "object"} | function["parameters"]
     named = {name for way in loose_argument_ways(schema) for name in way.get("properties", ())}
     if "properties" in schema and named <= schema["properties"].keys():  # models make up others
         schema = {"additionalProperties": False} | schema

@@ -179,12 +179,13 @@ Parameters: {{ tool.function.parameters | tojson }}
 {{- '<｜tool▁call▁begin｜>' ~ call.function.name ~ '<｜tool▁sep｜>' }}
 {{- call.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>
 {%- endif %}<｜end▁of▁sentence｜>{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<｜Assistant｜>{{ '<think>' if thinking else '</think>' }}{% endif %}"""
+{%- if add_generation_prompt %}<｜Assistant｜>{{ '<think>' if thinking else '</think>' }}
+{%- endif %}"""
 
 KIMI = """
 {%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
 {%- for message in messages %}
-{%- if message.role == 'tool' %}<|im_system|>tool<|im_middle|>## Return of {{ message.tool_call_id }}
+{%- if message.role == 'tool' %}<|im_system|>tool<|im_middle|>Of {{ message.tool_call_id }}
 {{ message.content }}
 {%- else %}<|im_{{ message.role }}|>{{ message.role }}<|im_middle|>{{ message.content or '' }}
 {%- if message.tool_calls %}<|tool_calls_section_begin|>{% for call in message.tool_calls %}
@@ -292,7 +293,7 @@ FAMILIES = {
         "<tool_call>",
         _each(_glm, "\n"),
         GLM,
-        ("\n<think>", "</think>\n"),
+        ("<think>", "</think>\n"),
     ),
     "deepseek-v3.1": Family(
         "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜>",

@@ -20,6 +20,7 @@ pytest.importorskip("openai")
 
 import openai
 from families import FAMILIES, Family
+from marks import others_full
 from serving import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
 
 from infer.cli.app import generate as write_answer
@@ -279,6 +280,16 @@ def function(**changes: Any) -> list[dict[str, Any]]:
             "no room",
         ),
         ({"tools": function(), "ignore_eos": True}, "ignore_eos", "no end for a call"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"enum": [2**53 + 1]}},
+                }
+            },
+            "response_format",
+            "enum 9,007,199,254,740,993 would be rounded",
+        ),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages", "a call must be"),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages", "must be a list"),
@@ -693,3 +704,60 @@ def test_an_agents_request_to_each_family(llm: LLM, name: str) -> None:
         with saying(llm, thought + answer.join(family.content)):
             result = llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args)
         assert (result.text, result.tool_calls) == (answer, [])
+
+
+PICK = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 2}},
+            "required": ["n"],
+        },
+    },
+}
+
+
+def bias(llm: LLM, *texts: str) -> dict[int, float]:
+    """By which the first tokens of these come wherever they may."""
+    return dict.fromkeys((llm.tokenizer.encode(text, False)[0] for text in texts), 40.0)
+
+
+@others_full("name", FAMILIES, ["qwen3"])
+def test_calls_that_the_model_makes(llm: LLM, name: str) -> None:
+    """By itself, strictly and not, where it wants to; and forced, after a thought that it ends."""
+    family = FAMILIES[name]
+    strict = {**PICK, "function": {**PICK["function"], "strict": True}}
+    with playing(llm, family):
+        wanted = bias(llm, family.begins or '{"')
+        forced = bias(llm, family.thought[1].strip() or '{"')
+        ways = [(PICK, {"tool_choice": "required", "logit_bias": forced})]
+        if not (family.single or family.thought[0] == ""):  # else something else comes before
+            ways += [(tool, {"logit_bias": wanted}) for tool in (PICK, strict)]
+        for tool, options in ways:
+            result = llm.chat(MESSAGES, tools=[tool], max_tokens=60, **options)
+            assert [call.name for call in result.tool_calls][:1] == ["pick"]
+            assert result.tool_calls[0].parsed()["n"] in (1, 2)
+
+
+def test_a_call_through_the_server_with_tokens_like_qwens(llm: LLM) -> None:
+    """That the model wants, and that it has to make."""
+    with (
+        playing(llm, FAMILIES["qwen3"]),
+        serving(Service(LLMClient(llm), ServerOptions())) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client,
+    ):
+        begin = {str(llm.tokenizer.added_text_ids["<tool_call>"]): 40}
+        asked: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "tools": [PICK]}
+        asked |= {"logit_bias": begin, "max_tokens": 40, "stop": ["</tool_call>"]}
+        for choice in ("auto", "required"):
+            whole = client.chat.completions.create(tool_choice=choice, **asked).choices[0].message
+            (call, *_) = whole.tool_calls
+            assert (call.function.name, whole.content) == ("pick", None)
+            assert json.loads(call.function.arguments)["n"] in (1, 2)
+            with client.chat.completions.create(tool_choice=choice, stream=True, **asked) as parts:
+                deltas = [part.choices[0].delta for part in parts]
+            assert not any(delta.content for delta in deltas)
+            pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
+            text = "".join(each.function.arguments or "" for each in pieces if each.index == 0)
+            assert text == call.function.arguments

@@ -9,19 +9,23 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from families import demo_tokenizer
 
 from infer import RequestError
+from infer.engine.constraint import Constraint, Constraints
 from infer.reading import Reading
 from infer.sampling import SamplingParams
 from infer.text.answer import AnswerParser, AnswerStyle, answer_style
 from infer.text.answer_reader import Pieces
+from infer.text.detokenizer import StreamingDetokenizer
 from infer.text.text_schemas import FORMATS as FORMATS_OF_TEXTS
+from infer.text.tokenizer import Tokenizer
 from infer.text.tool_formats import (
     DSML_TAGS,
     FORMATS,
@@ -643,6 +647,7 @@ def grammar_of(format: ToolFormat, schema: dict[str, Any], *, strict: bool = Tru
         may_think=False,
         keep=frozenset(),
         special_tokens={},
+        text_tokens={},
         ends=frozenset(),
     ).held(SamplingParams())
     assert params.grammar is not None
@@ -954,6 +959,108 @@ def test_formats_of_texts_are_those_of_jsonschema() -> None:
         assert re.fullmatch(FORMATS_OF_TEXTS[name], one)
         assert re.fullmatch(FORMATS_OF_TEXTS[name], other)
         assert not any(re.fullmatch(FORMATS_OF_TEXTS[name], each) for each in wrong)
+
+
+def walk_tokens(
+    constraint: Constraint, tokenizer: Tokenizer, draw: random.Random, often: list[list[int]]
+) -> list[int] | None:
+    """The tokens of an answer, drawn at random from those that may come; None for one that gets too
+    long."""
+    ids: list[int] = []
+    for _ in range(100):
+        allowed = set(np.flatnonzero(constraint.allowed_after(ids, 0, tokenizer.size)).tolist())
+        assert constraint.error is None
+        others = sorted(allowed - tokenizer.eos_token_ids)
+        if not others or (len(others) < len(allowed) and draw.random() < 0.4):
+            return ids
+        wanted = [each for each in often if constraint.count_allowed(ids, 0, each) == len(each)]
+        ids += draw.choice(wanted) if wanted and draw.random() < 0.7 else [draw.choice(others)]
+    return None
+
+
+# Gemma's are special. Were they text, they could stand in texts of arguments.
+KINDS = [(each, True) for each in FORMATS]
+KINDS += [(each, False) for each in FORMATS if "gemma" not in each.name]
+
+
+@pytest.mark.parametrize(
+    ("format", "special"), KINDS, ids=lambda each: each.name if isinstance(each, ToolFormat) else ""
+)
+def test_markers_that_are_tokens(format: ToolFormat, special: bool) -> None:
+    """Special or not: what is allowed token by token is read, and a call that has to come does."""
+    jsonschema = pytest.importorskip("jsonschema")
+    style = AnswerStyle(format, ("<think>", "</think>"), True)
+    markers = dict.fromkeys(style.markers(with_tools=True), special)
+    ends = [end for end in ("<|return|>", "<|call|>") if end in markers] or ["<|stop|>"]
+    added = markers | dict.fromkeys((*ends, "<|other|>"), True) | {"<b>": False}
+    tokenizer = demo_tokenizer(added, ends)
+    constraints = Constraints(tokenizer, tokenizer.size)
+    often = [tokenizer.encode(text) for text in dict.fromkeys((*markers, "<b>", *ENDS))]
+    often = [ids for ids in often if tokenizer.eos_token_ids.isdisjoint(ids)]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in TYPED.items()
+    ]
+    for choice, thinking in (("required", False), ("auto", not format.whole)):
+        reading = replace(
+            Reading.of(tokenizer, check_tools(tools, choice), [], None),
+            style=style,
+            thinking=thinking,
+            may_think=not thinking,
+            keep=tokenizer.named_in(tuple(markers)),
+        )
+        params = reading.held(SamplingParams())
+        if not params.constrained:
+            assert (format.whole, choice) == (True, "auto")
+            continue
+        draws = map(random.Random, range(20))
+        constraint = constraints.of(params)
+        assert constraint is not None
+        walks = (walk_tokens(constraint, tokenizer, draw, often) for draw in draws)
+        ids = next(each for each in walks if each is not None)
+        detokenizer, parser = StreamingDetokenizer(tokenizer, [], reading.keep), reading.parser()
+        text = [*map(detokenizer.add, ids), detokenizer.finish()]
+        calls = list[ToolCall]()
+        for told in [*map(parser.add, text), parser.finish()]:
+            add_deltas(calls, told.tool_calls)
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), TYPED[call.name])
+        assert calls or choice == "auto", "".join(text)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_marker_with_a_token_in_it(special: bool) -> None:
+    """What it begins with is text as long as the token does not follow."""
+    tokenizer = demo_tokenizer(
+        {"<|stop|>": True, DSML: special}, ["<|stop|>"], f"{{{{ tools }}}}<{DSML}"
+    )
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in FUNCTIONS.items()
+    ]
+    reading = Reading.of(tokenizer, check_tools(tools), [], None)
+    path, code = "<a/>", "if a < b:\n  </p></b>"
+    answer = (
+        f'See a <b> </p>.\n<{DSML}function_calls>\n<{DSML}invoke name="write_file">\n'
+        f'<{DSML}parameter name="path" string="true">{path}</{DSML}parameter>\n'
+        f'<{DSML}parameter name="text" string="true">{code}</{DSML}parameter>\n'
+        f"</{DSML}invoke>\n</{DSML}function_calls> And < so."
+    )
+    constraint = Constraints(tokenizer, tokenizer.size).of(reading.held(SamplingParams()))
+    assert constraint is not None
+    ids = tokenizer.encode(answer)
+    for i, token in enumerate(ids):
+        assert constraint.allowed_after(ids[:i], 0, tokenizer.size)[token], tokenizer.decode(
+            ids[:i]
+        )
+    parser = reading.parser()
+    pieces = parser.add(answer) + parser.finish()
+    calls = list[ToolCall]()
+    add_deltas(calls, pieces.tool_calls)
+    assert [(call.name, call.parsed()) for call in calls] == [
+        ("write_file", {"path": path, "text": code})
+    ]
+    assert pieces.text == "See a <b> </p>.\n And < so."
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)

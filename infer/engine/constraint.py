@@ -193,8 +193,8 @@ def _is_held(bound: str, number: int | float, kind: object) -> bool:
 def _beyond(key: str, number: int | float) -> str:
     digits = f"{number:,}" if abs(number) < 10**40 else "a number of more than 40 digits"
     return (
-        f"{key} {digits} would be rounded: integers beyond 2^53 are not held exactly. Leave it out, "
-        "or make it a string."
+        f"{key} {digits} would be rounded: integers beyond 2^53 are not held exactly. Leave it "
+        "out, or make it a string."
     )
 
 
@@ -449,17 +449,17 @@ def _library_tokenizer(
         text: bytes = encoder.decode_bytes([token]) if tokenizer.is_shown(token) else b""
         return text
 
-    class Vocabulary:
-        """What the library asks of a tokenizer that it has not made."""
-
-        is_tokenizer_wrapper = True
-        bos_token_id = None
-        eos_token_id = ends[0]
-        special_token_ids = sorted(names)
-        tokens = [names[i].encode() if i in names else text_of(i) for i in range(size)]
-        __call__ = staticmethod(encoder.tokenize_str)  # no Python, which Ctrl-C could interrupt
-
-    made: LLTokenizer = llguidance.LLTokenizer(Vocabulary(), size, ends)
+    # What the library asks of a tokenizer that it has not made. It calls it: into Rust at once, as
+    # Ctrl-C could interrupt Python.
+    vocabulary = {
+        "is_tokenizer_wrapper": True,
+        "bos_token_id": None,
+        "eos_token_id": ends[0],
+        "special_token_ids": sorted(names),
+        "tokens": [names[i].encode() if i in names else text_of(i) for i in range(size)],
+        "__call__": staticmethod(encoder.tokenize_str),
+    }
+    made: LLTokenizer = llguidance.LLTokenizer(type("Vocabulary", (), vocabulary)(), size, ends)
     return made
 
 

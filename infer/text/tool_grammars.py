@@ -312,8 +312,11 @@ class _Lark:
         """What of a text shows where it begins, and the sequence of the rest."""
         first, *rest = self.parts(text)
         if first in self._ids:
-            return first, self.sequence("".join(rest))
-        marker = first.rstrip("\n[") or first
+            marker = first
+        elif rest:
+            marker = first + rest[0]
+        else:
+            marker = first.rstrip("\n[") or first
         return marker, self.sequence(text[len(marker) :])
 
     def text_until(self, end: str) -> str:
@@ -321,7 +324,12 @@ class _Lark:
         first, *rest = self.parts(end)
         if first in self._specials:
             return f"text {self.sequence(end)}"
-        until = self.rule(f"TEXT {json.dumps(first, ensure_ascii=False)}", "[lazy]")
+        text = f"TEXT {json.dumps(first, ensure_ascii=False)}"
+        if rest and first not in self._ids:  # whether it is the end shows at the token behind it
+            until = f"UNTIL{len(self.rules)}"
+            self.rules.append(f"{until}: {text}")
+        else:
+            until = self.rule(text, "[lazy]")
         return f"{self._loose}{until} {self.sequence(''.join(rest))}"
 
     def thought(self, style: AnswerStyle, thinking: bool, may_think: bool) -> str:
@@ -334,7 +342,7 @@ class _Lark:
         if thinking:
             return f"{self.text_until(end)} SPACE?"
         if may_think:
-            return f"(SPACE? {self.sequence(begin)} {self.text_until(end)} SPACE?)?"
+            return f"({self.sequence(begin)} {self.text_until(end)} SPACE?)?"
         return ""
 
     def json(self, schema: Mapping[str, Any]) -> str:
