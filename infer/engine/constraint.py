@@ -183,7 +183,8 @@ def _is_held(bound: str, number: int | float, kind: object) -> bool:
     """Whether an answer is held to a bound of numbers of this type."""
     if number <= -_INT64:
         return False
-    if bound == "maximum" and kind == "integer" and number >= _INT64 - 1:
+    kinds = kind if isinstance(kind, list) else [kind]
+    if bound == "maximum" and number >= _INT64 - 1 and "integer" in kinds and "number" not in kinds:
         return True  # as no greater integers are written
     if bound.startswith("exclusive") and isinstance(number, int):
         return abs(number) < _FLOAT64  # the next one has to be held
