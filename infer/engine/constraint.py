@@ -412,9 +412,10 @@ class Constraints:
             name, source = "regex", self._matcher.grammar_from_regex(params.regex)
         elif params.grammar is not None:
             name = "grammar"
-            for schema in _schemas_in(params.grammar):
-                if (error := _unusable(schema)) is not None:
-                    raise RequestError(f"grammar cannot be followed: {error}")
+            with foreign("grammar cannot be followed", RequestError):  # as above
+                for schema in _schemas_in(params.grammar):
+                    if (error := _unusable(schema)) is not None:
+                        raise RequestError(f"grammar cannot be followed: {error}")
             source = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
         else:
             return None
