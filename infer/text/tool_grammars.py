@@ -364,7 +364,7 @@ class _Lark:
         it. loose: whether special tokens may be in it that may stand anywhere in a text."""
         first, *rest = self.parts(end)
         held = f"({text} loose)* " if loose and self._loose else ""
-        if first in self._specials:
+        if first in self._ids:
             return f"{held}{text} {self.sequence(end)}"
         joined = self.terminal(f"{text} {json.dumps(first, ensure_ascii=False)}")
         return f"{held}{joined} {self.sequence(''.join(rest))}"
